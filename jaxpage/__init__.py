@@ -1,0 +1,44 @@
+"""A paged-KV LLM inference engine in JAX: the public names, each imported when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpage.config import EngineConfig
+    from jaxpage.llm import LLM
+    from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "llm",
+    "EngineConfig": "config",
+    "SamplingParams": "sampling_params",
+    "RequestOutputKind": "sampling_params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxpage' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jaxpage.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

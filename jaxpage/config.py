@@ -1,0 +1,360 @@
+"""Every option of the engine, and what each comes to on one machine with one model.
+
+Knows option names (vLLM's), their ranges and defaults, the environment, which no other file reads,
+and the JSON files of a checkpoint. Must not know jax: the platform and its memory are told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.vllm_options import ADVICE, NOT_SUPPORTED
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_DTYPES = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+_LOGPROBS_MODES = {
+    "raw": "raw",
+    "raw_logprobs": "raw",
+    "temperature": "temperature",
+    "processed": "processed",
+    "processed_logprobs": "processed",
+}
+_CHOICES = {
+    "dtype": ("auto", *_DTYPES),
+    "scheduling_policy": ("fcfs", "priority"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "logprobs_mode": tuple(_LOGPROBS_MODES),
+}
+_RANGES = {  # both ends included
+    "block_size": (1, 4096),
+    "num_gpu_blocks_override": (2, 2**31 - 1),  # the null block and one more
+    "max_num_seqs": (1, 65536),
+    "max_num_batched_tokens": (1, 2**20),
+    "decode_steps": (1, 1024),
+    "max_logprobs": (-1, 2**20),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the user asked for; `resolve` decides the rest. Raises ValueError for bad values."""
+
+    model: str  # a checkpoint folder
+    tokenizer: str | None = None  # a folder; None: the model's
+    skip_tokenizer_init: bool = False  # ids in, ids out
+    # "auto": the checkpoint's, but bfloat16 for float32; or float16, bfloat16, float32
+    dtype: str = "auto"
+    seed: int = 0  # of requests that bring none
+    # None: the model's own limit; "auto": the largest that fits the KV memory; "8k", "8K" work too
+    max_model_len: int | str | None = None
+    block_size: int | None = None  # tokens; None: 16 on CPU, 64 on GPU, 128 on TPU
+    gpu_memory_utilization: float = 0.92  # share of the device's memory, (0, 1]
+    num_gpu_blocks_override: int | None = None  # None: measured
+    kv_cache_memory_bytes: int | str | None = None  # None: measured; "2G" works too
+    max_num_seqs: int | None = None  # sequences in one step; None: by platform
+    max_num_batched_tokens: int | None = None  # tokens in one step; None: by platform
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # or "priority": lower values first
+    async_scheduling: bool = True  # launch a step before the one before it was read
+    decode_steps: int = 8  # decode steps in one launch
+    load_format: str = "auto"  # "auto" and "safetensors" read the checkpoint, "dummy" is random
+    hf_overrides: dict[str, Any] | None = None  # merged into config.json, nested dicts too
+    # default sampling and extra EOS ids: "auto": the model's file; "vllm": neutral; or a folder
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
+    # compiled programs; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
+    compilation_cache_dir: str | None = None
+    enforce_eager: bool = False  # compile a program at its first use, not before the first request
+    max_logprobs: int = 20  # largest `logprobs` of a request; -1: the vocabulary
+    logprobs_mode: str = "raw"  # or "temperature", "processed": which logits they come from
+    chat_template: str | None = None  # a file or the template; None: the tokenizer's
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = str(getattr(self, name)).removeprefix("torch.")
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and low <= value <= high):
+                raise ValueError(f"{name} must be an int in {low}..{high}, got {value!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
+            )
+        if not _is_int(self.seed):
+            raise ValueError(f"seed must be an int, got {self.seed!r}")
+        if self.max_model_len not in (None, "auto", -1):
+            _parse_count("max_model_len", self.max_model_len)
+        if self.kv_cache_memory_bytes is not None:
+            _parse_count("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
+        for name in ("hf_overrides", "override_generation_config"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"{name} must be a dict, got {value!r}")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """The config of keyword arguments that may be any of vLLM's.
+
+        Options of vLLM that jaxpage lacks are accepted at their neutral value. Raises ValueError
+        for other values of them, TypeError for names that nobody knows.
+        """
+        known = {f.name for f in dataclasses.fields(EngineConfig)}
+        for name, value in options.items():
+            if name in known:
+                continue
+            if name not in NOT_SUPPORTED:
+                close = difflib.get_close_matches(name, [*known, *NOT_SUPPORTED], n=3)
+                hint = f"; did you mean {' or '.join(close)}?" if close else ""
+                raise TypeError(f"unknown engine option {name!r}{hint}")
+            neutral = NOT_SUPPORTED[name]
+            if neutral and value not in neutral:
+                raise ValueError(
+                    f"{name}={value!r} is not supported; leave it out, or give "
+                    f"{' or '.join(map(repr, neutral))}{ADVICE.get(name, '')}"
+                )
+        return cls(**{name: value for name, value in options.items() if name in known})
+
+    def resolve(
+        self,
+        hf_config: PretrainedConfig,
+        *,
+        platform: str,
+        device_kind: str = "",
+        device_memory: int | None = None,
+    ) -> ResolvedConfig:
+        """Every default decided for this model and this machine.
+
+        `platform` is jax's ("cpu", "gpu", "tpu"), `device_kind` its name of one device,
+        `device_memory` that device's bytes. Raises ValueError if `max_model_len` exceeds what the
+        model can do.
+        """
+        if platform not in _BLOCK_SIZES:
+            raise ValueError(f"platform must be one of {', '.join(_BLOCK_SIZES)}, got {platform!r}")
+        default_seqs, default_tokens = _batch_limits(platform, device_kind, device_memory)
+        max_model_len = self._resolve_max_model_len(hf_config)
+        max_num_seqs = self.max_num_seqs or default_seqs
+        # A step can hold no more than all sequences at full length, and should hold each once.
+        default_tokens = max(min(default_tokens, max_num_seqs * max_model_len), max_num_seqs)
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(EngineConfig)}
+        values |= {
+            "tokenizer": self.tokenizer or self.model,
+            "dtype": _resolve_dtype(self.dtype, hf_config),
+            "max_model_len": max_model_len,
+            "fit_max_model_len": self.max_model_len in ("auto", -1),
+            "block_size": self.block_size or _BLOCK_SIZES[platform],
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes
+            and _parse_count("kv_cache_memory_bytes", self.kv_cache_memory_bytes),
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens or default_tokens,
+            "hf_overrides": self.hf_overrides or {},
+            "override_generation_config": self.override_generation_config or {},
+            "compilation_cache_dir": _resolve_cache_dir(self.compilation_cache_dir),
+            "logprobs_mode": _LOGPROBS_MODES[self.logprobs_mode],
+        }
+        return ResolvedConfig(**values)
+
+    def _resolve_max_model_len(self, hf_config: PretrainedConfig) -> int:
+        limit = _model_len_limit(hf_config)
+        if self.max_model_len in (None, "auto", -1):
+            if limit is None:
+                raise ValueError(
+                    "config.json does not say how long a sequence may be; set max_model_len"
+                )
+            return limit
+        wanted = _parse_count("max_model_len", self.max_model_len)
+        if limit is not None and wanted > limit:
+            raise ValueError(
+                f"max_model_len={wanted} exceeds the {limit} positions of config.json; lower it, "
+                'or extend the model with hf_overrides={"rope_parameters": ...}'
+            )
+        return wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """An EngineConfig without anything left to decide; what stays None was not asked for.
+
+    `compilation_cache_dir` is "" if there is no cache, `dtype` one of float16, bfloat16, float32.
+    """
+
+    tokenizer: str = field()
+    max_model_len: int = field()
+    block_size: int = field()
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = field()
+    max_num_batched_tokens: int = field()
+    hf_overrides: dict[str, Any] = field()
+    override_generation_config: dict[str, Any] = field()
+    compilation_cache_dir: str = field()
+    fit_max_model_len: bool = False  # lower `max_model_len` to what fits the KV memory
+
+    def describe(self) -> str:
+        """One line per option, for the log."""
+        values = dataclasses.asdict(self)
+        width = max(map(len, values))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
+
+
+_BLOCK_SIZES = {"cpu": 16, "gpu": 64, "tpu": 128}
+_TPU_TOKENS = (("v6", 2048), ("v5 lite", 1024), ("v5e", 1024), ("v5", 512))
+_GIB = 2**30
+
+
+def _batch_limits(platform: str, device_kind: str, device_memory: int | None) -> tuple[int, int]:
+    """Default (max_num_seqs, max_num_batched_tokens), vLLM's for offline use."""
+    if platform == "cpu":
+        return 256, 4096
+    if platform == "tpu":
+        tokens = (n for name, n in _TPU_TOKENS if name in device_kind.lower())
+        return 256, next(tokens, 2048)
+    # 70 GiB tells H100 and newer from the rest, except for the 80 GB A100, which is slower.
+    if (device_memory or 0) >= 70 * _GIB and "a100" not in device_kind.lower():
+        return 1024, 16384
+    return 256, 8192
+
+
+def _resolve_dtype(dtype: str, hf_config: PretrainedConfig) -> str:
+    dtype = str(dtype).removeprefix("torch.")
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    text_config = hf_config.get_text_config()
+    stored = getattr(text_config, "dtype", None) or getattr(hf_config, "dtype", None) or "float32"
+    stored = _DTYPES.get(str(stored).removeprefix("torch."), "float32")
+    return "bfloat16" if stored == "float32" else stored
+
+
+def _model_len_limit(hf_config: PretrainedConfig) -> int | None:
+    """Positions the model was made for, after RoPE scaling, as vLLM counts them."""
+    text = hf_config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    limits = [getattr(text, name, None) for name in names]
+    limit = next((n for n in limits if n), None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if limit is None or kind in ("default", "llama3", "longrope", "su"):
+        return limit  # those state the length after scaling
+    original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+    return int((original or limit) * rope.get("factor", 1.0))
+
+
+def _resolve_cache_dir(value: str | None) -> str:
+    if value is None:
+        value = os.environ.get("JAXPAGE_COMPILATION_CACHE_DIR")
+    if value is None:
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        value = os.path.join(cache, "jaxpage", "xla")
+    return "" if value in ("", "off") else str(Path(value).expanduser().absolute())
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _parse_count(name: str, value: Any) -> int:
+    """A positive int; as vLLM, "8k" is 8000, "8K" is 8192, "1.5k" is 1500."""
+    if _is_int(value) and 0 < value < 2**63:
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", value) if isinstance(value, str) else None
+    if match:
+        digits, unit = match.groups()
+        power = " kmgt".index(unit.lower()) if unit else 0
+        count = float(digits) * (1024 if unit.isupper() else 1000) ** power
+        if count == int(count) > 0:
+            return int(count)
+    raise ValueError(f'{name} must be a positive int, or one like "8k" or "8K", got {value!r}')
+
+
+def load_hf_config(model: str, hf_overrides: dict[str, Any] | None = None) -> PretrainedConfig:
+    """config.json of the folder `model` with `hf_overrides` merged in, as transformers reads it.
+
+    Reads no other file, runs no code of the checkpoint, asks no network. Raises ValueError.
+    """
+    from transformers import CONFIG_MAPPING
+
+    folder = Path(model)
+    if not folder.is_dir():
+        raise ValueError(
+            f"model={model!r} is not a folder; jaxpage reads local checkpoints, so download it "
+            "first (hf download NAME --local-dir FOLDER) and give the folder"
+        )
+    values = _merge(_read_json(folder / "config.json"), hf_overrides or {})
+    model_type = values.get("model_type", "")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{folder / 'config.json'} has model_type {model_type!r}, which this version of "
+            "transformers does not know; code that comes with a checkpoint is not run"
+        )
+    return CONFIG_MAPPING[model_type].from_dict(values)
+
+
+def load_generation_config(config: EngineConfig) -> dict[str, Any]:
+    """generation_config.json as `generation_config` says, with the overrides. Raises ValueError."""
+    values = {}
+    if config.generation_config == "auto":
+        path = Path(config.model) / "generation_config.json"
+        values = _read_json(path) if path.is_file() else {}
+    elif config.generation_config != "vllm":
+        values = _read_json(Path(config.generation_config) / "generation_config.json")
+    return values | (config.override_generation_config or {})
+
+
+def default_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a generation config that makes default SamplingParams, under their names."""
+    names = {"max_new_tokens": "max_tokens"} | {
+        name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
+    return {
+        ours: generation_config[theirs]
+        for theirs, ours in names.items()
+        if generation_config.get(theirs) is not None
+    }
+
+
+def eos_token_ids(
+    hf_config: PretrainedConfig, generation_config: dict[str, Any], tokenizer: Any = None
+) -> frozenset[int]:
+    """Every id that ends a sequence: of config.json, of the generation config, of the tokenizer."""
+    found: set[int] = set()
+    for value in (
+        getattr(hf_config, "eos_token_id", None),
+        getattr(hf_config.get_text_config(), "eos_token_id", None),
+        generation_config.get("eos_token_id"),
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        found.update(value if isinstance(value, Iterable) else () if value is None else (value,))
+    return frozenset(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; is the folder a checkpoint?") from None
+    except ValueError as e:
+        raise ValueError(f"{path} is not JSON: {e}") from None
+
+
+def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged

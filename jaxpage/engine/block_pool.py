@@ -1,0 +1,166 @@
+"""Who owns which KV block, and which blocks can be found again by their content.
+
+What this file knows: block ids, reference counts, hashes, the order of eviction. What it must never
+learn: sequences, tokens in flight, the device. It hands out numbers; the scheduler decides what
+they mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def root_hash(weight_epoch: int) -> bytes:
+    """Parent of every first block. Other weights make other KV, so their epoch starts the chain."""
+    return hashlib.sha256(b"jaxpage kv block, weight epoch %d" % weight_epoch).digest()
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], extra: tuple[str, ...] = ()) -> bytes:
+    """sha256 of a full block: what precedes it (`parent`), its tokens, what else shapes its KV.
+
+    Equal in every process; a block's hash changes if any token up to its end does. `repr` of a
+    tuple of strings is one to one, and so is the whole: `parent` has 32 bytes and all blocks of a
+    pool have equally many tokens.
+    """
+    state = hashlib.sha256(parent)
+    state.update(array("i", token_ids))
+    if extra:
+        state.update(repr(extra).encode())
+    return state.digest()
+
+
+class BlockPool:
+    """Reference counts, free queue and prefix cache of `num_blocks` blocks of `block_size` tokens.
+
+    A block is in use (`ref > 0`), or in the free queue, never both; the null block is neither. A
+    registered block keeps its hash in the queue and can be revived until it is handed out again.
+    The queue's head is reused first: there stand blocks without a hash, then the least recently
+    freed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool):
+        """Raises ValueError without a block besides the null block, or a token in each."""
+        if num_blocks < 2 or block_size < 1:
+            raise ValueError(
+                f"{num_blocks=} {block_size=}: a pool needs a block besides the null block, and "
+                f"a token in each"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.refs = [0] * num_blocks  # read by the scheduler's inner loop; changed only here
+        self._free = OrderedDict.fromkeys(range(1, num_blocks))
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        # Blocks of equal content, oldest first. Duplicates stay: block tables are never rewritten
+        # to merge them.
+        self._by_hash: dict[bytes, dict[int, None]] = {}
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        """All blocks but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that sequences hold, 0 to 1."""
+        return 1.0 - len(self._free) / self.num_usable
+
+    def is_free(self, block_id: int) -> bool:
+        return block_id in self._free
+
+    def is_shared(self, block_id: int) -> bool:
+        return self.refs[block_id] > 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks of undefined content, one reference each; the cache forgets them.
+
+        Raises ValueError, before anything changes, if fewer are free.
+        """
+        free = self._free
+        if count > len(free):
+            raise ValueError(f"{count} blocks wanted, {len(free)} of {self.num_usable} are free")
+        ids = []
+        for _ in range(count):
+            block_id, _ = free.popitem(last=False)
+            if self._hashes[block_id] is not None:
+                self.unregister(block_id)
+                self.num_evictions += 1
+            self.refs[block_id] = 1
+            ids.append(block_id)
+        return ids
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each block that `lookup` found; free ones leave the queue."""
+        for block_id in block_ids:
+            if self.refs[block_id] == 0:
+                del self._free[block_id]
+            self.refs[block_id] += 1
+
+    def fork(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each of a sequence's blocks."""
+        for block_id in block_ids:
+            assert self.refs[block_id] > 0, f"block {block_id} is not in use"
+            self.refs[block_id] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference to each of a sequence's blocks, given in the order of its block table.
+
+        The tail goes first, so it is evicted first, and the prefix that others may share survives
+        longest.
+        """
+        for block_id in reversed(block_ids):
+            self.refs[block_id] -= 1
+            assert self.refs[block_id] >= 0, f"block {block_id} was freed twice"
+            if self.refs[block_id] == 0:
+                self._free[block_id] = None
+                if self._hashes[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Make a full block in use findable by its hash. No effect if prefix caching is off."""
+        assert self.refs[block_id] > 0 and self._hashes[block_id] is None, f"{block_id=}"
+        if self.enable_prefix_caching:
+            self._hashes[block_id] = block_hash
+            self._by_hash.setdefault(block_hash, {})[block_id] = None
+
+    def unregister(self, block_id: int) -> None:
+        """Forget a registered block's hash; its references stay."""
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None, f"block {block_id} has no hash"
+        self._hashes[block_id] = None
+        same = self._by_hash[block_hash]
+        del same[block_id]
+        if not same:
+            del self._by_hash[block_hash]
+
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of `hashes`. Changes nothing: `touch` what you use."""
+        hits = []
+        for block_hash in hashes:
+            same = self._by_hash.get(block_hash)
+            if same is None:
+                break
+            hits.append(next(iter(same)))
+        return hits
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache: block contents cannot be trusted any more. References stay."""
+        self._hashes = [None] * self.num_blocks
+        self._by_hash.clear()
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and nothing happens, while a block is in use (as vLLM)."""
+        if len(self._free) != self.num_usable:
+            return False
+        self.forget_all()
+        return True

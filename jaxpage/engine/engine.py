@@ -1,0 +1,123 @@
+"""The loop: schedule a step, launch it, collect it, update the requests.
+
+What this file knows: the order of these four verbs, and what to do when one of them fails. What it
+must never learn: what is scheduled (the scheduler's), how a step runs (the runner's), text and
+prompts (the user-facing layer's). It never imports jax; anything with the two verbs of `StepRunner`
+can serve it. Features do not arrive here.
+
+Two loops stand side by side, the plain one first. The overlapped loop launches step n+1 before it
+collects step n, so the device does not wait for the host. The price: a sequence that ends in step n
+may have a row in step n+1, which is thrown away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from jaxpage.engine.scheduler import Scheduler
+from jaxpage.engine.stats import EngineStats
+from jaxpage.plan import StepPlan, StepResult
+from jaxpage.request import Request
+
+
+class StepRunner(Protocol):
+    """What the engine asks of a runner. Steps run, and are collected, in the order of launches."""
+
+    @property
+    def num_recompiles(self) -> int: ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step and return a handle at once."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a launched step."""
+        ...
+
+
+class Engine:
+    """Answers requests, a step at a time. Not thread-safe: one thread calls it."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, overlap: bool):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.overlap = overlap
+        self._launched: tuple[StepPlan, Any] | None = None  # the overlapped loop's step under way
+
+    def add(self, request: Request) -> None:
+        """Queue a request, the engine's from here on. Raises ValueError for what can never run."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request between two steps, with the tokens it has; None if unknown or ended."""
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[Request]:
+        """Move on by one step. Returns the requests that gained tokens or ended, perhaps none.
+
+        If a launch or a collection raises, the requests of that step end as aborted, all others go
+        on with the next call, and the exception propagates.
+        """
+        return self._step_overlapped() if self.overlap else self._step_plain()
+
+    def _step_plain(self) -> list[Request]:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
+            return []
+        return self._collect(plan, self._launch(plan))
+
+    def _step_overlapped(self) -> list[Request]:
+        plan = self.scheduler.schedule()
+        assert plan or self._launched or not self.scheduler.requests, "nothing to compute"
+        # A launch that raises leaves the step under way where it is, to be collected by the next
+        # call.
+        launched = None if plan is None else (plan, self._launch(plan))
+        previous, self._launched = self._launched, launched
+        return [] if previous is None else self._collect(*previous)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether to call `step` again: a request is unfinished, or a step not yet collected."""
+        return bool(self.scheduler.requests) or self._launched is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self.scheduler.requests)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and nothing happens, while any request holds blocks."""
+        return self.scheduler.pool.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """The counters as of now."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=pool.usage,
+            num_recompiles=self.runner.num_recompiles,
+            prefix_cache_queries=pool.num_query_tokens,
+            prefix_cache_hits=pool.num_hit_tokens,
+            prefix_cache_evictions=pool.num_evictions,
+            **dataclasses.asdict(scheduler.counters),
+        )
+
+    def _launch(self, plan: StepPlan) -> Any:
+        try:
+            return self.runner.launch(plan)
+        except BaseException:
+            self.scheduler.abort_plans([plan])
+            raise
+
+    def _collect(self, plan: StepPlan, handle: Any) -> list[Request]:
+        try:
+            result = self.runner.collect(handle)
+        except BaseException:
+            # The step launched after this one built on what it wrote, so it goes too.
+            failed = [plan] if self._launched is None else [plan, self._launched[0]]
+            self._launched = None
+            self.scheduler.abort_plans(failed)
+            raise
+        return self.scheduler.update(plan, result)

@@ -1,0 +1,393 @@
+"""Decides what each step computes: tokens for sequences, blocks for tokens, slots for sequences.
+
+What this file knows: sequences, blocks and slots as numbers. What it must never learn: what a token
+means to the model, how a step is packed or run. A feature arrives as a field of the plan or the
+request, never as a branch here.
+
+There are no phases. A sequence knows `num_known_tokens` and has KV for `num_computed_tokens` of
+them; a step moves the second towards the first. Prefill, chunked prefill, cache hits, decoding and
+recomputation are that subtraction. The last known token has no KV yet when it is scheduled; a row
+that reaches it samples the next.
+
+Nothing is rolled back. `running` is sorted by the order of service; rows are planned from its
+front, victims of a lack of blocks are taken from its end, so a victim was never planned in the same
+step.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.prefix_cache import NEVER, find_cached_blocks, register_blocks
+from jaxpage.engine.sequences import append_tokens, check_runnable, new_sequence
+from jaxpage.engine.stats import Counters
+from jaxpage.plan import Feature, StepPlan, StepResult
+from jaxpage.request import FinishReason, Request, Sequence
+
+
+class Scheduler:
+    """Requests from `add` to their end: `schedule` plans a step, `update` takes its result.
+
+    What is planned counts as launched. One more step may be planned before the result of the last
+    one is in: tokens that one samples count as known (the device has them), only their ids are not.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        decode_steps: int = 1,
+        enable_chunked_prefill: bool = True,
+        make_detokenizer: Callable[[Request], Any] = lambda request: None,
+    ):
+        """Raises ValueError for limits below 1, or with which some prompt could never run."""
+        limits = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": max_model_len - 1,  # a token of prompt, a token of answer
+            "decode_steps": decode_steps,
+        }
+        if min(limits.values()) < 1:
+            raise ValueError(f"too small: {[name for name, limit in limits.items() if limit < 1]}")
+        if policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy {policy!r} is neither 'fcfs' nor 'priority'")
+        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"without chunked prefill a prompt is one step: {max_num_batched_tokens=} must be "
+                f"at least {max_model_len=}"
+            )
+        self.pool = pool
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.decode_steps = decode_steps
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.make_detokenizer = make_detokenizer
+        self.requests: dict[str, Request] = {}  # the unfinished ones
+        self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
+        self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
+        self.counters = Counters()
+        self.weight_epoch = 0
+        self._by_priority = policy == "priority"
+        self._free_slots = list(range(max_num_seqs, 0, -1))  # slot 0 is the null slot
+        self._num_arrivals = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError, before anything changes, for what can never run."""
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        check_runnable(
+            request,
+            max_model_len=self.max_model_len,
+            num_blocks=self.pool.num_usable,
+            block_size=self.pool.block_size,
+        )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        request.sequences = [self._new_sequence(request, 0)]
+        self.requests[request.request_id] = request
+        insort(self.waiting, request.sequences[0], key=self._order)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now, with what it has; None if there is no such unfinished request."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        ended = [s for s in request.sequences if not s.finished]
+        for sequence in ended:
+            sequence.finish_reason = FinishReason.ABORT
+        self._remove(ended)
+        return request
+
+    def abort_plans(self, plans: list[StepPlan]) -> list[Request]:
+        """End the requests of steps that failed. Nothing they wrote, or failed to, is reused."""
+        requests = dict.fromkeys(s.request.request_id for plan in plans for s in plan.sequences)
+        ended = [self.abort(request_id) for request_id in requests]
+        self.pool.forget_all()  # last, since sequences that end leave their blocks in the cache
+        return [request for request in ended if request is not None]
+
+    def begin_weight_epoch(self) -> None:
+        """The weights change now: KV of before is not for sequences admitted from here on."""
+        self.weight_epoch += 1
+        for sequence in self.waiting:
+            sequence.block_hashes.clear()
+        for sequence in self.running:  # their KV is, or will be, a mixture
+            sequence.block_hashes.clear()
+            sequence.num_registered_blocks = NEVER
+
+    def schedule(self) -> StepPlan | None:
+        """Plan a step for the caller to launch; None if there is nothing to do before `update`."""
+        plan = StepPlan()
+        num_preemptions = self.counters.num_preemptions
+        budget = self._plan_running(plan)
+        if self.counters.num_preemptions == num_preemptions:
+            self._admit(plan, budget)
+        for sequence in plan.admissions:
+            insort(self.running, sequence, key=self._order)
+        if not plan.sequences:
+            return None
+        num_rows = len(plan.sequences)
+        only_decodes = not plan.admissions and plan.num_tokens.count(1) == num_rows
+        if self.decode_steps > 1 and only_decodes and all(plan.samples):
+            self._extend(plan)
+        features = 0
+        for sequence in plan.sequences:
+            features |= sequence.features
+        plan.features = Feature(features)
+        self.counters.num_steps += 1
+        self.counters.num_block_copies += len(plan.block_copies)
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Append what a step sampled. Returns the requests that gained tokens, each once."""
+        now = time.monotonic()
+        num_steps, samples = plan.num_steps, plan.samples
+        token_ids, num_sampled = result.token_ids.T.tolist(), result.num_sampled.tolist()
+        touched: dict[Request, None] = {}
+        ended = []
+        num_appended = 0
+        for row, sequence in enumerate(plan.sequences):
+            # Rows of sequences that ended after this step was planned: nobody waits for them.
+            if sequence.finish_reason is not None or not samples[row]:
+                continue
+            sequence.num_in_flight -= num_steps
+            num_appended += append_tokens(sequence, token_ids[row][: num_sampled[row]], result, row)
+            if sequence.finish_reason is not None:
+                ended.append(sequence)
+            else:
+                assert num_sampled[row] == num_steps, "only the device thinks it ended"
+            request = sequence.request
+            if request.first_token_time is None:
+                request.first_token_time = now
+            request.last_token_time = now
+            touched[request] = None
+        self.counters.generation_tokens += num_appended
+        if ended:
+            self._remove(ended)
+        return list(touched)
+
+    def _order(self, sequence: Sequence) -> tuple[int, int, int]:
+        request = sequence.request
+        return (request.priority if self._by_priority else 0, request.arrival, sequence.index)
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        return new_sequence(request, index, self.max_model_len, self.make_detokenizer(request))
+
+    def _plan_running(self, plan: StepPlan) -> int:
+        """Rows for the running sequences, front first; returns what is left of the token budget."""
+        budget = self.max_num_batched_tokens
+        running, refs, block_size = self.running, self.pool.refs, self.pool.block_size
+        index = 0
+        while budget > 0 and index < len(running):  # victims leave at the end
+            sequence = running[index]
+            index += 1
+            known = len(sequence.token_ids) + sequence.num_in_flight
+            if known >= sequence.max_len:
+                continue  # ends when it is collected
+            start, block_ids = sequence.num_computed_tokens, sequence.block_ids
+            count = known - start
+            if count > budget:
+                count = budget
+            if start + count > len(block_ids) * block_size or (
+                start % block_size and refs[block_ids[start // block_size]] > 1
+            ):
+                if not self._make_room(plan, sequence, start + count):
+                    break  # it gave way itself, so it was the last
+            self._add_row(plan, sequence, start, count, known)
+            budget -= count
+        return budget
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
+        """Blocks for a running sequence up to token `end`; a copy of a shared one it will write to.
+
+        Victims give way while there are too few. False if the sequence itself had to.
+        """
+        pool, block_ids = self.pool, sequence.block_ids
+        index, offset = divmod(sequence.num_computed_tokens, pool.block_size)
+        while True:
+            # Asked anew after each victim: it may have been the other owner of the shared block.
+            copies = offset > 0 and pool.is_shared(block_ids[index])
+            fresh = max(-(-end // pool.block_size) - len(block_ids), 0)
+            if copies + fresh <= pool.num_free:
+                break
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        if copies:
+            (block_id,) = pool.allocate(1)
+            plan.block_copies.append((block_ids[index], block_id))
+            plan.table_updates.append((sequence.slot, index, block_id))
+            pool.free([block_ids[index]])
+            block_ids[index] = block_id
+        self._append_blocks(plan, sequence, fresh)
+        return True
+
+    def _append_blocks(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
+        for block_id in self.pool.allocate(count):
+            plan.table_updates.append((sequence.slot, len(sequence.block_ids), block_id))
+            sequence.block_ids.append(block_id)
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Back to waiting, with its tokens. Its KV is recomputed, or still found in the cache.
+
+        Tokens it has in flight count when they are collected; it may even end then, while waiting.
+        """
+        popped = self.running.pop()
+        assert popped is victim
+        self._release(victim, min(victim.num_computed_tokens, len(victim.token_ids)))
+        victim.num_computed_tokens = 0
+        insort(self.waiting, victim, key=self._order)
+        victim.request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Rows for waiting sequences, in order, until one does not fit.
+
+        A sequence gets the blocks of all its known tokens at once, though its first chunk may need
+        few. A promise without blocks would admit two prompts into the room of one, and a preemption
+        would throw away half of a prefill.
+        """
+        pool = self.pool
+        while self.waiting and self._free_slots and budget > 0:
+            sequence = self.waiting[0]
+            if sequence.num_in_flight:
+                break  # a victim whose last step is not collected: the launch after it failed
+            known = len(sequence.token_ids)
+            hits = find_cached_blocks(pool, sequence, self.weight_epoch)
+            start = len(hits) * pool.block_size
+            if known - start > budget and not self.enable_chunked_prefill:
+                break
+            fresh = -(-known // pool.block_size) - len(hits)
+            # Hits that nobody uses stand in the free queue; using them takes them out of it.
+            if fresh + sum(pool.refs[block_id] == 0 for block_id in hits) > pool.num_free:
+                break
+            del self.waiting[0]
+            pool.touch(hits)
+            sequence.block_ids = hits + pool.allocate(fresh)
+            sequence.num_computed_tokens = start
+            sequence.num_registered_blocks = len(hits) if pool.enable_prefix_caching else NEVER
+            sequence.slot = self._free_slots.pop()
+            self._count_first_scheduling(sequence, start)
+            plan.admissions.append(sequence)
+            count = min(known - start, budget)
+            self._add_row(plan, sequence, start, count, known)
+            budget -= count
+
+    def _count_first_scheduling(self, sequence: Sequence, num_hit_tokens: int) -> None:
+        request, prompt_len = sequence.request, len(sequence.request.prompt_token_ids)
+        if request.first_scheduled_time is not None:
+            return
+        request.first_scheduled_time = time.monotonic()
+        request.num_cached_tokens = num_hit_tokens
+        self.counters.prompt_tokens += prompt_len
+        if self.pool.enable_prefix_caching and not request.params.skip_reading_prefix_cache:
+            self.pool.num_query_tokens += prompt_len
+            self.pool.num_hit_tokens += num_hit_tokens
+
+    def _add_row(
+        self, plan: StepPlan, sequence: Sequence, start: int, count: int, known: int
+    ) -> None:
+        """Plan `count` tokens from `start`, as good as computed from here on."""
+        end = start + count
+        samples = end == known
+        plan.sequences.append(sequence)
+        plan.slots.append(sequence.slot)
+        plan.starts.append(start)
+        plan.num_tokens.append(count)
+        plan.samples.append(samples)
+        sequence.num_computed_tokens = end
+        # Blocks are registered when planned: later rows of the same step may already share them,
+        # because in each layer all KV of a step is written before any is read. Only tokens whose
+        # ids the host has seen have a hash.
+        seen = len(sequence.token_ids)
+        if (end if end < seen else seen) // self.pool.block_size > sequence.num_registered_blocks:
+            register_blocks(self.pool, sequence, min(end, seen), self.weight_epoch)
+        if samples:
+            sequence.num_in_flight += 1
+            request = sequence.request
+            if request.params.n > len(request.sequences):
+                self._fork(plan, sequence)
+
+    def _fork(self, plan: StepPlan, parent: Sequence) -> None:
+        """The prompt is about to be answered: create the other sequences, which share its blocks.
+
+        A sequence that finds no slot waits like any other and later finds the prompt in the cache,
+        or computes it.
+        """
+        request, prompt_len = parent.request, parent.num_computed_tokens
+        children = [self._new_sequence(request, index) for index in range(1, request.params.n)]
+        request.sequences += children
+        for child in children:
+            if not self._free_slots:
+                insort(self.waiting, child, key=self._order)
+                continue
+            child.slot = self._free_slots.pop()
+            child.block_ids = list(parent.block_ids)
+            self.pool.fork(child.block_ids)
+            child.block_hashes = list(parent.block_hashes)
+            child.num_registered_blocks = parent.num_registered_blocks
+            plan.admissions.append(child)
+            self._add_row(plan, child, prompt_len, 0, prompt_len)
+
+    def _extend(self, plan: StepPlan) -> None:
+        """Rows that all decode do up to `decode_steps` steps in one launch, as blocks permit.
+
+        A row ends on the device at its `max_len`, whose last token is sampled but never computed:
+        no block for it.
+        """
+        pool, size, sequences = self.pool, self.pool.block_size, plan.sequences
+        longest = max(s.max_len - start for s, start in zip(sequences, plan.starts, strict=True))
+        num_steps = min(self.decode_steps, longest - 1)
+        fresh: list[int] = []
+        while num_steps > 1:
+            fresh = [
+                max(-(-min(start + num_steps, s.max_len - 1) // size) - len(s.block_ids), 0)
+                for s, start in zip(sequences, plan.starts, strict=True)
+            ]
+            if sum(fresh) <= pool.num_free:
+                break
+            num_steps //= 2
+        if num_steps <= 1:
+            return
+        plan.num_steps = num_steps
+        for sequence, count in zip(sequences, fresh, strict=True):
+            sequence.num_in_flight += num_steps - 1
+            sequence.num_computed_tokens += num_steps - 1
+            if count:
+                self._append_blocks(plan, sequence, count)
+
+    def _remove(self, ended: list[Sequence]) -> None:
+        """Take sequences that ended out of the queues."""
+        for sequence in ended:
+            sequence.num_in_flight = 0  # what it still has under way is thrown away
+            if sequence.slot:
+                self._release(
+                    sequence, min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
+                )
+            request = sequence.request
+            if request.finished and self.requests.pop(request.request_id, None) is not None:
+                self.counters.num_requests_finished += 1
+        self.running = [s for s in self.running if s.finish_reason is None]
+        self.waiting = [s for s in self.waiting if s.finish_reason is None]
+
+    def _release(self, sequence: Sequence, num_valid: int) -> None:
+        """Give back slot and blocks; the KV of the first `num_valid` tokens can still be found.
+
+        At once, even with a step of this sequence under way: steps run on the device in the order
+        of their launches, so whoever gets the slot or the blocks next writes after that step has
+        read and written them.
+        """
+        register_blocks(self.pool, sequence, num_valid, self.weight_epoch)
+        self.pool.free(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_registered_blocks = 0
+        self._free_slots.append(sequence.slot)
+        sequence.slot = 0

@@ -1,0 +1,71 @@
+"""The attention that models are given, and its plainest implementation.
+
+The paged step hands a model an attention that reads the KV pool; trainers and tests hand it
+`DenseAttention`. Must not know blocks, pools or batches.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Attention(Protocol):
+    """Causal self-attention of one layer: q [..., T, H, D], k and v [..., T, K, D], rotated, in one
+    dtype.
+
+    Query head h reads KV head `h // (H/K)`. Scores are `scale * q.k`, then `soft_cap * tanh(scores
+    / soft_cap)` if there is a cap. Key j is visible to query i iff j <= i and, with a window, j > i
+    - window (transformers' convention). Returns [..., T, H, D] in q's dtype.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> jax.Array: ...
+
+
+class DenseAttention:
+    """Attention over the given tokens themselves, in float32, with all T*T scores in memory.
+    Differentiable.
+    """
+
+    def __init__(self, positions: jax.Array):
+        self.positions = (
+            positions  # int32[..., T], ascending: a token sees those of lower or equal position
+        )
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> jax.Array:
+        del layer
+        num_kv_heads = k.shape[-2]
+        groups = q.astype(jnp.float32).reshape(*q.shape[:-2], num_kv_heads, -1, q.shape[-1])
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+        scores = scale * jnp.einsum("...tkgd,...skd->...kgts", groups, k)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        query, key = self.positions[..., :, None], self.positions[..., None, :]
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+        scores = jnp.where(visible[..., None, None, :, :], scores, -jnp.inf)
+        out = jnp.einsum("...kgts,...skd->...tkgd", jax.nn.softmax(scores, axis=-1), v)
+        return out.reshape(q.shape).astype(q.dtype)

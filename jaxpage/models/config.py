@@ -1,0 +1,129 @@
+"""What a decoder needs to know of itself: one frozen description, read once from a Hugging Face
+config.
+
+Knows the names of transformers' config attributes. Must not know parameters, arrays or checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxpage.models.rope import Rope, layer_ropes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only model. `windows` and `ropes` have one entry per layer; biases are off unless
+    told.
+    """
+
+    architecture: str  # the name in `config.json`, the key of `registry.REGISTRY`
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: (
+        jnp.dtype
+    )  # of parameters and activations; norms, softmax, RoPE angles, logits are float32
+    max_model_len: int  # tokens for which `ropes` were chosen
+    norm_eps: float
+    activation: str  # one of ACTIVATIONS
+    tie_word_embeddings: bool
+    windows: tuple[
+        int | None, ...
+    ]  # key j is visible to query i iff i - window < j <= i; None: j <= i
+    ropes: tuple[Rope, ...]
+    attention_scale: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_scale: float | None = None
+    initializer_range: float = 0.02  # standard deviation of dummy weights
+
+
+def decoder_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
+) -> ModelConfig:
+    """`hf` as a ModelConfig; `facts` are fields that the family fixes and its config does not say.
+
+    `max_model_len` defaults to the config's `max_position_embeddings`. Raises ValueError for what
+    cannot be served.
+    """
+    architecture = (hf.architectures or ["?"])[0]
+    num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{architecture}: {num_heads} query heads cannot share {num_kv_heads} KV heads evenly; "
+            "check num_attention_heads and num_key_value_heads in config.json"
+        )
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // num_heads
+    length: int = hf.max_position_embeddings if max_model_len is None else max_model_len  # type: ignore
+    if length < 1:
+        raise ValueError(f"max_model_len is {length}; it must be at least 1")
+    activation = getattr(hf, "hidden_activation", None) or hf.hidden_act
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{architecture}: activation {activation!r}; supported are {', '.join(ACTIVATIONS)}"
+        )
+    layer_types = _layer_types(hf)
+    windows = tuple(hf.sliding_window if kind == _SLIDING else None for kind in layer_types)
+    attention_bias = bool(getattr(hf, "attention_bias", False))
+    fields = {
+        "architecture": architecture,
+        "num_layers": hf.num_hidden_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": hf.vocab_size,
+        "hidden_size": hf.hidden_size,
+        "intermediate_size": hf.intermediate_size,
+        "dtype": jnp.dtype(dtype),
+        "max_model_len": length,
+        "norm_eps": hf.rms_norm_eps,
+        "activation": activation,
+        "tie_word_embeddings": bool(hf.tie_word_embeddings),
+        "windows": windows,
+        "ropes": layer_ropes(hf, layer_types, head_dim=head_dim, max_model_len=length),
+        "attention_scale": head_dim**-0.5,
+        "qkv_bias": attention_bias,
+        "output_bias": attention_bias,
+        "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
+        "initializer_range": hf.initializer_range,
+    }
+    return ModelConfig(**(fields | facts))
+
+
+def _layer_types(hf: PretrainedConfig) -> list[str]:
+    """The kind of attention of each layer; configs without `layer_types` use their window, if any,
+    in all layers.
+    """
+    sliding = getattr(hf, "sliding_window", None) is not None
+    kinds = (
+        getattr(hf, "layer_types", None) or [_SLIDING if sliding else _FULL] * hf.num_hidden_layers
+    )
+    unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+    if unknown:
+        raise ValueError(
+            f"layer_types contains {', '.join(unknown)}; supported are {_FULL} and {_SLIDING}"
+        )
+    if len(kinds) != hf.num_hidden_layers:
+        raise ValueError(
+            f"layer_types has {len(kinds)} entries for {hf.num_hidden_layers} layers; "
+            "correct config.json"
+        )
+    return kinds

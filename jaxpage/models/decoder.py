@@ -1,0 +1,207 @@
+"""The decoder most families share: Llama, Mistral, Qwen 2 and 3, Phi-3 differ in data only
+(`ModelConfig`).
+
+Attribute paths are the names in Hugging Face checkpoints
+(`model.layers.0.self_attn.q_proj.weight`). Knows neither checkpoints nor how attention finds its
+keys: that is an argument. Layers are unrolled; scanned layers would stack the pool, and XLA copies
+stacked pools.
+
+Letters: T tokens, H query heads, K KV heads, D head dim, E model dim, F MLP dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.models.attention import Attention, DenseAttention
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.layers import (
+    ACTIVATION_FUNCTIONS,
+    Embedding,
+    Linear,
+    Normal,
+    OffsetRMSNorm,
+    RMSNorm,
+    matmul,
+)
+from jaxpage.models.rope import rotate
+
+Norm = type[RMSNorm] | type[OffsetRMSNorm]
+Rotation = tuple[jax.Array, jax.Array]  # cos and sin, each [..., T, 1, half]
+
+
+class SelfAttention(nnx.Module):
+    """Projections, optional norms of q and k, RoPE; the attention proper is an argument."""
+
+    def __init__(self, config: ModelConfig, index: int, norm: Norm):
+        self.config, self.index = config, index
+        embed, head_dim = config.hidden_size, config.head_dim
+        init, dtype = Normal(config.initializer_range), config.dtype
+
+        def projection(num_heads: int, axis: str) -> Linear:
+            return Linear(
+                (num_heads * head_dim, embed),
+                axes=(axis, "embed"),
+                units=(num_heads, embed),
+                bias=config.qkv_bias,
+                init=init,
+                dtype=dtype,
+            )
+
+        self.q_proj = projection(config.num_heads, "heads")
+        self.k_proj = projection(config.num_kv_heads, "kv_heads")
+        self.v_proj = projection(config.num_kv_heads, "kv_heads")
+        self.o_proj = Linear(
+            (embed, config.num_heads * head_dim),
+            axes=("embed", "heads"),
+            units=(embed, config.num_heads),
+            bias=config.output_bias,
+            init=init,
+            dtype=dtype,
+        )
+        norms = [
+            norm(head_dim, axis="head_dim", eps=config.norm_eps, dtype=dtype) for _ in range(2)
+        ]
+        self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
+
+    def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
+        config = self.config
+        q, k, v = (
+            projection(x).reshape(*x.shape[:-1], -1, config.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attention(
+            self.index,
+            rotate(q, *rotation),
+            rotate(k, *rotation),
+            v,
+            scale=config.attention_scale,
+            window=config.windows[self.index],
+            soft_cap=config.attention_soft_cap,
+        )
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+
+class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x))"""
+
+    def __init__(self, config: ModelConfig):
+        self.activation = config.activation
+        embed, inner = config.hidden_size, config.intermediate_size
+
+        def projection(shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
+            init = Normal(config.initializer_range)
+            return Linear(shape, axes=axes, bias=config.mlp_bias, init=init, dtype=config.dtype)
+
+        self.gate_proj = projection((inner, embed), ("mlp", "embed"))
+        self.up_proj = projection((inner, embed), ("mlp", "embed"))
+        self.down_proj = projection((embed, inner), ("embed", "mlp"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        activation = ACTIVATION_FUNCTIONS[self.activation]
+        return self.down_proj(activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each after a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        self.input_layernorm = hidden_norm(RMSNorm, config)
+        self.self_attn = SelfAttention(config, index, RMSNorm)
+        self.post_attention_layernorm = hidden_norm(RMSNorm, config)
+        self.mlp = MLP(config)
+
+    def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def hidden_norm(norm: Norm, config: ModelConfig) -> RMSNorm | OffsetRMSNorm:
+    """A norm over the model dim."""
+    return norm(config.hidden_size, axis="embed", eps=config.norm_eps, dtype=config.dtype)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: ModelConfig, layer: Callable[..., nnx.Module], norm: Norm):
+        self.config = config
+        self.embed_tokens = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            init=Normal(config.initializer_range),
+            dtype=config.dtype,
+        )
+        self.layers = nnx.List([layer(config, index) for index in range(config.num_layers)])
+        self.norm = hidden_norm(norm, config)
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, attention: Attention
+    ) -> jax.Array:
+        config = self.config
+        x = self.embed_tokens(token_ids)
+        if config.embedding_scale is not None:
+            # Rounded to the model's dtype first: the weights were trained with that.
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        rotations = {rope: rope.angles(positions, x.dtype) for rope in dict.fromkeys(config.ropes)}
+        for layer, rope in zip(self.layers, config.ropes, strict=True):
+            x = layer(x, rotations[rope], attention)
+        return self.norm(x)
+
+
+class CausalLM(nnx.Module):
+    """A decoder with a language-model head. Fresh from the constructor it is abstract (see
+    `layers.param`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer: Callable[..., nnx.Module] = DecoderLayer,
+        norm: Norm = RMSNorm,
+    ):
+        self.config = config
+        self.model = Decoder(config, layer, norm)
+        head = Linear(
+            (config.vocab_size, config.hidden_size),
+            axes=("vocab", "embed"),
+            bias=False,
+            init=Normal(config.initializer_range),
+            dtype=config.dtype,
+        )
+        self.lm_head = None if config.tie_word_embeddings else head
+
+    def hidden_states(
+        self, token_ids: jax.Array, positions: jax.Array, attention: Attention
+    ) -> jax.Array:
+        """int32[..., T] tokens and positions -> [..., T, E] in the model's dtype, after the final
+        norm.
+        """
+        return self.model(token_ids, positions, attention)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., E] -> float32[..., V], soft-capped where the family does so."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        logits = matmul(hidden, head.weight[...])
+        cap = self.config.logits_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Logits float32[..., T, V] of int32[..., T] tokens, dense and differentiable; positions
+        default to 0 .. T-1.
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(
+                jnp.expand_dims(
+                    jnp.arange(token_ids.shape[-1], dtype=jnp.int32), range(token_ids.ndim - 1)
+                ),
+                token_ids.shape,
+            )
+        return self.logits(self.hidden_states(token_ids, positions, DenseAttention(positions)))

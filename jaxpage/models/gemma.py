@@ -1,0 +1,79 @@
+"""Gemma 2 and 3 (text): norms before and after each half of a layer, norm weights counted from 1,
+scaled embeddings.
+
+The rest is the shared decoder. Knows transformers' names of Gemma's options; must not know
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import nnx
+
+from jaxpage.models.attention import Attention
+from jaxpage.models.config import ModelConfig, decoder_config
+from jaxpage.models.decoder import MLP, CausalLM, Rotation, SelfAttention, hidden_norm
+from jaxpage.models.layers import OffsetRMSNorm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class GemmaLayer(nnx.Module):
+    """A decoder layer whose halves are normed on the way in and out ("sandwich" norms)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        self.input_layernorm = hidden_norm(OffsetRMSNorm, config)
+        self.self_attn = SelfAttention(config, index, OffsetRMSNorm)
+        self.post_attention_layernorm = hidden_norm(OffsetRMSNorm, config)
+        self.pre_feedforward_layernorm = hidden_norm(OffsetRMSNorm, config)
+        self.mlp = MLP(config)
+        self.post_feedforward_layernorm = hidden_norm(OffsetRMSNorm, config)
+
+    def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
+        attended = self.self_attn(self.input_layernorm(x), rotation, attention)
+        x = x + self.post_attention_layernorm(attended)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+def gemma(config: ModelConfig) -> CausalLM:
+    """A Gemma 2 or 3 text model."""
+    return CausalLM(config, layer=GemmaLayer, norm=OffsetRMSNorm)
+
+
+def gemma2_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Gemma2ForCausalLM."""
+    cap = hf.attn_logit_softcapping
+    return _gemma_config(hf, dtype, max_model_len, attention_soft_cap=cap)
+
+
+def gemma3_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Gemma3ForCausalLM. Gemma 3 norms q and k instead of capping scores;
+    transformers ignores a cap.
+    """
+    return _gemma_config(hf, dtype, max_model_len, qk_norm=True)
+
+
+def _gemma_config(
+    hf: PretrainedConfig, dtype: Any, max_model_len: int | None, **facts: Any
+) -> ModelConfig:
+    if getattr(hf, "use_bidirectional_attention", None):
+        raise ValueError(
+            "use_bidirectional_attention is set: an encoder cannot be decoded token by token; "
+            "use a causal checkpoint"
+        )
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        attention_scale=hf.query_pre_attn_scalar**-0.5,
+        logits_soft_cap=hf.final_logit_softcapping,
+        embedding_scale=hf.hidden_size**0.5,
+        **facts,
+    )

@@ -1,0 +1,70 @@
+"""Which architectures there are. A family that differs from another by data is one entry and no
+code.
+
+Knows families; must not know devices, meshes or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.models.config import ModelConfig, decoder_config
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config
+from jaxpage.models.sources import Source, fused_projections, same_names
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How to build the models of one architecture name."""
+
+    config_from_hf: Callable[..., ModelConfig] = decoder_config  # (hf, *, dtype, max_model_len)
+    module: Callable[[ModelConfig], CausalLM] = CausalLM
+    weight_map: Callable[[ModelConfig], dict[str, Source]] = (
+        same_names  # paths that are not tensor names
+    )
+
+
+REGISTRY: dict[str, Family] = {
+    "Gemma2ForCausalLM": Family(config_from_hf=gemma2_config, module=gemma),
+    "Gemma3ForCausalLM": Family(config_from_hf=gemma3_config, module=gemma),
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(),
+    "Phi3ForCausalLM": Family(weight_map=fused_projections),
+    "Qwen2ForCausalLM": Family(config_from_hf=partial(decoder_config, qkv_bias=True)),
+    "Qwen3ForCausalLM": Family(config_from_hf=partial(decoder_config, qk_norm=True)),
+}
+
+
+def family(hf_config: PretrainedConfig) -> Family:
+    """The family of a config. Raises ValueError, with the list of what is supported, for any other
+    architecture.
+    """
+    name = (hf_config.architectures or [f"none (model_type {hf_config.model_type!r})"])[0]
+    if name not in REGISTRY:
+        supported = ", ".join(REGISTRY)
+        raise ValueError(f"architecture {name} is not supported; supported are {supported}")
+    return REGISTRY[name]
+
+
+def build(hf_config: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None) -> CausalLM:
+    """The abstract model of a config: parameters are `jax.ShapeDtypeStruct`s of `dtype`, nothing is
+    allocated.
+
+    `max_model_len` (default: the config's `max_position_embeddings`) fixes the RoPE of some types,
+    see `rope`. Fill the model with `weights.load.load` or `weights.dummy.initialise`. Raises
+    ValueError for what is not supported.
+    """
+    chosen = family(hf_config)
+    return chosen.module(chosen.config_from_hf(hf_config, dtype=dtype, max_model_len=max_model_len))
+
+
+def weight_map(config: ModelConfig) -> dict[str, Source]:
+    """Path -> place in the checkpoint, of parameters that are not the tensor of their own name."""
+    return REGISTRY[config.architecture].weight_map(config)

@@ -1,0 +1,193 @@
+"""Rotary position embeddings: the frequencies of every RoPE type, and the rotation.
+
+Formulas and their float32 order of operations: transformers `modeling_rope_utils.py`. Must not know
+layers.
+
+A rotation depends on nothing but the position, so that chunking, caching and batching cannot change
+an answer. transformers picks the frequencies of `dynamic` and `longrope` by the length of the
+current input; here they are chosen once, by `max_model_len` (vLLM does so for `longrope`): the
+frequencies that transformers would use for an input of `max_model_len` tokens. The two agree on
+every input if `max_model_len` is at most the length of pretraining, and on inputs of exactly
+`max_model_len` tokens (`longrope`: on all inputs longer than pretraining) otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Frequencies of one kind of RoPE; the first `2 * len(inv_freq)` of the head's dimensions are
+    rotated.
+    """
+
+    inv_freq: tuple[float, ...]  # radians per position, float32 values
+    scale: float = 1.0  # factor on cos and sin (yarn, longrope)
+
+    def angles(self, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """cos and sin, each dtype[..., T, 1, len(inv_freq)], of int32[..., T] positions; computed
+        in float32.
+        """
+        inv_freq = jnp.asarray(np.array(self.inv_freq, np.float32))
+        inv_freq = jnp.expand_dims(inv_freq, range(positions.ndim + 1))
+        angles = positions.astype(jnp.float32)[..., None, None] * inv_freq
+        return (jnp.cos(angles) * self.scale).astype(dtype), (jnp.sin(angles) * self.scale).astype(
+            dtype
+        )
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x [..., T, heads, D] rotated in pairs (d, d + half), the Hugging Face convention; dimensions
+    after 2*half pass.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*rotated, rest] if rest.shape[-1] else rotated, axis=-1)
+
+
+def layer_ropes(
+    hf: PretrainedConfig, layer_types: Sequence[str], *, head_dim: int, max_model_len: int
+) -> tuple[Rope, ...]:
+    """The Rope of each layer. `hf.rope_parameters` is one set, or one per layer type (Gemma 3)."""
+    parameters = hf.rope_parameters
+    nested = any(isinstance(parameters.get(kind), dict) for kind in layer_types)
+    ropes = {}
+    for kind in dict.fromkeys(layer_types):
+        chosen = parameters[kind] if nested else parameters
+        ropes[kind] = _rope(chosen, hf, head_dim, max_model_len)
+    return tuple(ropes[kind] for kind in layer_types)
+
+
+def _rope(p: dict[str, Any], hf: PretrainedConfig, head_dim: int, max_model_len: int) -> Rope:
+    rope_type = p.get("rope_type", "default")
+    if rope_type not in _FREQUENCIES:
+        raise ValueError(f"rope_type {rope_type!r}; supported are {', '.join(_FREQUENCIES)}")
+    dim = int(head_dim * (p.get("partial_rotary_factor") or 1.0))
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise ValueError(
+            f"RoPE would rotate {dim} of {head_dim} dimensions of a head; the number must be even, "
+            "2 to head_dim: check partial_rotary_factor and head_dim in config.json"
+        )
+    lengths = _Lengths(max_model_len, hf.max_position_embeddings)
+    try:
+        inv_freq, scale = _FREQUENCIES[rope_type](p, dim, lengths)
+    except KeyError as missing:
+        raise ValueError(f"rope_type {rope_type!r} needs {missing} in rope_parameters") from None
+    return Rope(tuple(inv_freq.astype(np.float32).tolist()), float(scale))
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    max_model_len: int
+    max_position_embeddings: int
+
+
+_Frequencies = tuple[np.ndarray, float]
+
+
+def _powers(base: float, dim: int) -> np.ndarray:
+    """float32[dim/2]: base ** (0/dim, 2/dim, ...).
+
+    From float32 numbers and rounded once, as torch's power is; NumPy's own float32 power is off by
+    up to 2 units in the last place, which at position 100,000 turns a dimension by a hundredth of a
+    radian.
+    """
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return (np.float64(np.float32(base)) ** exponents.astype(np.float64)).astype(np.float32)
+
+
+def _default(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
+    return 1 / _powers(p["rope_theta"], dim), 1.0
+
+
+def _linear(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
+    return 1 / _powers(p["rope_theta"], dim) / np.float32(p["factor"]), 1.0
+
+
+def _dynamic(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
+    factor, trained_len = p["factor"], lengths.max_position_embeddings
+    length = max(lengths.max_model_len, trained_len)
+    growth = (factor * length / trained_len - (factor - 1)) ** (dim / (dim - 2))
+    return 1 / _powers(p["rope_theta"] * growth, dim), 1.0
+
+
+def _llama3(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
+    inv_freq = 1 / _powers(p["rope_theta"], dim)
+    factor, low, high = (
+        np.float32(p[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    original_len = np.float32(p["original_max_position_embeddings"])
+    wavelen = np.float32(2 * math.pi) / inv_freq
+    scaled = np.where(wavelen > original_len / low, inv_freq / factor, inv_freq)
+    smooth = (original_len / wavelen - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    medium = (wavelen >= original_len / high) & (wavelen <= original_len / low)
+    return np.where(medium, smoothed, scaled), 1.0
+
+
+def _yarn(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
+    base, original_len = p["rope_theta"], p["original_max_position_embeddings"]
+    factor = p.get("factor") or lengths.max_position_embeddings / original_len
+
+    def correction_dim(rotations: float) -> float:
+        """The dimension that turns `rotations` times in `original_len` positions."""
+        return dim * math.log(original_len / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = correction_dim(p.get("beta_fast") or 32), correction_dim(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0  # avoids 0/0; the value is transformers'
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    keep = 1 - ramp.astype(np.float32)
+    powers = _powers(base, dim)
+    inv_freq = 1 / (np.float32(factor) * powers) * (1 - keep) + 1 / powers * keep
+    return inv_freq, _yarn_scale(p, factor)
+
+
+def _yarn_scale(p: dict[str, Any], factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if p.get("attention_factor") is not None:
+        return p["attention_factor"]
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _longrope(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
+    original_len = p["original_max_position_embeddings"]
+    factor = p.get("factor") or lengths.max_position_embeddings / original_len
+    scale = p.get("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
+    chosen = "long_factor" if lengths.max_model_len > original_len else "short_factor"
+    stretch = p[chosen]
+    if len(stretch) != dim // 2:
+        raise ValueError(
+            f"longrope needs {dim // 2} factors for {dim} dimensions, {chosen} has {len(stretch)}"
+        )
+    return 1 / (np.array(stretch, np.float32) * _powers(p["rope_theta"], dim)), scale
+
+
+_FREQUENCIES: dict[str, Callable[[dict[str, Any], int, _Lengths], _Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

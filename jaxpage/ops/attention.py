@@ -1,0 +1,49 @@
+"""Paged attention for a step: write the new keys and values, then attend. Chooses the implementation."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxpage.batch import StepBatch
+from pallas_kernels.kv_write.xla import write_kv
+from pallas_kernels.paged_attention import xla
+
+
+class PagedAttention:
+    """The attention argument of a model inside a compiled step (`models.attention.Attention`).
+
+    Lives only while the step is traced. `kv_pool` is the list of per-layer pools; a call replaces its layer's entry,
+    and the step returns the list when the model is done. K and V of all rows are written before any row reads, so a
+    request may hit blocks which another computes in the same step.
+    """
+
+    def __init__(self, kv_pool: list[jax.Array], batch: StepBatch, *, one_query_per_row: bool):
+        self.kv_pool = list(kv_pool)
+        self._batch = batch
+        self._one_query_per_row = one_query_per_row
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> jax.Array:
+        """q [T, H, D] and k, v [T, K, D] after RoPE → [T, H, D]."""
+        batch = self._batch
+        self.kv_pool[layer] = write_kv(self.kv_pool[layer], k, v, batch.slot_mapping)
+        return xla.paged_attention(
+            q,
+            self.kv_pool[layer],
+            batch.block_table,
+            batch.kv_lens,
+            batch.query_starts,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            one_query_per_row=self._one_query_per_row,
+        )

@@ -1,0 +1,215 @@
+"""Every form in which a prompt may be given, made into ids; and what is refused before it runs.
+
+Knows prompt forms, chat templates, tokenising and the limits of a request. Must not know the
+engine: what is checked here depends on the prompt, its params and `Limits` only.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.tokenizer import load_chat_template
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(kw_only=True)
+class Prompt:
+    """One prompt, as ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str | None = None  # prompts of different salts share no cached KV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the engine can serve."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and answer
+    max_logprobs: int  # -1: no limit
+    has_tokenizer: bool
+
+
+def parse(prompts: Any, tokenizer: Any) -> list[Prompt]:
+    """One prompt or many, see `LLM.generate`, as ids; texts get the tokenizer's special tokens.
+
+    Raises ValueError for unknown forms, and for text if `tokenizer` is None.
+    """
+    if hasattr(prompts, "tolist"):  # an array of ids
+        prompts = prompts.tolist()
+    if _is_one(prompts):
+        prompts = [prompts]
+    elif not isinstance(prompts, Sequence):
+        raise ValueError(
+            f"prompts must be a str, a list of ids, a dict, or a list of them, got {prompts!r}"
+        )
+    parsed = [_parse_one(prompt) for prompt in prompts]
+    _tokenize(parsed, tokenizer)
+    return parsed
+
+
+def _is_one(prompt: Any) -> bool:
+    is_ids = isinstance(prompt, list | tuple) and len(prompt) > 0 and _is_int(prompt[0])
+    return isinstance(prompt, str | Mapping) or is_ids
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _parse_one(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(token_ids=[], text=prompt)
+    if not isinstance(prompt, Mapping):
+        return Prompt(token_ids=_to_ids(prompt))
+    unknown = [k for k in prompt if k not in _PROMPT_KEYS and prompt[k] is not None]
+    if unknown:
+        raise ValueError(
+            f"a prompt with {', '.join(map(repr, unknown))} is not supported; a dict may have "
+            f"{', '.join(_PROMPT_KEYS)}"
+        )
+    text, ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
+    if text is None and ids is None:
+        raise ValueError(f'a prompt needs "prompt" or "prompt_token_ids", got {dict(prompt)!r}')
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'"prompt" must be a str, got {text!r}; ids go into "prompt_token_ids"')
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f'"cache_salt" must be a non-empty str, got {salt!r}')
+    if ids is not None and len(ids) == 0:
+        raise ValueError("a prompt must have at least one token, prompt_token_ids is empty")
+    return Prompt(token_ids=[] if ids is None else _to_ids(ids), text=text, cache_salt=salt)
+
+
+def _to_ids(ids: Any) -> list[int]:
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise ValueError(f"a prompt must be a str, a list of ids or a dict, got {ids!r}")
+    wrong = next((i for i, token_id in enumerate(ids) if not _is_int(token_id)), None)
+    if wrong is not None:
+        raise ValueError(f"token ids must be ints, got {ids[wrong]!r} at position {wrong}")
+    return [int(token_id) for token_id in ids]
+
+
+def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, *, add_special_tokens=True) -> None:
+    """Fill the ids of those that have only text, all in one call: fast tokenizers use threads."""
+    texts = {p.text for p in prompts if p.text and not p.token_ids}
+    if not texts:
+        return
+    if tokenizer is None:
+        raise ValueError("text prompts need a tokenizer, skip_tokenizer_init=True; give ids")
+    texts = list(texts)
+    ids_of = dict(
+        zip(
+            texts, tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"], strict=True
+        )
+    )
+    for prompt in prompts:
+        if prompt.text and not prompt.token_ids:
+            prompt.token_ids = list(ids_of[prompt.text])
+
+
+def parse_chat(
+    messages: Sequence[Any],
+    tokenizer: Any,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
+    """One conversation or many, rendered by the chat template and tokenised. Raises ValueError."""
+    if tokenizer is None:
+        raise ValueError("chat needs a tokenizer, skip_tokenizer_init=True; give ids to generate")
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("continue_final_message=True needs add_generation_prompt=False")
+    conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    options = dict(chat_template_kwargs or {}) | {
+        "chat_template": load_chat_template(chat_template),
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": None if tools is None else list(tools),
+    }
+    prompts = []
+    for conversation in conversations:
+        flat = [_with_plain_content(message) for message in conversation]
+        try:
+            text = tokenizer.apply_chat_template(flat, tokenize=False, **options)
+        except Exception as e:  # whatever the template runs into
+            raise ValueError(f"the chat template cannot render the messages: {e}") from e
+        prompts.append(Prompt(token_ids=[], text=text))
+    _tokenize(prompts, tokenizer, add_special_tokens=False)  # they are in the template
+    return prompts
+
+
+def _with_plain_content(message: Any) -> dict[str, Any]:
+    """OpenAI's list of content parts as one string, as most templates expect it."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise ValueError(f'a message must be a dict with "role" and "content", got {message!r}')
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    for part in content:
+        if not isinstance(part, str) and part.get("type") != "text":
+            raise ValueError(f"only text can be in a message, got {part!r}")
+    return dict(message) | {
+        "content": "\n".join(part if isinstance(part, str) else part["text"] for part in content)
+    }
+
+
+def check(prompt: Prompt, limits: Limits) -> None:
+    """Raise ValueError for a prompt that is empty, too long, or has ids that do not exist."""
+    num_tokens = len(prompt.token_ids)
+    if num_tokens == 0:
+        raise ValueError("the prompt is empty; it must have at least one token")
+    if num_tokens >= limits.max_model_len:
+        raise ValueError(
+            f"the prompt has {num_tokens} tokens, max_model_len is {limits.max_model_len}, which "
+            "leaves no room for an answer; shorten the prompt or raise max_model_len"
+        )
+    _check_ids("prompt_token_ids", prompt.token_ids, limits)
+
+
+def check_params(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], limits: Limits
+) -> None:
+    """Raise ValueError for what `params` ask beyond `limits`; `bad_words` are theirs, as ids."""
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        _check_ids(name, getattr(params, name) or (), limits)
+    if params.stop and not limits.has_tokenizer:
+        raise ValueError(f"stop={params.stop} needs a tokenizer; use stop_token_ids")
+    num_biases = len(params.logit_bias or ())
+    if num_biases > MAX_LOGIT_BIAS:
+        raise ValueError(f"logit_bias has {num_biases} entries, the limit is {MAX_LOGIT_BIAS}")
+    if len(bad_words) > MAX_BAD_WORDS:
+        raise ValueError(
+            f"bad_words are {len(bad_words)} sequences of ids, the limit is {MAX_BAD_WORDS}"
+        )
+    for ids in bad_words:
+        _check_ids("bad_words", ids, limits)
+        if not 1 <= len(ids) <= MAX_BAD_WORD_LEN:
+            raise ValueError(
+                f"a bad word has {len(ids)} tokens, it must have 1 to {MAX_BAD_WORD_LEN}"
+            )
+    if params.logprobs is not None and limits.max_logprobs != -1:
+        wanted = limits.vocab_size if params.logprobs == -1 else params.logprobs
+        if wanted > limits.max_logprobs:
+            raise ValueError(
+                f"logprobs={params.logprobs} asks for {wanted}, max_logprobs is "
+                f"{limits.max_logprobs}; start the engine with a larger max_logprobs"
+            )
+
+
+def _check_ids(name: str, ids: Iterable[int], limits: Limits) -> None:
+    ids = list(ids)
+    if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        raise ValueError(f"{name} has {wrong}, the vocabulary has ids 0..{limits.vocab_size - 1}")

@@ -1,0 +1,102 @@
+"""A request and its sequences: data that the engine moves forward, no behaviour of its own.
+
+Progress is numbers. A sequence knows `num_known_tokens` tokens and has KV for `num_computed_tokens` of them; every
+step moves the second towards the first. Prefill, chunked prefill, cache hits, decoding and recomputation after a
+preemption are that one subtraction.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended; the strings are vLLM's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """One prompt being answered. Built by the user-facing layer, owned by the engine from `add` on."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: (
+        int  # uint32; the request's own, or derived from the engine's seed and the request's number
+    )
+    stop_token_ids: frozenset[int] = (
+        frozenset()
+    )  # every id that ends a sequence: EOS (unless ignored) and the user's
+    eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    prompt: str | None = None
+    priority: int = 0  # lower is served first; only the `priority` policy reads it
+    cache_salt: str | None = None
+    arrival: int = 0  # number of the request in order of arrival, set by the engine
+    arrival_time: float = field(default_factory=time.time)  # seconds since the epoch
+    queued_time: float = field(
+        default_factory=time.monotonic
+    )  # the same moment on the clock of the times below
+    sequences: list[Sequence] = field(default_factory=list)
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None  # seconds, monotonic
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.sequences) and all(s.finished for s in self.sequences)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """One of the n continuations of a request."""
+
+    request: Request
+    index: int  # 0 .. n-1
+    token_ids: list[int]  # prompt and output tokens that the host has seen
+    max_len: int  # tokens at which the sequence ends: min(prompt + max_tokens, max_model_len)
+    num_computed_tokens: int = 0  # tokens whose KV is in the pool once all launched steps are done
+    num_in_flight: int = 0  # sampled by launched steps, not yet collected
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(
+        default_factory=list
+    )  # of the full blocks of `token_ids`, a prefix of them
+    num_registered_blocks: int = (
+        0  # how many of `block_ids` stand in the prefix cache under their hash
+    )
+    features: int = 0  # `plan.Feature` bits of what its params ask of the sampler
+    slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Any]] | None = (
+        None  # one dict token id → Logprob for each output token, if asked for
+    )
+    cumulative_logprob: float = 0.0
+    detokenizer: Any = None  # jaxpage.tokenizer.Detokenizer, None when no text is wanted
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_token_ids) :]

@@ -1,0 +1,88 @@
+"""How many KV blocks fit: measured where the device can tell, a stated share of the free RAM on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jaxpage.runner.buckets import Bucket, make_buckets
+
+logger = logging.getLogger(__name__)
+
+CPU_SHARE = (
+    0.25  # of the free RAM: the weights, the compiler and the user's own arrays live there too
+)
+CPU_MOST_BYTES = 4 << 30  # zeroing more than this would be felt at start-up
+SMALLEST_BUDGET = 64  # tokens: max_num_batched_tokens is not halved below this
+
+
+def pool_bytes(device: jax.Device, *, utilization: float, temp_bytes: int) -> int:
+    """Bytes for the KV pool, once the weights are loaded and the largest step needs `temp_bytes` beside it.
+
+    An accelerator gives `utilization` of its memory, less what is in use and the temporaries. A CPU gives
+    CPU_SHARE of the free RAM, less the temporaries, and at most CPU_MOST_BYTES.
+    """
+    stats = device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        return min(int(CPU_SHARE * free_ram()) - temp_bytes, CPU_MOST_BYTES)
+    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - temp_bytes
+
+
+def free_ram() -> int:
+    """Bytes of RAM that can be had without swapping (Linux: MemAvailable; elsewhere half of what there is)."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def check_fits(*, num_blocks: int, block_size: int, max_model_len: int, available: int) -> None:
+    """Raises ValueError unless one sequence of `max_model_len` tokens fits beside the null block."""
+    largest = (num_blocks - 1) * block_size
+    if largest < max_model_len:
+        raise ValueError(
+            f"max_model_len={max_model_len} needs {-(-max_model_len // block_size)} KV blocks of "
+            f"{block_size} tokens, but {max(0, num_blocks - 1)} fit into the {available / 1e9:.2f} GB for "
+            f"the KV pool; the largest max_model_len that fits is {max(0, largest)}. Lower max_model_len "
+            f'(or pass "auto"), raise gpu_memory_utilization or kv_cache_memory_bytes'
+        )
+
+
+def size_pool(
+    *,
+    available: Callable[[int], int],
+    temp_bytes: Callable[[Bucket], int],
+    bytes_per_block: int,
+    num_blocks_per_row: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> tuple[int, int]:
+    """(num_blocks, max_num_batched_tokens): the pool that fits beside the temporaries of the largest step.
+
+    `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a compiled step needs. The pool is no
+    larger than `max_num_seqs` sequences of full length could fill. While one such sequence does not fit, the largest
+    step is halved: its temporaries grow with its tokens.
+    """
+    most = max_num_seqs * num_blocks_per_row + 1
+    if 2 * most * bytes_per_block <= available(0):
+        return most, max_num_batched_tokens  # memory is no limit: nothing to measure
+    while True:
+        buckets = make_buckets(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        num_blocks = max(0, available(temp_bytes(buckets[-1]))) // bytes_per_block
+        if num_blocks > num_blocks_per_row or max_num_batched_tokens <= SMALLEST_BUDGET:
+            return min(num_blocks, most), max_num_batched_tokens
+        max_num_batched_tokens //= 2
+        logger.warning(
+            "only %d KV blocks fit beside a step of %d tokens; trying steps of %d",
+            num_blocks,
+            2 * max_num_batched_tokens,
+            max_num_batched_tokens,
+        )

@@ -1,0 +1,122 @@
+"""From a plan to the integers that go up: NumPy in, one int32 buffer out. Pure; knows no device."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from jaxpage.plan import StepPlan
+from jaxpage.request import Sequence
+from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.layout import Field, Layout
+from jaxpage.sampling.constraints import pack_mask
+from jaxpage.sampling.keys import row_key
+
+
+def step_layout(bucket: Bucket, *, block_size: int, decode_steps: int) -> Layout:
+    """What goes up for one step of a bucket; `pack_step` fills it, `step.unpack` reads it.
+
+    A row gains at most one block for each `block_size` of its new tokens, one for their start within a block, and one
+    for a copy-on-write; so U table updates always suffice.
+    """
+    rows = bucket.num_rows
+    new_tokens = rows * decode_steps if bucket.decode else bucket.num_tokens
+    num_updates = new_tokens // block_size + 2 * rows
+    return Layout(
+        (
+            Field("features", ()),
+            Field("num_steps", ()),
+            Field("slots", (rows,)),  # padding: NULL_SLOT
+            Field("starts", (rows,)),
+            Field("num_tokens", (rows,)),  # padding: 0
+            Field("samples", (rows,)),  # 0 or 1
+            Field("update_slots", (num_updates,)),  # padding: the null slot's entry 0
+            Field("update_indices", (num_updates,)),
+            Field("update_blocks", (num_updates,)),
+            Field("copy_sources", (rows,)),  # padding: the null block onto itself
+            Field("copy_destinations", (rows,)),
+        )
+    )
+
+
+def pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
+    """int32[layout.size]. A fresh buffer each time: the device may read the last one while this one is filled."""
+    buffer = np.zeros(layout.size, np.int32)
+    views = layout.views(buffer)
+    rows = plan.num_rows
+    views["features"][()] = int(plan.features)
+    views["num_steps"][()] = plan.num_steps
+    views["slots"][:rows] = plan.slots
+    views["starts"][:rows] = plan.starts
+    views["num_tokens"][:rows] = plan.num_tokens
+    views["samples"][:rows] = plan.samples
+    if plan.table_updates:
+        updates = np.asarray(plan.table_updates, np.int32)
+        for column, name in enumerate(("update_slots", "update_indices", "update_blocks")):
+            views[name][: len(updates)] = updates[:, column]
+    if plan.block_copies:
+        copies = np.asarray(plan.block_copies, np.int32)
+        views["copy_sources"][: len(copies)] = copies[:, 0]
+        views["copy_destinations"][: len(copies)] = copies[:, 1]
+    return buffer
+
+
+def admission_layout(*, max_model_len: int, num_blocks_per_row: int, vocab_size: int) -> Layout:
+    """What goes up once when a sequence takes a request slot: field for field, `batch.RequestState` of that slot."""
+    words = -(-vocab_size // 32)
+    return Layout(
+        (
+            Field("slot", ()),
+            Field("token_ids", (max_model_len,)),
+            Field("block_table", (num_blocks_per_row,)),
+            Field("prompt_len", ()),
+            Field("min_len", ()),
+            Field("max_len", ()),
+            Field("key", (2,), "uint32"),
+            Field("temperature", (), "float32"),
+            Field("top_k", ()),
+            Field("top_p", (), "float32"),
+            Field("min_p", (), "float32"),
+            Field("presence_penalty", (), "float32"),
+            Field("frequency_penalty", (), "float32"),
+            Field("repetition_penalty", (), "float32"),
+            Field("stop_mask", (words,), "uint32"),
+            Field("allowed_mask", (words,), "uint32"),
+            Field("bias_ids", (MAX_LOGIT_BIAS,)),
+            Field("bias_values", (MAX_LOGIT_BIAS,), "float32"),
+            Field("bad_words", (MAX_BAD_WORDS, MAX_BAD_WORD_LEN)),
+        )
+    )
+
+
+def pack_admission(sequence: Sequence, layout: Layout, *, vocab_size: int) -> np.ndarray:
+    """int32[layout.size] for a sequence that has its slot and its blocks."""
+    buffer = np.zeros(layout.size, np.int32)
+    views = layout.views(buffer)
+    request, params = sequence.request, sequence.request.params
+    prompt_len = len(request.prompt_token_ids)
+    views["slot"][()] = sequence.slot
+    views["token_ids"][: len(sequence.token_ids)] = sequence.token_ids
+    views["block_table"][: len(sequence.block_ids)] = sequence.block_ids
+    views["prompt_len"][()] = prompt_len
+    views["min_len"][()] = prompt_len + params.min_tokens
+    views["max_len"][()] = sequence.max_len
+    views["key"][:] = row_key(request.seed, sequence.index)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        views[name][()] = getattr(params, name)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        views[name][()] = getattr(params, name)
+    views["stop_mask"][:] = pack_mask(request.stop_token_ids, vocab_size)
+    if params.allowed_token_ids is None:
+        views["allowed_mask"][:] = np.uint32(0xFFFFFFFF)
+    else:
+        views["allowed_mask"][:] = pack_mask(params.allowed_token_ids, vocab_size)
+    views["bias_ids"][:] = vocab_size
+    if params.logit_bias:
+        count = len(params.logit_bias)
+        views["bias_ids"][:count] = list(params.logit_bias)
+        views["bias_values"][:count] = list(params.logit_bias.values())
+    views["bad_words"][:] = -1
+    for i, word in enumerate(request.bad_words_token_ids):
+        views["bad_words"][i, -len(word) :] = word
+    return buffer

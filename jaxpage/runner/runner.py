@@ -1,0 +1,186 @@
+"""The border between host and device: owns the KV pool and the request state, launches compiled steps.
+
+What this file knows: buckets, programs, the order in which buffers are donated. What it must never learn: requests'
+meaning (the scheduler's), what a layer computes (the model's), how a token is chosen (the sampler's). A feature that
+needs the device arrives as a field of the plan or of the request state and a pure function in `step`.
+
+Only the runner holds the pool and the state, and only `launch` replaces them. Steps run on the device in the order
+of their launches; the host may reuse a block or a slot as soon as no later plan refers to it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.plan import Feature, StepPlan, StepResult
+from jaxpage.runner.buckets import Bucket, choose_bucket
+from jaxpage.runner.pack import admission_layout, pack_admission, pack_step, step_layout
+from jaxpage.runner.programs import CompilationCounter, Program, compile_all
+from jaxpage.runner.step import (
+    DeviceResult,
+    StepSpec,
+    abstract_request_state,
+    allocate_request_state,
+    make_admit,
+    make_step,
+)
+
+ADMIT = "admit"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way. `collect` turns it into a `StepResult`."""
+
+    plan: StepPlan
+    result: DeviceResult
+
+
+class Runner:
+    """Runs the plans of one engine on one model.
+
+    `model` is an NNX module with arrays in place; its parameters are read anew at each launch, so whoever owns the
+    module (a trainer, say) may replace them between steps.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        *,
+        buckets: tuple[Bucket, ...],
+        pool_spec: KVPoolSpec,
+        step_spec: StepSpec,
+        ahead_of_time: bool = True,
+    ):
+        self._spec = step_spec
+        self.pool_spec = pool_spec
+        self._buckets = buckets
+        self._graphdef, state = nnx.split(model)
+        self._treedef = jax.tree.structure(state)
+        # The live variables themselves, in the order of `treedef`: their arrays are looked up at each launch.
+        self._variables = [variable for _, variable in nnx.to_flat_state(state)]
+        self._counter = CompilationCounter()
+        self._ahead_of_time = ahead_of_time
+        self.programs: dict[str, Program] = {}
+        self.warmup_seconds = 0.0
+
+    def warmup(self) -> None:
+        """Compile every program (none if not `ahead_of_time`), then allocate pool and state. Call once."""
+        start = time.perf_counter()
+        if self._ahead_of_time:
+            names = [
+                bucket.name for bucket in reversed(self._buckets)
+            ]  # the slowest to compile first
+            self.programs = compile_all(
+                {name: self._lowering(name) for name in [*names, ADMIT]}, self._counter
+            )
+        self._kv_pool = self.pool_spec.allocate()
+        self._state = allocate_request_state(self._spec)
+        jax.block_until_ready((self._kv_pool, self._state))
+        self.warmup_seconds = time.perf_counter() - start
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the request state."""
+        leaves = jax.tree.leaves(abstract_request_state(self._spec))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    def temp_bytes(self, bucket: Bucket) -> int:
+        """Bytes of temporaries of one step, from its compiled program. Compiles it; for sizing, before warm-up."""
+        return self._counter.compile(bucket.name, self._lowering(bucket.name)).temp_bytes
+
+    @property
+    def num_recompiles(self) -> int:
+        """Compilations since warm-up on behalf of launches. 0 unless something is wrong (or steps compile lazily)."""
+        return self._counter.num_compilations
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start the plan's step and return at once."""
+        bucket = choose_bucket(self._buckets, plan)
+        packed = pack_step(plan, self._layouts[bucket.name])
+        with self._counter.watching():
+            for sequence in plan.admissions:
+                row = pack_admission(sequence, self._admission, vocab_size=self._spec.vocab_size)
+                self._state = self._program(ADMIT)(self._state, row)
+            self._kv_pool, self._state, result = self._program(bucket.name)(
+                self._leaves(), self._kv_pool, self._state, packed
+            )
+        return Launched(plan, result)
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for a launched step and bring its result to the host. Blocks here, and only here."""
+        plan, sampled = launched.plan, launched.result.sampled
+        steps, rows = plan.num_steps, plan.num_rows
+        token_ids = np.asarray(sampled.token_ids)[:steps, :rows]
+        wants_top = Feature.TOP_LOGPROBS in plan.features
+        width = self._spec.num_top_logprobs if wants_top else 0
+        empty = np.zeros((steps, rows, 0))
+        return StepResult(
+            token_ids=token_ids,
+            num_sampled=np.asarray(launched.result.num_sampled)[:rows],
+            logprobs=np.asarray(sampled.logprobs)[:steps, :rows],
+            ranks=np.asarray(sampled.ranks)[:steps, :rows],
+            top_token_ids=np.asarray(sampled.top_token_ids)[:steps, :rows]
+            if width
+            else empty.astype(np.int32),
+            top_logprobs=np.asarray(sampled.top_logprobs)[:steps, :rows]
+            if width
+            else empty.astype(np.float32),
+        )
+
+    def _leaves(self) -> list[jax.Array]:
+        return [variable.get_raw_value() for variable in self._variables]
+
+    def _program(self, name: str) -> jax.stages.Compiled:
+        if name not in self.programs:
+            self.programs[name] = self._counter.compile(name, self._lowering(name))
+        return self.programs[name].compiled
+
+    @cached_property
+    def _layouts(self):
+        spec = self._spec
+        return {
+            bucket.name: step_layout(
+                bucket, block_size=spec.block_size, decode_steps=spec.decode_steps
+            )
+            for bucket in self._buckets
+        }
+
+    @cached_property
+    def _admission(self):
+        spec = self._spec
+        return admission_layout(
+            max_model_len=spec.max_model_len,
+            num_blocks_per_row=spec.num_blocks_per_row,
+            vocab_size=spec.vocab_size,
+        )
+
+    def _lowering(self, name: str):
+        """A function that traces and lowers the program of that name."""
+        state = abstract_request_state(self._spec)
+
+        def lower_admit():
+            packed = jax.ShapeDtypeStruct((self._admission.size,), np.int32)
+            return jax.jit(make_admit(self._admission), donate_argnums=0).lower(state, packed)
+
+        def lower_step():
+            bucket = next(bucket for bucket in self._buckets if bucket.name == name)
+            layout = self._layouts[name]
+            step = make_step(self._graphdef, self._treedef, bucket, layout, self._spec)
+            leaves = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._leaves()
+            ]
+            packed = jax.ShapeDtypeStruct((layout.size,), np.int32)
+            return jax.jit(step, donate_argnums=(1, 2)).lower(
+                leaves, self.pool_spec.abstract(), state, packed
+            )
+
+        return lower_admit if name == ADMIT else lower_step

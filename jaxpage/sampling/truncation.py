@@ -1,0 +1,126 @@
+"""min_p, top-k and top-p as thresholds on the logits, without sorting the vocabulary.
+
+The 128 best tokens of each row settle almost every request. Where they do not (top_k > 128, or a nucleus of more
+than 128 tokens) the threshold is found by bisection over the float32 numbers themselves: at most 32 passes that
+each compare and add, and exact, for there is no float between the last two bounds. For one row of 150,000 XLA's
+sort takes 28 ms on a CPU, the 128 best 0.3 ms, a pass 0.05 ms.
+
+Knows logits after temperature and three numbers a row. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_NUM_BEST = 128
+
+
+def truncate(
+    logits: jax.Array, *, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """float32[R, V] with dropped tokens at -inf; parameters [R], off at top_k 0, top_p 1 and min_p 0.
+
+    min_p drops tokens less than min_p times as likely as the best. top_k keeps the k-th best and all that equal it.
+    top_p keeps, of what is left and renormalised, the smallest set of most likely tokens with a mass of at least
+    top_p, and all tokens that equal its last one (vLLM keeps some of these, as its sort happens to order them).
+    The best token is always kept.
+    """
+    # Without the barrier XLA:CPU sees that the ids are not used and sorts the whole vocabulary.
+    best, _ = lax.optimization_barrier(lax.top_k(logits, min(_NUM_BEST, logits.shape[1])))
+    odds = jnp.exp(logits - best[:, :1])  # against the best token
+    best_odds = jnp.exp(best - best[:, :1])
+
+    # Both ask for the best tokens until their weights sum up to a target: top-k weighs each token 1, top-p by its
+    # odds. A loop of two, so that the search is compiled once.
+    def keep_enough(turn, kept):
+        by_count = turn == 0
+        weights = jnp.where(kept, jnp.where(by_count, 1.0, odds), 0.0)
+        total = weights.sum(-1)
+        count = jnp.where(top_k > 0, top_k.astype(jnp.float32), jnp.inf)
+        target = jnp.where(by_count, count, top_p * total)
+        best_weights = jnp.where(by_count, 1.0, best_odds)
+        threshold = _threshold(logits, weights, target, best, best_weights)
+        threshold = jnp.where(target < total, threshold, -jnp.inf)
+        return kept & (logits >= threshold[:, None])
+
+    kept = lax.fori_loop(0, 2, keep_enough, odds >= min_p[:, None])
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _threshold(
+    logits: jax.Array,
+    weights: jax.Array,
+    target: jax.Array,
+    best: jax.Array,
+    best_weights: jax.Array,
+) -> jax.Array:
+    """float32[R]: the largest t with `weights[logits >= t].sum() >= target`. Meaningless if the target is not below
+    the sum of all weights.
+
+    logits, weights: float32[R, V]. best, best_weights: float32[R, B], the best of them in falling order; tokens that
+    were dropped before may be among these with a weight, for all that were not come first and reach the target.
+    """
+    # Prefix sums, written as one reduction: XLA:CPU expands `jnp.cumsum` into a tree that compiles slowly.
+    index = jnp.arange(best.shape[1], dtype=jnp.int32)
+    up_to = (index[:, None] >= index[None, :])[None]
+    mass = jnp.where(up_to, best_weights[:, None, :], 0.0).sum(-1)
+    short = (mass < target[:, None]).sum(-1, dtype=jnp.int32)
+    index = jnp.minimum(short, best.shape[1] - 1)
+    found = jnp.take_along_axis(best, index[:, None], axis=1)[:, 0]
+    is_open = (short == best.shape[1]) & (target < weights.sum(-1))
+    return _bisect(logits, weights, target, jnp.where(is_open, -jnp.inf, found), found)
+
+
+def _bisect(
+    logits: jax.Array, weights: jax.Array, target: jax.Array, low: jax.Array, high: jax.Array
+) -> jax.Array:
+    """float32[R]: the largest t in [low, high] with `weights[logits >= t].sum() >= target`; low if there is none.
+
+    logits, weights: float32[R, V]; the rest float32[R]. Rows with low == high cost nothing.
+    """
+    args = (logits, weights, target, _order(low), _order(high) + 1)
+    # One row at a time stays in a CPU's cache (twice as fast) and rows that are settled are skipped; elsewhere
+    # a pass over all rows costs hardly more than one over a single row.
+    return lax.cond(
+        (low < high).any(),
+        lambda args: lax.platform_dependent(
+            *args,
+            cpu=lambda *a: lax.map(lambda row: _bisect_row(*row), a),
+            default=jax.vmap(_bisect_row),
+        ),
+        lambda args: low,
+        args,
+    )
+
+
+def _bisect_row(
+    logits: jax.Array, weights: jax.Array, target: jax.Array, low: jax.Array, high: jax.Array
+) -> jax.Array:
+    """`_bisect` for one row, [low, high) as `_order` numbers them."""
+
+    def middle(bounds):
+        low, high = bounds
+        return (low >> 1) + (high >> 1) + (low & high & 1)  # low + high may overflow
+
+    def halve(bounds):
+        low, high = bounds
+        mid = middle(bounds)
+        mass = jnp.where(logits >= _float(mid), weights, 0.0).sum()
+        # Exactly the target: the set is found, wherever the threshold lies between two tokens.
+        return jnp.where(mass >= target, mid, low), jnp.where(mass > target, high, mid)
+
+    low, _ = lax.while_loop(lambda bounds: middle(bounds) > bounds[0], halve, (low, high))
+    return _float(low)
+
+
+def _order(x: jax.Array) -> jax.Array:
+    """int32: numbers the floats in their order, so that halfway between two is another float."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _float(order: jax.Array) -> jax.Array:
+    """The inverse of `_order`."""
+    return lax.bitcast_convert_type(order ^ ((order >> 31) & 0x7FFFFFFF), jnp.float32)

@@ -1,0 +1,156 @@
+"""A checkpoint into a model: each device reads its own slices, one tensor at a time.
+
+Everything that can be wrong is found in the headers, before the first array is made. Knows
+parameter specs and stored tensors; must not know families beyond their weight map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.registry import weight_map
+from jaxpage.models.sources import Source
+from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
+from jaxpage.weights.spec import ParamSpec, specs, variables
+
+Model = TypeVar("Model", bound=CausalLM)
+
+_FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS_COMPARED = 4096  # at a time, so that comparing the head of a tied model takes little memory
+_NAMES_SHOWN = 5
+
+
+def load(
+    model: Model, folder: str | Path, *, mesh: Mesh | None = None, use_tqdm: bool = True
+) -> Model:
+    """`model`, abstract or filled, with the weights in `folder`, cast to the declared dtypes;
+    returned for chaining.
+
+    Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor.
+    Raises ValueError, and leaves the model as it was, if the checkpoint has missing, surplus or
+    misshaped tensors, is quantised, or is damaged.
+    """
+    stored = open_checkpoint(folder)
+    wanted, renamed = specs(model), weight_map(model.config)
+    sources = {path: renamed.get(path, Source(path)) for path in wanted}
+    _check_names(sources.values(), stored, tied=_HEAD not in wanted)
+    for path, spec in wanted.items():
+        _check_tensor(spec, sources[path], stored)
+    _check_rows(sources.values(), stored)
+    if _HEAD not in wanted and _HEAD in stored:
+        _check_tied(stored)
+    targets = variables(model)
+    total = sum(
+        stored[s.tensor].num_bytes for s in {s.tensor: s for s in sources.values()}.values()
+    )
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="Loading weights",
+        disable=not use_tqdm or jax.process_index() != 0,
+    ) as progress:
+        for path, spec in wanted.items():
+            tensor = stored[sources[path].tensor]
+            array = _array(spec, sources[path], tensor, mesh)
+            # Wait: queued transfers would keep the host copies of many tensors alive.
+            targets[path].set_value(jax.block_until_ready(array))
+            progress.update(tensor.dtype.itemsize * array.size)
+    return model
+
+
+def _array(spec: ParamSpec, source: Source, tensor: StoredTensor, mesh: Mesh | None) -> jax.Array:
+    pieces: dict[tuple, np.ndarray] = {}  # replicas share what was read for the first of them
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        """The piece of the parameter at `index`, for one device."""
+        assert index is not None
+        bounds = [part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True)]
+        key = tuple(bounds)
+        if key not in pieces:
+            first = (bounds[0][0] + source.start, bounds[0][1] + source.start)
+            rows = tuple(slice(*pair) for pair in (first, *bounds[1:]))
+            pieces[key] = tensor.read(rows).astype(spec.dtype, copy=False)
+        return pieces[key]
+
+    return jax.make_array_from_callback(spec.shape, spec.sharding(mesh), read)
+
+
+def _check_names(sources: Iterable[Source], stored: dict[str, StoredTensor], *, tied: bool) -> None:
+    names = {source.tensor for source in sources}
+    missing = sorted(names - set(stored))
+    surplus = sorted(n for n in set(stored) - names if not _harmless(n, tied))
+    problems = []
+    if missing:
+        problems.append(f"it lacks {_listed(missing)}")
+    if surplus:
+        problems.append(f"it has {_listed(surplus)}, which the model does not know")
+    if problems:
+        raise ValueError(
+            f"the checkpoint does not fit the model: {'; '.join(problems)}. Check that config.json "
+            "belongs to the weights"
+        )
+
+
+def _harmless(name: str, tied: bool) -> bool:
+    """A tensor that says nothing new: RoPE frequencies of old checkpoints, a tied model's head."""
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+
+
+def _check_tensor(spec: ParamSpec, source: Source, stored: dict[str, StoredTensor]) -> None:
+    tensor = stored[source.tensor]
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(
+            f"{tensor.name} is stored as {tensor.dtype}: quantised checkpoints are not supported; "
+            "use one in bfloat16, float16 or float32"
+        )
+    rows = tensor.shape[:1] if source.stop is None else (source.stop - source.start,)
+    if (*rows, *tensor.shape[1:]) != spec.shape:
+        raise ValueError(
+            f"{tensor.name} has shape {list(tensor.shape)} in the checkpoint; {spec.path} of the "
+            f"model wants {list(spec.shape)}: check that config.json belongs to the weights"
+        )
+
+
+def _check_rows(sources: Iterable[Source], stored: dict[str, StoredTensor]) -> None:
+    """A fused tensor has exactly the rows that its parts take."""
+    rows: dict[str, int] = {}
+    for source in sources:
+        if source.stop is not None:
+            rows[source.tensor] = max(rows.get(source.tensor, 0), source.stop)
+    for name, wanted in rows.items():
+        found = stored[name].shape[0]
+        if found != wanted:
+            raise ValueError(
+                f"{name} has {found} rows in the checkpoint; the model's parts of it have "
+                f"{wanted}: check that config.json belongs to the weights"
+            )
+
+
+def _check_tied(stored: dict[str, StoredTensor]) -> None:
+    """A tied model may be stored with its head, if the head is the embedding."""
+    head, embedding = stored[_HEAD], stored[_EMBEDDING]
+    equal = head.shape == embedding.shape and head.dtype == embedding.dtype
+    for start in range(0, head.shape[0] if equal else 0, _ROWS_COMPARED):
+        rows = (slice(start, start + _ROWS_COMPARED),)
+        equal = equal and np.array_equal(head.read(rows), embedding.read(rows))
+    if not equal:
+        raise ValueError(
+            f"config.json ties the embeddings, but {_HEAD} differs from {_EMBEDDING}; "
+            "set tie_word_embeddings to false"
+        )

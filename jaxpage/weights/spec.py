@@ -1,0 +1,59 @@
+"""What is declared of every parameter, by path; shardings, dummy weights and the loader follow from
+it.
+
+Knows how NNX modules hold parameters; must not know files or families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, Sharding
+
+from jaxpage.models.layers import Initialiser
+from jaxpage.parallel.sharding import sharding
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: `path` is its attribute path, the name it has in Hugging Face checkpoints."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: tuple[str, ...]
+    units: tuple[int, ...]
+    init: Initialiser
+
+    def sharding(self, mesh: Mesh | None) -> Sharding:
+        return sharding(mesh, self.axes, self.units)
+
+
+def variables(model: nnx.Module) -> dict[str, nnx.Param]:
+    """The model's parameters by path, live: `set_value` on one changes the model."""
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): variable for path, variable in state}
+
+
+def specs(model: nnx.Module) -> dict[str, ParamSpec]:
+    """The description of every parameter, of an abstract model or a filled one."""
+    return {path: _spec(path, variable) for path, variable in variables(model).items()}
+
+
+def shardings(model: nnx.Module, mesh: Mesh | None) -> dict[str, Sharding]:
+    """Where every parameter lives on `mesh`, by path."""
+    return {path: spec.sharding(mesh) for path, spec in specs(model).items()}
+
+
+def _spec(path: str, variable: nnx.Param) -> ParamSpec:
+    value, metadata = variable.get_value(), variable.get_metadata()
+    return ParamSpec(
+        path=path,
+        shape=tuple(value.shape),
+        dtype=jnp.dtype(value.dtype),
+        axes=metadata["axes"],
+        units=metadata["units"],
+        init=metadata["init"],
+    )

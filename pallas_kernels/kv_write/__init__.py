@@ -1,0 +1,1 @@
+"""Writes into the pool of KV blocks: new keys and values into slots, and whole blocks onto blocks."""

@@ -1,0 +1,78 @@
+"""Named argument sets of paged attention: the awkward ones and those of real models, for tests, bench and tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`query_lens[r]` queries at the end of `kv_lens[r]` positions; a row of 0 and 0 is padding."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    num_padding_tokens: int = 0
+    dtype: str = "float32"
+
+
+SMALL = (
+    Case(name="one-token", query_lens=(1,), kv_lens=(1,)),
+    Case(name="decode", query_lens=(1, 1, 1), kv_lens=(5, 16, 33)),
+    Case(name="decode-long", query_lens=(1, 1), kv_lens=(300, 129)),
+    Case(name="block-edges", query_lens=(1,) * 6, kv_lens=(15, 16, 17, 127, 128, 129)),
+    Case(name="prompt", query_lens=(40,), kv_lens=(40,)),
+    Case(name="prompt-of-many-tiles", query_lens=(150, 70), kv_lens=(150, 70)),
+    Case(name="second-chunk", query_lens=(7, 65), kv_lens=(150, 200)),
+    Case(name="mixed", query_lens=(1, 20, 1, 3, 70), kv_lens=(200, 20, 1, 90, 100)),
+    Case(name="padding", query_lens=(1, 9, 0, 0), kv_lens=(30, 9, 0, 0), num_padding_tokens=6),
+    Case(name="empty-rows-between", query_lens=(1, 0, 5, 0, 1), kv_lens=(20, 0, 5, 0, 3)),
+    Case(name="nothing", query_lens=(0, 0), kv_lens=(0, 0), num_padding_tokens=2),
+    Case(name="mha", query_lens=(1, 6), kv_lens=(20, 30), num_heads=2, num_kv_heads=2),
+    Case(name="mqa", query_lens=(1, 6), kv_lens=(20, 30), num_heads=8, num_kv_heads=1),
+    Case(name="window", query_lens=(1, 50, 1), kv_lens=(200, 150, 8), window=20),
+    Case(name="window-one", query_lens=(1, 4), kv_lens=(40, 30), window=1),
+    Case(name="soft-cap", query_lens=(1, 12), kv_lens=(40, 12), soft_cap=5.0),
+    Case(name="odd-head-dim", query_lens=(1, 5), kv_lens=(17, 5), head_dim=24),
+    Case(name="block-size-64", query_lens=(1, 30), kv_lens=(130, 65), block_size=64),
+    Case(name="block-size-4", query_lens=(1, 30), kv_lens=(130, 65), block_size=4),
+    Case(name="bfloat16", query_lens=(1, 30), kv_lens=(130, 65), dtype="bfloat16"),
+)
+
+
+def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
+    """Arrays of a case; with `poison` NaN stands in every block and slot that no row may read."""
+    rng = np.random.default_rng(seed)
+    num_rows = len(case.query_lens)
+    needed = [-(-length // case.block_size) for length in case.kv_lens]
+    num_blocks = 2 * sum(needed) + 3
+    table = np.zeros((num_rows, max(1, *needed) + 2), np.int32)
+    ids = rng.permutation(np.arange(1, num_blocks))
+    shape = (num_blocks, case.block_size, 2 * case.num_kv_heads, case.head_dim)
+    pool = np.full(shape, np.nan if poison else 0.0, np.float32)
+    for row, count in enumerate(needed):
+        table[row, :count], ids = ids[:count], ids[count:]
+        for position in range(case.kv_lens[row]):
+            block = table[row, position // case.block_size]
+            pool[block, position % case.block_size] = rng.standard_normal(shape[2:])
+    num_tokens = sum(case.query_lens) + case.num_padding_tokens
+    q = rng.standard_normal((num_tokens, case.num_heads, case.head_dim))
+    return {
+        "q": jnp.asarray(q, case.dtype),
+        "pool": jnp.asarray(pool, case.dtype),
+        "block_table": jnp.asarray(table),
+        "kv_lens": jnp.asarray(case.kv_lens, jnp.int32),
+        "query_starts": jnp.asarray(np.cumsum((0, *case.query_lens)), jnp.int32),
+        "scale": case.head_dim**-0.5,
+        "window": case.window,
+        "soft_cap": case.soft_cap,
+    }

@@ -1,0 +1,58 @@
+"""The definition of ragged paged attention: plain jnp, obvious, slow. Everything else is compared with it.
+
+Letters: T packed query tokens, R rows, M blocks per row, N blocks, S block size, H query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def paged_attention(
+    q: Float[Array, "T H D"],
+    pool: Float[Array, "N S 2*K D"],
+    block_table: Int[Array, "R M"],
+    kv_lens: Int[Array, " R"],
+    query_starts: Int[Array, " R+1"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "T H D"]:
+    """Causal attention of each packed query over its row's keys and values, found through the block table.
+
+    Row r holds queries `query_starts[r] .. query_starts[r+1]`; they are the last of its `kv_lens[r]` positions. The
+    query at position i sees keys `j <= i`, and with a `window` only `j > i - window`. `soft_cap` c replaces a score s
+    by `c * tanh(s / c)`. Query head h reads KV head `h // (H // K)`; the pool interleaves K (`2k`) and V (`2k + 1`).
+    Scores and softmax are float32; the result has q's dtype. Tokens of no row give
+    something finite. Nothing is read beyond `kv_lens` or outside the row's blocks (NaN may
+    stand there).
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = pool.shape[2] // 2
+    block_size = pool.shape[1]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all")
+    in_row = row < kv_lens.shape[0]
+    row = jnp.where(in_row, row, 0)
+    position = kv_lens[row] - (query_starts[1:][row] - token)
+
+    key_position = jnp.arange(block_table.shape[1] * block_size, dtype=jnp.int32)
+    blocks = block_table[row]  # [T, M]
+    kv = pool[blocks].reshape(num_tokens, -1, num_kv_heads, 2, head_dim).astype(jnp.float32)
+    valid = (key_position[None] < kv_lens[row][:, None]) & in_row[:, None]  # [T, M*S]
+    visible = valid & (key_position[None] <= position[:, None])
+    if window is not None:
+        visible &= key_position[None] > position[:, None] - window
+    kv = jnp.where(valid[:, :, None, None, None], kv, 0.0)
+    grouped = q.astype(jnp.float32).reshape(num_tokens, num_kv_heads, -1, head_dim)
+    scores = scale * jnp.einsum("tkgd,tskd->tkgs", grouped, kv[:, :, :, 0])
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible[:, None, None, :], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1, where=visible[:, None, None, :])
+    weights = jnp.where(visible[:, None, None, :], weights, 0.0)
+    out = jnp.einsum("tkgs,tskd->tkgd", weights, kv[:, :, :, 1])
+    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)

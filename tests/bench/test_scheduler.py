@@ -1,0 +1,38 @@
+"""The scheduler benchmark drives the real scheduler and packer and reports every step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxpage.bench import scheduler
+from jaxpage.bench.scheduler import SchedulerBench
+
+
+def test_every_step_of_every_size_is_timed_and_written(tmp_path, capsys):
+    path = tmp_path / "times.json"
+    # Steps enough that each row needs new blocks on the way: a step must not outgrow its bucket.
+    scheduler.main(SchedulerBench(rows=(2, 5), context=7, steps=20, block_size=4, json=path))
+    report = json.loads(path.read_text())
+    assert [result["rows"] for result in report["results"]] == [2, 5]
+    for result in report["results"]:
+        assert list(result["microseconds"]) == ["schedule", "pack", "update"]
+        for times in result["microseconds"].values():
+            assert len(times) == 20 and min(times) > 0
+    assert capsys.readouterr().out.strip() == scheduler.table(report)
+
+
+def test_table_shows_median_and_90th_percentile():
+    times = [float(t) for t in range(1, 12)]  # median 6, p90 10
+    parts = {"schedule": times, "pack": [1.0] * 11, "update": times[::-1]}
+    report = {"context": 7, "results": [{"rows": 3, "microseconds": parts}]}
+    assert scheduler.table(report).splitlines()[-1].split() == (
+        "3 6 (10) 1 (1) 6 (10) 7 (11)".split()
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"rows": ()}, {"rows": (0,)}, {"context": 1}, {"steps": 0}])
+def test_sizes_that_measure_nothing_are_refused(sizes):
+    with pytest.raises(ValueError, match="positive"):
+        scheduler.measure(SchedulerBench(**sizes))

@@ -1,0 +1,262 @@
+"""Tiny Hugging Face checkpoints of every family, made by transformers and torch, and torch's own
+answers to them.
+
+Random and seeded. transformers initialises with a standard deviation of 0.02, which leaves logits
+almost flat; here weights, norms and biases are spread wider, so that a mistake anywhere shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+_DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _longrope(half: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0 + 0.05 * i for i in range(half)],
+        "long_factor": [1.5 + 0.7 * i for i in range(half)],
+    }
+
+
+def shape(heads: int, kv_heads: int, *, layers: int = 2, hidden: int = 32, **other: Any) -> dict:
+    """Arguments of a config: its heads and sizes, and `other` as they are."""
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        **other,
+    }
+
+
+# family -> arguments of its transformers config.
+# They differ in heads, head dim, tying, RoPE, windows, biases.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "llama": [
+        shape(4, 2, rope_parameters=_DEFAULT),
+        shape(4, 4, head_dim=16, tie_word_embeddings=True, rope_parameters=_LLAMA3),
+        shape(
+            8,
+            1,
+            layers=3,
+            hidden=64,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters=_DEFAULT | {"rope_type": "linear", "factor": 2.5},
+        ),
+        shape(
+            6,
+            3,
+            hidden=48,
+            head_dim=12,
+            max_position_embeddings=200,
+            rope_parameters=_DEFAULT | {"rope_type": "dynamic", "factor": 3.0},
+        ),
+        shape(4, 2, rope_parameters=_YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}),
+    ],
+    "mistral": [
+        shape(4, 2, sliding_window=7, rope_parameters=_DEFAULT),
+        shape(4, 1, head_dim=24, sliding_window=None, rope_parameters=_DEFAULT),
+        shape(
+            8,
+            4,
+            hidden=64,
+            layers=3,
+            sliding_window=64,
+            tie_word_embeddings=True,
+            rope_parameters=_YARN | {"truncate": False},
+        ),
+    ],
+    "qwen2": [
+        shape(4, 2, tie_word_embeddings=True, rope_parameters=_DEFAULT),
+        shape(
+            6,
+            3,
+            hidden=48,
+            layers=4,
+            use_sliding_window=True,
+            sliding_window=16,
+            max_window_layers=2,
+            rope_parameters=_DEFAULT,
+        ),
+        shape(4, 4, rope_parameters=_YARN | {"attention_factor": 1.2}),
+    ],
+    "qwen3": [
+        shape(4, 2, head_dim=16, tie_word_embeddings=True, rope_parameters=_DEFAULT),
+        shape(8, 2, hidden=64, head_dim=8, attention_bias=True, rope_parameters=_YARN),
+        shape(
+            4,
+            4,
+            layers=3,
+            head_dim=20,
+            use_sliding_window=True,
+            sliding_window=10,
+            max_window_layers=1,
+            rope_parameters=_LLAMA3,
+        ),
+    ],
+    "phi3": [
+        shape(4, 2, rope_parameters=_DEFAULT),
+        shape(
+            4,
+            4,
+            sliding_window=9,
+            tie_word_embeddings=True,
+            rope_parameters=_DEFAULT | {"partial_rotary_factor": 0.5},
+        ),
+        shape(
+            4,
+            1,
+            hidden=64,
+            layers=3,
+            max_position_embeddings=512,
+            original_max_position_embeddings=128,
+            rope_parameters=_longrope(6) | {"partial_rotary_factor": 0.75},
+        ),
+    ],
+    "gemma2": [
+        shape(4, 2, head_dim=8, query_pre_attn_scalar=8, sliding_window=12),
+        shape(
+            4,
+            4,
+            head_dim=16,
+            layers=3,
+            query_pre_attn_scalar=24,
+            sliding_window=40,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=5.0,
+            attention_bias=True,
+            rope_parameters=_DEFAULT | {"rope_type": "linear", "factor": 2.0},
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            head_dim=16,
+            tie_word_embeddings=False,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            layer_types=[_FULL, _SLIDING],
+            sliding_window=5,
+        ),
+    ],
+    "gemma3": [
+        shape(
+            4, 2, head_dim=8, layers=3, layer_types=[_SLIDING, _SLIDING, _FULL], sliding_window=8
+        ),
+        shape(
+            4,
+            1,
+            head_dim=16,
+            layer_types=[_SLIDING, _FULL],
+            sliding_window=20,
+            query_pre_attn_scalar=16,
+            rope_parameters={
+                _FULL: _DEFAULT | {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                _SLIDING: _DEFAULT,
+            },
+        ),
+        shape(
+            8,
+            4,
+            hidden=64,
+            head_dim=12,
+            layer_types=[_FULL, _SLIDING],
+            sliding_window=33,
+            tie_word_embeddings=False,
+            final_logit_softcapping=4.0,
+            attention_bias=True,
+        ),
+    ],
+}
+_CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
+CASES = [
+    (family, variant) for family, variants in VARIANTS.items() for variant in range(len(variants))
+]
+VOCAB_SIZE = 250
+
+
+def build(family: str, variant: int, path: str | Path, **overrides: Any) -> Path:
+    """Write variant `variant` of `family` (float32) to the folder `path`; `overrides` go to its
+    config. Returns `path`.
+    """
+    config_name, _ = _CLASSES[family]
+    arguments = {
+        "vocab_size": VOCAB_SIZE,
+        "intermediate_size": 72,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    # A copy: transformers writes defaults into the dicts it is given.
+    arguments |= copy.deepcopy(VARIANTS[family][variant]) | overrides
+    return save(getattr(transformers, config_name)(**arguments), path, seed=f"{family} {variant}")
+
+
+def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) -> Path:
+    """Write a random model of any transformers config."""
+    torch.manual_seed(zlib.crc32(seed.encode()))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif "embed_tokens" in name:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(path)
+    return Path(path)
+
+
+def config(path: str | Path) -> transformers.PretrainedConfig:
+    """The transformers config of a checkpoint."""
+    return transformers.AutoConfig.from_pretrained(path)
+
+
+def torch_logits(path: str | Path, token_ids: np.ndarray, *, dtype: str = "float32") -> np.ndarray:
+    """float32[B, T, V]: the answer of transformers to int[B, T] tokens, computed in `dtype` with
+    eager attention.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        return model(torch.tensor(token_ids)).logits.float().numpy()

@@ -1,0 +1,55 @@
+"""Settings of every test run; they precede the first `import jax`, so nothing of ours is imported.
+
+Tests run on the CPU with eight fake devices, offline, with caches in a folder of the session's own.
+`-m gpu` and `-m tpu` leave the choice of the platform to JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+
+import pytest
+
+_DEVICE_MARKERS = ("gpu", "tpu")
+
+
+def _asked_for(config: pytest.Config, marker: str) -> bool:
+    """Whether the `-m` expression selects `marker`; `not gpu` does not."""
+    expression = config.getoption("markexpr")
+    return bool(re.search(rf"(?<!not )\b{marker}\b", expression))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cache = tempfile.mkdtemp(prefix="jaxpage-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+    os.environ.update(
+        XDG_CACHE_HOME=cache,
+        HF_HOME=os.path.join(cache, "huggingface"),
+        JAX_COMPILATION_CACHE_DIR=os.path.join(cache, "jax"),
+        # Keep every program, however quick it was to compile: many tests build the same model.
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+        HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_PROGRESS_BARS="1",
+        TQDM_DISABLE="1",
+        TOKENIZERS_PARALLELISM="false",
+        # Bugs that these two turn into errors: a silent upcast to float32, a silent broadcast.
+        JAX_NUMPY_DTYPE_PROMOTION="strict",
+        JAX_NUMPY_RANK_PROMOTION="raise",
+    )
+    if not any(_asked_for(config, marker) for marker in _DEVICE_MARKERS):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, without counting them as skipped, the tests of devices nobody asked for."""
+    unwanted = [m for m in _DEVICE_MARKERS if not _asked_for(config, m)]
+    left_out = [item for item in items if any(item.get_closest_marker(m) for m in unwanted)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

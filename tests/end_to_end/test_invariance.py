@@ -1,0 +1,173 @@
+"""The same request gives the same tokens, whatever shares its batch and however the engine is set."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxpage import LLM, SamplingParams
+from tests import checkpoints
+
+VOCAB = checkpoints.VOCAB_SIZE
+NUM_REQUESTS = 64
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"))
+
+
+def make_llm(path, **options):
+    defaults = dict(
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=NUM_REQUESTS,
+        max_num_batched_tokens=512,
+        enforce_eager=True,
+        num_gpu_blocks_override=2000,
+    )
+    return LLM(str(path), **(defaults | options))
+
+
+def workload(num_requests=NUM_REQUESTS, seed=0):
+    """Mixed requests: shared prefixes, greedy and seeded, constrained and penalised, n > 1, with logprobs."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, VOCAB) for _ in range(50)]
+    prompts, params = [], []
+    for i in range(num_requests):
+        own = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 60))]
+        prompts.append(shared[: rng.choice((0, 16, 33, 50))] + own)
+        choice = i % 8
+        params.append(
+            SamplingParams(
+                temperature=0.0 if choice < 3 else rng.choice((0.5, 1.0, 1.7)),
+                seed=i,
+                n=3 if choice == 5 else 1,
+                top_k=10 if choice == 4 else 0,
+                top_p=0.8 if choice == 6 else 1.0,
+                min_p=0.05 if choice == 7 else 0.0,
+                repetition_penalty=1.3 if choice in (2, 6) else 1.0,
+                frequency_penalty=0.4 if choice == 7 else 0.0,
+                stop_token_ids=[5, 6, 7],
+                min_tokens=4 if choice == 3 else 0,
+                logit_bias={9: 2.0} if choice == 1 else None,
+                max_tokens=rng.randrange(1, 40),
+                logprobs=3 if choice in (0, 4) else 0,
+                detokenize=False,
+            )
+        )
+    return prompts, params
+
+
+def answers(outputs):
+    return [
+        [(c.token_ids, c.finish_reason, c.stop_reason, logprobs_of(c)) for c in output.outputs]
+        for output in outputs
+    ]
+
+
+def logprobs_of(completion):
+    return [
+        entry[t].logprob for entry, t in zip(completion.logprobs, completion.token_ids, strict=True)
+    ]
+
+
+def assert_same(got, expected):
+    for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine[:3] == other[:3], f"request {i}"
+            np.testing.assert_allclose(mine[3], other[3], atol=1e-5, rtol=0)
+
+
+def assert_nothing_leaked(llm):
+    stats = llm.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.kv_cache_usage == 0.0
+    assert llm.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    """One request after another, alone in the engine: the plain loop, one token a step, no cache."""
+    llm = make_llm(path, enable_prefix_caching=False, async_scheduling=False, decode_steps=1)
+    prompts, params = workload()
+    outputs = [
+        llm.generate([prompt], param, use_tqdm=False)[0]
+        for prompt, param in zip(prompts, params, strict=True)
+    ]
+    assert_nothing_leaked(llm)
+    return answers(outputs)
+
+
+SETTINGS = {
+    "among-63-others": {},
+    "plain-loop": dict(async_scheduling=False, decode_steps=1),
+    "overlapped": dict(async_scheduling=True, decode_steps=1),
+    "several-steps-a-launch": dict(async_scheduling=False, decode_steps=8),
+    "chunks-of-7": dict(max_num_batched_tokens=7),
+    "chunks-of-64": dict(max_num_batched_tokens=64),
+    "few-slots": dict(max_num_seqs=5),
+    "cache-off": dict(enable_prefix_caching=False),
+    "most-are-preempted": dict(num_gpu_blocks_override=26),
+    "preempted-plain-loop": dict(
+        num_gpu_blocks_override=26, async_scheduling=False, decode_steps=1
+    ),
+    "preempted-in-chunks-of-7": dict(num_gpu_blocks_override=26, max_num_batched_tokens=7),
+    "blocks-of-4": dict(block_size=4),
+}
+FAST = {"among-63-others", "preempted-in-chunks-of-7"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in SETTINGS]
+)
+def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
+    llm = make_llm(path, **SETTINGS[name])
+    prompts, params = workload()
+    for state_of_the_cache in ("cold", "warm"):
+        assert_same(answers(llm.generate(prompts, params, use_tqdm=False)), expected)
+        stats = llm.stats()
+        if "preempted" in name:
+            assert stats.num_preemptions > NUM_REQUESTS // 2
+        if state_of_the_cache == "warm" and name == "among-63-others":
+            assert stats.prefix_cache_hits > 0
+    assert_nothing_leaked(llm)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_order_of_arrivals_and_aborts_gives_the_same_tokens(data, path, expected):
+    llm = _shared_llm(path)
+    prompts, params = workload()
+    order = data.draw(st.permutations(range(NUM_REQUESTS)))[: data.draw(st.integers(1, 40))]
+    aborted = set(data.draw(st.lists(st.sampled_from(order), max_size=5)))
+    finished, waiting = {}, list(order)
+    while waiting or llm.has_unfinished_requests():
+        for _ in range(data.draw(st.integers(0, 4)) if waiting else 0):
+            if waiting:
+                i = waiting.pop()
+                llm.add_request(str(i), prompts[i], params[i], priority=i % 3)
+        for output in llm.step():
+            if output.finished:
+                finished[int(output.request_id)] = output
+        if aborted and data.draw(st.booleans()):
+            llm.abort_request([str(aborted.pop())])
+    for i, output in finished.items():
+        if all(c.finish_reason != "abort" for c in output.outputs):
+            assert_same(answers([output]), [expected[i]])
+    assert_nothing_leaked(llm)
+
+
+_cached = {}
+
+
+def _shared_llm(path):
+    if path not in _cached:
+        _cached[path] = make_llm(
+            path, num_gpu_blocks_override=40, max_num_seqs=16, scheduling_policy="priority"
+        )
+    return _cached[path]

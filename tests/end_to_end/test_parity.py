@@ -1,0 +1,124 @@
+"""The paged engine against transformers' torch models: greedy tokens and logprobs, every family, mixed lengths."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxpage import LLM, SamplingParams
+from tests import checkpoints
+
+NUM_TOKENS = 64
+PROMPT_LENS = (1, 2, 7, 31, 64, 130, 300)
+# transformers switches these two RoPE types in the middle of a sequence; jaxpage decides once, by max_model_len, so
+# that chunking and caching never change an answer. Here the lengths stay on one side of the switch.
+LIMITS = {
+    ("llama", 3): {"max_model_len": 200, "prompt_lens": (1, 7, 64, 130)},
+    ("phi3", 2): {"max_model_len": 512, "prompt_lens": (130, 200, 300)},
+}
+ONE_PER_FAMILY = {(family, 0) for family in checkpoints.VARIANTS}
+
+
+def prompts_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, checkpoints.VOCAB_SIZE, length).tolist() for length in lengths]
+
+
+def torch_greedy(path, prompts, *, dtype="float32"):
+    """Per prompt: 64 greedy tokens and the logits float32[64, V] they were taken from. No batch, so no padding."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation="eager"
+    ).eval()
+    answers = []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=None,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        answers.append((tokens, torch.cat(out.logits).float().numpy()))
+    return answers
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def cases():
+    for case in checkpoints.CASES:
+        marks = () if case in ONE_PER_FAMILY else (pytest.mark.slow,)
+        yield pytest.param(*case, marks=marks, id=f"{case[0]}-{case[1]}")
+
+
+@pytest.mark.parametrize(("family", "variant"), list(cases()))
+def test_greedy_tokens_equal_transformers(family, variant, tmp_path):
+    limits = LIMITS.get((family, variant), {})
+    path = checkpoints.build(family, variant, tmp_path)
+    prompts = prompts_of(limits.get("prompt_lens", PROMPT_LENS))
+    llm = LLM(
+        str(path),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=limits.get("max_model_len", 512),
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        enforce_eager=True,
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
+    )
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output, (tokens, logits) in zip(outputs, torch_greedy(path, prompts), strict=True):
+        answer = output.outputs[0]
+        assert answer.token_ids == tokens
+        expected = log_softmax(logits)
+        for step, entry in enumerate(answer.logprobs):
+            assert len(entry) == 5
+            for token, logprob in entry.items():
+                assert abs(logprob.logprob - expected[step, token]) < 1e-4
+                assert logprob.rank == 1 + (expected[step] > expected[step, token] + 1e-6).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", checkpoints.VARIANTS)
+def test_bfloat16_logprobs_stay_near_float32(family, tmp_path):
+    """Along torch's bf16 continuation, our bf16 logprobs are as near to float32 as torch's own are.
+
+    Both round each layer's output to 8 bits of mantissa, in other places, so tokens may differ; the bound is twice
+    torch's own largest error on the same tokens, plus the 2^-8 relative step of a bf16 logit.
+    """
+    path = checkpoints.build(family, 0, tmp_path)
+    prompt = prompts_of([100])[0]
+    exact = checkpoints.torch_logits(path, np.array([prompt]))[0]
+    rounded = checkpoints.torch_logits(path, np.array([prompt]), dtype="bfloat16")[0]
+    torch_error = np.abs(log_softmax(rounded) - log_softmax(exact)).max()
+    llm = LLM(
+        str(path),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_logprobs=checkpoints.VOCAB_SIZE,
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=1, logprobs=checkpoints.VOCAB_SIZE, detokenize=False
+    )
+    lengths = range(5, 100, 5)
+    outputs = llm.generate([prompt[:length] for length in lengths], params, use_tqdm=False)
+    for length, output in zip(lengths, outputs, strict=True):
+        expected = log_softmax(exact[length - 1])
+        entry = output.outputs[0].logprobs[0]
+        ours = np.array([entry[token].logprob for token in range(checkpoints.VOCAB_SIZE)])
+        bound = 2 * torch_error + np.abs(exact[length - 1]).max() * 2**-8
+        assert np.abs(ours - expected).max() <= bound

@@ -1,0 +1,87 @@
+"""What is promised of the compiled programs: few, in place, with small temporaries, and never one more."""
+
+import random
+
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from tests import checkpoints
+
+TEMP_BOUND = 8 << 20  # bytes; logits of 128 rows and a tile of attention, far below the pool
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    path = checkpoints.build("qwen3", 0, tmp_path_factory.mktemp("qwen3"))
+    return LLM(
+        str(path),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        num_gpu_blocks_override=20_000,
+    )
+
+
+@pytest.fixture(scope="module")
+def runner(llm):
+    return llm._engine.runner
+
+
+def test_every_step_updates_pool_and_state_in_place(runner):
+    pool = runner.pool_spec.num_bytes
+    assert pool > 10 * TEMP_BOUND
+    for program in runner.programs.values():
+        if program.name == "admit":
+            continue
+        assert program.alias_bytes >= pool + runner.state_bytes, program.name
+        assert program.temp_bytes < TEMP_BOUND, program.name
+
+
+def test_no_step_copies_the_pool(runner):
+    shape = ",".join(map(str, runner.pool_spec.layer_shape))
+    for program in runner.programs.values():
+        for line in program.compiled.as_text().splitlines():
+            made, _, operation = line.partition(" copy(")
+            assert not operation or f"[{shape}]" not in made, f"{program.name}: {line}"
+
+
+def test_admission_updates_the_state_in_place(runner):
+    admit = runner.programs["admit"]
+    assert admit.alias_bytes >= runner.state_bytes
+    assert admit.temp_bytes < TEMP_BOUND
+
+
+def test_nothing_compiles_after_warm_up(llm):
+    rng = random.Random(1)
+    vocab = checkpoints.VOCAB_SIZE
+    prompts = [
+        [rng.randrange(3, vocab) for _ in range(rng.choice((1, 3, 20, 100, 300)))]
+        for _ in range(200)
+    ]
+    params = [
+        SamplingParams(
+            temperature=rng.choice((0.0, 0.7)),
+            top_p=rng.choice((1.0, 0.9)),
+            n=1,
+            seed=rng.choice((None, 3)),
+            frequency_penalty=rng.choice((0.0, 0.5)),
+            logprobs=rng.choice((None, 0, 5)),
+            allowed_token_ids=rng.choice((None, list(range(10, 90)))),
+            max_tokens=rng.randrange(1, 30),
+            detokenize=False,
+        )
+        for _ in range(200)
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert all(output.finished for output in outputs)
+    assert llm.stats().num_recompiles == 0
+
+
+@pytest.mark.slow
+def test_the_default_configuration_has_at_most_25_programs(tmp_path):
+    path = checkpoints.build("llama", 0, tmp_path)
+    default = LLM(str(path), skip_tokenizer_init=True)
+    assert len(default._engine.runner.programs) <= 25
+    assert default.stats().num_recompiles == 0

@@ -1,0 +1,82 @@
+"""Builds an engine on a `FakeRunner` and checks what must hold of it between any two steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.scheduler import Scheduler
+from jaxpage.plan import NULL_BLOCK
+from jaxpage.request import Request
+from tests.fakes import FakeDetokenizer, FakeRunner, expected_output
+
+
+def make_engine(
+    *,
+    num_blocks: int = 100,
+    block_size: int = 4,
+    enable_prefix_caching: bool = True,
+    overlap: bool = False,
+    fail_launch: tuple[int, ...] = (),
+    fail_collect: tuple[int, ...] = (),
+    **options,
+) -> Engine:
+    """`options` are the scheduler's; sizes are generous unless told."""
+    pool = BlockPool(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
+    scheduler = Scheduler(pool, make_detokenizer=FakeDetokenizer, **(limits | options))
+    runner = FakeRunner(num_blocks, block_size, fail_launch=fail_launch, fail_collect=fail_collect)
+    return Engine(scheduler, runner, overlap=overlap)
+
+
+def finish(engine: Engine) -> None:
+    """Step until nothing is left to do, checking the invariants after each step."""
+    for _ in range(3000):
+        if not engine.has_unfinished_requests():
+            break
+        engine.step()
+        assert_consistent(engine)
+    assert_nothing_leaked(engine)
+
+
+def run(engine: Engine, *requests: Request) -> None:
+    for request in requests:
+        engine.add(request)
+    finish(engine)
+
+
+def assert_expected(engine: Engine, *requests: Request) -> None:
+    """Each request ended with the tokens and reasons of the plain loop."""
+    for request in requests:
+        assert [s.index for s in request.sequences] == list(range(request.params.n))
+        for s in request.sequences:
+            wanted = expected_output(request, s.index, engine.scheduler.max_model_len)
+            assert (s.output_token_ids, s.finish_reason, s.stop_reason) == wanted
+
+
+def assert_consistent(engine: Engine) -> None:
+    """Blocks are free or owned, never both; slots too; the queues are in order."""
+    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    holders = Counter(block_id for s in scheduler.running for block_id in s.block_ids)
+    assert pool.refs == [holders[block_id] for block_id in range(pool.num_blocks)]
+    usable = range(NULL_BLOCK + 1, pool.num_blocks)
+    assert [pool.is_free(b) for b in usable] == [holders[b] == 0 for b in usable]
+    assert holders[NULL_BLOCK] == 0 and not pool.is_free(NULL_BLOCK)
+    assert pool.num_free == sum(holders[b] == 0 for b in usable)
+    slots = [s.slot for s in scheduler.running]
+    assert 0 not in slots and len(set(slots)) == len(slots)
+    assert not any(s.slot or s.block_ids or s.num_computed_tokens for s in scheduler.waiting)
+    for queue in (scheduler.running, scheduler.waiting):
+        assert not any(s.finished for s in queue)
+        assert queue == sorted(queue, key=scheduler._order)
+
+
+def assert_nothing_leaked(engine: Engine) -> None:
+    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    assert not engine.has_unfinished_requests() and engine.num_unfinished == 0
+    assert not scheduler.running and not scheduler.waiting
+    assert pool.num_free == pool.num_usable and not any(pool.refs)
+    assert engine.stats().kv_cache_usage == 0
+    num_slots = len(scheduler._free_slots)
+    assert sorted(scheduler._free_slots) == list(range(1, num_slots + 1))

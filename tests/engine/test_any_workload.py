@@ -1,0 +1,110 @@
+"""The same request gives the same tokens, whatever the engine's sizes and its company."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.harness import (
+    assert_consistent,
+    assert_expected,
+    assert_nothing_leaked,
+    make_engine,
+)
+from tests.fakes import VOCAB_SIZE, expected_output, make_request
+
+MAX_MODEL_LEN = 32
+PREFIXES = [[], [i % 5 for i in range(20)], [i % 3 for i in range(20)]]
+
+token = st.integers(0, VOCAB_SIZE - 1)
+
+
+@st.composite
+def requests(draw):
+    """Request, step of its arrival, steps until it is aborted (None: never)."""
+    prefix = draw(st.sampled_from(PREFIXES))
+    prompt = prefix[: draw(st.integers(0, 20))] + draw(st.lists(token, min_size=1, max_size=5))
+    max_tokens = draw(st.one_of(st.none(), st.integers(1, 12)))
+    options = {
+        "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
+        "max_tokens": max_tokens,
+        "min_tokens": draw(st.integers(0, max_tokens or 3)),
+        "seed": draw(st.integers(0, 2)),
+        "priority": draw(st.integers(0, 2)),
+        "salt": draw(st.sampled_from([None, None, "a"])),
+        "eos": draw(st.sampled_from([(), (3,)])),
+        "stop_token_ids": draw(st.sampled_from([[], [5, 3]])),
+        "stop": draw(st.sampled_from([[], ["c"], ["ab", "b"]])),
+        "logprobs": draw(st.sampled_from([None, 0, 2])),
+        "skip_reading_prefix_cache": draw(st.sampled_from([None, None, True])),
+    }
+    arrival = draw(st.integers(0, 6))
+    abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 8)))
+    return prompt, options, arrival, abort
+
+
+@st.composite
+def engines(draw):
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
+    smallest = -(-(MAX_MODEL_LEN - 1) // block_size) + 1
+    chunked = draw(st.sampled_from([True, True, True, False]))
+    budgets = [1, 2, 7, 64, 1000] if chunked else [MAX_MODEL_LEN, 1000]
+    return {
+        "block_size": block_size,
+        "num_blocks": smallest + draw(st.one_of(st.integers(0, 8), st.just(400))),
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_num_batched_tokens": draw(st.sampled_from(budgets)),
+        "enable_chunked_prefill": chunked,
+        "enable_prefix_caching": draw(st.booleans()),
+        "policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "decode_steps": draw(st.sampled_from([1, 1, 2, 5, 8])),
+        "overlap": draw(st.booleans()),
+        "max_model_len": MAX_MODEL_LEN,
+    }
+
+
+def check_workload(engine_options: dict, workload: list) -> None:
+    engine = make_engine(**engine_options)
+    todo = [
+        (make_request(str(i), prompt, **options), arrival, abort)
+        for i, (prompt, options, arrival, abort) in enumerate(workload)
+    ]
+    ended: set[str] = set()
+    for now in range(6000):
+        for request, arrival, abort in todo:
+            if now == arrival:
+                engine.add(request)
+            if abort is not None and now == arrival + abort:
+                engine.abort(request.request_id)
+                assert_consistent(engine)
+        if now > 6 and not engine.has_unfinished_requests():
+            break
+        touched = engine.step()
+        assert_consistent(engine)
+        assert len(set(touched)) == len(touched)
+        assert not ended & {r.request_id for r in touched}, "touched after its end"
+        ended |= {r.request_id for r in touched if r.finished}
+    assert_nothing_leaked(engine)
+    for request, _, abort in todo:
+        if abort is None:
+            assert_expected(engine, request)
+        for s in request.sequences:
+            wanted, _, _ = expected_output(request, s.index, MAX_MODEL_LEN)
+            assert s.output_token_ids == wanted[: s.num_output_tokens]
+            assert s.num_in_flight == 0
+            if request.params.logprobs is not None:
+                assert [next(iter(x)) for x in s.logprobs] == s.output_token_ids
+
+
+@settings(max_examples=400, deadline=None)
+@given(engines(), st.lists(requests(), min_size=1, max_size=7))
+def test_tokens_do_not_depend_on_the_engine_or_on_the_company(engine_options, workload):
+    check_workload(engine_options, workload)
+
+
+@pytest.mark.slow
+@settings(max_examples=4000, deadline=None)
+@given(engines(), st.lists(requests(), min_size=1, max_size=10))
+def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_depth(engine_options, workload):
+    check_workload(engine_options, workload)

@@ -1,0 +1,168 @@
+"""The loops: progress, overlap, failures of the runner, counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage.request import FinishReason
+from tests.engine.harness import (
+    assert_consistent,
+    assert_expected,
+    assert_nothing_leaked,
+    finish,
+    make_engine,
+    run,
+)
+from tests.fakes import make_request
+
+
+def make_requests(count: int, **options):
+    return [
+        make_request(str(i), [i % 4] * (3 + i % 7), seed=i, **({"max_tokens": 9} | options))
+        for i in range(count)
+    ]
+
+
+def step_until_error(engine) -> None:
+    with pytest.raises(RuntimeError, match="fails as told"):
+        for _ in range(100):
+            engine.step()
+            assert_consistent(engine)
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_64_concurrent_requests_get_the_tokens_of_the_plain_loop(overlap, decode_steps):
+    requests = make_requests(64, stop_token_ids=[2])
+    engine = make_engine(
+        num_blocks=120, max_num_seqs=64, overlap=overlap, decode_steps=decode_steps
+    )
+    run(engine, *requests)
+    assert_expected(engine, *requests)
+
+
+def test_overlapped_loop_launches_before_it_collects():
+    engine = make_engine(overlap=True)
+    engine.add(make_request("a", [1, 2, 3], max_tokens=3))
+    assert engine.step() == []
+    (request,) = engine.step()
+    assert len(engine.runner.plans) == 2
+    assert request.sequences[0].num_output_tokens == 1
+
+
+def test_overlapped_loop_does_not_launch_beyond_max_tokens():
+    engine = make_engine(overlap=True)
+    run(engine, make_request("a", [1, 2, 3], max_tokens=3))
+    assert len(engine.runner.plans) == 3
+
+
+def test_step_without_requests_does_nothing():
+    for overlap in (False, True):
+        engine = make_engine(overlap=overlap)
+        assert engine.step() == [] and engine.runner.plans == []
+
+
+def test_request_that_ended_on_the_host_is_not_touched_by_its_step_under_way():
+    engine = make_engine(overlap=True)
+    request = make_request("a", [1], max_tokens=20, stop=list("abcdefghijklm"))
+    engine.add(request)
+    engine.step()
+    assert engine.step() == [request] and request.finished
+    assert engine.has_unfinished_requests() and engine.num_unfinished == 0
+    assert engine.step() == []
+    assert_nothing_leaked(engine)
+    assert request.sequences[0].num_output_tokens == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["fail_launch", "fail_collect"])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_failed_step_ends_its_requests_and_spares_the_others(kind, number, overlap):
+    engine = make_engine(max_num_seqs=4, overlap=overlap, **{kind: (number,)})
+    requests = make_requests(10, n=2)
+    for request in requests:
+        engine.add(request)
+    step_until_error(engine)
+    assert_consistent(engine)
+    aborted = [r for r in requests if r.finished]
+    assert aborted and all(
+        s.finish_reason is FinishReason.ABORT for r in aborted for s in r.sequences
+    )
+    assert len(aborted) < 10 and engine.num_unfinished == 10 - len(aborted)
+    finish(engine)
+    assert_expected(engine, *[r for r in requests if r not in aborted])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["fail_launch", "fail_collect"])
+@pytest.mark.parametrize("number", range(0, 12, 2))
+def test_failed_step_leaves_nothing_in_the_prefix_cache(kind, number, overlap):
+    """Blocks it registered were perhaps never written. The runner finds out whoever reads them."""
+    engine = make_engine(
+        num_blocks=16, max_num_batched_tokens=7, overlap=overlap, **{kind: (number,)}
+    )
+    prompt = list(range(12)) * 2
+    for i in range(5):
+        engine.add(make_request(str(i), prompt + [i], max_tokens=6))
+    step_until_error(engine)
+    again = [make_request(f"again {i}", prompt + [i], max_tokens=6) for i in range(2)]
+    run(engine, *again)
+    assert_expected(engine, *again)
+
+
+def test_request_preempted_by_a_step_that_failed_comes_back_with_its_tokens():
+    """Its own last step is still under way then; its tokens count when that is collected."""
+    for number in range(2, 20):
+        engine = make_engine(num_blocks=10, overlap=True, fail_launch=(number,))
+        requests = make_requests(4, max_tokens=14)
+        for request in requests:
+            engine.add(request)
+        step_until_error(engine)
+        finish(engine)
+        kept = [r for r in requests if r.sequences[0].finish_reason is not FinishReason.ABORT]
+        assert_expected(engine, *kept)
+
+
+def test_abort_between_steps_keeps_the_tokens_so_far():
+    for overlap in (False, True):
+        engine = make_engine(overlap=overlap)
+        request, other = make_requests(2)
+        engine.add(request)
+        engine.add(other)
+        for _ in range(4):
+            engine.step()
+        num_tokens = request.sequences[0].num_output_tokens
+        assert engine.abort("0") is request and request.finished
+        assert engine.abort("0") is None and engine.abort("unknown") is None
+        finish(engine)
+        assert request.sequences[0].num_output_tokens == num_tokens > 0
+        assert_expected(engine, other)
+
+
+def test_stats_count_tokens_hits_and_steps():
+    engine = make_engine(block_size=4)
+    first = make_request("a", list(range(10)), max_tokens=3)
+    second = make_request("b", list(range(10)), max_tokens=3)
+    run(engine, first)
+    run(engine, second)
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.generation_tokens) == (20, 6)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+    assert (stats.num_steps, stats.num_requests_finished) == (6, 2)
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    assert (stats.num_preemptions, stats.num_recompiles, stats.num_block_copies) == (0, 0, 0)
+    assert engine.runner.num_computed_tokens == 10 + 2 + 2 + 2
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
+
+
+def test_prefix_cache_is_reset_only_between_requests():
+    engine = make_engine()
+    prompt = list(range(12))
+    engine.add(make_request("a", prompt, max_tokens=4))
+    engine.step()
+    assert not engine.reset_prefix_cache()
+    finish(engine)
+    assert engine.reset_prefix_cache()
+    request = make_request("b", prompt, max_tokens=4)
+    run(engine, request)
+    assert request.num_cached_tokens == 0

@@ -1,0 +1,257 @@
+"""Cheap doubles: a device that checks what it is told, a detokenizer of one letter per token.
+
+`FakeRunner` keeps what a real device keeps (token histories, block tables, block contents) and
+moves it exactly as the plan says, asynchronously. It does not compute KV: the "KV" of a token is a
+digest of all tokens up to it, so a row that reads a slot it should not read is found out at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxpage.plan import NULL_BLOCK, NULL_SLOT, StepPlan, StepResult
+from jaxpage.request import FinishReason, Request, Sequence
+from jaxpage.sampling_params import SamplingParams
+
+VOCAB_SIZE = 13
+
+
+def make_request(request_id: str, prompt: list[int], **kwargs) -> Request:
+    """A request without text. `salt`, `priority`, `eos`, `seed` are its own, the rest params."""
+    salt, priority = kwargs.pop("salt", None), kwargs.pop("priority", 0)
+    eos, seed = frozenset(kwargs.pop("eos", ())), kwargs.pop("seed", 0)
+    params = SamplingParams(**kwargs)
+    if params.ignore_eos:
+        eos = frozenset()
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        params=params,
+        seed=seed,
+        stop_token_ids=eos | frozenset(params.stop_token_ids),
+        eos_token_ids=eos,
+        cache_salt=salt,
+        priority=priority,
+    )
+
+
+class FakeDetokenizer:
+    """Token i is the letter i of the alphabet."""
+
+    def __init__(self, request: Request):
+        self.stop = request.params.stop
+        self.text = ""
+
+    def append(self, token_id: int, *, ends: bool, check_stop: bool) -> str | None:
+        if ends:
+            return None
+        self.text += chr(ord("a") + token_id % 26)
+        found = [s for s in self.stop if check_stop and self.text.endswith(s)]
+        return found[0] if found else None
+
+
+def extend_digest(digest: int, token_id: int) -> int:
+    """Stands for the KV of a token: it depends on all tokens so far."""
+    return hash((digest, token_id))
+
+
+def next_token(digest: int, *, seed: int, index: int, banned: frozenset[int]) -> int:
+    """Stands for model and sampler: a function of the history, the seed and the sequence index."""
+    token_id = hash((digest, seed, index)) % VOCAB_SIZE
+    while token_id in banned:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+def expected_output(
+    request: Request, index: int, max_model_len: int
+) -> tuple[list[int], FinishReason, int | str | None]:
+    """Tokens, finish and stop reason by a loop that knows nothing of blocks, steps or batches."""
+    params, detokenizer = request.params, FakeDetokenizer(request)
+    digest, output = 0, []
+    for token_id in request.prompt_token_ids:
+        digest = extend_digest(digest, token_id)
+    while True:
+        banned = request.stop_token_ids if len(output) < params.min_tokens else frozenset()
+        token_id = next_token(digest, seed=request.seed, index=index, banned=banned)
+        output.append(token_id)
+        digest = extend_digest(digest, token_id)
+        ends = token_id in request.stop_token_ids
+        past_min_tokens = len(output) > params.min_tokens
+        stop = detokenizer.append(token_id, ends=ends, check_stop=past_min_tokens)
+        if stop is not None:
+            return output, FinishReason.STOP, stop
+        if token_id in request.eos_token_ids:
+            return output, FinishReason.STOP, None
+        if ends:
+            return output, FinishReason.STOP, token_id
+        num_tokens = len(request.prompt_token_ids) + len(output)
+        if len(output) == params.max_tokens or num_tokens >= max_model_len:
+            return output, FinishReason.LENGTH, None
+
+
+@dataclass
+class _Slot:
+    """What the device keeps of one sequence."""
+
+    sequence: Sequence  # only its constants are read: seed, index, prompt
+    history: list[int]
+    table: dict[int, int]
+    digests: list[int] = field(default_factory=list)  # digests[i] stands for the KV of token i
+    finished: bool = False
+
+    def append(self, token_id: int) -> None:
+        before = self.digests[-1] if self.digests else 0
+        self.history.append(token_id)
+        self.digests.append(extend_digest(before, token_id))
+
+
+class FakeRunner:
+    """A device without arithmetic. Asserts that each row reads its own history, and nothing else.
+
+    Steps run when launched, in full; their results are handed out by `collect`, in order.
+    `fail_launch` and `fail_collect` hold numbers of launches that raise RuntimeError: at once and
+    without having changed anything, or when they are collected, after they wrote garbage.
+    """
+
+    num_recompiles = 0
+    num_top_logprobs = 4
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        fail_launch: tuple[int, ...] = (),
+        fail_collect: tuple[int, ...] = (),
+    ):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.fail_launch = fail_launch
+        self.fail_collect = fail_collect
+        self.plans: list[StepPlan] = []
+        self.num_computed_tokens = 0
+        self._slots: dict[int, _Slot] = {}
+        self._content: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
+        self._under_way: list[tuple[int, StepResult]] = []
+        self._num_launches = 0
+        self._broken = False
+
+    def launch(self, plan: StepPlan) -> int:
+        handle, self._num_launches = self._num_launches, self._num_launches + 1
+        if handle in self.fail_launch:
+            raise RuntimeError(f"launch {handle} fails as told")
+        assert len(self._under_way) < 2, "at most one step may wait while another is launched"
+        self._check_shape(plan)
+        self.plans.append(plan)
+        self._apply_updates(plan)
+        # A step that will turn out to have failed spoils what it writes, and the step built on it.
+        self._broken = any(x in self.fail_collect for x, _ in [*self._under_way, (handle, None)])
+        self._under_way.append((handle, self._run(plan)))
+        return handle
+
+    def collect(self, handle: int) -> StepResult:
+        if handle in self.fail_collect:
+            self._under_way.clear()
+            raise RuntimeError(f"step {handle} fails as told")
+        first, result = self._under_way.pop(0)
+        assert first == handle, f"step {first} must be collected before {handle}"
+        return result
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        lists = (plan.slots, plan.starts, plan.num_tokens, plan.samples)
+        assert plan.num_rows > 0 and all(len(x) == plan.num_rows for x in lists)
+        assert NULL_SLOT not in plan.slots and len(set(plan.slots)) == plan.num_rows
+        decodes = all(count == 1 for count in plan.num_tokens) and all(plan.samples)
+        assert plan.num_steps == 1 or (decodes and not plan.admissions)
+
+    def _apply_updates(self, plan: StepPlan) -> None:
+        for sequence in plan.admissions:
+            slot = _Slot(sequence, [], dict(enumerate(sequence.block_ids)))
+            for token_id in sequence.token_ids:
+                slot.append(token_id)
+            self._slots[sequence.slot] = slot
+        admitted = {sequence.slot for sequence in plan.admissions}
+        updated = [(slot, index) for slot, index, _ in plan.table_updates]
+        assert len(set(updated)) == len(updated)
+        for slot, index, block_id in plan.table_updates:
+            assert slot in plan.slots and slot not in admitted
+            self._slots[slot].table[index] = block_id
+        destinations = [destination for _, destination in plan.block_copies]
+        assert len(set(destinations)) == len(destinations)
+        copied = {
+            (destination, offset): self._content.get((source, offset))
+            for source, destination in plan.block_copies
+            for offset in range(self.block_size)
+        }
+        self._content.update({k: v for k, v in copied.items() if v is not None})
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        steps, rows = plan.num_steps, plan.num_rows
+        result = StepResult(
+            token_ids=np.zeros((steps, rows), np.int32),
+            num_sampled=np.zeros(rows, np.int32),
+            logprobs=np.zeros((steps, rows), np.float32),
+            ranks=np.zeros((steps, rows), np.int32),
+            top_token_ids=np.zeros((steps, rows, self.num_top_logprobs), np.int32),
+            top_logprobs=np.zeros((steps, rows, self.num_top_logprobs), np.float32),
+        )
+        for step in range(steps):
+            live = [row for row in range(rows) if not self._slots[plan.slots[row]].finished]
+            self._write(plan, live, step)
+            for row in live:
+                self._read(plan, row, step)
+            for row in live:
+                if plan.samples[row]:
+                    self._sample(plan, row, step, result)
+        return result
+
+    def _write(self, plan: StepPlan, live: list[int], step: int) -> None:
+        written: set[tuple[int, int]] = set()
+        for row in live:
+            slot, start = self._slots[plan.slots[row]], plan.starts[row] + step
+            for position in range(start, start + plan.num_tokens[row]):
+                block_id = slot.table[position // self.block_size]
+                assert NULL_BLOCK < block_id < self.num_blocks
+                where = (block_id, position % self.block_size)
+                assert where not in written, f"two rows write to {where}"
+                written.add(where)
+                self._content[where] = -1 if self._broken else slot.digests[position]
+        self.num_computed_tokens += len(written)
+
+    def _read(self, plan: StepPlan, row: int, step: int) -> None:
+        slot, count = self._slots[plan.slots[row]], plan.num_tokens[row]
+        end = plan.starts[row] + step + count
+        assert slot.sequence is plan.sequences[row], f"row {row} reads another sequence's slot"
+        assert plan.samples[row] == (end == len(slot.history)), f"{end=} {len(slot.history)=}"
+        for position in range(0 if self._broken else end):
+            where = (slot.table[position // self.block_size], position % self.block_size)
+            assert self._content.get(where) == slot.digests[position], (
+                f"row {row} reads the KV of someone else at {position=}, {where}"
+            )
+        if count == 0:
+            parent, child = plan.sequences[row - 1], plan.sequences[row]
+            assert row > 0 and parent.request is child.request and plan.samples[row - 1]
+            assert slot.history == child.request.prompt_token_ids
+
+    def _sample(self, plan: StepPlan, row: int, step: int, result: StepResult) -> None:
+        slot = self._slots[plan.slots[row]]
+        sequence, request = slot.sequence, slot.sequence.request
+        min_len = len(request.prompt_token_ids) + request.params.min_tokens
+        banned = request.stop_token_ids if len(slot.history) < min_len else frozenset()
+        token_id = next_token(
+            slot.digests[-1], seed=request.seed, index=sequence.index, banned=banned
+        )
+        slot.append(token_id)
+        ended = token_id in request.stop_token_ids or len(slot.history) >= sequence.max_len
+        slot.finished = ended
+        # The sampled token has rank 1, 2 or 3; the id of rank r is `token_id + r - rank`.
+        rank, best = 1 + token_id % 3, np.arange(1, self.num_top_logprobs + 1)
+        result.token_ids[step, row] = token_id
+        result.num_sampled[row] += 1
+        result.ranks[step, row] = rank
+        result.logprobs[step, row] = -0.5 * rank
+        result.top_token_ids[step, row] = (token_id + best - rank) % VOCAB_SIZE
+        result.top_logprobs[step, row] = -0.5 * best

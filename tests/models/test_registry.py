@@ -1,0 +1,106 @@
+"""Configs that are refused, each with an error that says what would do; abstract models."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+import transformers
+from flax import nnx
+
+from jaxpage.models.registry import REGISTRY, build
+
+
+def llama(**changes):
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        architectures=["LlamaForCausalLM"],
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_unknown_architecture_lists_the_supported_ones():
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is not supported") as error:
+        build(llama(architectures=["GPT2LMHeadModel"]), dtype="float32")
+    assert all(name in str(error.value) for name in REGISTRY)
+
+
+def test_config_without_architecture_names_its_model_type():
+    with pytest.raises(ValueError, match="none .model_type 'llama'. is not supported"):
+        build(llama(architectures=None), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu6"}, "activation 'relu6'; supported are silu"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "'axial'; supported are"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "needs 'factor'"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.4,
+                }
+            },
+            "rotate 3 of 8 dimensions",
+        ),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "contains chunked_attention"),
+        ({"layer_types": ["full_attention"]}, "1 entries for 2 layers"),
+    ],
+)
+def test_unsupported_config_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build(llama(**changes), dtype="float32")
+
+
+def test_max_model_len_must_be_positive():
+    with pytest.raises(ValueError, match="max_model_len is 0"):
+        build(llama(), dtype="float32", max_model_len=0)
+
+
+def test_longrope_with_the_wrong_number_of_factors_is_refused():
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0],
+        "long_factor": [1.0],
+    }
+    with pytest.raises(ValueError, match="needs 4 factors for 8 dimensions, short_factor has 1"):
+        build(llama(rope_parameters=rope), dtype="float32", max_model_len=64)
+
+
+def test_bidirectional_gemma_is_refused():
+    config = transformers.Gemma3TextConfig(
+        use_bidirectional_attention=True, architectures=["Gemma3ForCausalLM"]
+    )
+    with pytest.raises(ValueError, match="use_bidirectional_attention"):
+        build(config, dtype="float32")
+
+
+def test_a_fresh_model_allocates_nothing():
+    seventy_billion = llama(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    )
+    model = build(seventy_billion, dtype="bfloat16")
+    leaves = jax.tree.leaves(nnx.state(model))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert sum(leaf.size for leaf in leaves) == 70_553_706_496  # of Llama 3.1 70B
+    config = model.config
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (80, 64, 8)
+    assert (config.head_dim, config.vocab_size, config.hidden_size) == (128, 128256, 8192)

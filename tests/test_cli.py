@@ -1,0 +1,140 @@
+"""Flags, exit codes and what goes to which stream. The engine itself is a stub."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpage import cli
+from jaxpage.bench import scheduler
+from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from jaxpage.sampling_params import SamplingParams
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `generate` asked of the LLM, which repeats a letter."""
+    made = []
+
+    class StubLLM:
+        def __init__(self, **options):
+            made.append(SimpleNamespace(options=options))
+            if options["model"] == "broken":
+                raise ValueError("two\nlines")
+
+        def get_default_sampling_params(self):
+            return SamplingParams(temperature=0.5, max_tokens=9)
+
+        def generate(self, prompts, params, **_):
+            made[-1].prompts, made[-1].params = prompts, params
+            return [
+                RequestOutput(
+                    request_id="0",
+                    prompt=prompt,
+                    prompt_token_ids=[1],
+                    finished=True,
+                    metrics=RequestStateStats(),
+                    outputs=[
+                        CompletionOutput(
+                            index=i,
+                            text="x" * i,
+                            token_ids=[],
+                            cumulative_logprob=None,
+                            logprobs=None,
+                        )
+                        for i in range(params.n)
+                    ],
+                )
+                for prompt in prompts
+            ]
+
+    monkeypatch.setattr("jaxpage.llm.LLM", StubLLM)
+    return made
+
+
+def test_flags_become_options(calls, capsys):
+    code = cli.main(
+        "generate --model m --prompt one --prompt two --max-model-len 8k --block-size 32 "
+        "--no-enable-prefix-caching --n 2 --temperature 0.7 --stop a b --ignore-eos".split()
+        + ["--hf-overrides", json.dumps({"a": {"b": [1]}})]
+    )
+    assert code == 0
+    (call,) = calls
+    assert call.options == {
+        "model": "m",
+        "max_model_len": "8k",
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "hf_overrides": {"a": {"b": [1]}},
+    }
+    assert call.prompts == ["one", "two"]
+    assert call.params == SamplingParams(
+        n=2, temperature=0.7, max_tokens=9, stop=["a", "b"], ignore_eos=True
+    )
+    assert capsys.readouterr().out == "one\nonex\ntwo\ntwox\n"
+
+
+def test_what_is_not_given_comes_from_the_model(calls):
+    assert cli.main(["generate", "--model", "m", "--prompt", "x"]) == 0
+    assert calls[0].options == {"model": "m"}
+    assert calls[0].params == SamplingParams(temperature=0.5, max_tokens=9)
+
+
+def test_without_a_model_a_tiny_one_is_made_and_said(calls, capsys, monkeypatch):
+    built = []
+    monkeypatch.setattr("jaxpage.tiny.build", lambda path: built.append(path) or path)
+    assert cli.main(["generate", "--prompt", "x"]) == 0
+    assert calls[0].options["model"] == str(built[0])
+    assert "random weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--model", "broken", "--prompt", "x"],
+        ["--model", "m"],
+        ["--model", "m", "--n", "0", "--prompt", "x"],
+    ],
+)
+def test_errors_of_the_user_are_one_line(calls, capsys, args):
+    assert cli.main(["generate", *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jaxpage: ") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [["--block-size", "0"], ["--no-such-flag"], ["--n", "x"]])
+def test_flags_that_cannot_be_read_end_with_2(calls, args):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", "--prompt", "x", *args])
+    assert exit_.value.code == 2
+    assert calls == []
+
+
+@pytest.mark.parametrize("args", [[], ["serve"], ["bench"], ["bench", "nothing"]])
+def test_unknown_commands_show_the_usage(args, capsys):
+    assert cli.main(args) == 2
+    assert "usage: jaxpage" in capsys.readouterr().err
+
+
+def test_bench_commands_get_their_flags(monkeypatch):
+    seen = []
+
+    def stub(bench: scheduler.SchedulerBench) -> None:
+        seen.append(bench)
+
+    monkeypatch.setattr(scheduler, "main", stub)
+    assert cli.main("bench scheduler --rows 4 8 --steps 3".split()) == 0
+    assert (seen[0].rows, seen[0].steps) == ((4, 8), 3)
+
+
+def test_the_module_runs_and_help_needs_no_jax():
+    code = "import sys, jaxpage.cli as c; c.main(['--help']); print('jax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "generate" in out.stdout and out.stdout.endswith("False\n")
+    out = subprocess.run([sys.executable, "-m", "jaxpage"], capture_output=True, text=True)
+    assert (out.returncode, out.stdout) == (2, "") and "usage" in out.stderr

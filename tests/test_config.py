@@ -1,0 +1,274 @@
+"""Engine options: what is accepted, what is refused, and what defaults come to on each machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config
+
+from jaxpage import tiny
+from jaxpage.config import (
+    EngineConfig,
+    default_sampling,
+    eos_token_ids,
+    load_generation_config,
+    load_hf_config,
+)
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny.build(tmp_path_factory.mktemp("config") / "tiny"))
+
+
+def resolve(hf_config=None, *, platform="cpu", device_kind="", device_memory=None, **options):
+    return EngineConfig(model="m", **options).resolve(
+        hf_config or Qwen2Config(max_position_embeddings=4096),
+        platform=platform,
+        device_kind=device_kind,
+        device_memory=device_memory,
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "device_kind", "memory", "block_size", "num_seqs", "num_tokens"),
+    [
+        ("cpu", "cpu", None, 16, 256, 4096),
+        ("gpu", "NVIDIA H200", 141 * GIB, 64, 1024, 16384),
+        ("gpu", "NVIDIA A100-SXM4-80GB", 80 * GIB, 64, 256, 8192),
+        ("gpu", "NVIDIA L4", 24 * GIB, 64, 256, 8192),
+        ("gpu", "NVIDIA L4", None, 64, 256, 8192),
+        ("tpu", "TPU v6 lite", 32 * GIB, 128, 256, 2048),
+        ("tpu", "TPU v5 lite", 16 * GIB, 128, 256, 1024),
+        ("tpu", "TPU v5", 95 * GIB, 128, 256, 512),
+    ],
+)
+def test_sizes_follow_the_machine(platform, device_kind, memory, block_size, num_seqs, num_tokens):
+    config = resolve(platform=platform, device_kind=device_kind, device_memory=memory)
+    assert config.block_size == block_size
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (num_seqs, num_tokens)
+
+
+def test_a_default_token_budget_holds_each_sequence_once_and_no_more_than_all_of_them():
+    assert resolve(max_num_seqs=8192).max_num_batched_tokens == 8192
+    assert resolve(max_num_seqs=2, max_model_len=100).max_num_batched_tokens == 200
+
+
+def test_what_the_user_says_is_taken_as_it_is():
+    config = resolve(max_num_batched_tokens=7, max_num_seqs=100, block_size=4)
+    assert (config.max_num_batched_tokens, config.max_num_seqs, config.block_size) == (7, 100, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, 4096),
+        ("auto", 4096),
+        (-1, 4096),
+        (77, 77),
+        ("4k", 4000),
+        ("1K", 1024),
+        ("1.5k", 1500),
+    ],
+)
+def test_max_model_len(given, expected):
+    config = resolve(max_model_len=given)
+    assert config.max_model_len == expected
+    assert config.fit_max_model_len == (given in ("auto", -1))
+
+
+@pytest.mark.parametrize("bad", [0, -2, "8x", "1.5K1", "", 2.5, True, "1.0001k", 2**63])
+def test_absurd_lengths_are_refused(bad):
+    with pytest.raises(ValueError, match="max_model_len"):
+        EngineConfig(model="m", max_model_len=bad)
+
+
+def test_a_length_beyond_the_model_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match="5000 exceeds the 4096"):
+        resolve(max_model_len=5000)
+
+
+def test_rope_scaling_extends_the_model():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+    hf = Qwen2Config(max_position_embeddings=1500, rope_parameters=yarn | {"rope_theta": 1e4})
+    assert resolve(hf).max_model_len == 4000
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    assert (
+        resolve(Qwen2Config(max_position_embeddings=1500, rope_parameters=linear)).max_model_len
+        == 3000
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "expected"),
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float16", "float16"),
+        ("auto", "float32", "bfloat16"),
+        ("auto", None, "bfloat16"),
+        ("half", "float32", "float16"),
+        ("float", "bfloat16", "float32"),
+        ("bfloat16", "float16", "bfloat16"),
+    ],
+)
+def test_dtype(given, stored, expected):
+    assert resolve(Qwen2Config(dtype=stored), dtype=given).dtype == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "int8"},
+        {"block_size": 0},
+        {"block_size": 10**6},
+        {"block_size": "16"},
+        {"gpu_memory_utilization": 0},
+        {"gpu_memory_utilization": 1.5},
+        {"num_gpu_blocks_override": 1},
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 0},
+        {"decode_steps": 0},
+        {"scheduling_policy": "lifo"},
+        {"load_format": "gguf"},
+        {"logprobs_mode": "raw_logits"},
+        {"max_logprobs": -2},
+        {"kv_cache_memory_bytes": "2X"},
+        {"hf_overrides": "{}"},
+        {"seed": None},
+    ],
+)
+def test_bad_values_are_refused_by_name(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        EngineConfig(model="m", **options)
+
+
+def test_nothing_is_left_to_interpret():
+    config = resolve(kv_cache_memory_bytes="2G", logprobs_mode="processed_logprobs")
+    assert config.kv_cache_memory_bytes == 2 * GIB
+    assert config.logprobs_mode == "processed"
+    assert config.tokenizer == "m"
+    left = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) in (None, "auto")}
+    assert left == {"num_gpu_blocks_override", "chat_template", "load_format", "generation_config"}
+    for name in (f.name for f in dataclasses.fields(config)):
+        assert name in config.describe()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+def test_the_compilation_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAXPAGE_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert resolve().compilation_cache_dir == str(tmp_path / "jaxpage" / "xla")
+    monkeypatch.setenv("JAXPAGE_COMPILATION_CACHE_DIR", str(tmp_path / "env"))
+    assert resolve().compilation_cache_dir == str(tmp_path / "env")
+    assert resolve(compilation_cache_dir="~/c").compilation_cache_dir == str(Path.home() / "c")
+    assert resolve(compilation_cache_dir="off").compilation_cache_dir == ""
+    monkeypatch.setenv("JAXPAGE_COMPILATION_CACHE_DIR", "off")
+    assert resolve().compilation_cache_dir == ""
+
+
+def test_unknown_options_name_their_neighbours():
+    with pytest.raises(TypeError, match="did you mean max_num_seqs"):
+        EngineConfig.from_options(model="m", max_num_seq=3)
+    with pytest.raises(TypeError, match="'zzz'$"):
+        EngineConfig.from_options(model="m", zzz=3)
+
+
+def test_options_of_vllm_are_accepted_at_their_neutral_value():
+    config = EngineConfig.from_options(
+        model="m",
+        tensor_parallel_size=1,
+        quantization=None,
+        enable_chunked_prefill=True,
+        swap_space=0,
+        trust_remote_code=False,
+        kv_cache_dtype="auto",
+        disable_log_stats=False,
+        block_size=32,
+    )
+    assert config == EngineConfig(model="m", block_size=32)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"tensor_parallel_size": 2},
+        {"quantization": "awq"},
+        {"enable_lora": True},
+        {"speculative_config": {"method": "ngram"}},
+        {"swap_space": 4},
+        {"kv_cache_dtype": "fp8"},
+        {"enable_chunked_prefill": False},
+        {"trust_remote_code": True},
+    ],
+)
+def test_options_of_vllm_are_refused_at_other_values(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}.*not supported"):
+        EngineConfig.from_options(model="m", **option)
+
+
+def test_overrides_are_merged_into_the_models_config(folder):
+    overrides = {"num_hidden_layers": 1, "rope_parameters": {"rope_theta": 5.0}}
+    config = load_hf_config(folder, overrides)
+    assert config.num_hidden_layers == 1
+    assert len(config.layer_types) == 1  # derived values follow
+    assert config.rope_parameters == {"rope_theta": 5.0, "rope_type": "default"}
+    assert config.vocab_size == tiny.TINY_CONFIG["vocab_size"]
+    nested = load_hf_config(folder, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    assert nested.rope_parameters["rope_theta"] == tiny.TINY_CONFIG["rope_theta"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a folder"):
+        load_hf_config("Qwen/Qwen3-0.6B")
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        load_hf_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_hf_config(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {}}')
+    with pytest.raises(ValueError, match="'mine'.*not run"):
+        load_hf_config(str(tmp_path))
+
+
+def test_generation_config(tmp_path):
+    stored = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 99, "eos_token_id": [3, 4]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    auto = load_generation_config(EngineConfig(model=str(tmp_path)))
+    assert default_sampling(auto) == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+    hf_config = Qwen2Config(eos_token_id=2)
+    assert eos_token_ids(hf_config, auto) == {2, 3, 4}
+    overridden = EngineConfig(model=str(tmp_path), override_generation_config={"temperature": 0.1})
+    assert default_sampling(load_generation_config(overridden))["temperature"] == 0.1
+    neutral = load_generation_config(EngineConfig(model=str(tmp_path), generation_config="vllm"))
+    assert (default_sampling(neutral), eos_token_ids(hf_config, neutral)) == ({}, {2})
+    elsewhere = EngineConfig(model="nowhere", generation_config=str(tmp_path))
+    assert load_generation_config(elsewhere) == stored
+    assert load_generation_config(EngineConfig(model="nowhere")) == {}
+    with pytest.raises(ValueError, match="does not exist"):
+        load_generation_config(EngineConfig(model="m", generation_config=str(tmp_path / "x")))
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import sys, jaxpage; jaxpage.SamplingParams(); jaxpage.EngineConfig(model='m'); "
+        "print(sorted({'jax', 'flax', 'transformers', 'torch'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_public_names_are_there_and_no_others():
+    import jaxpage
+
+    for name in jaxpage.__all__:
+        assert getattr(jaxpage, name).__name__ == name
+    with pytest.raises(AttributeError, match="LMM"):
+        _ = jaxpage.LMM

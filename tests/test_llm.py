@@ -1,0 +1,411 @@
+"""LLM drives an engine: prompts of every form, order, defaults, refusals, interruptions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpage import tiny
+from jaxpage.config import EngineConfig, load_hf_config
+from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.scheduler import Scheduler
+from jaxpage.llm import LLM, derive_seed
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.tokenizer import Detokenizer, load_tokenizer
+from tests.fakes import FakeRunner, expected_output
+
+EOS = 2
+MAX_MODEL_LEN = 64
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> str:
+    return str(tiny.build(tmp_path_factory.mktemp("llm") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def make(folder):
+    """LLMs whose device is fake and whose tokenizer is real."""
+    tokenizer = load_tokenizer(folder)
+    hf_config = load_hf_config(folder)
+
+    def make(*, default_sampling=None, fail_collect=(), **options) -> LLM:
+        options = {"model": folder, "max_model_len": MAX_MODEL_LEN, "block_size": 4} | options
+        config = EngineConfig(**options).resolve(hf_config, platform="cpu")
+        own = None if config.skip_tokenizer_init else tokenizer
+        scheduler = Scheduler(
+            BlockPool(400, 4, enable_prefix_caching=True),
+            max_num_seqs=16,
+            max_num_batched_tokens=64,
+            max_model_len=config.max_model_len,
+            policy=config.scheduling_policy,
+            make_detokenizer=lambda r: Detokenizer(own, r.params) if own else None,
+        )
+        runner = FakeRunner(400, 4, fail_collect=fail_collect)
+        built = SimpleNamespace(
+            engine=Engine(scheduler, runner, overlap=config.async_scheduling),
+            config=config,
+            hf_config=hf_config,
+            tokenizer=own,
+            vocab_size=512,
+            eos_token_ids=frozenset([EOS]),
+            default_sampling=default_sampling or {},
+        )
+        return LLM.from_built(built)
+
+    return make
+
+
+def expected(llm: LLM, prompt: list[int], params: SamplingParams, number: int) -> list[list[int]]:
+    """Tokens of each sequence of the LLM's `number`-th request, by the loop without an engine."""
+    request = SimpleNamespace(
+        prompt_token_ids=prompt,
+        params=params,
+        seed=derive_seed(0, number) if params.seed is None else params.seed,
+        eos_token_ids=frozenset() if params.ignore_eos else frozenset([EOS]),
+        stop_token_ids=frozenset(params.stop_token_ids)
+        | (frozenset() if params.ignore_eos else frozenset([EOS])),
+    )
+    return [expected_output(request, i, MAX_MODEL_LEN)[0] for i in range(params.n)]
+
+
+def tokens(outputs) -> list[list[list[int]]]:
+    return [[c.token_ids for c in output.outputs] for output in outputs]
+
+
+def test_results_come_in_the_order_of_the_prompts_whatever_ends_first(make):
+    llm = make()
+    prompts = [[i, i + 1, 7] for i in range(3, 23)]
+    params = [SamplingParams(max_tokens=30 - i, n=1 + i % 3) for i in range(20)]
+    outputs = llm.generate(prompts, params)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert tokens(outputs) == [
+        expected(llm, p, s, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))
+    ]
+    assert all(o.finished for o in outputs)
+    assert [o.request_id for o in outputs] == [str(i) for i in range(20)]
+
+
+def test_every_form_of_a_prompt_is_the_same_prompt(make):
+    text = "the dog"
+    ids = make().get_tokenizer()(text)["input_ids"]
+    params = SamplingParams(seed=5)
+    forms = [
+        text,
+        {"prompt": text},
+        ids,
+        tuple(ids),
+        {"prompt_token_ids": ids},
+        {"prompt": text, "prompt_token_ids": ids, "cache_salt": "s"},
+    ]
+    for form in forms:
+        (output,) = make().generate(form, params)
+        assert output.prompt_token_ids == ids
+        assert output.prompt == (text if isinstance(form, str) or "prompt" in form else None)
+        assert tokens([output]) == [expected(make(), ids, params, 0)]
+    outputs = make().generate(forms, params)
+    assert len(outputs) == len(forms)
+    assert len({str(t) for t in tokens(outputs)}) == 1
+
+
+def test_text_is_the_decoded_output_without_the_stop_token(make):
+    llm = make()
+    for output in llm.generate([[i] for i in range(3, 40)], SamplingParams(max_tokens=60)):
+        (completion,) = output.outputs
+        ids = completion.token_ids
+        assert completion.text == llm.get_tokenizer().decode(ids, skip_special_tokens=True)
+        assert completion.finish_reason == ("stop" if ids[-1] == EOS else "length")
+        assert completion.stop_reason is None
+
+
+def test_without_params_the_models_defaults_are_used(make):
+    llm = make(default_sampling={"max_tokens": 3, "temperature": 0.5})
+    assert llm.get_default_sampling_params() == SamplingParams(max_tokens=3, temperature=0.5)
+    (output,) = llm.generate([5, 6])
+    assert len(output.outputs[0].token_ids) <= 3
+
+
+def test_max_tokens_none_fills_the_model(make):
+    (output,) = make().generate([5, 6], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == MAX_MODEL_LEN - 2
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_no_prompts_no_outputs(make):
+    assert make().generate([]) == []
+
+
+def test_seeds_derive_from_the_engine_and_the_number_of_the_request(make):
+    prompts = [[5, 6]] * 4
+    first, again = make().generate(prompts, LONG), make().generate(prompts, LONG)
+    assert tokens(first) == tokens(again)
+    assert len({str(t) for t in tokens(first)}) == 4
+    assert tokens(make(seed=1).generate(prompts, LONG)) != tokens(first)
+    seeded = SamplingParams(seed=2**32 + 3, max_tokens=40, ignore_eos=True)
+    plain = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
+    assert tokens(make().generate(prompts, seeded)) == tokens(make().generate(prompts, plain))
+
+
+BAD = {
+    "empty text": ("", {}, "empty"),
+    "empty ids": ({"prompt_token_ids": []}, {}, "at least one token"),
+    "no prompt": ({"text": None}, {}, "needs"),
+    "wrong type": (5.0, {}, "must be a str"),
+    "ids and text": ([1, "a"], {}, "position 1"),
+    "float id": ({"prompt_token_ids": [1.0]}, {}, "position 0"),
+    "too long": ([5] * 64, {}, "64 tokens, max_model_len is 64"),
+    "unknown id": ([5, 512], {}, r"512, the vocabulary has ids 0\.\.511"),
+    "negative id": ({"prompt_token_ids": [-1]}, {}, "-1"),
+    "images": ({"prompt": "a", "multi_modal_data": {}}, {}, "multi_modal_data"),
+    "salt": ({"prompt": "a", "cache_salt": ""}, {}, "cache_salt"),
+    "stop id": ([5], {"stop_token_ids": [512]}, "stop_token_ids has 512"),
+    "allowed id": ([5], {"allowed_token_ids": [600]}, "allowed_token_ids has 600"),
+    "bias id": ([5], {"logit_bias": {-1: 1}}, "logit_bias has -1"),
+    "logprobs": ([5], {"logprobs": 21}, "asks for 21, max_logprobs is 20"),
+    "all logprobs": ([5], {"logprobs": -1}, "asks for 512, max_logprobs is 20"),
+    "long bad word": ([5], {"bad_words": ["€" * 20]}, "1 to 16"),
+    "many bad words": ([5], {"bad_words": [f"q{i}" for i in range(129)]}, "limit is 128"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_prompt_that_cannot_be_served_stops_the_others_before_they_start(make, name):
+    prompt, options, message = BAD[name]
+    llm = make()
+    good = SamplingParams()
+    with pytest.raises(ValueError, match=message):
+        llm.generate([[5], prompt, [6]], [good, SamplingParams(**options), good])
+    assert llm.get_num_unfinished_requests() == 0
+    assert llm.stats().num_steps == llm.stats().num_requests_finished == 0
+    with pytest.raises(ValueError, match=message):
+        llm.add_request("a", prompt, SamplingParams(**options))
+    assert not llm.has_unfinished_requests()
+
+
+def test_lists_of_another_length_are_refused(make):
+    with pytest.raises(ValueError, match="sampling_params has 1 entries for 2"):
+        make().generate([[5], [6]], [SamplingParams()])
+    with pytest.raises(ValueError, match="priority has 3 entries for 2"):
+        make(scheduling_policy="priority").generate([[5], [6]], priority=[1, 2, 3])
+    with pytest.raises(ValueError, match="SamplingParams"):
+        make().generate([[5]], {"max_tokens": 3})
+
+
+def test_priorities_need_their_policy(make):
+    with pytest.raises(ValueError, match="scheduling_policy"):
+        make().generate([5], priority=1)
+    llm = make(scheduling_policy="priority")
+    assert len(llm.generate([[5], [6]], priority=[2, 1])) == 2
+
+
+def test_all_logprobs_can_be_had_if_the_engine_allows_it(make):
+    (output,) = make(max_logprobs=-1).generate([5], SamplingParams(logprobs=-1, max_tokens=2))
+    assert output.outputs[0].logprobs
+    for position, token_id in zip(
+        output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True
+    ):
+        assert position[token_id].decoded_token is not None
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out(make):
+    llm = make(skip_tokenizer_init=True)
+    (output,) = llm.generate({"prompt_token_ids": [5, 6]}, LONG)
+    assert output.outputs[0].text == ""
+    assert tokens([output]) == [expected(llm, [5, 6], LONG, 0)]
+    for attempt in (
+        lambda: llm.generate("text"),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+        lambda: llm.generate([5], SamplingParams(stop="x")),
+        lambda: llm.generate([5], SamplingParams(bad_words=["x"])),
+        llm.get_tokenizer,
+    ):
+        with pytest.raises(ValueError, match="tokenizer"):
+            attempt()
+
+
+def test_chat_renders_the_template(make):
+    llm = make()
+    messages = [{"role": "user", "content": "the dog"}]
+    (output,) = llm.chat(messages, SamplingParams())
+    assert output.prompt == "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = llm.get_tokenizer()
+    assert (
+        output.prompt_token_ids == tokenizer(output.prompt, add_special_tokens=False)["input_ids"]
+    )
+    assert output.prompt_token_ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "dog"}],
+        }
+    ]
+    two = llm.chat([messages, parts], SamplingParams(), add_generation_prompt=False)
+    assert [o.prompt for o in two] == [
+        "<|im_start|>user\nthe dog<|im_end|>\n",
+        "<|im_start|>user\nthe\ndog<|im_end|>\n",
+    ]
+
+
+def test_chat_takes_other_templates(make):
+    messages = [{"role": "user", "content": "x"}]
+    template = "{{ messages[0].content }}{{ mark }}"
+    (output,) = make().chat(messages, chat_template=template, chat_template_kwargs={"mark": "!"})
+    assert output.prompt == "x!"
+    (output,) = make(chat_template=template).chat(messages)
+    assert output.prompt == "x"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ([{"content": "x"}], {}, "role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "image_url"),
+        ([{"role": "user", "content": "x"}], {"chat_template": "{{ raise( }}"}, "cannot render"),
+        ([{"role": "user", "content": "x"}], {"continue_final_message": True}, "add_generation"),
+    ],
+)
+def test_chats_that_cannot_be_rendered_are_refused(make, messages, options, message):
+    with pytest.raises(ValueError, match=message):
+        make().chat(messages, **options)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_step_by_step_gives_the_same_as_generate(make, overlap):
+    prompts = [[i, 5] for i in range(3, 9)]
+    params = SamplingParams(max_tokens=9, n=2)
+    llm = make(async_scheduling=overlap)
+    for i, prompt in enumerate(prompts):
+        llm.add_request(f"r{i}", prompt, params)
+    assert llm.get_num_unfinished_requests() == 6
+    last, seen = {}, {}
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            for old, new in zip(seen.get(output.request_id, []), output.outputs, strict=False):
+                assert new.text.startswith(old.text)
+            seen[output.request_id] = output.outputs
+            assert output.request_id not in last, "reported after its end"
+            if output.finished:
+                last[output.request_id] = output
+    outputs = [last[f"r{i}"] for i in range(6)]
+    assert tokens(outputs) == tokens(make().generate(prompts, params))
+    assert llm.step() == []
+    assert not llm._engine.has_unfinished_requests()
+
+
+def test_an_id_can_be_used_again_when_it_is_free(make):
+    llm = make()
+    llm.add_request("a", [5], LONG)
+    with pytest.raises(ValueError, match="'a' is in use"):
+        llm.add_request("a", [6], LONG)
+    with pytest.raises(ValueError, match="str"):
+        llm.add_request(3, [6], LONG)
+    llm.abort_request(["a", "unknown"])
+    assert not llm.has_unfinished_requests()
+    llm.add_request("a", [6], LONG)
+    llm.abort_request("a")
+
+
+def test_generate_does_not_disturb_requests_that_were_added_before(make):
+    llm = make()
+    llm.add_request("1", [5, 6], LONG)
+    outputs = llm.generate([[3], [4]], SamplingParams(max_tokens=3))
+    assert sorted({o.request_id for o in outputs} | {"1"}) == sorted({"1", "_1", "2"})
+    (partial,) = llm.step()
+    assert partial.request_id == "1"
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            partial = output
+    assert tokens([partial]) == [expected(llm, [5, 6], LONG, 0)]
+
+
+def test_params_may_be_changed_after_they_were_given(make):
+    llm = make()
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    llm.add_request("a", [5], params)
+    params.max_tokens = 1
+    while llm.has_unfinished_requests():
+        outputs = llm.step()
+    assert len(outputs[0].outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_waits_for_the_step_and_aborts_only_what_generate_added(make, overlap):
+    llm = make(async_scheduling=overlap)
+    llm.add_request("mine", [5, 6], LONG)
+    step, whole_steps = llm._engine.step, []
+
+    def interrupted_step():
+        if len(whole_steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        touched = step()
+        whole_steps.append(len(touched))
+        return touched
+
+    llm._engine.step = interrupted_step
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[3], [4]], LONG)
+    assert len(whole_steps) == 4
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.get_num_unfinished_requests() == 1
+    llm._engine.step = step
+    last = None
+    while llm.has_unfinished_requests():
+        for last in llm.step():
+            assert last.request_id == "mine"
+    assert tokens([last]) == [expected(llm, [5, 6], LONG, 0)]
+    assert llm.generate([7], LONG)[0].finished
+    assert llm.reset_prefix_cache()
+
+
+def test_a_thread_that_is_not_the_main_one_can_generate(make):
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.extend(make().generate([5], LONG)))
+    thread.start()
+    thread.join()
+    assert tokens(outputs) == [expected(None, [5], LONG, 0)]
+
+
+def test_a_failed_step_ends_the_call_and_leaves_the_engine_usable(make):
+    llm = make(fail_collect=(2,))
+    llm.add_request("mine", [5, 6], LONG)
+    with pytest.raises(RuntimeError, match="fails as told"):
+        llm.generate([[3], [4]], LONG)
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    assert [(o.request_id, o.outputs[0].finish_reason) for o in outputs] == [("mine", "abort")]
+    assert llm.generate([7], LONG)[0].finished
+
+
+def test_progress_tells_speeds(make):
+    bars = []
+
+    class Bar:
+        def __init__(self, **options):
+            self.options, self.count, self.postfix = options, 0, options["postfix"]
+            self.format_dict = {"elapsed": 2.0}
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            pass
+
+        def update(self, count):
+            self.count += count
+
+        def refresh(self):
+            pass
+
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    make().generate([[5, 6], [7, 8]], params, use_tqdm=Bar)
+    (bar,) = bars
+    assert (bar.options["total"], bar.options["desc"], bar.count) == (2, "Processed prompts", 2)
+    assert bar.postfix == "est. speed input: 2.00 toks/s, output: 4.00 toks/s"

@@ -1,0 +1,146 @@
+"""Names, defaults, ranges and normalisation of SamplingParams."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import pytest
+
+from jaxpage import RequestOutputKind, SamplingParams
+
+VLLM_DEFAULTS = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": [],
+    "stop_token_ids": [],
+    "bad_words": [],
+    "ignore_eos": False,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "logprobs": None,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "output_kind": RequestOutputKind.CUMULATIVE,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "skip_reading_prefix_cache": None,
+}
+
+
+def test_defaults_are_those_of_vllm():
+    params = SamplingParams()
+    assert {name: getattr(params, name) for name in VLLM_DEFAULTS} == VLLM_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("n", [1, 16384], [0, -1, 16385, 1.5, True, "2"]),
+        ("presence_penalty", [-2, 2], [-2.1, 2.1, math.nan, "1"]),
+        ("frequency_penalty", [-2, 2], [-2.1, 2.1, math.inf]),
+        ("repetition_penalty", [0.1, 5], [0, -1, math.inf, math.nan]),
+        ("temperature", [0, 2], [-0.1, 2.1, math.nan, None]),
+        ("top_p", [0.01, 1], [0, 1.01, -1]),
+        ("top_k", [-1, 0, 1, 10**6], [-2, 1.5, True]),
+        ("min_p", [0, 1], [-0.1, 1.1]),
+        ("max_tokens", [None, 1], [0, -1, 2.5]),
+        ("min_tokens", [0, 16], [-1, 17]),
+        ("logprobs", [None, -1, 0, 20, True, False], [-2, 0.5]),
+        ("allowed_token_ids", [None, [0]], [[], "12", ["1"], [1.0]]),
+        ("stop_token_ids", [None, [], [7]], ["7", [True]]),
+        ("logit_bias", [None, {}, {3: -100}, {"3": 5}], [{3: math.nan}, {"x": 1}, {1.5: 1}]),
+        ("stop", [None, "a", ["a", "b"]], ["", ["a", ""], [1]]),
+        ("bad_words", [None, ["a"]], [[""], [1]]),
+        ("output_kind", [0, 1, 2, RequestOutputKind.DELTA], [3]),
+    ],
+)
+def test_ranges_include_their_ends_and_nothing_beyond(name, good, bad):
+    for value in good:
+        SamplingParams(**{name: value})
+    for value in bad:
+        with pytest.raises(ValueError):
+            SamplingParams(**{name: value})
+
+
+def test_other_spellings_of_a_value_are_made_one():
+    params = SamplingParams(
+        stop="x",
+        stop_token_ids=[5, 3, 5],
+        seed=-1,
+        top_k=-1,
+        logprobs=True,
+        logit_bias={"7": 1},
+        output_kind=2,
+    )
+    assert params.stop == ["x"]
+    assert params.stop_token_ids == [5, 3]
+    assert (params.seed, params.top_k, params.logprobs) == (None, 0, 1)
+    assert params.logit_bias == {7: 1.0}
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY
+    assert SamplingParams(logprobs=False).logprobs is None
+
+
+def test_temperatures_near_zero():
+    greedy = SamplingParams(temperature=9e-6, top_p=0.5, top_k=3, min_p=0.2)
+    assert greedy.greedy
+    assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.min_p) == (0, 1, 0, 0)
+    assert not SamplingParams(temperature=1e-5).greedy
+
+
+def test_a_tiny_temperature_is_raised_with_a_warning(caplog):
+    with caplog.at_level(logging.WARNING, logger="jaxpage"):
+        assert SamplingParams(temperature=0.005).temperature == 0.01
+    assert "0.005" in caplog.text
+
+
+def test_greedy_sampling_of_several_continuations_is_refused():
+    with pytest.raises(ValueError, match="n=2"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"best_of": 3}, "n=best_of"),
+        ({"use_beam_search": True}, "temperature > 0"),
+        ({"prompt_logprobs": 0}, "leave it None"),
+        ({"structured_outputs": {"json": "{}"}}, "allowed_token_ids"),
+        ({"logits_processors": [abs]}, "logit_bias"),
+    ],
+)
+def test_what_is_not_supported_says_what_to_use_instead(options, advice):
+    with pytest.raises(ValueError, match=advice):
+        SamplingParams(**options)
+
+
+def test_unknown_names_are_type_errors():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)
+
+
+def test_a_copy_is_equal_and_shares_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={1: 2}, stop_token_ids=[3], bad_words=["b"])
+    copy = dataclasses.replace(params)
+    assert copy == params
+    copy.stop.append("x")
+    copy.stop_token_ids.append(1)
+    copy.logit_bias[9] = 1.0
+    copy.bad_words.append("y")
+    assert (params.stop, params.stop_token_ids) == (["a"], [3])
+    assert (params.logit_bias, params.bad_words) == ({1: 2.0}, ["b"])
