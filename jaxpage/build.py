@@ -24,7 +24,7 @@ from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
-from jaxpage.runner.programs import manifest, use_persistent_cache
+from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.runner import Runner
 from jaxpage.runner.step import StepSpec
 from jaxpage.tokenizer import Detokenizer, load_tokenizer
@@ -78,7 +78,6 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     config, runner = _make_runner(config, model, device)
     logger.info("%s", config.describe())
     runner.warmup()
-    logger.info("%s", manifest(runner.programs, runner.warmup_seconds))
     engine = Engine(
         _make_scheduler(config, runner, tokenizer), runner, overlap=config.async_scheduling
     )
@@ -180,7 +179,7 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> S
     def make_detokenizer(request: Request) -> Detokenizer | None:
         if tokenizer is None or not request.params.detokenize:
             return None
-        return Detokenizer(tokenizer, request.params)
+        return Detokenizer(tokenizer, request.params, request.prompt_token_ids)
 
     pool = BlockPool(
         runner.pool_spec.num_blocks,

@@ -194,6 +194,13 @@ class LLM:
         """The engine's counters, a `jaxpage.engine.stats.EngineStats`."""
         return self._engine.stats()
 
+    def wait_until_warm(self) -> None:
+        """Until every program is compiled; the first requests need not wait for all of them.
+
+        Call it before measuring anything. Raises what the compiler raised.
+        """
+        self._engine.runner.wait_until_warm()
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV. False, and nothing happens, while requests are unfinished."""
         return self._engine.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a step, and what the device answers. Lists and NumPy only: engine and runner share this."""
+"""What the scheduler asks of a step, and what the device answers. Lists and NumPy; engine and runner share this."""
 
 from __future__ import annotations
 

@@ -326,12 +326,24 @@ def test_generate_does_not_disturb_requests_that_were_added_before(make):
 
 def test_params_may_be_changed_after_they_were_given(make):
     llm = make()
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=2)
     llm.add_request("a", [5], params)
-    params.max_tokens = 1
+    params.logprobs = 0
     while llm.has_unfinished_requests():
         outputs = llm.step()
-    assert len(outputs[0].outputs[0].token_ids) == 5
+    assert all(len(position) >= 2 for position in outputs[0].outputs[0].logprobs)
+
+
+def test_no_step_is_left_under_way_when_all_is_answered(make):
+    """An overlapped loop learns of an EOS one step late, and has launched the next by then."""
+    llm = make(async_scheduling=True)
+    params = SamplingParams(max_tokens=60)
+    reasons = set()
+    for prompt in range(3, 13):
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        reasons.add(output.outputs[0].finish_reason)
+        assert not llm._engine.has_unfinished_requests()
+    assert "stop" in reasons
 
 
 @pytest.mark.parametrize("overlap", [False, True])

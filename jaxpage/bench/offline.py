@@ -197,6 +197,7 @@ def _measure_workload(
             if number > 0:
                 seconds[peer.name].append(taken)
                 values[peer.name].append(workload.value(works, taken))
+    load = os.getloadavg()[0]  # of the last minute: more than `threads` means that others were busy
     medians = {name: statistics.median(value) for name, value in values.items()}
     ours, *others = medians
     return {
@@ -204,6 +205,7 @@ def _measure_workload(
         "unit": workload.unit,
         "median": medians,
         "speedup": {o: workload.speedup(medians[ours], medians[o]) for o in others},
+        "load": load,
         "values": values,
         "seconds": seconds,
     }

@@ -31,8 +31,12 @@ class StepRunner(Protocol):
         """Start a step and return a handle at once."""
         ...
 
-    def collect(self, handle: Any) -> StepResult:
+    def collect(self, launched: Any, /) -> StepResult:
         """Wait for a launched step."""
+        ...
+
+    def wait_until_warm(self) -> None:
+        """Until nothing is left to compile."""
         ...
 
 

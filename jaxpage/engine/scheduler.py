@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.prefix_cache import NEVER, find_cached_blocks, register_blocks
@@ -43,7 +43,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        policy: Literal["fcfs", "priority"] = "fcfs",
+        policy: str = "fcfs",
         decode_steps: int = 1,
         enable_chunked_prefill: bool = True,
         make_detokenizer: Callable[[Request], Any] = lambda request: None,

@@ -10,6 +10,8 @@ from jaxpage.plan import StepPlan
 MAX_PROGRAMS = 24  # with the admission program: 25 for any configuration
 SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU wants two rows; elsewhere it costs nothing
 FEW_ROWS = 8  # a prompt alone should not pay for the LM head of max_num_seqs rows
+FEW_TOKENS = 16  # smaller steps cost about the same
+MANY_TOKENS = 512  # beyond this the LM head is a small part of a step, and one row bucket is enough
 
 
 @dataclass(frozen=True, order=True)
@@ -38,8 +40,9 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Buc
     decode = [Bucket(rows, rows, True) for rows in _powers(SMALLEST_ROWS, most_rows)]
     few = min(FEW_ROWS, most_rows)
     mixed = set()
-    for tokens in _powers(FEW_ROWS, most_tokens):
-        mixed.add(Bucket(tokens, few, False))
+    for tokens in _powers(min(FEW_TOKENS, most_tokens), most_tokens):
+        if tokens <= MANY_TOKENS:
+            mixed.add(Bucket(tokens, few, False))
         # Rows without tokens (forks) may outnumber the tokens: the largest bucket takes any plan.
         rows = most_rows if tokens == most_tokens else min(tokens, most_rows)
         mixed.add(Bucket(tokens, rows, False))
@@ -64,6 +67,20 @@ def choose_bucket(buckets: Sequence[Bucket], plan: StepPlan) -> Bucket:
             f"no compiled step holds {tokens} tokens in {rows} rows; largest: {max(buckets)}"
         )
     return min(fitting)
+
+
+def first_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """The buckets to compile before the first request: any plan fits one of them, and common small ones not badly.
+
+    The largest of each kind, a decode step of few rows, and prompts of two usual lengths.
+    """
+    decode = [bucket for bucket in buckets if bucket.decode]
+    mixed = [bucket for bucket in buckets if not bucket.decode]
+    usual = [bucket for bucket in decode if bucket.num_rows == FEW_ROWS]
+    usual += [
+        bucket for bucket in (mixed[0], Bucket(MANY_TOKENS, FEW_ROWS, False)) if bucket in mixed
+    ]
+    return list(dict.fromkeys([max(mixed), max(decode), *usual]))
 
 
 def _power_of_two(number: int) -> int:

@@ -1,20 +1,30 @@
-"""Compiles programs ahead of time, in parallel, through the persistent cache, and counts every compilation."""
+"""Compiles programs ahead of time, through the persistent cache, and counts every compilation.
+
+Knows names and how to lower what they stand for. Must not know what a program computes.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
+logger = logging.getLogger(__name__)
+
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+_CACHE_DIR = "jax_compilation_cache_dir"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+Lowering = Callable[[], jax.stages.Lowered]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +38,14 @@ class Program:
 
     @property
     def temp_bytes(self) -> int:
-        return self.compiled.memory_analysis().temp_size_in_bytes
+        return self._memory("temp_size_in_bytes")
 
     @property
     def alias_bytes(self) -> int:
-        return self.compiled.memory_analysis().alias_size_in_bytes
+        return self._memory("alias_size_in_bytes")
+
+    def _memory(self, name: str) -> int:
+        return getattr(self.compiled.memory_analysis(), name)
 
 
 class CompilationCounter:
@@ -40,16 +53,15 @@ class CompilationCounter:
 
     def __init__(self) -> None:
         self.num_compilations = 0
-        self.num_cache_hits = 0
         self._thread = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_duration(self, event: str, duration: float, **_: object) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _BACKEND_COMPILE and getattr(self._thread, "watching", False):
             self.num_compilations += 1
 
-    def _on_event(self, event: str, **_: object) -> None:
+    def _on_event(self, event: str, **_: str | int) -> None:
         if event == _CACHE_HIT:
             self._thread.hit = True
 
@@ -61,44 +73,95 @@ class CompilationCounter:
         finally:
             self._thread.watching = False
 
-    def compile(self, name: str, lowered: Callable[[], jax.stages.Lowered]) -> Program:
+    def compile(self, name: str, lowering: Lowering) -> Program:
         start = time.perf_counter()
         self._thread.hit = False
-        compiled = lowered().compile()
+        compiled = lowering().compile()
         seconds = time.perf_counter() - start
         return Program(name=name, compiled=compiled, seconds=seconds, cache_hit=self._thread.hit)
 
 
-def compile_all(
-    lowerings: dict[str, Callable[[], jax.stages.Lowered]], counter: CompilationCounter
-) -> dict[str, Program]:
-    """All programs by name. Tracing holds Python's lock, compiling does not, so a pool of threads keeps cores busy."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        futures: dict[str, Future[Program]] = {
-            name: threads.submit(counter.compile, name, lowered)
-            for name, lowered in lowerings.items()
-        }
-        return {name: future.result() for name, future in futures.items()}
+class Programs:
+    """The programs of an engine by name.
+
+    `start` compiles those on which any plan can run, if need be in a larger bucket than necessary; the others follow
+    in a thread behind the first requests. `wait` for them before measuring anything.
+    """
+
+    def __init__(self, lowerings: dict[str, Lowering], counter: CompilationCounter):
+        self.ready: dict[str, Program] = {}
+        self.seconds = 0.0  # from `start` until all were compiled; 0 before that
+        self._lowerings = lowerings
+        self._counter = counter
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, first: Iterable[str]) -> None:
+        """Compile `first` in parallel, return, and go on with the others in the order of the lowerings."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+            for program in threads.map(self._compile, first):
+                self.ready[program.name] = program
+        names = [name for name in self._lowerings if name not in self.ready]
+        self._thread = threading.Thread(
+            target=_compile_behind, args=(weakref.ref(self), names, start), name="jaxpage-compile"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until all are compiled. Raises what the compiler raised."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def __getitem__(self, name: str) -> jax.stages.Compiled:
+        """Compiles it first if that has not been done."""
+        if name not in self.ready:
+            self.ready[name] = self._compile(name)
+        return self.ready[name].compiled
+
+    def manifest(self) -> str:
+        """The table printed after warm-up: name, seconds, temporaries, cache hit."""
+        lines = [f"{'program':<20} {'seconds':>8} {'temporaries':>12}  cache"]
+        for program in self.ready.values():
+            megabytes = program.temp_bytes / 1e6
+            cache = "hit" if program.cache_hit else "miss"
+            lines.append(
+                f"{program.name:<20} {program.seconds:>8.2f} {megabytes:>9.1f} MB  {cache}"
+            )
+        hits = sum(program.cache_hit for program in self.ready.values())
+        lines.append(f"{len(self.ready)} programs in {self.seconds:.1f} s, {hits} from the cache")
+        return "\n".join(lines)
+
+    def _compile(self, name: str) -> Program:
+        return self._counter.compile(name, self._lowerings[name])
+
+
+def _compile_behind(reference: weakref.ref[Programs], names: list[str], start: float) -> None:
+    """The thread's work; ends early when nobody needs the programs any more: engine gone, or Python exiting."""
+    for name in names:
+        programs = reference()
+        if programs is None or not threading.main_thread().is_alive():
+            return
+        try:
+            programs.ready[name] = programs._compile(name)
+        except BaseException as error:  # noqa: BLE001 it is raised by `wait`, or again at first use
+            programs._error = error
+            logger.error("compiling %s failed: %s", name, error)
+            return
+        del programs
+    if programs := reference():
+        programs.seconds = time.perf_counter() - start
+        logger.info("%s", programs.manifest())
 
 
 def use_persistent_cache(folder: str) -> None:
     """Keep executables in `folder` across processes; "" leaves jax as it is. A folder the user chose wins."""
-    if not folder or jax.config.jax_compilation_cache_dir is not None:
+    if not folder or getattr(jax.config, _CACHE_DIR) is not None:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update(_CACHE_DIR, str(folder))
     # By default jax keeps only programs that took a second to compile: half of a small model's would be missing.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def manifest(programs: dict[str, Program], seconds: float) -> str:
-    """The table printed after warm-up: name, seconds, temporaries, cache hit."""
-    lines = [f"{'program':<20} {'seconds':>8} {'temporaries':>12}  cache"]
-    for program in programs.values():
-        megabytes = program.temp_bytes / 1e6
-        cache = "hit" if program.cache_hit else "miss"
-        lines.append(f"{program.name:<20} {program.seconds:>8.2f} {megabytes:>9.1f} MB  {cache}")
-    hits = sum(program.cache_hit for program in programs.values())
-    lines.append(f"{len(programs)} programs in {seconds:.1f} s, {hits} from the cache")
-    return "\n".join(lines)

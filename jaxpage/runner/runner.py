@@ -11,7 +11,6 @@ of their launches; the host may reuse a block or a slot as soon as no later plan
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,16 +20,16 @@ from flax import nnx
 
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.plan import Feature, StepPlan, StepResult
-from jaxpage.runner.buckets import Bucket, choose_bucket
+from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets
 from jaxpage.runner.pack import admission_layout, pack_admission, pack_step, step_layout
-from jaxpage.runner.programs import CompilationCounter, Program, compile_all
+from jaxpage.runner.programs import CompilationCounter, Lowering, Programs
 from jaxpage.runner.step import (
     DeviceResult,
+    Step,
     StepSpec,
     abstract_request_state,
     allocate_request_state,
     make_admit,
-    make_step,
 )
 
 ADMIT = "admit"
@@ -67,25 +66,26 @@ class Runner:
         self._treedef = jax.tree.structure(state)
         # The live variables themselves, in the order of `treedef`: their arrays are looked up at each launch.
         self._variables = [variable for _, variable in nnx.to_flat_state(state)]
-        self._counter = CompilationCounter()
         self._ahead_of_time = ahead_of_time
-        self.programs: dict[str, Program] = {}
-        self.warmup_seconds = 0.0
+        self._counter = CompilationCounter()
+        names = [ADMIT, *(bucket.name for bucket in buckets)]
+        self.programs = Programs({name: self._lowering(name) for name in names}, self._counter)
 
     def warmup(self) -> None:
-        """Compile every program (none if not `ahead_of_time`), then allocate pool and state. Call once."""
-        start = time.perf_counter()
+        """Allocate pool and state, and compile what the first requests need (see `Programs`). Call once.
+
+        Compiles nothing if not `ahead_of_time`: each program at its first use then.
+        """
         if self._ahead_of_time:
-            names = [
-                bucket.name for bucket in reversed(self._buckets)
-            ]  # the slowest to compile first
-            self.programs = compile_all(
-                {name: self._lowering(name) for name in [*names, ADMIT]}, self._counter
-            )
+            first = [ADMIT, *(bucket.name for bucket in first_buckets(self._buckets))]
+            self.programs.start(first)
         self._kv_pool = self.pool_spec.allocate()
         self._state = allocate_request_state(self._spec)
         jax.block_until_ready((self._kv_pool, self._state))
-        self.warmup_seconds = time.perf_counter() - start
+
+    def wait_until_warm(self) -> None:
+        """Until every program is compiled. Raises what the compiler raised."""
+        self.programs.wait()
 
     @cached_property
     def state_bytes(self) -> int:
@@ -104,13 +104,13 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start the plan's step and return at once."""
-        bucket = choose_bucket(self._buckets, plan)
+        bucket = choose_bucket(self._ready_buckets(), plan)
         packed = pack_step(plan, self._layouts[bucket.name])
         with self._counter.watching():
             for sequence in plan.admissions:
                 row = pack_admission(sequence, self._admission, vocab_size=self._spec.vocab_size)
-                self._state = self._program(ADMIT)(self._state, row)
-            self._kv_pool, self._state, result = self._program(bucket.name)(
+                self._state = self.programs[ADMIT](self._state, row)
+            self._kv_pool, self._state, result = self.programs[bucket.name](
                 self._leaves(), self._kv_pool, self._state, packed
             )
         return Launched(plan, result)
@@ -139,10 +139,10 @@ class Runner:
     def _leaves(self) -> list[jax.Array]:
         return [variable.get_raw_value() for variable in self._variables]
 
-    def _program(self, name: str) -> jax.stages.Compiled:
-        if name not in self.programs:
-            self.programs[name] = self._counter.compile(name, self._lowering(name))
-        return self.programs[name].compiled
+    def _ready_buckets(self) -> tuple[Bucket, ...]:
+        if not self._ahead_of_time or len(self.programs.ready) > len(self._buckets):
+            return self._buckets
+        return tuple(bucket for bucket in self._buckets if bucket.name in self.programs.ready)
 
     @cached_property
     def _layouts(self):
@@ -163,7 +163,7 @@ class Runner:
             vocab_size=spec.vocab_size,
         )
 
-    def _lowering(self, name: str):
+    def _lowering(self, name: str) -> Lowering:
         """A function that traces and lowers the program of that name."""
         state = abstract_request_state(self._spec)
 
@@ -174,7 +174,13 @@ class Runner:
         def lower_step():
             bucket = next(bucket for bucket in self._buckets if bucket.name == name)
             layout = self._layouts[name]
-            step = make_step(self._graphdef, self._treedef, bucket, layout, self._spec)
+            step = Step(
+                graphdef=self._graphdef,
+                treedef=self._treedef,
+                bucket=bucket,
+                layout=layout,
+                spec=self._spec,
+            )
             leaves = [
                 jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._leaves()
             ]

@@ -7,12 +7,13 @@ final norm, gather the rows' last tokens, LM head, masks, sample, logprobs. Pool
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
 from jaxpage.ops.attention import PagedAttention
@@ -21,6 +22,12 @@ from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
 from jaxpage.sampling.sampler import Sampled, sample, stops
 from pallas_kernels.kv_write.xla import copy_blocks
+
+# Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
+_sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode"))
+
+KVPool = list[jax.Array]  # one array per layer, see `kv_pool.KVPoolSpec`
+Rows = dict[str, jax.Array]  # the fields of `pack.step_layout`
 
 
 @jax.tree_util.register_dataclass
@@ -46,35 +53,39 @@ class StepSpec:
     logprobs_mode: str
 
 
-def abstract_request_state(spec: StepSpec) -> RequestState:
-    """Shapes and dtypes of the request state."""
-    slots, words = spec.num_slots, -(-spec.vocab_size // 32)
-    shapes = {
-        "token_ids": ((spec.max_model_len,), jnp.int32),
-        "block_table": ((spec.num_blocks_per_row,), jnp.int32),
-        "finished": ((), jnp.bool_),
-        "key": ((2,), jnp.uint32),
-        "stop_mask": ((words,), jnp.uint32),
-        "allowed_mask": ((words,), jnp.uint32),
-        "bias_ids": ((MAX_LOGIT_BIAS,), jnp.int32),
-        "bias_values": ((MAX_LOGIT_BIAS,), jnp.float32),
-        "bad_words": ((MAX_BAD_WORDS, MAX_BAD_WORD_LEN), jnp.int32),
-    }
-    shapes |= dict.fromkeys(("prompt_len", "min_len", "max_len", "top_k"), ((), jnp.int32))
-    scalars = {field.name for field in fields(RequestState)} - set(shapes)
-    shapes |= dict.fromkeys(scalars, ((), jnp.float32))
+def allocate_request_state(spec: StepSpec) -> RequestState:
+    """An empty state. The null slot counts as finished, so padding rows write nothing and keep no loop alive."""
+
+    def zeros(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.Array:
+        return jnp.zeros((spec.num_slots, *shape), dtype)
+
+    words = -(-spec.vocab_size // 32)
     return RequestState(
-        **{
-            name: jax.ShapeDtypeStruct((slots, *shape), dtype)
-            for name, (shape, dtype) in shapes.items()
-        }
+        token_ids=zeros(spec.max_model_len),
+        block_table=zeros(spec.num_blocks_per_row),
+        finished=zeros(dtype=jnp.bool_).at[NULL_SLOT].set(True),
+        prompt_len=zeros(),
+        min_len=zeros(),
+        max_len=zeros(),
+        key=zeros(2, dtype=jnp.uint32),
+        temperature=zeros(dtype=jnp.float32),
+        top_k=zeros(),
+        top_p=zeros(dtype=jnp.float32),
+        min_p=zeros(dtype=jnp.float32),
+        presence_penalty=zeros(dtype=jnp.float32),
+        frequency_penalty=zeros(dtype=jnp.float32),
+        repetition_penalty=zeros(dtype=jnp.float32),
+        stop_mask=zeros(words, dtype=jnp.uint32),
+        allowed_mask=zeros(words, dtype=jnp.uint32),
+        bias_ids=zeros(MAX_LOGIT_BIAS),
+        bias_values=zeros(MAX_LOGIT_BIAS, dtype=jnp.float32),
+        bad_words=zeros(MAX_BAD_WORDS, MAX_BAD_WORD_LEN),
     )
 
 
-def allocate_request_state(spec: StepSpec) -> RequestState:
-    """An empty state. The null slot counts as finished, so padding rows write nothing and keep no loop alive."""
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_request_state(spec))
-    return replace(state, finished=state.finished.at[NULL_SLOT].set(True))
+def abstract_request_state(spec: StepSpec) -> RequestState:
+    """The same with `jax.ShapeDtypeStruct`s for arrays."""
+    return jax.eval_shape(lambda: allocate_request_state(spec))
 
 
 def make_admit(layout: Layout) -> Callable:
@@ -94,85 +105,94 @@ def make_admit(layout: Layout) -> Callable:
     return admit
 
 
-def make_step(
-    graphdef: nnx.GraphDef,
-    treedef: jax.tree_util.PyTreeDef,
-    bucket: Bucket,
-    layout: Layout,
-    spec: StepSpec,
-) -> Callable:
-    """The step of one bucket. `graphdef` and `treedef` turn the flat list of parameter arrays into the model."""
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The step of one bucket: `step(leaves, kv_pool, request_state, packed)`, see the head of this file.
 
-    def one_step(leaves, kv_pool, state, rows, token_row):
-        """All rows move by one step: (kv_pool, state, Sampled, bool[R] which rows sampled)."""
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        batch = _unpack_batch(state, rows, token_row, bucket, spec)
-        attention = PagedAttention(kv_pool, batch, one_query_per_row=bucket.decode)
+    `graphdef` and `treedef` turn the flat list of parameter arrays into the model.
+    """
+
+    graphdef: nnx.GraphDef
+    treedef: jax.tree_util.PyTreeDef
+    bucket: Bucket
+    layout: Layout
+    spec: StepSpec
+
+    def __call__(
+        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, packed: jax.Array
+    ) -> tuple[KVPool, RequestState, DeviceResult]:
+        rows = self.layout.unpack(packed)
+        state = _update_tables(state, rows)
+        kv_pool = _copy_blocks(kv_pool, rows)
+        if self.bucket.decode:
+            return self._decode(leaves, kv_pool, state, rows)
+        kv_pool, state, sampled, samples = self._advance(leaves, kv_pool, state, rows)
+        sampled = jax.tree.map(lambda x: x[None], sampled)
+        return kv_pool, state, DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
+
+    def _advance(
+        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, rows: Rows
+    ) -> tuple[KVPool, RequestState, Sampled, jax.Array]:
+        """All rows move by one step; the last result is bool[R], which rows sampled."""
+        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+        batch = _unpack_batch(state, rows, self.bucket, self.spec)
+        attention = PagedAttention(kv_pool, batch, one_query_per_row=self.bucket.decode)
         hidden = model.hidden_states(batch.token_ids, batch.positions, attention)
-        # A fork has no tokens of its own: its last token is that of the row before it.
-        last = jnp.maximum(batch.query_starts[1:] - 1, 0)
-        logits = model.logits(hidden if bucket.decode else hidden[last])
+        if not self.bucket.decode:
+            # A fork has no tokens of its own: its last token is that of the row before it.
+            hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
         position = rows["starts"] + rows["num_tokens"]  # of the sampled tokens
-        sampled = sample(
-            logits,
+        sampled = _sample(
+            model.logits(hidden),
             state,
             batch.slots,
             position,
             rows["features"],
-            num_top_logprobs=spec.num_top_logprobs,
-            logprobs_mode=spec.logprobs_mode,
+            num_top_logprobs=self.spec.num_top_logprobs,
+            logprobs_mode=self.spec.logprobs_mode,
         )
         state = _append(state, batch, sampled.token_ids, position)
         return attention.kv_pool, state, sampled, batch.samples
 
-    def step(leaves, kv_pool, state, packed):
-        rows = layout.unpack(packed)
-        state = _update_tables(state, rows)
-        kv_pool = lax.cond(
-            rows["copy_sources"].any(),
-            lambda pool: [
-                copy_blocks(p, rows["copy_sources"], rows["copy_destinations"]) for p in pool
-            ],
-            lambda pool: pool,
-            kv_pool,
-        )
-        token_row = _token_rows(rows["num_tokens"], bucket)
-        if not bucket.decode:
-            kv_pool, state, sampled, samples = one_step(leaves, kv_pool, state, rows, token_row)
-            sampled = jax.tree.map(lambda x: x[None], sampled)
-            return (
-                kv_pool,
-                state,
-                DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32)),
-            )
+    def _decode(
+        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, rows: Rows
+    ) -> tuple[KVPool, RequestState, DeviceResult]:
+        """Up to `rows["num_steps"]` steps, fewer if every row's sequence has ended."""
 
         def more(carry):
-            index, _, state, result = carry
+            index, _, state, _ = carry
             return (index < rows["num_steps"]) & ~state.finished[rows["slots"]].all()
 
-        def decode(carry):
+        def one_more(carry):
             index, kv_pool, state, result = carry
-            now = rows | {"starts": rows["starts"] + index}
             # Tied to the index, the weights are no loop invariants. Else XLA hoists what it derives
             # from them: on CPU a float32 copy of the whole bf16 embedding table, at every launch.
             weights, index = lax.optimization_barrier((leaves, index))
-            kv_pool, state, sampled, samples = one_step(weights, kv_pool, state, now, token_row)
+            now = rows | {"starts": rows["starts"] + index}
+            kv_pool, state, sampled, samples = self._advance(weights, kv_pool, state, now)
             result = DeviceResult(
-                sampled=jax.tree.map(
-                    lambda all_, one: all_.at[index].set(one), result.sampled, sampled
-                ),
+                sampled=jax.tree.map(lambda x, new: x.at[index].set(new), result.sampled, sampled),
                 num_sampled=result.num_sampled + samples.astype(jnp.int32),
             )
             return index + 1, kv_pool, state, result
 
-        carry = (jnp.int32(0), kv_pool, state, _empty_result(bucket, spec))
-        _, kv_pool, state, result = lax.while_loop(more, decode, carry)
+        carry = (jnp.int32(0), kv_pool, state, _empty_result(self.bucket, self.spec))
+        _, kv_pool, state, result = lax.while_loop(more, one_more, carry)
         return kv_pool, state, result
 
-    return step
+
+def _copy_blocks(kv_pool: KVPool, rows: Rows) -> KVPool:
+    """Copy-on-write, before anything is written. Most steps copy nothing."""
+    sources, destinations = rows["copy_sources"], rows["copy_destinations"]
+    return lax.cond(
+        sources.any(),
+        lambda pool: [copy_blocks(layer, sources, destinations) for layer in pool],
+        lambda pool: pool,
+        kv_pool,
+    )
 
 
-def _update_tables(state: RequestState, rows: dict) -> RequestState:
+def _update_tables(state: RequestState, rows: Rows) -> RequestState:
     where = (rows["update_slots"], rows["update_indices"])
     return replace(state, block_table=state.block_table.at[where].set(rows["update_blocks"]))
 
@@ -188,10 +208,9 @@ def _token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
     return jnp.minimum(row, bucket.num_rows - 1).astype(jnp.int32)
 
 
-def _unpack_batch(
-    state: RequestState, rows: dict, token_row: jax.Array, bucket: Bucket, spec: StepSpec
-) -> StepBatch:
+def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpec) -> StepBatch:
     """The batch as attention and model want it. Rows whose sequence has finished on the device write nowhere."""
+    token_row = _token_rows(rows["num_tokens"], bucket)
     slots, starts, num_tokens = rows["slots"], rows["starts"], rows["num_tokens"]
     live = ~state.finished[slots]
     query_starts = jnp.concatenate(

@@ -70,6 +70,6 @@ def _ends_of_bad_words(
     index = positions[:, None] - num_before + jnp.arange(num_before, dtype=jnp.int32)[None, :]
     is_output = index >= state.prompt_len[slots][:, None]
     tail = state.token_ids[slots[:, None], jnp.where(is_output, index, 0)]
-    tail = jnp.where(is_output, tail, -2)  # equals no token and not the padding either
+    tail = jnp.where(is_output, tail, -1)  # equals no token
     matches = ((prefixes == -1) | (prefixes == tail[:, None, :])).all(-1)
     return jnp.where(matches & (lasts >= 0), lasts, vocab_size)

@@ -36,13 +36,13 @@ def count_history(
 ) -> tuple[jax.Array, jax.Array]:
     """(bool[R, V] the token is in prompt or output, int32[R, V] how often it is in the output).
 
-    Rows without a penalty are not counted. The loop ends with the longest of the others, not with max_model_len.
+    The loop ends with the longest row, not with max_model_len.
     """
     num_rows, max_len = slots.shape[0], state.token_ids.shape[1]
     chunk = min(_CHUNK, max_len)
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    longest = positions.max()
     prompt_lens = state.prompt_len[slots][:, None]
-    ends = jnp.where(_has_penalty(state, slots), positions, 0)
 
     def count(carry):
         begin, counts = carry
@@ -51,20 +51,12 @@ def count_history(
         index = first + jnp.arange(chunk, dtype=jnp.int32)[None, :]
         ids = lax.dynamic_slice_in_dim(state.token_ids, first, chunk, axis=1)[slots]
         column = jnp.where(index < prompt_lens, ids, vocab_size + ids)
-        counted = (index >= begin) & (index < ends[:, None])
+        counted = (index >= begin) & (index < positions[:, None])
         column = jnp.where(counted, column, 2 * vocab_size)
         return begin + chunk, counts.at[rows, column].add(1, mode="drop")
 
     # Prompt and output side by side: one scatter for both.
     counts = jnp.zeros((num_rows, 2 * vocab_size), jnp.int32)
-    _, counts = lax.while_loop(lambda carry: carry[0] < ends.max(), count, (jnp.int32(0), counts))
+    _, counts = lax.while_loop(lambda carry: carry[0] < longest, count, (jnp.int32(0), counts))
     output_counts = counts[:, vocab_size:]
     return (counts[:, :vocab_size] > 0) | (output_counts > 0), output_counts
-
-
-def _has_penalty(state: RequestState, slots: jax.Array) -> jax.Array:
-    return (
-        (state.repetition_penalty[slots] != 1)
-        | (state.frequency_penalty[slots] != 0)
-        | (state.presence_penalty[slots] != 0)
-    )

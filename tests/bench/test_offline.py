@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -95,6 +96,16 @@ def test_unknown_names_are_refused(tmp_path):
 def bench(tmp_path: Path, **options) -> OfflineBench:
     sizes = {"shape": "tiny", "scale": 0.03, "rounds": 2, "threads": 1}
     return OfflineBench(cache_dir=tmp_path, **(sizes | options))
+
+
+@pytest.mark.slow
+def test_jaxpage_is_a_peer_and_can_be_set_up_again(tmp_path):
+    folder, _ = offline.checkpoint(bench(tmp_path))
+    with PeerProcess("jaxpage") as peer:
+        for prefix_caching in (False, True):
+            options = dataclasses.replace(OPTIONS, prefix_caching=prefix_caching)
+            assert peer.setup(folder, options)["jax"].startswith("0.")
+            assert peer.run(Work(prompts=[[3, 4], [5]], num_tokens=[1, 9], static_batch=1)) > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,141 @@
+"""What vLLM's sampler does to the logits of one request, in plain NumPy and one token at a time; and request states.
+
+Written from the definition of each parameter, not from the code under test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState
+from jaxpage.sampling.constraints import pack_mask
+from jaxpage.sampling.keys import row_key
+
+CLEAR = 1e-5  # closer than this to a boundary float32 may decide either way
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One request as a user sees it."""
+
+    prompt: list[int] = field(default_factory=lambda: [0])
+    output: list[int] = field(default_factory=list)
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_ids: list[int] = field(default_factory=list)
+    allowed_ids: list[int] | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: list[list[int]] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+
+def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestState:
+    """The device state with rows[i] in slot i + 1; slot 0 is all zeros, as the runner allocates it."""
+    num_slots, words = len(rows) + 1, -(-vocab_size // 32)
+
+    def column(name, dtype):
+        return jnp.asarray(np.array([0, *(getattr(r, name) for r in rows)], dtype))
+
+    history = np.random.default_rng(0).integers(0, vocab_size, (num_slots, max_len))  # garbage
+    key, stop, allowed = (np.zeros((num_slots, n), np.uint32) for n in (2, words, words))
+    bias_ids = np.full((num_slots, MAX_LOGIT_BIAS), vocab_size)
+    bias_values = np.zeros((num_slots, MAX_LOGIT_BIAS), np.float32)
+    bad_words = np.full((num_slots, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1)
+    for i, row in enumerate(rows, 1):
+        history[i, : row.position] = row.prompt + row.output
+        key[i] = row_key(row.seed, 0)
+        stop[i] = pack_mask(row.stop_ids, vocab_size)
+        allowed[i] = 2**32 - 1
+        if row.allowed_ids is not None:
+            allowed[i] = pack_mask(row.allowed_ids, vocab_size)
+        bias_ids[i, : len(row.logit_bias)] = list(row.logit_bias)
+        bias_values[i, : len(row.logit_bias)] = list(row.logit_bias.values())
+        for j, word in enumerate(row.bad_words):
+            bad_words[i, j, -len(word) :] = word
+    prompt_len = [0, *(len(r.prompt) for r in rows)]
+    min_len = [0, *(len(r.prompt) + r.min_tokens for r in rows)]
+    floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+    return RequestState(
+        token_ids=jnp.asarray(history, jnp.int32),
+        block_table=jnp.zeros((num_slots, 1), jnp.int32),
+        finished=jnp.zeros(num_slots, jnp.bool_),
+        prompt_len=jnp.asarray(prompt_len, jnp.int32),
+        min_len=jnp.asarray(min_len, jnp.int32),
+        max_len=jnp.full(num_slots, max_len, jnp.int32),
+        key=jnp.asarray(key),
+        top_k=column("top_k", np.int32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+        stop_mask=jnp.asarray(stop),
+        allowed_mask=jnp.asarray(allowed),
+        bias_ids=jnp.asarray(bias_ids, jnp.int32),
+        bias_values=jnp.asarray(bias_values),
+        bad_words=jnp.asarray(bad_words, jnp.int32),
+        **{name: column(name, np.float32) for name in floats},
+    )
+
+
+def constrained(logits: np.ndarray, row: Row) -> np.ndarray:
+    out = logits.astype(np.float64)
+    for token in range(len(out)):
+        if row.allowed_ids is not None and token not in row.allowed_ids:
+            out[token] = -np.inf
+        if token in row.stop_ids and len(row.output) < row.min_tokens:
+            out[token] = -np.inf
+    for word in row.bad_words:
+        before = word[:-1]
+        if len(before) <= len(row.output) and row.output[len(row.output) - len(before) :] == before:
+            out[word[-1]] = -np.inf
+    for token, bias in row.logit_bias.items():
+        out[token] += np.float32(bias)
+    return out
+
+
+def penalised(logits: np.ndarray, row: Row) -> np.ndarray:
+    out = logits.astype(np.float64)
+    for token in set(row.prompt + row.output):
+        penalty = np.float32(row.repetition_penalty)
+        out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
+    for token in set(row.output):
+        out[token] -= np.float32(row.frequency_penalty) * row.output.count(token)
+        out[token] -= np.float32(row.presence_penalty)
+    return out
+
+
+def truncated_bounds(
+    logits: np.ndarray, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens that must be kept, tokens that may be kept): they differ where float32 may decide either way."""
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    bounds = []
+    for slack in (CLEAR, -CLEAR):
+        kept = probs >= np.float64(min_p) * probs.max() * (1 + slack)
+        kept[logits.argmax()] = True
+        if 0 < top_k < kept.sum():
+            kept &= logits >= np.sort(logits[kept])[-top_k]
+        left = np.where(kept, probs, 0) / probs[kept].sum()
+        if top_p < 1:
+            above = np.array([left[left > p].sum() for p in left])
+            kept &= above < np.float64(top_p) - slack
+            kept[logits >= logits.max()] = True
+        bounds.append(kept)
+    return bounds[0], bounds[1]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    best = logits.max(-1, keepdims=True)
+    return logits - best - np.log(np.exp(logits - best).sum(-1, keepdims=True))
