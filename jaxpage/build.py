@@ -58,6 +58,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     Order: everything that can be refused by reading small files comes before the weights, and what can be refused by
     arithmetic before the compilation.
     """
+    _print_unless_configured()
     device = jax.local_devices()[0]
     hf_config = load_hf_config(options.model, options.hf_overrides)
     generation_config = load_generation_config(options)
@@ -90,6 +91,13 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         eos_token_ids=eos_token_ids(hf_config, generation_config, tokenizer),
         default_sampling=default_sampling(generation_config),
     )
+
+
+def _print_unless_configured() -> None:
+    """What the engine says of itself goes to stderr, unless the user has said where logs go."""
+    if logger.level == logging.NOTSET and not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
 
 
 def _make_runner(

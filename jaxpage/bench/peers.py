@@ -71,6 +71,7 @@ class Jaxpage:
             enable_prefix_caching=options.prefix_caching,
             skip_tokenizer_init=True,
         )
+        self.llm.wait_until_warm()
         return {"jax": jax.__version__}
 
     def run(self, work: Work) -> tuple[float, int]:

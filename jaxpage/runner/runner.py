@@ -61,7 +61,7 @@ class Runner:
     ):
         self._spec = step_spec
         self.pool_spec = pool_spec
-        self._buckets = buckets
+        self.buckets = buckets
         self._graphdef, state = nnx.split(model)
         self._treedef = jax.tree.structure(state)
         # The live variables themselves, in the order of `treedef`: their arrays are looked up at each launch.
@@ -77,7 +77,7 @@ class Runner:
         Compiles nothing if not `ahead_of_time`: each program at its first use then.
         """
         if self._ahead_of_time:
-            first = [ADMIT, *(bucket.name for bucket in first_buckets(self._buckets))]
+            first = [ADMIT, *(bucket.name for bucket in first_buckets(self.buckets))]
             self.programs.start(first)
         self._kv_pool = self.pool_spec.allocate()
         self._state = allocate_request_state(self._spec)
@@ -140,9 +140,9 @@ class Runner:
         return [variable.get_raw_value() for variable in self._variables]
 
     def _ready_buckets(self) -> tuple[Bucket, ...]:
-        if not self._ahead_of_time or len(self.programs.ready) > len(self._buckets):
-            return self._buckets
-        return tuple(bucket for bucket in self._buckets if bucket.name in self.programs.ready)
+        if not self._ahead_of_time or len(self.programs.ready) > len(self.buckets):
+            return self.buckets
+        return tuple(bucket for bucket in self.buckets if bucket.name in self.programs.ready)
 
     @cached_property
     def _layouts(self):
@@ -151,7 +151,7 @@ class Runner:
             bucket.name: step_layout(
                 bucket, block_size=spec.block_size, decode_steps=spec.decode_steps
             )
-            for bucket in self._buckets
+            for bucket in self.buckets
         }
 
     @cached_property
@@ -172,7 +172,7 @@ class Runner:
             return jax.jit(make_admit(self._admission), donate_argnums=0).lower(state, packed)
 
         def lower_step():
-            bucket = next(bucket for bucket in self._buckets if bucket.name == name)
+            bucket = next(bucket for bucket in self.buckets if bucket.name == name)
             layout = self._layouts[name]
             step = Step(
                 graphdef=self._graphdef,

@@ -13,15 +13,17 @@ TEMP_BOUND = 8 << 20  # bytes; logits of 128 rows and a tile of attention, far b
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     path = checkpoints.build("qwen3", 0, tmp_path_factory.mktemp("qwen3"))
-    return LLM(
+    llm = LLM(
         str(path),
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=512,
         max_num_seqs=32,
         max_num_batched_tokens=256,
-        num_gpu_blocks_override=20_000,
+        num_gpu_blocks_override=40_000,
     )
+    llm.wait_until_warm()
+    return llm
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def runner(llm):
 def test_every_step_updates_pool_and_state_in_place(runner):
     pool = runner.pool_spec.num_bytes
     assert pool > 10 * TEMP_BOUND
-    for program in runner.programs.values():
+    for program in runner.programs.ready.values():
         if program.name == "admit":
             continue
         assert program.alias_bytes >= pool + runner.state_bytes, program.name
@@ -41,16 +43,23 @@ def test_every_step_updates_pool_and_state_in_place(runner):
 
 def test_no_step_copies_the_pool(runner):
     shape = ",".join(map(str, runner.pool_spec.layer_shape))
-    for program in runner.programs.values():
+    for program in runner.programs.ready.values():
         for line in program.compiled.as_text().splitlines():
             made, _, operation = line.partition(" copy(")
             assert not operation or f"[{shape}]" not in made, f"{program.name}: {line}"
 
 
 def test_admission_updates_the_state_in_place(runner):
-    admit = runner.programs["admit"]
+    admit = runner.programs.ready["admit"]
     assert admit.alias_bytes >= runner.state_bytes
     assert admit.temp_bytes < TEMP_BOUND
+
+
+def test_every_program_is_compiled_and_has_its_line_in_the_manifest(runner):
+    lines = runner.programs.manifest().splitlines()
+    names = {line[:20].strip() for line in lines[1:-1]}
+    assert names == {"admit"} | {bucket.name for bucket in runner.buckets}
+    assert lines[-1].startswith(f"{len(names)} programs in ")
 
 
 def test_nothing_compiles_after_warm_up(llm):
@@ -83,5 +92,6 @@ def test_nothing_compiles_after_warm_up(llm):
 def test_the_default_configuration_has_at_most_25_programs(tmp_path):
     path = checkpoints.build("llama", 0, tmp_path)
     default = LLM(str(path), skip_tokenizer_init=True)
-    assert len(default._engine.runner.programs) <= 25
+    default.wait_until_warm()
+    assert len(default._engine.runner.programs.ready) <= 25
     assert default.stats().num_recompiles == 0
