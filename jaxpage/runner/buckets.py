@@ -70,17 +70,13 @@ def choose_bucket(buckets: Sequence[Bucket], plan: StepPlan) -> Bucket:
 
 
 def first_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The buckets to compile before the first request: any plan fits one of them, and common small ones not badly.
+    """The buckets to compile before the first request: any plan fits one of them, and a usual one not badly.
 
-    The largest of each kind, a decode step of few rows, and prompts of two usual lengths.
+    The largest of each kind, a decode step of few rows, and a prompt of up to MANY_TOKENS.
     """
-    decode = [bucket for bucket in buckets if bucket.decode]
-    mixed = [bucket for bucket in buckets if not bucket.decode]
-    usual = [bucket for bucket in decode if bucket.num_rows == FEW_ROWS]
-    usual += [
-        bucket for bucket in (mixed[0], Bucket(MANY_TOKENS, FEW_ROWS, False)) if bucket in mixed
-    ]
-    return list(dict.fromkeys([max(mixed), max(decode), *usual]))
+    largest = [max(bucket for bucket in buckets if bucket.decode is kind) for kind in (False, True)]
+    usual = (Bucket(FEW_ROWS, FEW_ROWS, True), Bucket(MANY_TOKENS, FEW_ROWS, False))
+    return list(dict.fromkeys([*largest, *(bucket for bucket in usual if bucket in buckets)]))
 
 
 def _power_of_two(number: int) -> int:

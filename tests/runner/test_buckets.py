@@ -55,6 +55,6 @@ def test_a_plan_beyond_every_bucket_is_refused_with_numbers():
 def test_the_first_buckets_hold_every_plan(max_num_seqs, max_num_batched_tokens):
     buckets = make_buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     first = first_buckets(buckets)
-    assert set(first) <= set(buckets) and len(first) <= 5
+    assert set(first) <= set(buckets) and len(first) <= 4
     choose_bucket(first, plan([max_num_batched_tokens] + [0] * (max_num_seqs - 1)))
     choose_bucket(first, plan([1] * min(max_num_seqs, max_num_batched_tokens)))
