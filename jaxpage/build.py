@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +46,9 @@ class Built:
 
     engine: Engine
     config: ResolvedConfig
-    hf_config: PretrainedConfig
     tokenizer: Any  # of transformers; None with `skip_tokenizer_init`
     vocab_size: int
-    eos_token_ids: frozenset[int]
+    eos_token_ids: tuple[int, ...]  # the first is EOS proper, the others are further stop ids
     default_sampling: dict[str, Any]
 
 
@@ -77,18 +77,19 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     else:
         load(model, config.model, use_tqdm=use_tqdm)
     config, runner = _make_runner(config, model, device)
+    _check_same_ropes(hf_config, config, model)
+    scheduler = _make_scheduler(config, runner, tokenizer)
     logger.info("%s", config.describe())
     runner.warmup()
-    engine = Engine(
-        _make_scheduler(config, runner, tokenizer), runner, overlap=config.async_scheduling
-    )
+    vocab_size = model.config.vocab_size
+    eos = eos_token_ids(hf_config, generation_config, tokenizer)
     return Built(
-        engine=engine,
+        engine=Engine(scheduler, runner, overlap=config.async_scheduling),
         config=config,
-        hf_config=hf_config,
         tokenizer=tokenizer,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=eos_token_ids(hf_config, generation_config, tokenizer),
+        vocab_size=vocab_size,
+        # Tokenizers may know more ids than the model; those it can never sample.
+        eos_token_ids=tuple(i for i in eos if i < vocab_size),
         default_sampling=default_sampling(generation_config),
     )
 
@@ -104,21 +105,6 @@ def _make_runner(
     config: ResolvedConfig, model: Any, device: jax.Device
 ) -> tuple[ResolvedConfig, Runner]:
     """The runner with its pool sized, and the config with what the sizing decided."""
-
-    def runner_of(config: ResolvedConfig, num_blocks: int) -> Runner:
-        return Runner(
-            model,
-            buckets=_buckets(config),
-            pool_spec=dataclasses.replace(pool, num_blocks=num_blocks),
-            step_spec=_step_spec(config, model.config.vocab_size),
-            ahead_of_time=not config.enforce_eager,
-        )
-
-    def available(temp_bytes: int) -> int:
-        if config.kv_cache_memory_bytes is not None:
-            return config.kv_cache_memory_bytes
-        return pool_bytes(device, utilization=config.gpu_memory_utilization, temp_bytes=temp_bytes)
-
     pool = KVPoolSpec(
         num_layers=model.config.num_layers,
         num_blocks=0,
@@ -127,45 +113,81 @@ def _make_runner(
         head_dim=model.config.head_dim,
         dtype=jax.numpy.dtype(config.dtype),
     )
-    blocks_per_row = -(-config.max_model_len // config.block_size)
+
+    def runner_of(config: ResolvedConfig, buckets: tuple[Bucket, ...], num_blocks: int) -> Runner:
+        return Runner(
+            model,
+            buckets=buckets,
+            pool_spec=dataclasses.replace(pool, num_blocks=num_blocks),
+            step_spec=_step_spec(config, model.config.vocab_size),
+            ahead_of_time=not config.enforce_eager,
+        )
 
     def temp_bytes(bucket: Bucket) -> int:
-        # The pool's size does not matter to the temporaries; a small one is enough to ask.
-        return runner_of(config, blocks_per_row + 1).temp_bytes(bucket)
+        # The pool's size does not matter to the temporaries; the smallest is enough to ask.
+        return runner_of(config, (bucket,), 2).bytes_besides_pool(bucket)
 
+    config = _size_pool(config, pool.bytes_per_block, device, temp_bytes)
+    buckets = make_buckets(
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    assert config.num_gpu_blocks_override is not None
+    return config, runner_of(config, buckets, config.num_gpu_blocks_override)
+
+
+def _size_pool(
+    config: ResolvedConfig,
+    bytes_per_block: int,
+    device: jax.Device,
+    temp_bytes: Callable[[Bucket], int],
+) -> ResolvedConfig:
+    """The config with the number of KV blocks, and with what it makes of the two token limits."""
+
+    def available(temp_bytes: int) -> int:
+        return pool_bytes(device, utilization=config.gpu_memory_utilization, temp_bytes=temp_bytes)
+
+    blocks_per_row = -(-config.max_model_len // config.block_size)
     num_blocks, max_tokens = config.num_gpu_blocks_override, config.max_num_batched_tokens
+    if num_blocks is None and config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
     if num_blocks is None:
         num_blocks, max_tokens = size_pool(
             available=available,
             temp_bytes=temp_bytes,
-            bytes_per_block=pool.bytes_per_block,
+            bytes_per_block=bytes_per_block,
             num_blocks_per_row=blocks_per_row,
+            num_blocks_wanted=1 if config.fit_max_model_len else blocks_per_row,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_tokens,
         )
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
-        max_model_len = max(1, min(max_model_len, (num_blocks - 1) * config.block_size))
-    elif config.num_gpu_blocks_override is None:
+        max_model_len = max(2, min(max_model_len, (num_blocks - 1) * config.block_size))
+    # With blocks counted out by the user, the scheduler refuses the single request that is too long.
+    if config.num_gpu_blocks_override is None:
         check_fits(
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=max_model_len,
-            available=num_blocks * pool.bytes_per_block,
+            available=num_blocks * bytes_per_block,
         )
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config,
         num_gpu_blocks_override=num_blocks,
         max_num_batched_tokens=max_tokens,
         max_model_len=max_model_len,
     )
-    return config, runner_of(config, num_blocks)
 
 
-def _buckets(config: ResolvedConfig) -> tuple[Bucket, ...]:
-    return make_buckets(
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-    )
+def _check_same_ropes(hf_config: PretrainedConfig, config: ResolvedConfig, model: Any) -> None:
+    """Some RoPE types depend on max_model_len, which may have been fitted after the model was made."""
+    length = config.max_model_len
+    fitted = registry.build(hf_config, dtype=config.dtype, max_model_len=length)
+    if fitted.config.ropes != model.config.ropes:
+        raise ValueError(
+            f'max_model_len="auto" came to {length}, and the RoPE of this model depends on it; '
+            f"pass max_model_len={length}"
+        )
 
 
 def _step_spec(config: ResolvedConfig, vocab_size: int) -> StepSpec:

@@ -180,6 +180,8 @@ class EngineConfig:
                 )
             return limit
         wanted = _parse_count("max_model_len", self.max_model_len)
+        if wanted < 2:
+            raise ValueError("max_model_len must be at least 2: a token of prompt, one of answer")
         if limit is not None and wanted > limit:
             raise ValueError(
                 f"max_model_len={wanted} exceeds the {limit} positions of config.json; lower it, "
@@ -330,17 +332,21 @@ def default_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
 
 def eos_token_ids(
     hf_config: PretrainedConfig, generation_config: dict[str, Any], tokenizer: Any = None
-) -> frozenset[int]:
-    """Every id that ends a sequence: of config.json, of the generation config, of the tokenizer."""
-    found: set[int] = set()
+) -> tuple[int, ...]:
+    """Every id that ends a sequence: of the tokenizer, of config.json, of the generation config.
+
+    The first is the model's EOS proper; the others count as stop ids, and are the `stop_reason` (as in vLLM).
+    """
+    found: dict[int, None] = {}
     for value in (
+        getattr(tokenizer, "eos_token_id", None),
         getattr(hf_config, "eos_token_id", None),
         getattr(hf_config.get_text_config(), "eos_token_id", None),
         generation_config.get("eos_token_id"),
-        getattr(tokenizer, "eos_token_id", None),
     ):
-        found.update(value if isinstance(value, Iterable) else () if value is None else (value,))
-    return frozenset(found)
+        ids = value if isinstance(value, Iterable) else () if value is None else (value,)
+        found.update(dict.fromkeys(ids))
+    return tuple(found)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

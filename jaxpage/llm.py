@@ -244,7 +244,7 @@ class LLM:
         check_params(params, bad_words, self._limits)
         if params.max_tokens is None:
             params.max_tokens = self.config.max_model_len - len(prompt.token_ids)
-        eos_token_ids = frozenset() if params.ignore_eos else self._built.eos_token_ids
+        eos_token_ids = () if params.ignore_eos else self._built.eos_token_ids
         request_id = str(number)
         while self._is_in_use(request_id):
             request_id = f"_{request_id}"
@@ -256,8 +256,8 @@ class LLM:
             seed=derive_seed(self.config.seed, number)
             if params.seed is None
             else params.seed % 2**32,
-            stop_token_ids=eos_token_ids | frozenset(params.stop_token_ids or ()),
-            eos_token_ids=eos_token_ids,
+            stop_token_ids=frozenset((*eos_token_ids, *(params.stop_token_ids or ()))),
+            eos_token_ids=frozenset(eos_token_ids[:1]),
             bad_words_token_ids=bad_words,
             priority=priority,
             cache_salt=prompt.cache_salt,

@@ -82,9 +82,10 @@ def _parse_one(prompt: Any) -> Prompt:
         raise ValueError(f'"prompt" must be a str, got {text!r}; ids go into "prompt_token_ids"')
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f'"cache_salt" must be a non-empty str, got {salt!r}')
-    if ids is not None and len(ids) == 0:
+    token_ids = [] if ids is None else _to_ids(ids)
+    if ids is not None and not token_ids:
         raise ValueError("a prompt must have at least one token, prompt_token_ids is empty")
-    return Prompt(token_ids=[] if ids is None else _to_ids(ids), text=text, cache_salt=salt)
+    return Prompt(token_ids=token_ids, text=text, cache_salt=salt)
 
 
 def _to_ids(ids: Any) -> list[int]:
@@ -100,7 +101,7 @@ def _to_ids(ids: Any) -> list[int]:
 
 def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, *, add_special_tokens=True) -> None:
     """Fill the ids of those that have only text, all in one call: fast tokenizers use threads."""
-    texts = {p.text for p in prompts if p.text and not p.token_ids}
+    texts = {p.text for p in prompts if p.text is not None and not p.token_ids}
     if not texts:
         return
     if tokenizer is None:
@@ -112,7 +113,7 @@ def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, *, add_special_tokens=T
         )
     )
     for prompt in prompts:
-        if prompt.text and not prompt.token_ids:
+        if prompt.text is not None and not prompt.token_ids:
             prompt.token_ids = list(ids_of[prompt.text])
 
 

@@ -139,6 +139,17 @@ class FakeRunner:
         self._num_launches = 0
         self._broken = False
 
+    def weights_changed(self) -> bool:
+        return False
+
+    def recover(self) -> bool:
+        return False
+
+    def forget_everything(self) -> None:
+        """As if pool and request state had been lost with a failed step."""
+        self._slots.clear()
+        self._content.clear()
+
     def launch(self, plan: StepPlan) -> int:
         handle, self._num_launches = self._num_launches, self._num_launches + 1
         if handle in self.fail_launch:

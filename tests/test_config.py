@@ -244,11 +244,11 @@ def test_generation_config(tmp_path):
     auto = load_generation_config(EngineConfig(model=str(tmp_path)))
     assert default_sampling(auto) == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
     hf_config = Qwen2Config(eos_token_id=2)
-    assert eos_token_ids(hf_config, auto) == {2, 3, 4}
+    assert eos_token_ids(hf_config, auto) == (2, 3, 4)
     overridden = EngineConfig(model=str(tmp_path), override_generation_config={"temperature": 0.1})
     assert default_sampling(load_generation_config(overridden))["temperature"] == 0.1
     neutral = load_generation_config(EngineConfig(model=str(tmp_path), generation_config="vllm"))
-    assert (default_sampling(neutral), eos_token_ids(hf_config, neutral)) == ({}, {2})
+    assert (default_sampling(neutral), eos_token_ids(hf_config, neutral)) == ({}, (2,))
     elsewhere = EngineConfig(model="nowhere", generation_config=str(tmp_path))
     assert load_generation_config(elsewhere) == stored
     assert load_generation_config(EngineConfig(model="nowhere")) == {}

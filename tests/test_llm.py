@@ -54,7 +54,7 @@ def make(folder):
             hf_config=hf_config,
             tokenizer=own,
             vocab_size=512,
-            eos_token_ids=frozenset([EOS]),
+            eos_token_ids=(EOS,),
             default_sampling=default_sampling or {},
         )
         return LLM.from_built(built)

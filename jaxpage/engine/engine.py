@@ -35,6 +35,14 @@ class StepRunner(Protocol):
         """Wait for a launched step."""
         ...
 
+    def weights_changed(self) -> bool:
+        """Whether a parameter was replaced since the last call."""
+        ...
+
+    def recover(self) -> bool:
+        """After a step failed: make the next one possible. True if the KV pool was lost."""
+        ...
+
     def wait_until_warm(self) -> None:
         """Until nothing is left to compile."""
         ...
@@ -63,6 +71,8 @@ class Engine:
         If a launch or a collection raises, the requests of that step end as aborted, all others go
         on with the next call, and the exception propagates.
         """
+        if self.runner.weights_changed():
+            self.scheduler.begin_weight_epoch()
         return self._step_overlapped() if self.overlap else self._step_plain()
 
     def _step_plain(self) -> list[Request]:
@@ -112,7 +122,7 @@ class Engine:
         try:
             return self.runner.launch(plan)
         except BaseException:
-            self.scheduler.abort_plans([plan])
+            self._give_up([plan])
             raise
 
     def _collect(self, plan: StepPlan, handle: Any) -> list[Request]:
@@ -122,6 +132,16 @@ class Engine:
             # The step launched after this one built on what it wrote, so it goes too.
             failed = [plan] if self._launched is None else [plan, self._launched[0]]
             self._launched = None
-            self.scheduler.abort_plans(failed)
+            self._give_up(failed)
             raise
-        return self.scheduler.update(plan, result)
+        try:
+            return self.scheduler.update(plan, result)
+        except BaseException:  # of a detokenizer, say
+            self._give_up([plan])
+            raise
+
+    def _give_up(self, plans: list[StepPlan]) -> None:
+        """End the requests of failed steps. If the pool was lost, the others are computed anew."""
+        self.scheduler.abort_plans(plans)
+        if self.runner.recover():
+            self.scheduler.preempt_all()

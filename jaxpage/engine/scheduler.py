@@ -45,10 +45,9 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         decode_steps: int = 1,
-        enable_chunked_prefill: bool = True,
         make_detokenizer: Callable[[Request], Any] = lambda request: None,
     ):
-        """Raises ValueError for limits below 1, or with which some prompt could never run."""
+        """Raises ValueError for limits below 1."""
         limits = {
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -59,16 +58,10 @@ class Scheduler:
             raise ValueError(f"too small: {[name for name, limit in limits.items() if limit < 1]}")
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy {policy!r} is neither 'fcfs' nor 'priority'")
-        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
-            raise ValueError(
-                f"without chunked prefill a prompt is one step: {max_num_batched_tokens=} must be "
-                f"at least {max_model_len=}"
-            )
         self.pool = pool
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.decode_steps = decode_steps
-        self.enable_chunked_prefill = enable_chunked_prefill
         self.make_detokenizer = make_detokenizer
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
@@ -100,10 +93,10 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return None
-        ended = [s for s in request.sequences if not s.finished]
-        for sequence in ended:
-            sequence.finish_reason = FinishReason.ABORT
-        self._remove(ended)
+        for sequence in request.sequences:
+            if not sequence.finished:
+                sequence.finish_reason = FinishReason.ABORT
+        self._remove(request.sequences)  # all: one may have ended in an update that then failed
         return request
 
     def abort_plans(self, plans: list[StepPlan]) -> list[Request]:
@@ -112,6 +105,12 @@ class Scheduler:
         ended = [self.abort(request_id) for request_id in requests]
         self.pool.forget_all()  # last, since sequences that end leave their blocks in the cache
         return [request for request in ended if request is not None]
+
+    def preempt_all(self) -> None:
+        """All KV is lost: every running sequence is to be computed anew."""
+        while self.running:
+            self._preempt(self.running[-1])
+        self.pool.forget_all()
 
     def begin_weight_epoch(self) -> None:
         """The weights change now: KV of before is not for sequences admitted from here on."""
@@ -263,8 +262,6 @@ class Scheduler:
             known = len(sequence.token_ids)
             hits = find_cached_blocks(pool, sequence, self.weight_epoch)
             start = len(hits) * pool.block_size
-            if known - start > budget and not self.enable_chunked_prefill:
-                break
             fresh = -(-known // pool.block_size) - len(hits)
             # Hits that nobody uses stand in the free queue; using them takes them out of it.
             if fresh + sum(pool.refs[block_id] == 0 for block_id in hits) > pool.num_free:

@@ -60,14 +60,15 @@ def size_pool(
     temp_bytes: Callable[[Bucket], int],
     bytes_per_block: int,
     num_blocks_per_row: int,
+    num_blocks_wanted: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> tuple[int, int]:
     """(num_blocks, max_num_batched_tokens): the pool that fits beside the temporaries of the largest step.
 
-    `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a compiled step needs. The pool is no
-    larger than `max_num_seqs` sequences of full length could fill. While one such sequence does not fit, the largest
-    step is halved: its temporaries grow with its tokens.
+    `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a compiled step needs besides. The
+    pool is no larger than `max_num_seqs` sequences of full length could fill. While it holds fewer than
+    `num_blocks_wanted` besides the null block, the largest step is halved: its temporaries grow with its tokens.
     """
     most = max_num_seqs * num_blocks_per_row + 1
     if 2 * most * bytes_per_block <= available(0):
@@ -77,7 +78,7 @@ def size_pool(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         num_blocks = max(0, available(temp_bytes(buckets[-1]))) // bytes_per_block
-        if num_blocks > num_blocks_per_row or max_num_batched_tokens <= SMALLEST_BUDGET:
+        if num_blocks > num_blocks_wanted or max_num_batched_tokens <= SMALLEST_BUDGET:
             return min(num_blocks, most), max_num_batched_tokens
         max_num_batched_tokens //= 2
         logger.warning(

@@ -12,6 +12,15 @@ from jaxpage.runner.layout import Field, Layout
 from jaxpage.sampling.constraints import pack_mask
 from jaxpage.sampling.keys import row_key
 
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
 
 def step_layout(bucket: Bucket, *, block_size: int, decode_steps: int) -> Layout:
     """What goes up for one step of a bucket; `pack_step` fills it, `step.unpack` reads it.
@@ -99,12 +108,11 @@ def pack_admission(sequence: Sequence, layout: Layout, *, vocab_size: int) -> np
     views["token_ids"][: len(sequence.token_ids)] = sequence.token_ids
     views["block_table"][: len(sequence.block_ids)] = sequence.block_ids
     views["prompt_len"][()] = prompt_len
-    views["min_len"][()] = prompt_len + params.min_tokens
+    views["min_len"][()] = min(prompt_len + params.min_tokens, sequence.max_len)
     views["max_len"][()] = sequence.max_len
     views["key"][:] = row_key(request.seed, sequence.index)
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        views[name][()] = getattr(params, name)
-    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+    views["top_k"][()] = min(params.top_k, vocab_size)
+    for name in _FLOATS:
         views[name][()] = getattr(params, name)
     views["stop_mask"][:] = pack_mask(request.stop_token_ids, vocab_size)
     if params.allowed_token_ids is None:

@@ -44,6 +44,11 @@ class Program:
     def alias_bytes(self) -> int:
         return self._memory("alias_size_in_bytes")
 
+    @property
+    def result_bytes(self) -> int:
+        """Outputs that no donated input gave its memory to."""
+        return self._memory("output_size_in_bytes") - self.alias_bytes
+
     def _memory(self, name: str) -> int:
         return getattr(self.compiled.memory_analysis(), name)
 
@@ -53,32 +58,43 @@ class CompilationCounter:
 
     def __init__(self) -> None:
         self.num_compilations = 0
-        self._thread = threading.local()
-        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-        jax.monitoring.register_event_listener(self._on_event)
-
-    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == _BACKEND_COMPILE and getattr(self._thread, "watching", False):
-            self.num_compilations += 1
-
-    def _on_event(self, event: str, **_: str | int) -> None:
-        if event == _CACHE_HIT:
-            self._thread.hit = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        self._thread.watching = True
+        _thread.watcher = self
         try:
             yield
         finally:
-            self._thread.watching = False
+            _thread.watcher = None
 
-    def compile(self, name: str, lowering: Lowering) -> Program:
-        start = time.perf_counter()
-        self._thread.hit = False
-        compiled = lowering().compile()
-        seconds = time.perf_counter() - start
-        return Program(name=name, compiled=compiled, seconds=seconds, cache_hit=self._thread.hit)
+
+_thread = (
+    threading.local()
+)  # watcher: the counter at work; hit: the last compilation was a cache hit
+
+
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
+    watcher = getattr(_thread, "watcher", None)
+    if event == _BACKEND_COMPILE and watcher is not None:
+        watcher.num_compilations += 1
+
+
+def _on_event(event: str, **_: str | int) -> None:
+    if event == _CACHE_HIT:
+        _thread.hit = True
+
+
+# Once for the process: jax has no public way to take a listener back.
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+jax.monitoring.register_event_listener(_on_event)
+
+
+def compile_program(name: str, lowering: Lowering) -> Program:
+    start = time.perf_counter()
+    _thread.hit = False
+    compiled = lowering().compile()
+    seconds = time.perf_counter() - start
+    return Program(name=name, compiled=compiled, seconds=seconds, cache_hit=_thread.hit)
 
 
 class Programs:
@@ -88,11 +104,10 @@ class Programs:
     in a thread behind the first requests. `wait` for them before measuring anything.
     """
 
-    def __init__(self, lowerings: dict[str, Lowering], counter: CompilationCounter):
+    def __init__(self, lowerings: dict[str, Lowering]):
         self.ready: dict[str, Program] = {}
         self.seconds = 0.0  # from `start` until all were compiled; 0 before that
         self._lowerings = lowerings
-        self._counter = counter
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -135,7 +150,7 @@ class Programs:
         return "\n".join(lines)
 
     def _compile(self, name: str) -> Program:
-        return self._counter.compile(name, self._lowerings[name])
+        return compile_program(name, self._lowerings[name])
 
 
 def _compile_behind(reference: weakref.ref[Programs], names: list[str], start: float) -> None:

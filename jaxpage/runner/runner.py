@@ -11,6 +11,7 @@ of their launches; the host may reuse a block or a slot as soon as no later plan
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.plan import Feature, StepPlan, StepResult
 from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets
 from jaxpage.runner.pack import admission_layout, pack_admission, pack_step, step_layout
-from jaxpage.runner.programs import CompilationCounter, Lowering, Programs
+from jaxpage.runner.programs import CompilationCounter, Lowering, Programs, compile_program
 from jaxpage.runner.step import (
     DeviceResult,
     Step,
@@ -66,10 +67,11 @@ class Runner:
         self._treedef = jax.tree.structure(state)
         # The live variables themselves, in the order of `treedef`: their arrays are looked up at each launch.
         self._variables = [variable for _, variable in nnx.to_flat_state(state)]
+        self._seen = [weakref.ref(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self._counter = CompilationCounter()
         names = [ADMIT, *(bucket.name for bucket in buckets)]
-        self.programs = Programs({name: self._lowering(name) for name in names}, self._counter)
+        self.programs = Programs({name: self._lowering(name) for name in names})
 
     def warmup(self) -> None:
         """Allocate pool and state, and compile what the first requests need (see `Programs`). Call once.
@@ -79,6 +81,9 @@ class Runner:
         if self._ahead_of_time:
             first = [ADMIT, *(bucket.name for bucket in first_buckets(self.buckets))]
             self.programs.start(first)
+        self._allocate()
+
+    def _allocate(self) -> None:
         self._kv_pool = self.pool_spec.allocate()
         self._state = allocate_request_state(self._spec)
         jax.block_until_ready((self._kv_pool, self._state))
@@ -93,14 +98,35 @@ class Runner:
         leaves = jax.tree.leaves(abstract_request_state(self._spec))
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
-    def temp_bytes(self, bucket: Bucket) -> int:
-        """Bytes of temporaries of one step, from its compiled program. Compiles it; for sizing, before warm-up."""
-        return self._counter.compile(bucket.name, self._lowering(bucket.name)).temp_bytes
+    def bytes_besides_pool(self, bucket: Bucket) -> int:
+        """What the device must hold besides weights and pool: request state, temporaries and results of one step.
+
+        Two results, as a step is launched before the last one is read. Compiles the step; for sizing, before warm-up.
+        """
+        program = compile_program(bucket.name, self._lowering(bucket.name))
+        return self.state_bytes + program.temp_bytes + 2 * program.result_bytes
 
     @property
     def num_recompiles(self) -> int:
         """Compilations since warm-up on behalf of launches. 0 unless something is wrong (or steps compile lazily)."""
         return self._counter.num_compilations
+
+    def weights_changed(self) -> bool:
+        """Whether a parameter was replaced since the last call. What the old ones computed is stale then."""
+        leaves = self._leaves()
+        changed = any(seen() is not leaf for seen, leaf in zip(self._seen, leaves, strict=True))
+        if changed:
+            self._seen = [weakref.ref(leaf) for leaf in leaves]  # weak: the trainer's to free
+        return changed
+
+    def recover(self) -> bool:
+        """After a failed step: allocate pool and state anew if they went with it, and tell so."""
+        try:
+            jax.block_until_ready((self._kv_pool, self._state))  # raises if deleted or poisoned
+        except Exception:
+            self._allocate()
+            return True
+        return False
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start the plan's step and return at once."""

@@ -48,14 +48,11 @@ def requests(draw):
 def engines(draw):
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     smallest = -(-(MAX_MODEL_LEN - 1) // block_size) + 1
-    chunked = draw(st.sampled_from([True, True, True, False]))
-    budgets = [1, 2, 7, 64, 1000] if chunked else [MAX_MODEL_LEN, 1000]
     return {
         "block_size": block_size,
         "num_blocks": smallest + draw(st.one_of(st.integers(0, 8), st.just(400))),
         "max_num_seqs": draw(st.integers(1, 6)),
-        "max_num_batched_tokens": draw(st.sampled_from(budgets)),
-        "enable_chunked_prefill": chunked,
+        "max_num_batched_tokens": draw(st.sampled_from([1, 2, 7, 64, 1000])),
         "enable_prefix_caching": draw(st.booleans()),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "decode_steps": draw(st.sampled_from([1, 1, 2, 5, 8])),

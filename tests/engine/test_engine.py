@@ -166,3 +166,69 @@ def test_prefix_cache_is_reset_only_between_requests():
     request = make_request("b", prompt, max_tokens=4)
     run(engine, request)
     assert request.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_detokenizer_that_raises_costs_its_step_and_leaks_nothing(overlap):
+    engine = make_engine(overlap=overlap, max_num_seqs=2)
+    doomed, unlucky, other = make_requests(3)
+    for request in (doomed, unlucky, other):  # two slots: `other` waits
+        engine.add(request)
+    engine.step()
+
+    def append(token_id, *, ends, check_stop):
+        raise RuntimeError("fails as told")
+
+    doomed.sequences[0].detokenizer.append = append
+    step_until_error(engine)
+    assert [r.sequences[0].finish_reason for r in (doomed, unlucky)] == [FinishReason.ABORT] * 2
+    finish(engine)
+    assert_expected(engine, other)
+
+
+def test_when_all_kv_is_lost_running_requests_are_computed_anew():
+    engine = make_engine()
+    requests = make_requests(4)
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    engine.runner.forget_everything()
+    engine.scheduler.preempt_all()
+    assert_consistent(engine)
+    finish(engine)
+    assert_expected(engine, *requests)
+    assert all(request.num_preemptions == 1 for request in requests)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failed_launch_asks_the_runner_whether_the_pool_was_lost(overlap):
+    engine = make_engine(overlap=overlap, fail_launch=(3,), max_num_seqs=2)
+    requests = make_requests(4)
+    for request in requests:
+        engine.add(request)
+
+    def recover():
+        engine.runner.forget_everything()
+        return True
+
+    engine.runner.recover = recover
+    step_until_error(engine)
+    finish(engine)
+    assert [r.sequences[0].finish_reason is FinishReason.ABORT for r in requests] == [
+        True, True, False, False
+    ]  # fmt: skip
+    assert_expected(engine, *requests[2:])
+
+
+def test_replaced_weights_make_the_cache_stale():
+    engine = make_engine()
+    first, second, third = (make_request(str(i), [1] * 20, max_tokens=2) for i in range(3))
+    run(engine, first)
+    run(engine, second)
+    assert second.num_cached_tokens == 16
+    changes = iter([True])
+    engine.runner.weights_changed = lambda: next(changes, False)
+    engine.add(third)
+    engine.step()
+    assert third.num_cached_tokens == 0

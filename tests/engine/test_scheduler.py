@@ -41,13 +41,6 @@ def test_one_token_budget_serves_running_sequences_first():
     ]
 
 
-def test_without_chunked_prefill_a_prompt_waits_for_the_whole_budget_it_needs():
-    engine = make_engine(max_num_batched_tokens=16, max_model_len=16, enable_chunked_prefill=False)
-    engine.add(make_request("a", [1] * 6, max_tokens=2))
-    engine.add(make_request("b", [2] * 12, max_tokens=2))
-    assert steps(engine, 2) == [[("a", 0, 6, True)], [("a", 6, 1, True), ("b", 0, 12, True)]]
-
-
 def test_prompt_is_admitted_only_if_it_fits_as_a_whole():
     engine = make_engine(num_blocks=8, max_num_batched_tokens=8, block_size=4)
     engine.add(make_request("a", [1] * 15, max_tokens=2))
@@ -332,7 +325,6 @@ def test_request_id_in_use_is_refused():
         ({"decode_steps": 0}, "decode_steps"),
         ({"max_model_len": 1}, "max_model_len"),
         ({"policy": "random"}, "'fcfs' nor 'priority'"),
-        ({"enable_chunked_prefill": False}, "max_num_batched_tokens=8 must be at least"),
     ],
 )
 def test_impossible_limits_are_refused(options, message):

@@ -43,6 +43,7 @@ def size(available, temp_per_token=0):
         temp_bytes=temp_bytes,
         bytes_per_block=100,
         num_blocks_per_row=10,
+        num_blocks_wanted=10,
         max_num_seqs=4,
         max_num_batched_tokens=1024,
     )

@@ -1,0 +1,69 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpage.runner.programs import CompilationCounter, Programs
+
+
+def lowering(scale, compiled=None):
+    def lower():
+        if compiled is not None:
+            compiled.append(scale)
+        return jax.jit(lambda x: x * jnp.float32(scale)).lower(jnp.ones(3, jnp.float32))
+
+    return lower
+
+
+def test_the_first_programs_are_ready_at_once_and_the_others_soon():
+    order = []
+    programs = Programs({str(n): lowering(n, order) for n in range(4)})
+    programs.start(["2"])
+    assert order[0] == 2 and "2" in programs.ready
+    programs.wait()
+    assert order == [2, 0, 1, 3]  # none twice
+    assert programs["3"](jnp.ones(3, jnp.float32)).tolist() == [3.0, 3.0, 3.0]
+    assert programs.seconds > 0
+
+
+def test_the_manifest_has_a_line_for_each_program():
+    programs = Programs({str(n): lowering(n) for n in range(3)})
+    programs.start([])
+    programs.wait()
+    lines = programs.manifest().splitlines()
+    assert [line.split()[0] for line in lines] == ["program", "0", "1", "2", "3"]
+    assert lines[-1].startswith("3 programs in ")
+
+
+def test_a_program_that_was_not_started_compiles_at_first_use_and_once():
+    order = []
+    programs = Programs({"a": lowering(7, order)})
+    for _ in range(2):
+        assert programs["a"](jnp.ones(3, jnp.float32)).tolist() == [7.0, 7.0, 7.0]
+    assert order == [7]
+
+
+def test_what_the_compiler_raised_in_the_background_is_raised_by_wait():
+    def broken():
+        raise RuntimeError("no such instruction")
+
+    programs = Programs({"good": lowering(1), "bad": broken})
+    programs.start(["good"])
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        programs.wait()
+    assert "good" in programs.ready
+
+
+def test_only_compilations_of_the_watching_thread_count():
+    counter = CompilationCounter()
+    x = jnp.ones(5, jnp.float32)
+    with counter.watching():
+        thread = threading.Thread(target=lambda: jax.jit(lambda x: x + 5)(x).block_until_ready())
+        thread.start()
+        thread.join()
+        assert counter.num_compilations == 0
+        jax.jit(lambda x: x - 5)(x)
+        assert counter.num_compilations == 1
+    jax.jit(lambda x: x * 5)(x)
+    assert counter.num_compilations == 1

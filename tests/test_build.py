@@ -1,0 +1,115 @@
+"""The engine put together from a checkpoint: sizing, refusals, and what must survive bad luck."""
+
+import jax
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from tests import checkpoints
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+PROMPT = list(range(3, 43))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2")))
+
+
+def make_llm(path, **options):
+    defaults = dict(
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        enforce_eager=True,
+    )
+    return LLM(path, **(defaults | options))
+
+
+def tokens(llm, prompt=PROMPT, params=GREEDY):
+    return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return make_llm(path)
+
+
+def test_too_little_kv_memory_names_the_longest_sequence_that_fits(path):
+    with pytest.raises(ValueError, match="largest max_model_len that fits is 112"):
+        make_llm(path, kv_cache_memory_bytes=8 * 16 * 4 * 8 * 4 * 2)
+    with pytest.raises(ValueError, match="largest max_model_len that fits is 0"):
+        make_llm(path, kv_cache_memory_bytes=1, max_model_len="auto")
+
+
+def test_auto_takes_the_longest_sequence_that_fits(path):
+    llm = make_llm(path, kv_cache_memory_bytes=8 * 16 * 4 * 8 * 4 * 2, max_model_len="auto")
+    assert llm.config.max_model_len == 112
+    assert len(tokens(llm)) == 12
+
+
+def test_when_memory_is_short_the_largest_step_shrinks(path, monkeypatch):
+    asked = []
+
+    def pool_bytes(device, *, utilization, temp_bytes):
+        """Just too little for the first step that is tried."""
+        asked.append(temp_bytes)
+        return 0 if len(asked) == 1 else asked[1] - temp_bytes
+
+    monkeypatch.setattr("jaxpage.build.pool_bytes", pool_bytes)
+    llm = make_llm(path, max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=512)
+    assert asked[0] == 0 and asked[1] > asked[2] > 0
+    assert llm.config.max_num_batched_tokens < 2048
+    assert len(tokens(llm)) == 12
+
+
+def test_eos_ids_that_the_model_does_not_have_are_left_out(path):
+    llm = make_llm(path, hf_overrides={"eos_token_id": [2, checkpoints.VOCAB_SIZE + 7]})
+    params = SamplingParams(temperature=0, max_tokens=3, detokenize=False)
+    assert 1 <= len(tokens(llm, params=params)) <= 3
+
+
+def test_numbers_too_large_for_the_device_mean_all_there_is(llm):
+    huge = SamplingParams(
+        temperature=1e-2, top_k=2**40, min_tokens=2**40, max_tokens=None, seed=1, detokenize=False
+    )
+    assert len(tokens(llm, params=huge)) == 128 - len(PROMPT)
+
+
+def test_replaced_weights_are_used_at_once_and_find_no_stale_cache(path):
+    llm = make_llm(path)
+    before = tokens(llm)
+    variables = llm._engine.runner._variables
+    for variable in variables:
+        variable.set_value(variable.get_value() * 1.25)
+    (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+    assert output.outputs[0].token_ids != before
+    llm.reset_prefix_cache()
+    assert tokens(llm) == output.outputs[0].token_ids
+
+
+def test_a_step_that_takes_the_pool_with_it_costs_its_requests_only(path):
+    llm = make_llm(path, max_num_seqs=1)
+    expected = tokens(llm)
+    runner = llm._engine.runner
+    launch = runner.launch
+
+    def failing(plan):
+        jax.tree.map(lambda x: x.delete(), runner._kv_pool)
+        raise RuntimeError("device lost")
+
+    llm.add_request("doomed", PROMPT[:20], GREEDY)
+    llm.add_request("waiting", PROMPT, GREEDY)
+    llm.step()
+    runner.launch = failing
+    with pytest.raises(RuntimeError, match="device lost"):
+        llm.step()
+    runner.launch = launch
+    outputs = {}
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+    assert outputs["doomed"].outputs[0].finish_reason == "abort"
+    assert outputs["waiting"].outputs[0].token_ids == expected
+    assert tokens(llm) == expected
