@@ -43,12 +43,14 @@ def test_too_little_kv_memory_names_the_longest_sequence_that_fits(path):
         make_llm(path, kv_cache_memory_bytes=1, max_model_len="auto")
 
 
+@pytest.mark.slow
 def test_auto_takes_the_longest_sequence_that_fits(path):
     llm = make_llm(path, kv_cache_memory_bytes=8 * 16 * 4 * 8 * 4 * 2, max_model_len="auto")
     assert llm.config.max_model_len == 112
     assert len(tokens(llm)) == 12
 
 
+@pytest.mark.slow
 def test_when_memory_is_short_the_largest_step_shrinks(path, monkeypatch):
     asked = []
 
@@ -64,6 +66,7 @@ def test_when_memory_is_short_the_largest_step_shrinks(path, monkeypatch):
     assert len(tokens(llm)) == 12
 
 
+@pytest.mark.slow
 def test_eos_ids_that_the_model_does_not_have_are_left_out(path):
     llm = make_llm(path, hf_overrides={"eos_token_id": [2, checkpoints.VOCAB_SIZE + 7]})
     params = SamplingParams(temperature=0, max_tokens=3, detokenize=False)
@@ -90,6 +93,7 @@ def test_replaced_weights_are_used_at_once_and_find_no_stale_cache(path):
     assert tokens(llm) == output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_the_pool_with_it_costs_its_requests_only(path):
     llm = make_llm(path, max_num_seqs=1)
     expected = tokens(llm)

@@ -421,3 +421,8 @@ def test_progress_tells_speeds(make):
     (bar,) = bars
     assert (bar.options["total"], bar.options["desc"], bar.count) == (2, "Processed prompts", 2)
     assert bar.postfix == "est. speed input: 2.00 toks/s, output: 4.00 toks/s"
+
+
+def test_ids_that_are_no_list_are_refused(make):
+    with pytest.raises(ValueError, match="a prompt must be"):
+        make().generate({"prompt_token_ids": 5})

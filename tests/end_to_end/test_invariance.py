@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from jaxpage import LLM, SamplingParams
 from tests import checkpoints
 
+pytestmark = pytest.mark.slow
+
 VOCAB = checkpoints.VOCAB_SIZE
 NUM_REQUESTS = 64
 
@@ -120,12 +122,9 @@ SETTINGS = {
     ),
     "blocks-of-4": dict(block_size=4),
 }
-FAST = {"among-63-others", "preempted-in-chunks-of-7"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in SETTINGS]
-)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
     llm = make_llm(path, **SETTINGS[name])
     prompts, params = workload()
@@ -141,7 +140,6 @@ def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
     assert_nothing_leaked(llm)
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_order_of_arrivals_and_aborts_gives_the_same_tokens(data, path, expected):

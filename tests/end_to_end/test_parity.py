@@ -16,7 +16,7 @@ LIMITS = {
     ("llama", 3): {"max_model_len": 200, "prompt_lens": (1, 7, 64, 130)},
     ("phi3", 2): {"max_model_len": 512, "prompt_lens": (130, 200, 300)},
 }
-ONE_PER_FAMILY = {(family, 0) for family in checkpoints.VARIANTS}
+FAST = {("qwen2", 0)}
 
 
 def prompts_of(lengths, seed=0):
@@ -54,7 +54,7 @@ def log_softmax(logits):
 
 def cases():
     for case in checkpoints.CASES:
-        marks = () if case in ONE_PER_FAMILY else (pytest.mark.slow,)
+        marks = () if case in FAST else (pytest.mark.slow,)
         yield pytest.param(*case, marks=marks, id=f"{case[0]}-{case[1]}")
 
 

@@ -142,6 +142,7 @@ def loss(state, graphdef, token_ids):
 GRADIENT_CASES = [(family, 0) for family in checkpoints.VARIANTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases("gradient", GRADIENT_CASES))
 def test_gradient_is_finite_and_equals_a_finite_difference(case, checkpoint):
     graphdef, state = nnx.split(loaded(checkpoint(*case)))
@@ -161,6 +162,7 @@ def test_gradient_is_finite_and_equals_a_finite_difference(case, checkpoint):
     assert (moved(1) - moved(-1)) / 0.04 == pytest.approx(length, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_trainer_can_split_update_and_merge_the_model(dtype, checkpoint):
     graphdef, state = nnx.split(loaded(checkpoint("qwen3", 0), dtype))

@@ -151,6 +151,7 @@ def test_a_greedy_row_is_unmoved_by_random_rows_beside_it():
     np.testing.assert_array_equal(run(rows, logits).token_ids, logits.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["raw", "temperature", "processed"])
 def test_features_that_no_row_needs_change_nothing(mode):
     logits = logits_for(4)
@@ -230,6 +231,7 @@ def test_no_top_logprobs_are_empty_arrays():
     assert sampled.top_token_ids.shape == sampled.top_logprobs.shape == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["raw", "temperature", "processed"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])

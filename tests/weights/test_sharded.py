@@ -35,6 +35,7 @@ def dense_logits(model: nnx.Module, token_ids: jax.Array) -> np.ndarray:
     return np.asarray(jax.jit(lambda s, t: nnx.merge(graphdef, s)(t))(state, token_ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant", "num_devices"),
     [("llama", 0, 2), ("llama", 2, 8), ("phi3", 2, 4), ("gemma3", 2, 8)],
