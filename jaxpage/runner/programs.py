@@ -161,7 +161,7 @@ def _compile_behind(reference: weakref.ref[Programs], names: list[str], start: f
             return
         try:
             programs.ready[name] = programs._compile(name)
-        except BaseException as error:  # noqa: BLE001 it is raised by `wait`, or again at first use
+        except BaseException as error:  # raised by `wait`, or again at first use
             programs._error = error
             logger.error("compiling %s failed: %s", name, error)
             return

@@ -7,7 +7,7 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from tests import checkpoints
 
-TEMP_BOUND = 8 << 20  # bytes; logits of 128 rows and a tile of attention, far below the pool
+TEMP_BOUND = 8 << 20  # bytes, for 8 rows and 64 tokens; far below the pool
 
 
 @pytest.fixture(scope="module")
