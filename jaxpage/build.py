@@ -31,6 +31,7 @@ from jaxpage.runner.step import StepSpec
 from jaxpage.tokenizer import Detokenizer, load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
+from jaxpage.weights.transform import join_projections, quantize
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,6 +77,9 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         initialise(model, seed=config.seed)
     else:
         load(model, config.model, use_tqdm=use_tqdm)
+    join_projections(model)
+    if config.quantization == "int8":
+        quantize(model)
     config, runner = _make_runner(config, model, device)
     _check_same_ropes(hf_config, config, model)
     scheduler = _make_scheduler(config, runner, tokenizer)

@@ -27,7 +27,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "quantization",
             "speculative_config",
             "speculative_model",
             "num_speculative_tokens",

@@ -40,7 +40,7 @@ def resolve(hf_config=None, *, platform="cpu", device_kind="", device_memory=Non
 @pytest.mark.parametrize(
     ("platform", "device_kind", "memory", "block_size", "num_seqs", "num_tokens"),
     [
-        ("cpu", "cpu", None, 16, 256, 4096),
+        ("cpu", "cpu", None, 16, 256, 2048),
         ("gpu", "NVIDIA H200", 141 * GIB, 64, 1024, 16384),
         ("gpu", "NVIDIA A100-SXM4-80GB", 80 * GIB, 64, 256, 8192),
         ("gpu", "NVIDIA L4", 24 * GIB, 64, 256, 8192),
@@ -137,6 +137,7 @@ def test_dtype(given, stored, expected):
         {"decode_steps": 0},
         {"scheduling_policy": "lifo"},
         {"load_format": "gguf"},
+        {"quantization": "awq"},
         {"logprobs_mode": "raw_logits"},
         {"max_logprobs": -2},
         {"kv_cache_memory_bytes": "2X"},
@@ -155,7 +156,8 @@ def test_nothing_is_left_to_interpret():
     assert config.logprobs_mode == "processed"
     assert config.tokenizer == "m"
     left = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) in (None, "auto")}
-    assert left == {"num_gpu_blocks_override", "chat_template", "load_format", "generation_config"}
+    unset = {"num_gpu_blocks_override", "chat_template", "quantization"}
+    assert left == unset | {"load_format", "generation_config"}
     for name in (f.name for f in dataclasses.fields(config)):
         assert name in config.describe()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -200,7 +202,6 @@ def test_options_of_vllm_are_accepted_at_their_neutral_value():
     "option",
     [
         {"tensor_parallel_size": 2},
-        {"quantization": "awq"},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"swap_space": 4},

@@ -67,12 +67,14 @@ class SelfAttention(nnx.Module):
             norm(head_dim, axis="head_dim", eps=config.norm_eps, dtype=dtype) for _ in range(2)
         ]
         self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
+        self.qkv_proj: Linear | None = (
+            None  # the three projections as one Linear, see `weights.transform`
+        )
 
     def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
         config = self.config
         q, k, v = (
-            projection(x).reshape(*x.shape[:-1], -1, config.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            part.reshape(*x.shape[:-1], -1, config.head_dim) for part in self._projections(x)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -86,6 +88,14 @@ class SelfAttention(nnx.Module):
             soft_cap=config.attention_soft_cap,
         )
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+    def _projections(self, x: jax.Array) -> list[jax.Array]:
+        """q [..., H * D], k and v [..., K * D]."""
+        if self.qkv_proj is None:
+            return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        num_q = self.config.num_heads * self.config.head_dim
+        num_kv = self.config.num_kv_heads * self.config.head_dim
+        return jnp.split(self.qkv_proj(x), [num_q, num_q + num_kv], axis=-1)
 
 
 class MLP(nnx.Module):
@@ -102,10 +112,14 @@ class MLP(nnx.Module):
         self.gate_proj = projection((inner, embed), ("mlp", "embed"))
         self.up_proj = projection((inner, embed), ("mlp", "embed"))
         self.down_proj = projection((embed, inner), ("embed", "mlp"))
+        self.gate_up_proj: Linear | None = None  # both as one Linear, see `weights.transform`
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        activation = ACTIVATION_FUNCTIONS[self.activation]
-        return self.down_proj(activation(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up_proj is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(ACTIVATION_FUNCTIONS[self.activation](gate) * up)
 
 
 class DecoderLayer(nnx.Module):
@@ -188,8 +202,10 @@ class CausalLM(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., E] -> float32[..., V], soft-capped where the family does so."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits = matmul(hidden, head.weight[...])
+        if self.lm_head is None:
+            logits = matmul(hidden, self.model.embed_tokens.weight[...])
+        else:
+            logits = self.lm_head.product(hidden)
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -8,6 +8,12 @@ from jaxpage.batch import StepBatch
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import xla
 
+# XLA inlines them; as jits of their own they are traced and lowered once for all layers that are alike.
+_write_kv = jax.jit(write_kv)
+_paged_attention = jax.jit(
+    xla.paged_attention, static_argnames=("scale", "window", "soft_cap", "one_query_per_row")
+)
+
 
 class PagedAttention:
     """The attention argument of a model inside a compiled step (`models.attention.Attention`).
@@ -35,8 +41,8 @@ class PagedAttention:
     ) -> jax.Array:
         """q [T, H, D] and k, v [T, K, D] after RoPE → [T, H, D]."""
         batch = self._batch
-        self.kv_pool[layer] = write_kv(self.kv_pool[layer], k, v, batch.slot_mapping)
-        return xla.paged_attention(
+        self.kv_pool[layer] = _write_kv(self.kv_pool[layer], k, v, batch.slot_mapping)
+        return _paged_attention(
             q,
             self.kv_pool[layer],
             batch.block_table,

@@ -10,8 +10,8 @@ from jaxpage.plan import StepPlan
 MAX_PROGRAMS = 24  # with the admission program: 25 for any configuration
 SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU wants two rows; elsewhere it costs nothing
 FEW_ROWS = 8  # a prompt alone should not pay for the LM head of max_num_seqs rows
-FEW_TOKENS = 16  # smaller steps cost about the same
-MANY_TOKENS = 512  # beyond this the LM head is a small part of a step, and one row bucket is enough
+FEW_TOKENS = 16  # smaller steps cost about the same, and so do those of up to 4 times as many: reading the weights
+MANY_TOKENS = 256  # beyond this the LM head is a small part of a step, and one row bucket is enough
 
 
 @dataclass(frozen=True, order=True)
@@ -32,6 +32,7 @@ class Bucket:
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """All buckets of a configuration, smallest first: tokens and rows in powers of two, at most MAX_PROGRAMS.
 
+    There is none between FEW_TOKENS and 4 * FEW_TOKENS. Every program costs seconds of start-up.
     When there are too many, the smallest token sizes go first: a device that takes large batches spends the same
     time on few tokens as on some more.
     """
@@ -41,6 +42,8 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Buc
     few = min(FEW_ROWS, most_rows)
     mixed = set()
     for tokens in _powers(min(FEW_TOKENS, most_tokens), most_tokens):
+        if tokens == 2 * FEW_TOKENS < most_tokens:
+            continue
         if tokens <= MANY_TOKENS:
             mixed.add(Bucket(tokens, few, False))
         # Rows without tokens (forks) may outnumber the tokens: the largest bucket takes any plan.

@@ -92,4 +92,4 @@ def test_the_default_configuration_has_at_most_25_programs(tmp_path):
     default.wait_until_warm()
     assert len(default._engine.runner.programs.ready) <= 25
     assert default.stats().num_recompiles == 0
-    assert_in_place(default._engine.runner, 32 << 20)  # 256 rows, 4096 tokens
+    assert_in_place(default._engine.runner, 32 << 20)  # 256 rows, 2048 tokens

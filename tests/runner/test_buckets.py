@@ -34,10 +34,10 @@ def test_any_configuration_needs_few_programs_and_holds_every_plan(
 
 
 def test_default_cpu_configuration():
-    buckets = make_buckets(max_num_seqs=256, max_num_batched_tokens=4096)
-    assert len(buckets) == 23
+    buckets = make_buckets(max_num_seqs=256, max_num_batched_tokens=2048)
+    assert len(buckets) == 19
     assert choose_bucket(buckets, plan([1] * 5)) == Bucket(8, 8, True)
-    assert choose_bucket(buckets, plan([20])) == Bucket(32, 8, False)
+    assert choose_bucket(buckets, plan([20])) == Bucket(64, 8, False)
     assert choose_bucket(buckets, plan([1] * 30 + [50])) == Bucket(128, 128, False)
     assert choose_bucket(buckets, plan([1, 0, 0])) == Bucket(
         16, 8, False

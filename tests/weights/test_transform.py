@@ -1,0 +1,80 @@
+"""What the engine does to weights it loaded: joined projections compute the same, int8 nearly the same."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpage.models.layers import matmul, to_int8
+from jaxpage.models.registry import build
+from jaxpage.weights.dummy import initialise
+from jaxpage.weights.transform import join_projections, quantize
+from tests import checkpoints
+
+FAMILIES = [
+    "qwen2",
+    "qwen3",
+    "gemma2",
+]  # biases, norms of q and k, another layer with the same parts
+
+
+def model_of(family: str, path) -> nnx.Module:
+    hf_config = checkpoints.config(checkpoints.build(family, 0, path))
+    return initialise(build(hf_config, dtype="float32", max_model_len=64), seed=3)
+
+
+def logits(model: nnx.Module) -> np.ndarray:
+    return np.asarray(model(jnp.arange(3, 27, dtype=jnp.int32).reshape(2, 12)))
+
+
+def parameters(model: nnx.Module) -> dict[str, jax.Array]:
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): variable.get_value() for path, variable in flat}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_projections_compute_the_same(family, tmp_path):
+    model = model_of(family, tmp_path)
+    expected, before = logits(model), parameters(model)
+    join_projections(model)
+    np.testing.assert_allclose(logits(model), expected, rtol=1e-4, atol=1e-5)
+    after = parameters(model)
+    assert sum(x.size for x in after.values()) == sum(x.size for x in before.values())
+    assert not [name for name in after if "q_proj" in name or "up_proj" in name.split("gate_")[0]]
+    qkv = [before[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]
+    np.testing.assert_array_equal(
+        after["model.layers.0.self_attn.qkv_proj.weight"], np.concatenate(qkv)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8_weights_are_close_and_small(family, tmp_path):
+    model = model_of(family, tmp_path)
+    expected = logits(model)
+    join_projections(model)
+    quantize(model)
+    weights = {name: x for name, x in parameters(model).items() if name.endswith("proj.weight")}
+    assert weights and {x.dtype for x in weights.values()} == {jnp.dtype(jnp.int8)}
+    error = np.abs(logits(model) - expected).max() / expected.std()
+    assert 0 < error < 0.15  # with 7 bits and a sign, twice per layer
+
+
+def test_an_int8_product_is_the_exact_product_of_what_was_rounded():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(5, 64)).astype(np.float32), rng.normal(size=(9, 64)).astype(np.float32)
+    weight, scale = to_int8(jnp.asarray(w))
+    rounded, row_scale = (np.asarray(a, np.float64) for a in to_int8(jnp.asarray(x)))
+    expected = (rounded * row_scale) @ (np.asarray(weight, np.float64) * np.asarray(scale)).T
+    got = matmul(jnp.asarray(x), weight, scale[:, 0])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rounding_is_within_half_a_scale_and_knows_zero():
+    x = jnp.asarray([[0.0, 0.0], [3.0, -5.0], [1e-30, 2e-30]], jnp.float32)
+    rounded, scale = (np.asarray(part, np.float32) for part in to_int8(x))
+    np.testing.assert_array_equal(rounded[0], [0, 0])
+    assert np.abs(rounded * scale - x).max() <= scale.max() / 2
+    assert np.abs(rounded[1:]).max(axis=1).tolist() == [127, 127]
