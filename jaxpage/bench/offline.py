@@ -1,29 +1,32 @@
 """`jaxpage bench offline`: the same offline work through jaxpage and other engines, in turns.
 
-Knows the workloads, the order of measurements and what is reported; how an engine is driven is
-in `peers.py`. One engine works at a time, rounds alternate between them, and medians are
-compared, so a slow minute of the machine falls on all of them.
+Knows the order of measurements and what is reported; what is measured is in `workloads.py`, how an
+engine is driven in `engines.py`. One engine works at a time, rounds alternate between them, and
+medians are compared, so a slow minute of the machine falls on all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import math
+import logging
 import os
 import platform
 import random
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxpage import tiny
-from jaxpage.bench.peers import Options, PeerProcess, Work
+from jaxpage.bench import bandwidth, warm_up
+from jaxpage.bench.peers import PEERS, PeerProcess, check_python, engine_of
+from jaxpage.bench.workloads import MAX_NUM_SEQS, Workload, workloads
 
-MAX_MODEL_LEN = 1024
-MAX_NUM_SEQS = 64
+logger = logging.getLogger(__name__)
 
 QWEN25_05B: dict[str, Any] = tiny.TINY_CONFIG | {
     "vocab_size": 19000,
@@ -37,14 +40,22 @@ QWEN25_05B: dict[str, Any] = tiny.TINY_CONFIG | {
     "tie_word_embeddings": True,
 }
 SHAPES = {"tiny": tiny.TINY_CONFIG, "qwen2.5-0.5b": QWEN25_05B}
-FAMILIES = {"transformers": ("transformers-generate", "transformers-continuous")}
+ENGINES = {  # what `compare` may name: peers
+    "transformers": ("transformers-generate", "transformers-continuous"),
+    "vllm": ("vllm",),
+    "llama.cpp": ("llama.cpp",),
+    "jaxpage-int8": ("jaxpage-int8",),
+}
+WARM_UP = "warm-up"  # measured otherwise than the workloads, and of jaxpage alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineBench:
     """Compare offline throughput with other engines, in bfloat16, greedily."""
 
-    compare: tuple[Literal["transformers"], ...] = ()  # engines besides jaxpage
+    # besides jaxpage: transformers, vllm, llama.cpp, jaxpage-int8; "a,b" and "a b" are the same
+    compare: tuple[str, ...] = ()
+    python: tuple[str, ...] = ()  # ENGINE=EXECUTABLE: an engine's Python, if not the one running
     shape: Literal["tiny", "qwen2.5-0.5b"] = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
     workloads: tuple[str, ...] = ()  # names, all of them if none is given
@@ -56,132 +67,81 @@ class OfflineBench:
     json: Path | None = None  # all timings, versions and the machine go to this file
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Something to measure. One round runs the list of works that `make` draws, one by one."""
-
-    name: str
-    unit: str
-    make: Callable[[random.Random], list[Work]]
-    value: Callable[[list[Work], list[float]], float]  # from the seconds of each work
-    less_is_better: bool = False
-    prefix_caching: bool = False
-
-    def speedup(self, ours: float, theirs: float) -> float:
-        """How many times as fast as theirs ours is."""
-        return theirs / ours if self.less_is_better else ours / theirs
-
-
-def workloads(vocab_size: int, scale: float) -> list[Workload]:
-    """All workloads; token ids below 3 are left to special tokens."""
-
-    def scaled(number: int) -> int:
-        return max(1, round(number * scale))
-
-    def prompt(rng: random.Random, length: int) -> list[int]:
-        return [rng.randrange(3, vocab_size) for _ in range(length)]
-
-    def log_uniform(rng: random.Random, low: int, high: int) -> int:
-        return scaled(round(math.exp(rng.uniform(math.log(low), math.log(high)))))
-
-    def alike(rng: random.Random, batch: int, num_tokens: int) -> Work:
-        prompts = [prompt(rng, scaled(256)) for _ in range(batch)]
-        return Work(prompts=prompts, num_tokens=[num_tokens] * batch, static_batch=batch)
-
-    def decode(batch: int) -> Workload:
-        """The difference of two runs leaves the decode steps alone."""
-        num_steps = max(2, scaled(32))
-        return Workload(
-            name=f"decode-{batch}",
-            unit="ms/step",
-            less_is_better=True,
-            make=lambda rng: [alike(rng, batch, 1), alike(rng, batch, 1 + num_steps)],
-            value=lambda works, seconds: (seconds[1] - seconds[0]) / num_steps * 1e3,
-        )
-
-    def mixed(rng: random.Random) -> list[Work]:
-        num_requests = scaled(64)
-        prompts = [prompt(rng, log_uniform(rng, 16, 512)) for _ in range(num_requests)]
-        num_tokens = [log_uniform(rng, 8, 256) for _ in range(num_requests)]
-        return [Work(prompts=prompts, num_tokens=num_tokens, static_batch=8)]
-
-    def shared_prefix(rng: random.Random) -> list[Work]:
-        num_requests, prefix = scaled(32), prompt(rng, scaled(512))
-        prompts = [prefix + prompt(rng, scaled(32)) for _ in range(num_requests)]
-        return [Work(prompts=prompts, num_tokens=[scaled(16)] * num_requests, static_batch=8)]
-
-    return [
-        *(decode(batch) for batch in (1, 8, 32)),
-        Workload(
-            name="prefill-8",
-            unit="prompt tokens/s",
-            make=lambda rng: [alike(rng, 8, 1)],
-            value=lambda works, seconds: sum(map(len, works[0].prompts)) / seconds[0],
-        ),
-        Workload(name="mixed", unit="output tokens/s", make=mixed, value=_output_rate),
-        Workload(
-            name="shared-prefix",
-            unit="output tokens/s",
-            make=shared_prefix,
-            value=_output_rate,
-            prefix_caching=True,
-        ),
-    ]
-
-
-def _output_rate(works: list[Work], seconds: list[float]) -> float:
-    return sum(works[0].num_tokens) / seconds[0]
-
-
 def main(bench: OfflineBench) -> None:
     """Measure, print a table, and write all timings to `bench.json` if asked for."""
-    names = ["jaxpage", *(peer for family in bench.compare for peer in FAMILIES[family])]
-    report = measure(bench, names)
+    compared = split(bench.compare)
+    if unknown := set(compared) - set(ENGINES):
+        raise ValueError(f"no engine {sorted(unknown)} to compare; there are {', '.join(ENGINES)}")
+    report = measure(bench, ["jaxpage", *(peer for name in compared for peer in ENGINES[name])])
     if bench.json is not None:
         bench.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
+    print(show(report))
+
+
+def split(names: Sequence[str]) -> list[str]:
+    """`("a,b", "c")` names a, b and c."""
+    return [name for part in names for name in part.split(",") if name]
+
+
+def pythons(entries: Sequence[str]) -> dict[str, str]:
+    """Each engine's executable: ours, or what `ENGINE=EXECUTABLE` says. Raises ValueError."""
+    found = {engine_of(peer): sys.executable for peer in PEERS}
+    for entry in split(entries):
+        engine, _, python = entry.partition("=")
+        if engine not in found or not python:
+            raise ValueError(
+                f"python must be ENGINE=EXECUTABLE, ENGINE one of {', '.join(found)}; got {entry!r}"
+            )
+        found[engine] = python
+    return found
 
 
 def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     """Run the workloads through each of the named peers and return everything that was seen.
 
-    Raises ValueError for an unknown workload or peer, RuntimeError if a peer fails.
+    Raises ValueError for an unknown workload or peer and for a peer that is not installed,
+    RuntimeError if a peer fails.
     """
     folder, config = checkpoint(bench)
     known = workloads(config["vocab_size"], bench.scale)
-    chosen = bench.workloads or tuple(w.name for w in known)
-    if unknown := set(chosen) - {w.name for w in known}:
-        raise ValueError(f"no workload {unknown}; there are {[w.name for w in known]}")
+    names = [*(w.name for w in known), WARM_UP]
+    chosen = split(bench.workloads) or names
+    if unknown := set(chosen) - set(names):
+        raise ValueError(f"no workload {sorted(unknown)}; there are {', '.join(names)}")
     if bench.rounds < 1 or bench.scale <= 0:
         raise ValueError(f"rounds ({bench.rounds}) and scale ({bench.scale}) must be positive")
-    results = []
-    versions: dict[str, dict[str, str]] = {}
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(PeerProcess(name)) for name in peers]
-        current = None
-        for workload in sorted((w for w in known if w.name in chosen), key=_by_options):
-            options = Options(
-                threads=bench.threads,
-                max_model_len=MAX_MODEL_LEN,
-                max_num_seqs=MAX_NUM_SEQS,
-                prefix_caching=workload.prefix_caching,
-            )
-            if options != current:
-                versions = {p.name: p.setup(folder, options) for p in processes}
-                current = options
-            results.append(_measure_workload(workload, processes, bench))
-    return {
+    python = pythons(bench.python)
+    for peer in peers:
+        check_python(peer, python[engine_of(peer)])
+    report: dict[str, Any] = {
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(bench).items()},
         "config": config,
         "machine": machine(),
-        "versions": versions,
-        "results": results,
+        "bandwidth": bandwidth.measure(bench.threads),
+        "weight_bytes": weight_bytes(folder, config),
+        "versions": {},
+        "results": [],
     }
-
-
-def _by_options(workload: Workload) -> bool:
-    """Sort key: workloads with the same engine options stand together, for one set-up."""
-    return workload.prefix_caching
+    for (options, also), group in itertools.groupby(
+        [w for w in known if w.name in chosen], lambda w: (w.options(bench.threads), w.also)
+    ):
+        # The same processes for all workloads that need the same.
+        with contextlib.ExitStack() as stack:
+            processes = [
+                stack.enter_context(PeerProcess(peer, python[engine_of(peer)]))
+                for peer in [*peers, *(also if "jaxpage" in peers else ())]
+            ]
+            for process in processes:
+                report["versions"][process.name] = process.setup(folder, options)
+            for workload in group:
+                report["results"].append(_measure_workload(workload, processes, bench))
+    if WARM_UP in chosen and "jaxpage" in peers:
+        size = {"max_model_len": known[0].max_model_len, "max_num_seqs": MAX_NUM_SEQS}
+        report["warm_up"] = [
+            warm_up.measure(folder, python["jaxpage"], bench.threads, size)
+            for _ in range(bench.rounds)
+        ]
+    return report
 
 
 def _measure_workload(
@@ -199,6 +159,7 @@ def _measure_workload(
                 values[peer.name].append(workload.value(works, taken))
     load = os.getloadavg()[0]  # of the last minute: more than `threads` means that others were busy
     medians = {name: statistics.median(value) for name, value in values.items()}
+    logger.info("%s, %s: %s", workload.name, workload.unit, _joined(medians))
     ours, *others = medians
     return {
         "workload": workload.name,
@@ -221,6 +182,14 @@ def checkpoint(bench: OfflineBench) -> tuple[Path, dict[str, Any]]:
     return tiny.write_checkpoint(folder, config).resolve(), config
 
 
+def weight_bytes(folder: Path, config: dict[str, Any]) -> int:
+    """What a decode step reads of the checkpoint: all but an embedding that is not the head too."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not config.get("tie_word_embeddings", False):
+        size -= 2 * config["vocab_size"] * config["hidden_size"]  # a few rows of it are read
+    return size
+
+
 def machine() -> dict[str, Any]:
     """What the numbers depend on besides versions."""
     processor = platform.processor()
@@ -238,20 +207,63 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(report: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> str:
+    """Everything that is printed."""
+    return "\n".join([*table(report["results"]), *_against_memory(report), *_start_up(report)])
+
+
+def table(results: list[dict[str, Any]]) -> list[str]:
     """Medians, and in brackets how many times as fast the first engine is as each other one."""
-    rows = [["workload", "unit", *report["results"][0]["median"]]]
-    for result in report["results"]:
+    if not results:
+        return []
+    peers = list(dict.fromkeys(peer for result in results for peer in result["median"]))
+    rows = [["workload", "unit", *peers]]
+    for result in results:
         cells = []
-        for name, median in result["median"].items():
-            speedup = result["speedup"].get(name)
-            cells.append(f"{median:.1f}" + (f" ({speedup:.2f}x)" if speedup else ""))
+        for peer in peers:
+            median, speedup = result["median"].get(peer), result["speedup"].get(peer)
+            cells.append("" if median is None else f"{median:.1f}")
+            cells[-1] += f" ({speedup:.2f}x)" if speedup else ""
         rows.append([result["workload"], result["unit"], *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    return [
         "  ".join(
             cell.ljust(width) if i < 2 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
-    )
+    ]
+
+
+def _against_memory(report: dict[str, Any]) -> list[str]:
+    """The time to read the weights once, and how many times that each decode-8 step takes."""
+    copy, read = (report["bandwidth"][kind] / 1e9 for kind in ("copy", "read"))
+    weights = report["weight_bytes"] / 1e9
+    once = weights / copy * 1e3
+    lines = [
+        f"memory: copy {copy:.1f} GB/s (read and written), read {read:.1f} GB/s; "
+        f"at copy speed {weights:.3f} GB of weights are read once in {once:.2f} ms"
+    ]
+    for result in report["results"]:
+        if result["workload"] == "decode-8":
+            ratios = {peer: median / once for peer, median in result["median"].items()}
+            lines.append(f"decode-8 step over that time: {_joined(ratios)}")
+    return lines
+
+
+def _joined(values: dict[str, float]) -> str:
+    return ", ".join(f"{peer} {value:.2f}" for peer, value in values.items())
+
+
+def _start_up(report: dict[str, Any]) -> list[str]:
+    starts = report.get("warm_up")
+    if not starts:
+        return []
+    lines = []
+    for cache in starts[0]:
+        first, warm = (
+            statistics.median(start[cache][event] for start in starts)
+            for event in ("first_token", "warm")
+        )
+        lines.append(f"start, {cache}: first token {first:.1f} s, all programs {warm:.1f} s")
+    return lines

@@ -2,52 +2,54 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tyro
+from safetensors.numpy import load_file
 
-from jaxpage.bench import offline
+from jaxpage import tiny
+from jaxpage.bench import bandwidth, llama, offline, warm_up
 from jaxpage.bench.offline import OfflineBench
-from jaxpage.bench.peers import Options, PeerProcess, Work
-
-OPTIONS = Options(threads=1, max_model_len=64, max_num_seqs=2, prefix_caching=False)
-WORK = Work(prompts=[[3, 4, 5]], num_tokens=[2], static_batch=1)
+from jaxpage.bench.workloads import UNCACHED, Workload, workloads
 
 
-def script(tmp_path: Path, reply: str) -> str:
-    """A Python that is none: it answers each line of the pipe with `reply`."""
-    path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\nwhile read line; do echo '{reply}'; done\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def by_name(scale: float = 1.0) -> dict[str, offline.Workload]:
-    return {w.name: w for w in offline.workloads(vocab_size=512, scale=scale)}
+def by_name(scale: float = 1.0) -> dict[str, Workload]:
+    return {w.name: w for w in workloads(vocab_size=512, scale=scale)}
 
 
 @pytest.mark.parametrize("name", by_name())
 @pytest.mark.parametrize("scale", [0.02, 1.0])
 def test_every_request_fits_the_engines_limits(name, scale):
-    for work in by_name(scale)[name].make(random.Random(0)):
+    workload = by_name(scale)[name]
+    options = workload.options(threads=1)
+    for work in workload.make(random.Random(0)):
         assert len(work.prompts) == len(work.num_tokens) >= 1
         for prompt, num_tokens in zip(work.prompts, work.num_tokens, strict=True):
             assert len(prompt) >= 1 and num_tokens >= 1
-            assert len(prompt) + num_tokens <= offline.MAX_MODEL_LEN
+            assert len(prompt) + num_tokens <= options.max_model_len
             assert 3 <= min(prompt) and max(prompt) < 512
-        assert 1 <= work.static_batch <= offline.MAX_NUM_SEQS
+        assert 1 <= work.static_batch <= options.max_num_seqs
 
 
 def test_decode_time_is_the_difference_of_a_long_and_a_short_run():
     workload = by_name()["decode-8"]
     short, long = workload.make(random.Random(0))
     assert (short.num_tokens, long.num_tokens) == ([1] * 8, [33] * 8)
+    assert {len(prompt) for prompt in short.prompts + long.prompts} == {256}
     assert short.prompts != long.prompts, "a prefix cache must not help the second run"
     assert workload.value([short, long], [2.0, 5.2]) == pytest.approx(100.0)  # 3.2 s, 32 steps
     assert workload.speedup(ours=50.0, theirs=100.0) == 2.0
+
+
+def test_prefill_counts_the_tokens_of_the_prompts():
+    workload = by_name()["prefill-8"]
+    works = workload.make(random.Random(0))
+    assert works[0].num_tokens == [1] * 8
+    assert workload.value(works, [2.0]) == 8 * 256 / 2
 
 
 def test_throughput_counts_only_the_tokens_that_were_asked_for():
@@ -57,40 +59,32 @@ def test_throughput_counts_only_the_tokens_that_were_asked_for():
     assert workload.speedup(ours=100.0, theirs=50.0) == 2.0
     lengths = [len(p) for p in works[0].prompts]
     assert len(lengths) == 64 and 16 <= min(lengths) < 40 < 200 < max(lengths) <= 512
+    assert 8 <= min(works[0].num_tokens) < 20 < 100 < max(works[0].num_tokens) <= 256
 
 
-def test_shared_prefix_is_shared_and_the_rest_is_not():
-    (work,) = by_name()["shared-prefix"].make(random.Random(0))
-    assert len({tuple(p[:512]) for p in work.prompts}) == 1
-    assert len({tuple(p[512:]) for p in work.prompts}) == len(work.prompts)
+def test_questions_share_their_table_and_no_round_has_seen_it():
+    workload = by_name()["questions"]
+    (work,), (other,) = (workload.make(random.Random(seed)) for seed in (0, 1))
+    assert len(work.prompts) == 32
+    assert len({tuple(p[:1500]) for p in work.prompts}) == 1
+    assert len({tuple(p[1500:]) for p in work.prompts}) == 32
+    assert work.prompts[0][:16] != other.prompts[0][:16]
+    assert workload.prefix_caching and workload.also == (UNCACHED,)
 
 
-def test_an_answer_with_too_few_tokens_is_an_error(tmp_path):
-    with PeerProcess("jaxpage", script(tmp_path, '{"answer": [0.5, 1]}')) as peer:
-        with pytest.raises(RuntimeError, match="1 tokens instead of 2"):
-            peer.run(WORK)
+@pytest.mark.parametrize("words", ["transformers,vllm", "transformers vllm"])
+def test_lists_may_have_commas_or_spaces(words):
+    bench = tyro.cli(OfflineBench, args=["--compare", *words.split()])
+    assert offline.split(bench.compare) == ["transformers", "vllm"]
 
 
-def test_a_peers_own_error_is_shown(tmp_path):
-    with PeerProcess("jaxpage", script(tmp_path, '{"error": "no such folder"}')) as peer:
-        with pytest.raises(RuntimeError, match="no such folder"):
-            peer.setup(tmp_path, OPTIONS)
-
-
-def test_a_dead_peer_is_reported_with_its_status(tmp_path):
-    path = tmp_path / "python"
-    path.write_text("#!/bin/sh\nread line\nexit 7\n")
-    path.chmod(0o755)
-    with PeerProcess("jaxpage", str(path)) as peer:
-        with pytest.raises(RuntimeError, match="status 7"):
-            peer.run(WORK)
-
-
-def test_unknown_names_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="transformers-generate"):
-        PeerProcess("fastest")
-    with pytest.raises(ValueError, match="decode-32"):
-        offline.measure(bench(tmp_path, workloads=("encode",)), [])
+def test_an_engine_may_have_a_python_of_its_own():
+    python = offline.pythons(["vllm=/a/python,llama.cpp=/b/python"])
+    assert (python["vllm"], python["llama.cpp"]) == ("/a/python", "/b/python")
+    assert python["jaxpage"] == python["transformers"]
+    for wrong in ("/a/python", "vllm=", "jaxpage-int8=/a/python"):
+        with pytest.raises(ValueError, match=r"ENGINE one of jaxpage, .*vllm.*; got"):
+            offline.pythons([wrong])
 
 
 def bench(tmp_path: Path, **options) -> OfflineBench:
@@ -98,23 +92,123 @@ def bench(tmp_path: Path, **options) -> OfflineBench:
     return OfflineBench(cache_dir=tmp_path, **(sizes | options))
 
 
-@pytest.mark.slow
-def test_jaxpage_is_a_peer_and_can_be_set_up_again(tmp_path):
-    folder, _ = offline.checkpoint(bench(tmp_path))
-    with PeerProcess("jaxpage") as peer:
-        for prefix_caching in (False, True):
-            options = dataclasses.replace(OPTIONS, prefix_caching=prefix_caching)
-            assert peer.setup(folder, options)["jax"].startswith("0.")
-            assert peer.run(Work(prompts=[[3, 4], [5]], num_tokens=[1, 9], static_batch=1)) > 0
+def test_unknown_names_and_engines_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="decode-32.*warm-up"):
+        offline.measure(bench(tmp_path, workloads=("encode",)), [])
+    with pytest.raises(ValueError, match="fastest.*transformers, vllm"):
+        offline.main(bench(tmp_path, compare=("fastest",)))
+    with pytest.raises(ValueError, match="no package vllm.*--python vllm="):
+        offline.main(bench(tmp_path, compare=("vllm",)))
+    with pytest.raises(ValueError, match="/no/python is no Python that runs"):
+        offline.main(bench(tmp_path, compare=("vllm",), python=("vllm=/no/python",)))
+
+
+def test_every_peer_gets_the_same_work_in_turns(tmp_path, monkeypatch):
+    asked = []
+
+    class StubProcess:
+        def __init__(self, name, python):
+            self.name = name
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            asked.append((self.name, "end"))
+
+        def setup(self, folder, options):
+            asked.append((self.name, options))
+            return {"version": "1"}
+
+        def run(self, work):
+            asked.append((self.name, work))
+            return {"jaxpage": 1.0, UNCACHED: 8.0}.get(self.name, 2.0) * sum(work.num_tokens)
+
+    monkeypatch.setattr(offline, "PeerProcess", StubProcess)
+    monkeypatch.setattr(bandwidth, "measure", lambda threads: {"copy": 4e9, "read": 2e9})
+    peers = ["jaxpage", "transformers-generate"]
+    report = offline.measure(bench(tmp_path, workloads=("decode-8,questions",), rounds=1), peers)
+
+    decode, questions = report["results"]
+    assert decode["speedup"] == {"transformers-generate": 2.0}
+    assert questions["speedup"] == {"transformers-generate": 2.0, UNCACHED: 8.0}
+    work_of = {name: [x for n, x in asked if n == name and hasattr(x, "prompts")] for name in peers}
+    assert work_of["jaxpage"] == work_of["transformers-generate"]
+    assert len(work_of["jaxpage"]) == 2 * (2 + 1)  # the round that is not counted, and one
+    names = [name for name, x in asked if x == "end"]
+    assert names == [*peers[::-1], UNCACHED, *peers[::-1]], "one set of processes for each options"
+
+    first, _, row, memory, steps = offline.show(report).splitlines()
+    assert first.split() == ["workload", "unit", *peers, UNCACHED]
+    assert row.split()[0] == "questions" and row.endswith("(8.00x)")
+    assert "4.0 GB/s" in memory
+    once = report["weight_bytes"] / 4e9 * 1e3
+    assert f"jaxpage {8e3 / once:.2f}, transformers-generate {16e3 / once:.2f}" in steps
+
+
+def test_the_weights_of_a_step_leave_out_an_embedding_that_is_only_looked_up(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    config = {"vocab_size": 10, "hidden_size": 5}
+    assert offline.weight_bytes(tmp_path, config) == 1000 - 2 * 10 * 5
+    assert offline.weight_bytes(tmp_path, config | {"tie_word_embeddings": True}) == 1000
+
+
+def test_bandwidth_is_bytes_over_seconds_of_all_threads(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(clock))
+    found = bandwidth.measure(2, num_bytes=1600, repeats=3)
+    assert found == {"copy": 2 * 1600, "read": 1600}
+
+
+def test_starts_share_a_cache_that_is_empty_at_first(tmp_path, monkeypatch):
+    """A stand-in for the fresh process: how full the cache was is its time to the first token."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        "cache=$(echo \"$3\" | sed \"s/.*'compilation_cache_dir': '\\([^']*\\)'.*/\\1/\")\n"
+        'echo noise; echo "{\\"first_token\\": $(ls $cache | wc -l), \\"warm\\": 9}"\n'
+        "touch $cache/program\n"
+    )
+    python.chmod(0o755)
+    found = warm_up.measure(tmp_path, str(python), 1, {"max_num_seqs": 2})
+    assert found["cold"] == {"first_token": 0, "warm": 9}
+    assert found["cached"] == {"first_token": 1, "warm": 9}
+    report = {"results": [], "weight_bytes": 1, "bandwidth": {"copy": 1.0, "read": 1.0}}
+    lines = offline.show(report | {"warm_up": [found]}).splitlines()
+    assert lines[1:] == [
+        "start, cold: first token 0.0 s, all programs 9.0 s",
+        "start, cached: first token 1.0 s, all programs 9.0 s",
+    ]
+    python.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(RuntimeError, match="status 3"):
+        warm_up.measure(tmp_path, str(python), 1, {})
+
+
+def test_every_tensor_of_qwen2_has_a_name_in_gguf(tmp_path):
+    folder = tiny.write_checkpoint(tmp_path / "tiny", tiny.TINY_CONFIG)
+    names = [name for name, _ in llama.bfloat16_tensors(folder)]
+    found = [llama.gguf_name(name) for name in names]
+    assert len(set(found)) == len(names)
+    assert {"token_embd.weight", "output.weight", "output_norm.weight"} < set(found)
+    assert {"blk.1.attn_q.bias", "blk.0.ffn_down.weight"} < set(found)
+
+
+def test_the_bits_of_a_checkpoint_are_read_without_a_bfloat16(tmp_path):
+    folder = tiny.write_checkpoint(tmp_path / "tiny", tiny.TINY_CONFIG)
+    bits = dict(llama.bfloat16_tensors(folder))
+    wanted = load_file(folder / "model.safetensors")
+    assert bits.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(bits[name], array.view(np.uint16))
 
 
 @pytest.mark.slow
 def test_transformers_both_ways_in_turns(tmp_path):
     report = offline.measure(
-        bench(tmp_path, workloads=("decode-1", "mixed", "shared-prefix")),
+        bench(tmp_path, workloads=("decode-1", "mixed", "questions")),
         ["transformers-generate", "transformers-continuous"],
     )
-    assert [r["workload"] for r in report["results"]] == ["decode-1", "mixed", "shared-prefix"]
+    assert [r["workload"] for r in report["results"]] == ["decode-1", "mixed", "questions"]
     for result in report["results"]:
         for name in ("transformers-generate", "transformers-continuous"):
             assert len(result["seconds"][name]) == len(result["values"][name]) == 2
@@ -122,4 +216,4 @@ def test_transformers_both_ways_in_turns(tmp_path):
             assert report["versions"][name]["torch"].startswith("2.")
         assert list(result["speedup"]) == ["transformers-continuous"]
     assert json.loads(json.dumps(report))["results"] == report["results"]
-    assert len(offline.table(report).splitlines()) == 4
+    assert len(offline.table(report["results"])) == 4

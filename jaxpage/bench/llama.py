@@ -1,0 +1,237 @@
+"""llama.cpp as a peer, through the C functions of llama-cpp-python, and the GGUF file that it reads.
+
+Runs in the engine's own environment (llama_cpp, gguf, numpy), and imports nothing but the standard
+library at its top. Knows Qwen2's names in both formats. Must not know workloads or other engines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxpage.bench.peers import Options, Work
+
+MAX_BATCH_TOKENS = 2048  # of one llama_decode
+LOG_ERROR = 4
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@dataclass
+class Row:
+    """A request in one of llama.cpp's sequences."""
+
+    sequence: int
+    pending: list[int]  # tokens that are not computed yet
+    num_wanted: int
+    num_computed: int = 0
+    output: list[int] = field(default_factory=list)
+
+
+class LlamaCpp:
+    """llama.cpp with a plain continuous batch around `llama_decode`, as its server has one.
+
+    Greedy tokens are taken with NumPy, which costs a few microseconds a row. With prefix caching,
+    what all prompts of a work begin with is computed once and copied to their sequences.
+    """
+
+    package: ClassVar[str] = "llama_cpp"
+    environment: ClassVar[dict[str, str]] = {}
+
+    def setup(self, folder: str, options: Options) -> dict[str, str]:
+        self.lib = lib = importlib.import_module("llama_cpp")
+        self.log = lib.llama_log_callback(_log_error)  # must live as long as the library
+        lib.llama_log_set(self.log, None)
+        path = gguf_of(Path(folder))
+        model = lib.llama_model_load_from_file(os.fsencode(path), lib.llama_model_default_params())
+        params = lib.llama_context_default_params()
+        params.n_seq_max = options.max_num_seqs
+        params.n_ctx = options.max_num_seqs * options.max_model_len
+        params.n_batch = MAX_BATCH_TOKENS
+        params.n_threads = params.n_threads_batch = options.threads
+        self.context = model and lib.llama_init_from_model(model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp cannot run {path}")
+        self.memory = lib.llama_get_memory(self.context)
+        self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+        self.batch = lib.llama_batch_init(MAX_BATCH_TOKENS, 0, 1)
+        self.options = options
+        return {"llama-cpp-python": lib.__version__}
+
+    def run(self, work: Work) -> tuple[float, int]:
+        start = time.perf_counter()
+        self.lib.llama_memory_clear(self.memory, False)
+        waiting = list(zip(work.prompts, work.num_tokens, strict=True))[::-1]
+        free = list(range(self.options.max_num_seqs))
+        shared = self._share_prefix(work.prompts) if self.options.prefix_caching else 0
+        rows: list[Row] = []
+        num_tokens = 0
+        while rows or waiting:
+            while free and waiting:
+                prompt, wanted = waiting.pop()
+                rows.append(Row(free.pop(0), prompt[shared:], wanted, num_computed=shared))
+            self._step(rows)
+            for row in [r for r in rows if len(r.output) == r.num_wanted]:
+                num_tokens += len(row.output)
+                self.lib.llama_memory_seq_rm(self.memory, row.sequence, shared, -1)
+                free.append(row.sequence)
+                rows.remove(row)
+        return time.perf_counter() - start, num_tokens
+
+    def _share_prefix(self, prompts: list[list[int]]) -> int:
+        """Compute what all prompts begin with into every sequence; its length, in tokens.
+
+        The last token of each prompt is left out: its logits are wanted.
+        """
+        prefix = os.path.commonprefix([prompt[:-1] for prompt in prompts])
+        if len(prompts) == 1 or not prefix:
+            return 0
+        row = Row(0, list(prefix), num_wanted=1)
+        while not row.output:
+            self._step([row])
+        for sequence in range(1, min(len(prompts), self.options.max_num_seqs)):
+            self.lib.llama_memory_seq_cp(self.memory, 0, sequence, -1, -1)
+        return len(prefix)
+
+    def _step(self, rows: list[Row]) -> None:
+        """One `llama_decode` of as many pending tokens as it takes; rows that have none left get
+        their next token."""
+        batch, num_tokens = self.batch, 0
+        sampled: list[Row] = []  # in the order of the logits
+        for row in rows:
+            taken = row.pending[: MAX_BATCH_TOKENS - num_tokens]
+            del row.pending[: len(taken)]
+            for token in taken:
+                batch.token[num_tokens] = token
+                batch.pos[num_tokens] = row.num_computed
+                batch.n_seq_id[num_tokens] = 1
+                batch.seq_id[num_tokens][0] = row.sequence
+                batch.logits[num_tokens] = 0
+                row.num_computed += 1
+                num_tokens += 1
+            if taken and not row.pending:
+                batch.logits[num_tokens - 1] = 1
+                sampled.append(row)
+        batch.n_tokens = num_tokens
+        if (status := self.lib.llama_decode(self.context, batch)) != 0:
+            raise RuntimeError(f"llama_decode of {num_tokens} tokens returned {status}")
+        if sampled:
+            self._sample(sampled)
+
+    def _sample(self, rows: list[Row]) -> None:
+        np = importlib.import_module("numpy")
+        logits = self.lib.llama_get_logits(self.context)
+        logits = np.ctypeslib.as_array(logits, shape=(len(rows), self.vocab_size))
+        for row, token in zip(rows, logits.argmax(axis=1).tolist(), strict=True):
+            row.output.append(token)
+            row.pending.append(token)
+
+
+def _log_error(level: int, text: bytes, _: Any) -> None:
+    if level == LOG_ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
+
+
+def gguf_of(folder: Path) -> Path:
+    """The GGUF file beside a checkpoint folder, written now unless it is there and newer."""
+    path = folder.parent / f"{folder.name}.bf16.gguf"
+    newest = max(file.stat().st_mtime for file in folder.glob("*.safetensors"))
+    if not path.exists() or path.stat().st_mtime < newest:
+        part = path.with_suffix(f".{os.getpid()}")
+        try:
+            write_gguf(folder, part)
+            part.rename(path)
+        finally:
+            part.unlink(missing_ok=True)
+    return path
+
+
+def write_gguf(folder: Path, path: Path) -> None:
+    """Matrices in bfloat16, vectors in float32, as llama.cpp wants them; no tokenizer.
+
+    Raises ValueError if the checkpoint is not Qwen2 in bfloat16.
+    """
+    import numpy as np
+
+    gguf = importlib.import_module("gguf")
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] != "qwen2":
+        raise ValueError(f"only Qwen2 is written as GGUF, and {folder} is {config['model_type']}")
+    rope = config.get("rope_parameters") or config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config["vocab_size"])
+    for name, bits in bfloat16_tensors(folder):
+        if bits.ndim == 1:
+            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(gguf_name(name), bits.view(np.uint8), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_name(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight` there. KeyError if unknown."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    if layer is not None:
+        return f"blk.{layer[1]}.{GGUF_NAMES[layer[2]]}.{layer[3]}"
+    stem, kind = name.rsplit(".", 1)
+    return f"{GGUF_NAMES[stem]}.{kind}"
+
+
+def bfloat16_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and bits (uint16, in the tensor's shape) of each tensor; NumPy has no bfloat16."""
+    import numpy as np
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header_len = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_len))
+        data = np.memmap(path, np.uint8, mode="r", offset=8 + header_len)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] != "BF16":
+                raise ValueError(
+                    f"{path}: {name} is {entry['dtype']}; only BF16 is written as GGUF"
+                )
+            start, end = entry["data_offsets"]
+            assert end - start == 2 * math.prod(entry["shape"])
+            yield name, data[start:end].view(np.uint16).reshape(entry["shape"])
