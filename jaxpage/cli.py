@@ -1,4 +1,4 @@
-"""The command line: `jaxpage generate` and `jaxpage bench`.
+"""The command line: `jaxpage demo`, `chat`, `generate` and `bench`.
 
 Knows flags, exit codes and what is printed. What a command needs is imported when it runs, so that
 `--help` is quick. Must not know how anything is done.
@@ -11,10 +11,8 @@ import importlib
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -23,6 +21,8 @@ from jaxpage.config import EngineConfig
 
 USAGE = """usage: jaxpage COMMAND [--help]
 
+  demo             see what it does, with a tiny model that is packaged
+  chat             talk to a model
   generate         continue prompts with a model
   bench offline    compare offline throughput with other engines
   bench scheduler  time the host's part of a step
@@ -44,9 +44,18 @@ JsonDict = Annotated[
 class EngineFlags(EngineConfig):
     """Options of the engine, the same as those of `LLM`."""
 
-    model: str = ""  # a checkpoint folder; none: a tiny one with random weights is made
+    model: str = ""  # a checkpoint folder; none: the tiny one of the demo
     hf_overrides: JsonDict = None  # merged into config.json
     override_generation_config: JsonDict = None  # merged into generation_config.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatEngineFlags(EngineFlags):
+    """The same with defaults for one answer at a time: tokens shown as they come, few programs."""
+
+    max_num_seqs: int | None = 1
+    max_num_batched_tokens: int | None = 512
+    decode_steps: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,33 +87,72 @@ class Generate:
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Talk to a model. /reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+
+    system: str | None = None  # what the model is told before the first question
+    engine: ChatEngineFlags = field(default_factory=ChatEngineFlags)
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+
+
+def demo() -> None:
+    """See what the engine does, with a tiny model that is packaged: no network, no options."""
+    from jaxpage.demo.show import show
+
+    logging.getLogger("jaxpage").setLevel(logging.WARNING)  # it shows what the log would say
+    show()
+
+
+def chat(flags: Chat) -> None:
+    """Talk to a model. /reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    from rich.console import Console
+
+    from jaxpage.chat import converse
+    from jaxpage.llm import LLM
+
+    options = _engine_options(flags.engine)
+    logging.getLogger("jaxpage").setLevel(logging.WARNING)  # no log amid the answers
+    if sys.stderr.isatty():
+        print(f"loading {options['model']}", file=sys.stderr)
+    llm = LLM(**options)
+    # As long as the model likes, whatever the default for continuing texts.
+    params = dataclasses.replace(
+        llm.get_default_sampling_params(), **({"max_tokens": None} | _options(flags.sampling))
+    )
+    converse(llm, Console(), params, system=flags.system)
+
+
 def generate(flags: Generate) -> None:
     """Continue prompts and print them with their continuations. Raises ValueError."""
     if not flags.prompt:
         raise ValueError("nothing to continue; give --prompt TEXT")
-    with tempfile.TemporaryDirectory(prefix="jaxpage-") as folder:
-        options = _options(flags.engine)
-        if not flags.engine.model:
-            from jaxpage import tiny
+    from jaxpage.llm import LLM
 
-            options["model"] = str(tiny.build(Path(folder) / "tiny"))
-            print("no --model: a tiny one with random weights talks nonsense", file=sys.stderr)
-
-        from jaxpage.llm import LLM
-
-        llm = LLM(**options)
-        params = dataclasses.replace(llm.get_default_sampling_params(), **_options(flags.sampling))
-        outputs = llm.generate(list(flags.prompt), params, use_tqdm=sys.stderr.isatty())
+    llm = LLM(**_engine_options(flags.engine))
+    params = dataclasses.replace(llm.get_default_sampling_params(), **_options(flags.sampling))
+    outputs = llm.generate(list(flags.prompt), params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
         for completion in output.outputs:
             print(f"{output.prompt}{completion.text}")
 
 
-def _options(flags: Any) -> dict[str, Any]:
-    """What was given."""
+def _engine_options(flags: EngineFlags) -> dict[str, Any]:
+    """What `LLM` is to be told: what differs from its own defaults, and some model."""
+    options = _options(flags, EngineFlags)
+    if "model" not in options:
+        from jaxpage.demo import checkpoint
+
+        options["model"] = str(checkpoint())
+        print("no --model: using the tiny one of the demo", file=sys.stderr)
+    return options
+
+
+def _options(flags: Any, defaults: type | None = None) -> dict[str, Any]:
+    """What differs from the defaults, those of another class of flags if one is named."""
     return {
         f.name: list(value) if isinstance(value, tuple) else value
-        for f in dataclasses.fields(flags)
+        for f in dataclasses.fields(defaults or flags)
         if (value := getattr(flags, f.name)) != f.default
     }
 
@@ -113,8 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code: 0, 2 for the user's errors, 130 for Ctrl-C."""
     args = list(sys.argv[1:] if argv is None else argv)
     match args:
-        case ["generate", *rest]:
-            command: Callable[..., None] = generate
+        case ["demo" | "chat" | "generate" as name, *rest]:
+            command: Callable[..., None] = {"demo": demo, "chat": chat, "generate": generate}[name]
         case ["bench", "offline" | "scheduler" as name, *rest]:
             command = importlib.import_module(f"jaxpage.bench.{name}").main
         case ["-h" | "--help"]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import cli
+from jaxpage import cli, demo
 from jaxpage.bench import scheduler
 from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from jaxpage.sampling_params import SamplingParams
@@ -84,24 +84,50 @@ def test_what_is_not_given_comes_from_the_model(calls):
     assert calls[0].params == SamplingParams(temperature=0.5, max_tokens=9)
 
 
-def test_without_a_model_a_tiny_one_is_made_and_said(calls, capsys, monkeypatch):
-    built = []
-    monkeypatch.setattr("jaxpage.tiny.build", lambda path: built.append(path) or path)
+def test_without_a_model_it_is_the_one_of_the_demo(calls, capsys):
     assert cli.main(["generate", "--prompt", "x"]) == 0
-    assert calls[0].options["model"] == str(built[0])
-    assert "random weights" in capsys.readouterr().err
+    assert calls[0].options == {"model": str(demo.checkpoint())}
+    assert "the tiny one of the demo" in capsys.readouterr().err
+
+
+def test_chat_flags_become_options(calls, monkeypatch):
+    seen = []
+
+    def converse(llm, console, params, *, system):
+        seen.append((params, system))
+
+    monkeypatch.setattr("jaxpage.chat.converse", converse)
+    assert cli.main(["chat", "--model", "m", "--decode-steps", "8", "--system", "Be brief."]) == 0
+    assert calls[0].options == {"model": "m", "max_num_seqs": 1, "max_num_batched_tokens": 512}
+    assert cli.main(["chat", "--temperature", "0", "--max-tokens", "5"]) == 0
+    assert calls[1].options["model"] == str(demo.checkpoint())
+    assert calls[1].options["decode_steps"] == 1
+    assert seen == [
+        (SamplingParams(temperature=0.5, max_tokens=None), "Be brief."),
+        (SamplingParams(temperature=0, max_tokens=5), None),
+    ]
+
+
+def test_the_demo_takes_no_flags(monkeypatch):
+    performed = []
+    monkeypatch.setattr("jaxpage.demo.show.show", lambda: performed.append(True))
+    assert cli.main(["demo"]) == 0 and performed == [True]
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["demo", "--model", "x"])
+    assert exit_.value.code == 2
 
 
 @pytest.mark.parametrize(
     "args",
     [
-        ["--model", "broken", "--prompt", "x"],
-        ["--model", "m"],
-        ["--model", "m", "--n", "0", "--prompt", "x"],
+        ["generate", "--model", "broken", "--prompt", "x"],
+        ["generate", "--model", "m"],
+        ["generate", "--model", "m", "--n", "0", "--prompt", "x"],
+        ["chat", "--model", "broken"],
     ],
 )
 def test_errors_of_the_user_are_one_line(calls, capsys, args):
-    assert cli.main(["generate", *args]) == 2
+    assert cli.main(args) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("jaxpage: ") and captured.err.count("\n") == 1

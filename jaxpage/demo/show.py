@@ -1,0 +1,182 @@
+"""`jaxpage demo`: what the engine is, what it compiled, three acts, and what to type next.
+
+Knows the order of events, and how the engine is made and described. What is asked in the acts, and
+how that is shown, is in `acts`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from jaxpage.demo import checkpoint
+
+if TYPE_CHECKING:
+    from jaxpage.build import Built
+    from jaxpage.demo.acts import BatchFigures, StoryFigures, TableFigures
+    from jaxpage.llm import LLM
+    from jaxpage.runner.programs import Program
+    from jaxpage.runner.runner import Runner
+
+# Ten programs instead of 24, so that they are compiled soon; questions of act 2 wait for a row.
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": "6M",
+}
+GREETING = "Who are you?"
+NEXT = """\
+jaxpage chat                                   talk to this model
+jaxpage chat --model FOLDER                    or to any checkpoint in a folder
+jaxpage generate --model FOLDER --prompt TEXT  continue a text
+notebooks/1_quickstart.ipynb                   the same from Python, step by step
+
+Or in Python:
+
+from jaxpage import LLM
+llm = LLM("FOLDER")
+print(llm.generate("Once upon a time")[0].outputs[0].text)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What the acts measured."""
+
+    table: TableFigures
+    batch: BatchFigures
+    stories: StoryFigures
+
+
+def show(console: Console | None = None, options: Mapping[str, Any] | None = None) -> Figures:
+    """Perform. `options` are those of `LLM`, besides `OPTIONS`."""
+    start = time.perf_counter()
+    console = console or Console()
+    options = {"model": str(checkpoint())} | OPTIONS | dict(options or {})
+    console.rule("jaxpage demo")
+    console.print(
+        f"A language model of {num_parameters(options['model']) / 1e6:.1f} million parameters, on "
+        "this machine, without a network.",
+        highlight=False,
+    )
+    with console.status("loading it, and compiling the programs that a first answer needs"):
+        # Not before: these imports alone take seconds.
+        from jaxpage.build import build
+        from jaxpage.config import EngineConfig
+        from jaxpage.demo import acts
+        from jaxpage.llm import LLM
+
+        built = build(EngineConfig.from_options(**options), use_tqdm=False)
+    llm, pool, rng = LLM.from_built(built), built.engine.scheduler.pool, random.Random(0)
+    _chapter(console, "What runs")
+    console.print(configuration(built))
+    _chapter(console, "What was compiled")
+    _greet_and_wait(console, llm, _runner(built), start)
+    acts.rehearse(llm)
+    _chapter(console, "1. Questions about one table, one after the other")
+    table = acts.ask_one_by_one(llm, console, rng, num_rows=24, num_questions=6)
+    _chapter(console, "2. 32 questions in one continuous batch")
+    batch = acts.ask_at_once(llm, console, rng, pool, num_questions=32)
+    _chapter(console, "3. Eight stories from one prompt")
+    stories = acts.tell_stories(llm, console, rng, pool, num_stories=8)
+    _chapter(console, "What to type next")
+    console.print(NEXT, highlight=False)
+    return Figures(table=table, batch=batch, stories=stories)
+
+
+def _greet_and_wait(console: Console, llm: LLM, runner: Runner, start: float) -> None:
+    """A first answer by the few programs there are, then the manifest until it is complete."""
+    from jaxpage.demo.acts import GREEDY, end_live
+    from jaxpage.runner.runner import ADMIT
+
+    ready = runner.programs.ready
+    names = [ADMIT, *(bucket.name for bucket in runner.buckets)]
+    console.print(
+        f"{len(ready)} of {len(names)} programs are ready; the others are compiled behind a first "
+        "answer:",
+        highlight=False,
+    )
+    console.print(f"\n> {GREETING}", style="bold", highlight=False)
+    (output,) = llm.chat([{"role": "user", "content": GREETING}], GREEDY, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    console.print(Text(output.outputs[0].text))
+    console.print(f"answered {seconds:.1f} s after the start", style="dim", highlight=False)
+    console.print("\nWaiting for them, so that the figures below are of the engine alone:\n")
+    with Live(
+        get_renderable=lambda: manifest(names, dict(ready)), console=console, refresh_per_second=4
+    ):
+        llm.wait_until_warm()
+    end_live(console)
+
+
+def _runner(built: Built) -> Runner:
+    """The engine knows two verbs of its runner; this is the whole of it."""
+    return cast("Runner", built.engine.runner)
+
+
+def num_parameters(model: str) -> int:
+    """How many the checkpoint folder holds. Raises ValueError if it is not one."""
+    from jaxpage.weights.safetensors import open_checkpoint
+
+    return sum(math.prod(tensor.shape) for tensor in open_checkpoint(model).values())
+
+
+def configuration(built: Built) -> Table:
+    """What the options came to on this machine, in a few lines."""
+    import jax
+
+    config, runner = built.config, _runner(built)
+    spec, buckets = runner.pool_spec, runner.buckets
+    decode = [bucket.num_rows for bucket in buckets if bucket.decode]
+    mixed = [bucket.num_tokens for bucket in buckets if not bucket.decode]
+    pool = f"{spec.num_blocks} blocks of {spec.block_size} tokens, {spec.num_bytes / 2**20:.1f} MiB"
+    on = {True: "on", False: "off"}
+    rows = {
+        "model": config.model,
+        "parameters": f"{num_parameters(config.model):,} in {config.dtype}",
+        "device": f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}",
+        "KV pool": f"{pool}, in {config.dtype}",
+        "longest sequence": f"{config.max_model_len} tokens",
+        "in one step": f"{config.max_num_seqs} sequences, {config.max_num_batched_tokens} tokens; "
+        f"or {config.decode_steps} decode steps in one launch",
+        "buckets": f"decode steps of {decode[0]} to {decode[-1]} rows, "
+        f"others of {mixed[0]} to {mixed[-1]} tokens",
+        "prefix cache": on[config.enable_prefix_caching],
+        "programs kept in": config.compilation_cache_dir or "memory only",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, Text(value, style="cyan", overflow="fold"))
+    return table
+
+
+def manifest(names: Sequence[str], ready: Mapping[str, Program]) -> Table:
+    """All programs: how long each took and whether the cache on disk had it, if it is ready."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, justify in (("program", "left"), ("seconds", "right"), ("temporaries", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("")
+    for name in names:
+        program = ready.get(name)
+        if program is None:
+            table.add_row(name, "", "", "compiling or waiting", style="dim")
+        else:
+            origin = "from the disk cache" if program.cache_hit else "compiled"
+            megabytes = f"{program.temp_bytes / 1e6:.1f} MB"
+            table.add_row(name, f"{program.seconds:.2f}", megabytes, origin)
+    num_hits = sum(program.cache_hit for program in ready.values())
+    table.add_row(f"{len(ready)} of {len(names)} ready", "", "", f"{num_hits} from the disk cache")
+    return table
+
+
+def _chapter(console: Console, title: str) -> None:
+    console.print()
+    console.rule(f"[bold]{title}[/]", align="left")

@@ -1,0 +1,213 @@
+"""What the demo model hears and says: people in a table, look-ups, JSON, sums, small talk, stories.
+
+Every piece is drawn from the `random.Random` it is given, so a seed fixes it. Some name pairs and
+some sums are never used for training: `split="held_out"` draws from those only. Knows strings,
+nothing of tokens, models or arrays.
+
+    rng = random.Random(7)
+    rows = people(rng, 5, split="held_out")
+    turn = look_up(rng, rows, "age")
+    conversation = messages(system_message(table(rows)), [turn])
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from jaxpage.demo.words import (
+    COUNTRIES,
+    FIRST_NAMES,
+    LAST_NAMES,
+    OCCUPATIONS,
+    STORY,
+    STORY_ANIMALS,
+    STORY_MOODS,
+    TALK,
+)
+
+Split = Literal["train", "held_out"]
+Column = Literal["age", "occupation", "country"]
+Kind = Literal["look_up", "json", "sum", "talk", "story"]
+
+COLUMNS: tuple[Column, ...] = ("age", "occupation", "country")
+INTRODUCTIONS = (
+    "Use the table to answer.",
+    "Here is a table of people.",
+    "Answer the questions with the table below.",
+    "You are a helpful assistant. Use the table to answer.",
+)
+QUESTIONS: dict[Column, tuple[str, ...]] = {
+    "age": ("What is the age of {name}?", "How old is {name}?"),
+    "occupation": (
+        "What is the occupation of {name}?",
+        "What is the job of {name}?",
+        "What does {name} do?",
+    ),
+    "country": (
+        "What is the country of {name}?",
+        "Which country is {name} from?",
+        "Where is {name} from?",
+    ),
+}
+ANSWERS: dict[Column, str] = {
+    "age": "According to the table, {name} is {age} years old.",
+    "occupation": "According to the table, {name} works as a {occupation}.",
+    "country": "According to the table, {name} comes from {country}.",
+}
+SUMS = ("What is {a} + {b}?", "What is {a} + {b}?", "Add {a} + {b}.", "{a} + {b} = ?")
+STORY_REQUESTS = (
+    "Tell me a story about {article} {animal}.",
+    "Tell me a short story about {article} {animal}.",
+    "Write a story about {article} {animal}.",
+)
+
+
+@dataclass(frozen=True)
+class Person:
+    """One row of a table."""
+
+    name: str
+    age: int
+    occupation: str
+    country: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and the one answer that counts as right (of a story: one of very many)."""
+
+    kind: Kind
+    question: str
+    answer: str
+
+
+def split_of(key: str) -> Split:
+    """Where a name pair ("John Doe") or a sum ("37 + 58") belongs: one in ten is held out."""
+    return "held_out" if zlib.crc32(key.encode()) % 10 == 0 else "train"
+
+
+def people(rng: random.Random, rows: int, *, split: Split = "train") -> list[Person]:
+    """`rows` people with names of one split; in nine tables of ten no first name and no last name
+    occurs twice. Raises ValueError for a table that the name lists cannot fill.
+    """
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"{rows} rows; a table has 1 to {MAX_ROWS}")
+    distinct = rng.random() < 0.9
+    found: dict[str, Person] = {}
+    firsts, lasts = set[str](), set[str]()
+    while len(found) < rows:
+        first, last = rng.choice(FIRST_NAMES), rng.choice(LAST_NAMES)
+        name = f"{first} {last}"
+        taken = (first in firsts or last in lasts) if distinct else name in found
+        if taken or split_of(name) != split:
+            continue
+        firsts.add(first)
+        lasts.add(last)
+        found[name] = Person(
+            name, rng.randint(18, 89), rng.choice(OCCUPATIONS), rng.choice(COUNTRIES)
+        )
+    return list(found.values())
+
+
+MAX_ROWS = min(len(FIRST_NAMES), len(LAST_NAMES)) // 2  # beyond it, drawing names gets slow
+
+
+def table(rows: Sequence[Person]) -> str:
+    """The people as a markdown table, without a newline at its end."""
+    lines = ["| Name | Age | Occupation | Country |", "|---|---|---|---|"]
+    lines += [f"| {p.name} | {p.age} | {p.occupation} | {p.country} |" for p in rows]
+    return "\n".join(lines)
+
+
+def system_message(table_text: str, introduction: str = INTRODUCTIONS[0]) -> str:
+    """What the system says before questions about a table."""
+    return f"{introduction}\n\n{table_text}"
+
+
+def look_up(rng: random.Random, rows: Sequence[Person], column: Column | None = None) -> Turn:
+    """A question about one cell of the table; the column is drawn unless named."""
+    person = rng.choice(rows)
+    column = column or rng.choice(COLUMNS)
+    question = rng.choice(QUESTIONS[column]).format(name=person.name)
+    return Turn("look_up", question, ANSWERS[column].format(**asdict(person)))
+
+
+def json_record(rng: random.Random, rows: Sequence[Person]) -> Turn:
+    """Some columns of one row, asked for as JSON."""
+    person = rng.choice(rows)
+    count = rng.choice((1, 2, 2, 3))
+    drawn = rng.sample(COLUMNS, count)
+    columns = [column for column in COLUMNS if column in drawn]
+    wanted = ", ".join(["name", *columns[:-1]]) + f" and {columns[-1]}"
+    record = {"name": person.name} | {column: getattr(person, column) for column in columns}
+    return Turn("json", f"Reply in JSON: {wanted} of {person.name}.", json.dumps(record))
+
+
+def addition(rng: random.Random, digits: int | None = None, *, split: Split = "train") -> Turn:
+    """A sum of two numbers of up to `digits` digits, 1 to 3; drawn, mostly 2 and 3, unless named."""
+    while True:
+        first, second = (
+            rng.randrange(10 ** (digits or rng.choices((1, 2, 3), (1, 3, 4))[0])) for _ in range(2)
+        )
+        if split_of(f"{first} + {second}") == split:
+            question = rng.choice(SUMS).format(a=first, b=second)
+            return Turn("sum", question, f"{first} + {second} = {first + second}.")
+
+
+def talk(rng: random.Random) -> Turn:
+    """A line of small talk."""
+    questions, answer = rng.choice(TALK)
+    return Turn("talk", rng.choice(questions), answer)
+
+
+def story(rng: random.Random, animal: str | None = None) -> Turn:
+    """A request for a story, and one of the very many that `words.STORY` can tell."""
+    animal = animal or rng.choice(STORY_ANIMALS)
+    friend = rng.choice([other for other in STORY_ANIMALS if other != animal])
+    mood, friend_mood = rng.sample(STORY_MOODS, 2)
+    parts = {
+        "animal": animal,
+        "friend": friend,
+        "mood": mood,
+        "friend_mood": friend_mood,
+        "name": rng.choice(FIRST_NAMES),
+    }
+    lines = [
+        rng.choice(sentences).format(**parts)
+        for sentences, chance in STORY
+        if rng.random() < chance
+    ]
+    article = "an" if animal[0] in "aeiou" else "a"
+    question = rng.choice(STORY_REQUESTS).format(article=article, animal=animal)
+    return Turn("story", question, " ".join(lines))
+
+
+def turns(rng: random.Random, rows: Sequence[Person], weights: dict[Kind, float]) -> Iterator[Turn]:
+    """Turns of the training split without end, each kind as often as its weight says; look-ups and
+    JSON need `rows`.
+    """
+    kinds, odds = list(weights), list(weights.values())
+    while True:
+        kind = rng.choices(kinds, odds)[0]
+        if kind == "look_up":
+            yield look_up(rng, rows)
+        elif kind == "json":
+            yield json_record(rng, rows)
+        elif kind == "sum":
+            yield addition(rng)
+        else:
+            yield talk(rng) if kind == "talk" else story(rng)
+
+
+def messages(system: str | None, said: Sequence[Turn]) -> list[dict[str, str]]:
+    """The conversation as chat messages, the answer of the last turn left to be said."""
+    chat = [] if system is None else [{"role": "system", "content": system}]
+    for turn in said:
+        chat.append({"role": "user", "content": turn.question})
+        chat.append({"role": "assistant", "content": turn.answer})
+    return chat[:-1] if said else chat

@@ -1,0 +1,159 @@
+"""From text to training batches: the tokenizer of the demo model, and conversations packed in rows.
+
+Every name, job and country is one token, after a space and (but for last names) after a quotation
+mark, so a row of a table is always twelve tokens. Knows strings and NumPy; nothing of the model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from jaxpage.demo import text, words
+from jaxpage.tiny import END_OF_TEXT, IM_END, IM_START, SPECIAL_TOKENS, SPLIT_REGEX
+
+TURN_TOKENS = {"look_up": 32, "json": 45, "sum": 30, "talk": 25, "story": 85}  # on average
+TABLE_TALK: dict[text.Kind, float] = {  # turns, by weight, after a table
+    "look_up": 0.62,
+    "json": 0.25,
+    "sum": 0.05,
+    "talk": 0.05,
+    "story": 0.03,
+}
+OTHER_TALK: dict[text.Kind, float] = {"sum": 0.65, "talk": 0.15, "story": 0.2}
+ROW_TOKENS, HEADER_TOKENS = 12, 36
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the curriculum."""
+
+    start: int  # the first step that may use it
+    rows: int  # tables have 1 to `rows` people
+    length: int  # tokens of a training row
+    tables: float = 0.75  # share of the conversations that are about a table
+
+
+class Batch(NamedTuple):
+    """Rows of tokens and the positions whose next token the model should say; the rest is padding
+    of weight 0.
+    """
+
+    tokens: np.ndarray  # int32[B, T]
+    selected: np.ndarray  # int32[S], positions in the flattened rows
+    targets: np.ndarray  # int32[S], the token after each
+    weights: np.ndarray  # float32[S]
+
+
+def train_tokenizer() -> Tokenizer:
+    """A byte-level BPE with Qwen2's split pattern (digits stand alone): any text can be encoded."""
+    rng = random.Random(0)
+    texts = [conversation(rng, rows=12, length=400) for _ in range(3000)]
+    spaced = words.FIRST_NAMES + words.LAST_NAMES + words.OCCUPATIONS + words.COUNTRIES
+    quoted = words.FIRST_NAMES + words.OCCUPATIONS + words.COUNTRIES
+    texts += [f"x {word}" for word in spaced] * 50 + [f' "{word}"' for word in quoted] * 50
+    for special in SPECIAL_TOKENS:
+        texts = [one.replace(special, "") for one in texts]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(SPLIT_REGEX), behavior="isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2560,  # more than there are pairs to merge
+        min_frequency=5,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def render(messages: Sequence[dict[str, str]]) -> str:
+    """The messages in ChatML, as `tiny.CHAT_TEMPLATE` writes them."""
+    return "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
+
+
+def said(system: str | None, turns: Sequence[text.Turn]) -> str:
+    """A conversation with its last answer."""
+    answer = {"role": "assistant", "content": turns[-1].answer}
+    return render([*text.messages(system, turns), answer])
+
+
+def conversation(rng: random.Random, *, rows: int, length: int, tables: float = 0.75) -> str:
+    """One conversation of at least about `length` tokens, with chance `tables` about a table of
+    1 to `rows` people.
+    """
+    if rng.random() < tables:
+        most = min(rows, (length - HEADER_TOKENS - 80) // ROW_TOKENS)
+        people = text.people(rng, rng.randint(1, most))
+        system = text.system_message(text.table(people), rng.choice(text.INTRODUCTIONS))
+        weights = TABLE_TALK
+        used = HEADER_TOKENS + ROW_TOKENS * len(people)
+    else:
+        people, system, used = [], rng.choice((None, *words.GREETINGS)), 12
+        weights = OTHER_TALK
+    turns = []
+    for turn in text.turns(rng, people, weights):
+        turns.append(turn)
+        used += TURN_TOKENS[turn.kind]
+        if used > length:
+            return said(system, turns)
+    raise AssertionError("turns never end")
+
+
+def answer_mask(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
+    """bool[n]: which tokens the assistant says, its <|im_end|> included."""
+    start, end = tokenizer.token_to_id(IM_START), tokenizer.token_to_id(IM_END)
+    assistant = tokenizer.token_to_id("assistant")
+    mask = np.zeros(len(ids), bool)
+    first = None
+    for index, token in enumerate(ids):
+        if token == start and index + 2 < len(ids) and ids[index + 1] == assistant:
+            first = index + 3  # after the newline
+        elif token == end and first is not None:
+            mask[first : index + 1] = True
+            first = None
+    if first is not None:
+        mask[first:] = True  # an answer that the row cuts
+    return mask
+
+
+def pack(tokenizer: Tokenizer, texts: Sequence[str], length: int, selected: int) -> Batch:
+    """The texts as rows of `length` tokens, cut or padded, with at most `selected` targets."""
+    tokens = np.full((len(texts), length), tokenizer.token_to_id(END_OF_TEXT), np.int32)
+    positions, targets = [], []
+    for row, encoding in enumerate(tokenizer.encode_batch(list(texts), add_special_tokens=False)):
+        ids = np.array(encoding.ids[: length + 1], np.int32)
+        tokens[row, : len(ids)] = ids[:length]
+        wanted = np.flatnonzero(answer_mask(tokenizer, ids.tolist()))
+        positions.append(row * length + wanted - 1)
+        targets.append(ids[wanted])
+    where, what = np.concatenate(positions)[:selected], np.concatenate(targets)[:selected]
+    padding = selected - len(where)
+    return Batch(
+        tokens=tokens,
+        selected=np.pad(where, (0, padding)).astype(np.int32),
+        targets=np.pad(what, (0, padding)).astype(np.int32),
+        weights=np.pad(np.ones(len(where), np.float32), (0, padding)),
+    )
+
+
+def training_batch(
+    tokenizer: Tokenizer, stage: Stage, *, tokens: int, seed: int, step: int
+) -> Batch:
+    """The batch of one step, of about `tokens` tokens: it depends on the arguments only."""
+    rng = random.Random(f"{seed}/{step}")
+    size = max(1, tokens // stage.length)
+    texts = [
+        conversation(rng, rows=stage.rows, length=stage.length, tables=stage.tables)
+        for _ in range(size)
+    ]
+    return pack(tokenizer, texts, stage.length, size * stage.length * 2 // 5)

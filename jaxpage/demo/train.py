@@ -1,0 +1,224 @@
+"""Train the demo model: `python -m jaxpage.demo.train`, or measure one: `... train eval`.
+
+One command, on a CPU or a GPU. It may be killed at any time: the same command goes on from its last
+checkpoint and ends with the same weights, because the data of a step depends on the seed and the
+step only. Knows how training is driven; what is learned is in `text`, from where in `start`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from optax.contrib import MuonDimensionNumbers, muon
+from tokenizers import Tokenizer
+
+from jaxpage.demo import checkpoint, evaluate, network, save, start, tokens
+from jaxpage.models.config import ModelConfig
+
+STAGES = (
+    tokens.Stage(start=0, rows=3, length=192),
+    tokens.Stage(start=120, rows=6, length=256),
+    tokens.Stage(start=240, rows=12, length=320),
+    tokens.Stage(start=480, rows=24, length=448, tables=0.6),
+    tokens.Stage(start=600, rows=12, length=256, tables=0.4),  # tables are known, sums are not
+)
+WATCHED = ("look-up 3", "look-up 8", "look-up 16", "look-up 24", "json 3", "sum 0..99", "talk")
+WARM_UP = 20  # steps over which the learning rates rise
+
+PACKAGED = checkpoint()
+
+State = tuple[network.Params, optax.OptState]
+Step = Callable[[network.Params, optax.OptState, tokens.Batch], tuple[Any, Any, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run. The defaults made the packaged checkpoint."""
+
+    output: Path = Path("demo_model")  # the saved model; its state is kept in `<output>.state`
+    steps: int = 1500
+    tokens_per_step: int = 6144
+    matrix_rate: float = 0.008  # Muon's, of the matrices in the layers
+    vector_rate: float = 0.003  # Adam's, of the embedding and the norms; biases: 3 times as much
+    record_rate: float = 0.1  # factor on the rates of the attention of layer 0 (see `start`)
+    decay: float = 0.45  # fraction of the steps, at the end, over which the rates fall to nothing
+    seed: int = 0
+    log_every: int = 25
+    save_every: int = 100  # held-out accuracy is measured then, too
+
+
+def main(options: Training) -> None:
+    """Train, or go on training, and save the model. Raises ValueError if the state was left by other
+    options, FileExistsError if the output exists.
+    """
+    if options.output.exists():
+        raise FileExistsError(f"{options.output} exists already; name another folder with --output")
+    _remember(options)
+    tokenizer = tokens.train_tokenizer()
+    config = network.model_config(tokenizer.get_vocab_size())
+    params: network.Params = {
+        path: jnp.asarray(value)
+        for path, value in start.weights(config, tokenizer, seed=options.seed).items()
+    }
+    optimiser = optimiser_of(options, params)
+    state: State = (params, optimiser.init(params))
+    count = sum(p.size for p in params.values())
+    print(f"{count:,} parameters, {config.vocab_size} tokens, {jax.default_backend()}")
+    with ocp.CheckpointManager(
+        _state_folder(options) / "steps",
+        options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
+    ) as manager:
+        done = manager.latest_step() or 0
+        if done:
+            state = _restore(manager, done, state)
+            print(f"going on after step {done}")
+        params, _ = _run(options, config, tokenizer, optimiser, state, done, manager)
+    save.write(options.output, params, tokenizer)
+    print(f"saved {options.output}")
+    report(options.output)
+
+
+def _run(
+    options: Training,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    optimiser: optax.GradientTransformation,
+    state: State,
+    done: int,
+    manager: ocp.CheckpointManager,
+) -> State:
+    """The steps after `done`, with what is printed and kept on the way."""
+    take = _step(config, optimiser)
+    params, memory = state
+    began, seen = time.monotonic(), 0
+    for step in range(done, options.steps):
+        stage = stage_of(options, step)
+        batch = tokens.training_batch(
+            tokenizer, stage, tokens=options.tokens_per_step, seed=options.seed, step=step
+        )
+        params, memory, loss = take(params, memory, batch)
+        seen += batch.tokens.size
+        if (step + 1) % options.log_every == 0:
+            rate = seen / (time.monotonic() - began)
+            print(f"step {step + 1}: loss {loss:.3f}, {rate:.0f} tokens/s", flush=True)
+        if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
+            manager.save(step + 1, args=ocp.args.StandardSave(_tree((params, memory))))
+            found = evaluate.accuracy(params, config, tokenizer, suites=WATCHED, questions=60)
+            print("  held out: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items()), flush=True)
+    return params, memory
+
+
+def stage_of(options: Training, step: int) -> tokens.Stage:
+    """The stage that a step takes its rows from: mostly the newest, else any reached, so that nothing
+    learned is forgotten.
+    """
+    reached = [stage for stage in STAGES if step >= stage.start]
+    rng = random.Random(f"stage {options.seed}/{step}")
+    return reached[-1] if rng.random() < 0.6 else rng.choice(reached)
+
+
+def optimiser_of(options: Training, params: network.Params) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, Adam for everything else."""
+
+    def schedule(rate: float) -> optax.Schedule:
+        falling = int(options.steps * options.decay)
+        return optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, rate, WARM_UP),
+                optax.constant_schedule(rate),
+                optax.linear_schedule(rate, 0.0, falling),
+            ],
+            [WARM_UP, options.steps - falling],
+        )
+
+    def scale(updates: Any, _: Any) -> Any:
+        return {path: update * factors[path] for path, update in updates.items()}
+
+    weights_are_out_in = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    matrices: Any = {
+        path: weights_are_out_in if p.ndim == 2 and "embed" not in path else None
+        for path, p in params.items()
+    }
+    factors = {
+        path: (3.0 if path.endswith("bias") else 1.0)
+        * (options.record_rate if "layers.0.self_attn" in path else 1.0)
+        for path in params
+    }
+    return optax.chain(
+        muon(
+            schedule(options.matrix_rate),
+            adam_learning_rate=schedule(options.vector_rate),
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=matrices,
+        ),
+        optax.stateless(scale),
+    )
+
+
+def _step(config: ModelConfig, optimiser: optax.GradientTransformation) -> Step:
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, batch: tokens.Batch) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(network.loss)(params, config, batch)
+        updates, state = optimiser.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def _state_folder(options: Training) -> Path:
+    return options.output.resolve().with_name(options.output.name + ".state")
+
+
+def _remember(options: Training) -> None:
+    """Write down what this run is, or check that it is the one that was begun."""
+    facts = asdict(options) | {"output": options.output.name}
+    path = _state_folder(options) / "options.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    elif (begun := json.loads(path.read_text(encoding="utf-8"))) != facts:
+        changed = {k: (begun.get(k), v) for k, v in facts.items() if begun.get(k) != v}
+        raise ValueError(
+            f"{path.parent} holds a run with other options, {changed} (then, now); "
+            "give the same options, or remove it to start anew"
+        )
+
+
+def _tree(state: State) -> dict[str, Any]:
+    """The arrays of a state by number: optax's own containers are none of Orbax's business."""
+    return {str(index): leaf for index, leaf in enumerate(jax.tree.leaves(state))}
+
+
+def _restore(manager: ocp.CheckpointManager, step: int, like: State) -> State:
+    stored = manager.restore(step, args=ocp.args.StandardRestore(_tree(like)))
+    leaves = [stored[str(index)] for index in range(len(stored))]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def report(folder: Path = PACKAGED, questions: int = 200) -> None:
+    """Print the held-out accuracy of a saved model, as it is in bfloat16."""
+    params, config, tokenizer = save.read(folder)
+    found = evaluate.accuracy(params, config, tokenizer, questions=questions)
+    for suite, share in found.items():
+        print(f"{suite:<12} {share:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    if sys.argv[1:2] == ["eval"]:
+        tyro.cli(report, args=sys.argv[2:])
+    else:
+        main(tyro.cli(Training))

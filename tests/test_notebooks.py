@@ -1,0 +1,105 @@
+"""The notebooks run, and still print what they are kept with.
+
+    python tests/test_notebooks.py      # runs them all and keeps the new outputs
+
+Cells tagged "varies" print times. Pictures are not compared: some draw times, and fonts differ.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from ipykernel.kernelspec import write_kernel_spec
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+MAX_BYTES = 300_000  # of one file with its pictures
+KERNEL = "python3"
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables with which a kernel of this very Python is found, and nothing is left elsewhere.
+
+    `folder` takes the kernel's description: without it one of the user's might come first.
+    """
+    write_kernel_spec(folder / "kernels" / KERNEL)
+    return {
+        "JUPYTER_PATH": str(folder),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        "IPYTHONDIR": str(folder / "ipython"),
+    }
+
+
+def run(path: Path, folder: Path) -> NotebookNode:
+    """The notebook with fresh outputs, from a kernel that works in `folder`.
+
+    Raises nbclient's CellExecutionError if a cell does.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    metadata = dict(notebook.metadata)
+    NotebookClient(
+        notebook,
+        kernel_name=KERNEL,
+        timeout=600,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    ).execute()
+    notebook.metadata = NotebookNode(metadata)  # the kernel adds its version of Python
+    for cell in code_cells(notebook):  # progress bars are for who waits
+        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return notebook
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(cell: NotebookNode) -> str:
+    """The text among a cell's outputs; the text that stands for a picture does not count."""
+    texts = []
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            texts.append(output.text)
+        elif "image/png" not in output.data:
+            texts.append(output.data["text/plain"])
+    return "".join(texts)
+
+
+@pytest.mark.slow
+@each_notebook
+def test_a_notebook_runs_and_prints_what_it_is_kept_with(path, tmp_path, monkeypatch):
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    kept, fresh = nbformat.read(path, as_version=4), run(path, tmp_path)
+    for before, now in zip(code_cells(kept), code_cells(fresh), strict=True):
+        if "varies" not in now.metadata.get("tags", ()):
+            assert printed(now) == printed(before), now.source
+
+
+@each_notebook
+def test_a_notebook_is_kept_with_its_outputs(path):
+    assert path.stat().st_size < MAX_BYTES
+    cells = code_cells(nbformat.read(path, as_version=4))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    assert any("image/png" in o.get("data", ()) for o in outputs)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        os.environ.update(environment(Path(name)), JAX_PLATFORMS="cpu")
+        for path in NOTEBOOKS:
+            nbformat.write(run(path, Path(name)), path)
+
+
+if __name__ == "__main__":
+    main()
