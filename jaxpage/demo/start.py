@@ -30,7 +30,13 @@ POSITION_PAIRS = 12  # RoPE pairs that turn fast enough to tell positions; the r
 
 
 def weights(config: ModelConfig, tokenizer: Tokenizer, *, seed: int) -> dict[str, np.ndarray]:
-    """float32 values by parameter path. For 4 heads of 64 dimensions, 2 KV heads."""
+    """float32 values by parameter path. Raises ValueError for other heads than four that share two KV
+    heads.
+    """
+    if (config.num_heads, config.num_kv_heads) != (4, 2):
+        raise ValueError(
+            f"{config.num_heads} heads, {config.num_kv_heads} KV heads: the start is made for 4 and 2"
+        )
     rng = np.random.default_rng(seed)
     embed, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -108,7 +108,7 @@ def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv, scale, window,
     # Whole tiles only: a slice that ran over the table's end would be shifted back, onto the wrong positions.
     block_table = jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % tile_blocks)))
     query_position = positions[:, None] + jnp.arange(num_queries, dtype=jnp.int32)[None]
-    queries = jnp.moveaxis(q.astype(jnp.float32), 1, 3)  # [R, K, G, Q, D]
+    queries = jnp.moveaxis(q, 1, 3)  # [R, K, G, Q, D]
     queries = queries.reshape(num_rows, num_kv_heads, group * num_queries, head_dim)
 
     def one_tile(tile, carry):
@@ -133,7 +133,10 @@ def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv, scale, window,
         weights = jnp.exp(scores - shift[..., None])
         rescale = jnp.exp(top - shift)
         acc = acc * rescale[..., None] + jnp.einsum(
-            "rkqs,rksd->rkqd", weights, values, preferred_element_type=jnp.float32
+            "rkqs,rksd->rkqd",
+            weights.astype(values.dtype),
+            values,
+            preferred_element_type=jnp.float32,
         )
         return acc, new_top, total * rescale + weights.sum(axis=-1)
 
@@ -156,19 +159,32 @@ def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv, scale, window,
 def _read_tile(pool, blocks, valid, dtype):
     """Keys and values [R, K, B, D] of a tile's blocks [R, blocks], head by head; values are 0 where not valid [R, B].
 
-    Each step in the form that XLA:CPU runs fast. Whole blocks are gathered as flat rows (62 us against 284 with four
-    axes, for 1.6 MB), and the barrier keeps the sum over D on the last axis of a plain copy: XLA would otherwise
-    transpose every key for it.
+    Whole blocks are gathered as flat rows: with four axes XLA:CPU takes 284 us instead of 62 for 1.6 MB.
     """
     num_rows, tile_kv = valid.shape
-    num_blocks, block_size, num_heads, head_dim = pool.shape
+    num_blocks, _, num_heads, head_dim = pool.shape
     rows = pool.reshape(num_blocks, -1).at[blocks.reshape(-1)].get(mode="clip")
-    kv = (
-        from_storage(rows, dtype)
-        .astype(jnp.float32)
-        .reshape(num_rows, tile_kv, num_heads // 2, 2, head_dim)
-    )
-    values = jnp.where(valid[:, :, None, None], kv[:, :, :, 1], 0)  # 0 * NaN would be NaN
-    return lax.optimization_barrier(
-        (jnp.swapaxes(kv[:, :, :, 0], 1, 2), jnp.swapaxes(values, 1, 2))
-    )
+    kv = _pairs(rows).reshape(num_rows, tile_kv, num_heads // 2, 2, -1)
+    keys = jnp.swapaxes(kv[:, :, :, 0], 1, 2)
+    values = jnp.swapaxes(
+        jnp.where(valid[:, :, None, None], kv[:, :, :, 1], 0), 1, 2
+    )  # 0 * NaN would be NaN
+    # The barrier: computed once, not once more inside whatever reads them.
+    keys, values = lax.optimization_barrier((keys, values))
+    shape = (num_rows, num_heads // 2, tile_kv, head_dim)
+    return tuple(_unpaired(x, pool.dtype, dtype).reshape(shape) for x in (keys, values))
+
+
+def _pairs(rows):
+    """[N, D] of 2-byte elements as uint32[N, D / 2]; others as they are.
+
+    Heads are moved in this form. XLA would fold a transpose of bf16 into the layout of the product's operand, and
+    YNNPACK takes batched bf16 products in one layout only: in others XLA converts the operands to float32 first.
+    """
+    if rows.dtype.itemsize != 2:
+        return rows
+    return lax.bitcast_convert_type(rows.reshape(rows.shape[0], -1, 2), jnp.uint32)
+
+
+def _unpaired(x, stored, dtype):
+    return x if stored.itemsize != 2 else lax.bitcast_convert_type(x, dtype)
