@@ -114,7 +114,7 @@ class Programs:
     def start(self, first: Iterable[str]) -> None:
         """Compile `first` in parallel, return, and go on with the others in the order of the lowerings."""
         start = time.perf_counter()
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        with ThreadPoolExecutor(max_workers=num_cores()) as threads:
             for program in threads.map(self._compile, first):
                 self.ready[program.name] = program
         names = [name for name in self._lowerings if name not in self.ready]
@@ -172,11 +172,22 @@ def _compile_behind(reference: weakref.ref[Programs], names: list[str], start: f
 
 
 def use_persistent_cache(folder: str) -> None:
-    """Keep executables in `folder` across processes; "" leaves jax as it is. A folder the user chose wins."""
+    """Keep executables in `folder` across processes; "" leaves jax as it is. A folder the user chose wins.
+
+    XLA:CPU cuts loops into as many parts as there are cores, which jax's cache keys do not tell: a program compiled on
+    one core would run on one of sixteen. So each number of cores has a subfolder.
+    """
     if not folder or getattr(jax.config, _CACHE_DIR) is not None:
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    jax.config.update(_CACHE_DIR, str(folder))
+    path = Path(folder) / f"{num_cores()}-cores"
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update(_CACHE_DIR, str(path))
     # By default jax keeps only programs that took a second to compile: half of a small model's would be missing.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)  # there is none on macOS
+    return len(allowed(0)) if allowed else os.cpu_count() or 1

@@ -1,10 +1,11 @@
+import os
 import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpage.runner.programs import CompilationCounter, Programs
+from jaxpage.runner.programs import CompilationCounter, Programs, use_persistent_cache
 
 
 def lowering(scale, compiled=None):
@@ -67,3 +68,18 @@ def test_only_compilations_of_the_watching_thread_count():
         assert counter.num_compilations == 1
     jax.jit(lambda x: x * 5)(x)
     assert counter.num_compilations == 1
+
+
+def test_programs_are_kept_apart_by_the_number_of_cores_they_were_compiled_for(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5}, raising=False)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_persistent_cache(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "3-cores")
+        use_persistent_cache(str(tmp_path / "other"))  # a folder chosen before wins
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "3-cores")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
