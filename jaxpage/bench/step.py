@@ -83,7 +83,10 @@ def _measure(llm: LLM, batch: int, context: int, num_steps: int) -> dict[str, An
     for name in names:
         prompt = [rng.randrange(3, 500) for _ in range(context)]
         llm.add_request(name, {"prompt_token_ids": prompt}, params)
-    for _ in range(batch * context // 512 + 4):  # prompts, and the launches that compile
+    waiting = set(names)
+    while waiting:  # for first tokens
+        waiting -= {output.request_id for output in llm.step()}
+    for _ in range(2):  # the first of these launches compiles
         llm.step()
     seconds = [_seconds(llm) for _ in range(_TIMED_LAUNCHES)]
     with tempfile.TemporaryDirectory() as folder:

@@ -56,6 +56,7 @@ def test_look_ups_in_unseen_tables_of_up_to_eight_rows_are_right(llm):
 
 @pytest.mark.slow  # loads transformers' model
 def test_transformers_says_the_same(llm):
+    # No stories: their first words are equally likely, so rounding picks one.
     asked = [messages for messages, _ in chats(2, 5, rows=(2, 4, 6, 8, 12))]
     asked += [
         [{"role": "user", "content": question}]
@@ -63,7 +64,7 @@ def test_transformers_says_the_same(llm):
             "Hello!",
             "What is 12 + 7?",
             "Who are you?",
-            "Tell me a story about a fox.",
+            "What is 512 + 389?",
             "What can you do?",
         )
     ]
