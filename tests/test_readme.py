@@ -73,5 +73,5 @@ def test_the_layout_of_the_top_level_is_fixed():
 def test_set_up_is_two_commands_that_the_continuous_integration_can_find():
     commands = re.findall(r"```bash\n(.*?)```", section("Set up"), re.S)
     assert len(commands) == 2 and all(c.count("\n") == 1 for c in commands)
-    assert "jaxpage generate" in commands[0] and "pytest" in commands[1]
+    assert "jaxpage demo" in commands[0] and "pytest" in commands[1]
     assert all(command.startswith("python3 -m venv ") for command in commands)

@@ -120,6 +120,7 @@ def test_the_data_of_a_step_depends_on_seed_and_step_only(tokenizer):
     assert (draw(1, 5) != draw(1, 6)).any() and (draw(1, 5) != draw(2, 5)).any()
 
 
+@pytest.mark.slow  # compiles two gradients
 def test_row_attention_is_dense_attention_with_its_gradient():
     keys = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(keys[0], (2, 9, 4, 8))
