@@ -161,8 +161,9 @@ def configuration(built: Built) -> Table:
 def manifest(names: Sequence[str], ready: Mapping[str, Program]) -> Table:
     """All programs: how long each took and whether the cache on disk had it, if it is ready."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in (("program", "left"), ("seconds", "right"), ("temporaries", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("program")
+    for name in ("seconds", "temporaries"):
+        table.add_column(name, justify="right")
     table.add_column("")
     for name in names:
         program = ready.get(name)

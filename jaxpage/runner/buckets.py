@@ -10,7 +10,7 @@ from jaxpage.plan import StepPlan
 MAX_PROGRAMS = 24  # with the admission program: 25 for any configuration
 SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU wants two rows; elsewhere it costs nothing
 FEW_ROWS = 8  # a prompt alone should not pay for the LM head of max_num_seqs rows
-FEW_TOKENS = 16  # smaller steps cost about the same, and so do those of up to 4 times as many: reading the weights
+FEW_TOKENS = 16  # smaller steps cost about the same: reading the weights
 MANY_TOKENS = 256  # beyond this the LM head is a small part of a step, and one row bucket is enough
 
 
@@ -32,7 +32,8 @@ class Bucket:
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """All buckets of a configuration, smallest first: tokens and rows in powers of two, at most MAX_PROGRAMS.
 
-    There is none between FEW_TOKENS and 4 * FEW_TOKENS. Every program costs seconds of start-up.
+    There is none between FEW_TOKENS and 4 * FEW_TOKENS: every program costs seconds of start-up, and the products of
+    17 to 32 tokens, padded to 64, half as much again.
     When there are too many, the smallest token sizes go first: a device that takes large batches spends the same
     time on few tokens as on some more.
     """

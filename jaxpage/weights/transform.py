@@ -19,8 +19,9 @@ _to_int8 = jax.jit(to_int8)
 def join_projections(model: CausalLM) -> None:
     """One product for q, k, v and one for gate and up, in place, layer by layer: each reads its input once.
 
-    On a CPU a decode step gains about a tenth. Not for models whose parameters are sharded: the parts of a joined
-    weight lie one after the other, and no even split gives each device its own of every part.
+    On a CPU, 120 MB of gate and up in bf16 take 6.0 ms at 2 rows joined and 6.8 ms apart. Not for models whose
+    parameters are sharded: the parts of a joined weight lie one after the other, and no even split gives each device
+    its own of every part.
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, SelfAttention):
@@ -67,7 +68,7 @@ def _joined(parts: list[Linear]) -> Linear:
     joined.weight.set_value(jax.block_until_ready(weight))
     if joined.bias is not None:
         joined.bias.set_value(
-            jnp.concatenate([part.bias.get_value() for part in parts if part.bias])
+            jnp.concatenate([part.bias.get_value() for part in parts if part.bias is not None])
         )
     return joined
 
