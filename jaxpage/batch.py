@@ -63,7 +63,6 @@ class StepBatch:
     kv_lens: (
         jax.Array
     )  # int32[R] tokens of KV after this step's writes; 0 marks a row without tokens
-    samples: jax.Array  # bool[R] the row samples a token
     token_ids: jax.Array  # int32[T] padding: 0
     positions: jax.Array  # int32[T] padding: 0
     slot_mapping: jax.Array  # int32[T] where the tokens' KV goes; padding: a slot of the null block

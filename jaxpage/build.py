@@ -23,6 +23,7 @@ from jaxpage.engine.engine import Engine
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
+from jaxpage.models.config import ModelConfig
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
 from jaxpage.runner.programs import use_persistent_cache
@@ -81,7 +82,8 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     if config.quantization == "int8":
         quantize(model)
     config, runner = _make_runner(config, model, device)
-    _check_same_ropes(hf_config, config, model)
+    if config.fit_max_model_len:
+        _check_same_ropes(hf_config, config, model)
     scheduler = _make_scheduler(config, runner, tokenizer)
     logger.info("%s", config.describe())
     runner.warmup()
@@ -123,7 +125,7 @@ def _make_runner(
             model,
             buckets=buckets,
             pool_spec=dataclasses.replace(pool, num_blocks=num_blocks),
-            step_spec=_step_spec(config, model.config.vocab_size),
+            step_spec=_step_spec(config, model.config),
             ahead_of_time=not config.enforce_eager,
         )
 
@@ -194,13 +196,16 @@ def _check_same_ropes(hf_config: PretrainedConfig, config: ResolvedConfig, model
         )
 
 
-def _step_spec(config: ResolvedConfig, vocab_size: int) -> StepSpec:
+def _step_spec(config: ResolvedConfig, model: ModelConfig) -> StepSpec:
+    vocab_size = model.vocab_size
     return StepSpec(
         block_size=config.block_size,
         max_model_len=config.max_model_len,
         num_blocks_per_row=-(-config.max_model_len // config.block_size),
         num_slots=config.max_num_seqs + 1,
         vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        dtype=model.dtype,
         decode_steps=config.decode_steps,
         num_top_logprobs=vocab_size
         if config.max_logprobs == -1

@@ -95,10 +95,8 @@ def show(console: Console | None = None, options: Mapping[str, Any] | None = Non
 def _greet_and_wait(console: Console, llm: LLM, runner: Runner, start: float) -> None:
     """A first answer by the few programs there are, then the manifest until it is complete."""
     from jaxpage.demo.acts import GREEDY, end_live
-    from jaxpage.runner.runner import ADMIT
 
-    ready = runner.programs.ready
-    names = [ADMIT, *(bucket.name for bucket in runner.buckets)]
+    ready, names = runner.programs.ready, runner.programs.names
     console.print(
         f"{len(ready)} of {len(names)} programs are ready; the others are compiled behind a first "
         "answer:",

@@ -1,4 +1,8 @@
-"""The padded sizes for which steps are compiled, and which of them a plan takes."""
+"""The padded sizes for which programs are compiled, and which of them a plan takes.
+
+A decode step is one program. Any other step is two: `forward`, whose size is its tokens, and `sample`, whose size is
+its rows; so sizes of tokens and of rows add up instead of multiplying.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ MAX_PROGRAMS = 24  # with the admission program: 25 for any configuration
 SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU wants two rows; elsewhere it costs nothing
 FEW_ROWS = 8  # a prompt alone should not pay for the LM head of max_num_seqs rows
 FEW_TOKENS = 16  # smaller steps cost about the same: reading the weights
-MANY_TOKENS = 256  # beyond this the LM head is a small part of a step, and one row bucket is enough
+MANY_TOKENS = 256  # a usual prompt, for which the first request need not wait long
 
 
 @dataclass(frozen=True, order=True)
@@ -24,13 +28,23 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        if self.decode:
-            return f"decode R={self.num_rows}"
-        return f"step T={self.num_tokens} R={self.num_rows}"
+        return f"decode R={self.num_rows}" if self.decode else f"forward T={self.num_tokens}"
+
+    def programs(self, num_rows: int) -> tuple[str, ...]:
+        """The programs that a plan of so many rows runs through, in order."""
+        return (self.name,) if self.decode else (self.name, sample_name(self.sample_rows(num_rows)))
+
+    def sample_rows(self, num_rows: int) -> int:
+        """The size of the `sample` program for so many rows."""
+        return min(FEW_ROWS, self.num_rows) if num_rows <= FEW_ROWS else self.num_rows
+
+
+def sample_name(num_rows: int) -> str:
+    return f"sample R={num_rows}"
 
 
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """All buckets of a configuration, smallest first: tokens and rows in powers of two, at most MAX_PROGRAMS.
+    """All buckets of a configuration, smallest first: rows of decode steps and tokens of others in powers of two.
 
     There is none between FEW_TOKENS and 4 * FEW_TOKENS: every program costs seconds of start-up, and the products of
     17 to 32 tokens, padded to 64, half as much again.
@@ -40,25 +54,15 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Buc
     most_rows = max(SMALLEST_ROWS, _power_of_two(max_num_seqs))
     most_tokens = max(FEW_ROWS, _power_of_two(max_num_batched_tokens))
     decode = [Bucket(rows, rows, True) for rows in _powers(SMALLEST_ROWS, most_rows)]
-    few = min(FEW_ROWS, most_rows)
-    mixed = set()
-    for tokens in _powers(min(FEW_TOKENS, most_tokens), most_tokens):
-        if tokens == 2 * FEW_TOKENS < most_tokens:
-            continue
-        if tokens <= MANY_TOKENS:
-            mixed.add(Bucket(tokens, few, False))
-        # Rows without tokens (forks) may outnumber the tokens: the largest bucket takes any plan.
-        rows = most_rows if tokens == most_tokens else min(tokens, most_rows)
-        mixed.add(Bucket(tokens, rows, False))
-    kept = sorted(mixed)
-    while len(kept) + len(decode) > MAX_PROGRAMS and kept[0].num_tokens < most_tokens:
-        smallest = kept[0].num_tokens
-        kept = [bucket for bucket in kept if bucket.num_tokens > smallest]
-    return (*decode, *kept)
+    sizes = _powers(min(FEW_TOKENS, most_tokens), most_tokens)
+    if len(sizes) > 2:
+        sizes.remove(2 * FEW_TOKENS)
+    num_sizes = MAX_PROGRAMS - len(decode) - 2  # two of `sample`
+    return (*decode, *(Bucket(tokens, most_rows, False) for tokens in sizes[-num_sizes:]))
 
 
-def choose_bucket(buckets: Sequence[Bucket], plan: StepPlan) -> Bucket:
-    """The smallest bucket that holds the plan. Raises ValueError if none does (a bug in the scheduler's limits)."""
+def fitting_buckets(buckets: Sequence[Bucket], plan: StepPlan) -> list[Bucket]:
+    """Those that hold the plan, smallest first. Raises ValueError if none does (a bug in the scheduler's limits)."""
     tokens, rows = plan.total_tokens, plan.num_rows
     decode = tokens == rows and max(plan.num_tokens) == 1
     fitting = [
@@ -70,17 +74,22 @@ def choose_bucket(buckets: Sequence[Bucket], plan: StepPlan) -> Bucket:
         raise ValueError(
             f"no compiled step holds {tokens} tokens in {rows} rows; largest: {max(buckets)}"
         )
-    return min(fitting)
+    return sorted(fitting)
 
 
-def first_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The buckets to compile before the first request: any plan fits one of them, and a usual one not badly.
+def start_order(buckets: Sequence[Bucket]) -> tuple[list[str], list[str]]:
+    """(first, then): the programs on which a usual prompt can run, and all others by how soon they may be missed.
 
-    The largest of each kind, a decode step of few rows, and a prompt of up to MANY_TOKENS.
+    First `then` come decode steps of few rows and the largest of each kind, on which any plan can run.
     """
-    largest = [max(bucket for bucket in buckets if bucket.decode is kind) for kind in (False, True)]
-    usual = (Bucket(FEW_ROWS, FEW_ROWS, True), Bucket(MANY_TOKENS, FEW_ROWS, False))
-    return list(dict.fromkeys([*largest, *(bucket for bucket in usual if bucket in buckets)]))
+    decode = [bucket for bucket in buckets if bucket.decode]
+    forward = [bucket for bucket in buckets if not bucket.decode]
+    usual = min((b for b in forward if b.num_tokens >= MANY_TOKENS), default=forward[-1])
+    few = min((b for b in decode if b.num_rows >= FEW_ROWS), default=decode[-1])
+    soon = [few.name, decode[-1].name, *forward[-1].programs(forward[-1].num_rows)]
+    first = usual.programs(1)
+    then = [*soon, *(bucket.name for bucket in buckets)]
+    return list(first), [name for name in dict.fromkeys(then) if name not in first]
 
 
 def _power_of_two(number: int) -> int:

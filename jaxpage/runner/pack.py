@@ -23,7 +23,7 @@ _FLOATS = (
 
 
 def step_layout(bucket: Bucket, *, block_size: int, decode_steps: int) -> Layout:
-    """What goes up for one step of a bucket; `pack_step` fills it, `step.unpack` reads it.
+    """What goes up for one step of a bucket; `pack_step` fills it.
 
     A row gains at most one block for each `block_size` of its new tokens, one for their start within a block, and one
     for a copy-on-write; so U table updates always suffice.
@@ -33,12 +33,7 @@ def step_layout(bucket: Bucket, *, block_size: int, decode_steps: int) -> Layout
     num_updates = new_tokens // block_size + 2 * rows
     return Layout(
         (
-            Field("features", ()),
-            Field("num_steps", ()),
-            Field("slots", (rows,)),  # padding: NULL_SLOT
-            Field("starts", (rows,)),
-            Field("num_tokens", (rows,)),  # padding: 0
-            Field("samples", (rows,)),  # 0 or 1
+            *rows_layout(rows).fields,
             Field("update_slots", (num_updates,)),  # padding: the null slot's entry 0
             Field("update_indices", (num_updates,)),
             Field("update_blocks", (num_updates,)),
@@ -48,7 +43,21 @@ def step_layout(bucket: Bucket, *, block_size: int, decode_steps: int) -> Layout
     )
 
 
-def pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
+def rows_layout(num_rows: int) -> Layout:
+    """What must be known of the rows to sample for them; `pack_rows` fills it."""
+    return Layout(
+        (
+            Field("features", ()),
+            Field("num_steps", ()),
+            Field("slots", (num_rows,)),  # padding: NULL_SLOT
+            Field("starts", (num_rows,)),
+            Field("num_tokens", (num_rows,)),  # padding: 0
+            Field("samples", (num_rows,)),  # 0 or 1
+        )
+    )
+
+
+def pack_rows(plan: StepPlan, layout: Layout) -> np.ndarray:
     """int32[layout.size]. A fresh buffer each time: the device may read the last one while this one is filled."""
     buffer = np.zeros(layout.size, np.int32)
     views = layout.views(buffer)
@@ -59,6 +68,13 @@ def pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
     views["starts"][:rows] = plan.starts
     views["num_tokens"][:rows] = plan.num_tokens
     views["samples"][:rows] = plan.samples
+    return buffer
+
+
+def pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
+    """The same with what changes in block tables and pool before the rows run."""
+    buffer = pack_rows(plan, layout)
+    views = layout.views(buffer)
     if plan.table_updates:
         updates = np.asarray(plan.table_updates, np.int32)
         for column, name in enumerate(("update_slots", "update_indices", "update_blocks")):

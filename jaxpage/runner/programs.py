@@ -10,11 +10,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import jax
 
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_DIR = "jax_compilation_cache_dir"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+MAX_THREADS = 8  # more would wait for each other in Python, where programs are traced
 
 Lowering = Callable[[], jax.stages.Lowered]
 
@@ -100,40 +102,60 @@ def compile_program(name: str, lowering: Lowering) -> Program:
 class Programs:
     """The programs of an engine by name.
 
-    `start` compiles those on which any plan can run, if need be in a larger bucket than necessary; the others follow
-    in a thread behind the first requests. `wait` for them before measuring anything.
+    `start` compiles them behind the first requests, on as many threads as there are cores; who needs one before its
+    turn waits for it. `wait` for all before measuring anything.
     """
 
     def __init__(self, lowerings: dict[str, Lowering]):
         self.ready: dict[str, Program] = {}
         self.seconds = 0.0  # from `start` until all were compiled; 0 before that
+        self.names = tuple(lowerings)
         self._lowerings = lowerings
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()  # of `ready` and of the error
         self._error: BaseException | None = None
 
-    def start(self, first: Iterable[str]) -> None:
-        """Compile `first` in parallel, return, and go on with the others in the order of the lowerings."""
-        start = time.perf_counter()
-        with ThreadPoolExecutor(max_workers=num_cores()) as threads:
-            for program in threads.map(self._compile, first):
-                self.ready[program.name] = program
-        names = [name for name in self._lowerings if name not in self.ready]
-        self._thread = threading.Thread(
-            target=_compile_behind, args=(weakref.ref(self), names, start), name="jaxpage-compile"
-        )
-        self._thread.start()
+    def start(self, order: Iterable[str]) -> None:
+        """Begin to compile the named programs in this order, and return at once."""
+        queue: SimpleQueue[str] = SimpleQueue()
+        for name in order:
+            queue.put(name)
+        arguments = (weakref.ref(self), queue, time.perf_counter())
+        self._threads = [
+            threading.Thread(target=_compile_behind, args=arguments, name="jaxpage-compile")
+            for _ in range(min(num_cores(), MAX_THREADS))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def wait(self) -> None:
         """Until all are compiled. Raises what the compiler raised."""
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
         if self._error is not None:
             raise self._error
 
+    def wait_for(self, choices: Sequence[Sequence[str]]) -> int:
+        """The index of the first choice whose programs are all ready; waits until there is one.
+
+        Raises what the compiler raised, if that is why there is none.
+        """
+        with self._changed:
+            while True:
+                for index, names in enumerate(choices):
+                    if all(name in self.ready for name in names):
+                        return index
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait()
+
     def __getitem__(self, name: str) -> jax.stages.Compiled:
-        """Compiles it first if that has not been done."""
+        """Waits until it is compiled, or compiles it if that was not started."""
         if name not in self.ready:
-            self.ready[name] = self._compile(name)
+            if self._threads:
+                self.wait_for([[name]])
+            else:
+                self._compile(name)
         return self.ready[name].compiled
 
     def manifest(self) -> str:
@@ -149,26 +171,40 @@ class Programs:
         lines.append(f"{len(self.ready)} programs in {self.seconds:.1f} s, {hits} from the cache")
         return "\n".join(lines)
 
-    def _compile(self, name: str) -> Program:
-        return compile_program(name, self._lowerings[name])
+    def _compile(self, name: str) -> None:
+        program = compile_program(name, self._lowerings[name])
+        with self._changed:
+            self.ready[name] = program
+            self._changed.notify_all()
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        logger.error("compiling %s failed: %s", name, error)
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
 
-def _compile_behind(reference: weakref.ref[Programs], names: list[str], start: float) -> None:
-    """The thread's work; ends early when nobody needs the programs any more: engine gone, or Python exiting."""
-    for name in names:
+def _compile_behind(
+    reference: weakref.ref[Programs], queue: SimpleQueue[str], start: float
+) -> None:
+    """A thread's work; ends early when nobody needs the programs any more: engine gone, or Python exiting."""
+    while True:
         programs = reference()
-        if programs is None or not threading.main_thread().is_alive():
+        if programs is None or programs._error or not threading.main_thread().is_alive():
             return
         try:
-            programs.ready[name] = programs._compile(name)
-        except BaseException as error:  # raised by `wait`, or again at first use
-            programs._error = error
-            logger.error("compiling %s failed: %s", name, error)
+            name = queue.get_nowait()
+        except Empty:
             return
+        try:
+            programs._compile(name)
+        except BaseException as error:  # raised to whoever waits
+            programs._fail(name, error)
+            return
+        if len(programs.ready) == len(programs.names):
+            programs.seconds = time.perf_counter() - start
+            logger.info("%s", programs.manifest())
         del programs
-    if programs := reference():
-        programs.seconds = time.perf_counter() - start
-        logger.info("%s", programs.manifest())
 
 
 def use_persistent_cache(folder: str) -> None:

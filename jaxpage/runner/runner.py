@@ -13,16 +13,25 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jaxpage.batch import RequestState
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.plan import Feature, StepPlan, StepResult
-from jaxpage.runner.buckets import Bucket, choose_bucket, first_buckets
-from jaxpage.runner.pack import admission_layout, pack_admission, pack_step, step_layout
+from jaxpage.runner.buckets import Bucket, fitting_buckets, sample_name, start_order
+from jaxpage.runner.layout import Layout
+from jaxpage.runner.pack import (
+    admission_layout,
+    pack_admission,
+    pack_rows,
+    pack_step,
+    rows_layout,
+    step_layout,
+)
 from jaxpage.runner.programs import CompilationCounter, Lowering, Programs, compile_program
 from jaxpage.runner.step import (
     DeviceResult,
@@ -70,18 +79,20 @@ class Runner:
         self._seen = [weakref.ref(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self._counter = CompilationCounter()
-        names = [ADMIT, *(bucket.name for bucket in buckets)]
-        self.programs = Programs({name: self._lowering(name) for name in names})
+        self._first, self._then = start_order(buckets)
+        self.programs = Programs(self._lowerings())
 
     def warmup(self) -> None:
-        """Allocate pool and state, and compile what the first requests need (see `Programs`). Call once.
+        """Allocate pool and state, and compile what a first prompt needs; the rest follows behind. Call once.
 
         Compiles nothing if not `ahead_of_time`: each program at its first use then.
         """
+        first = [ADMIT, *self._first]
         if self._ahead_of_time:
-            first = [ADMIT, *(bucket.name for bucket in first_buckets(self.buckets))]
-            self.programs.start(first)
+            self.programs.start([*first, *self._then])
         self._allocate()
+        if self._ahead_of_time:
+            self.programs.wait_for([first])
 
     def _allocate(self) -> None:
         self._kv_pool = self.pool_spec.allocate()
@@ -103,8 +114,12 @@ class Runner:
 
         Two results, as a step is launched before the last one is read. Compiles the step; for sizing, before warm-up.
         """
-        program = compile_program(bucket.name, self._lowering(bucket.name))
-        return self.state_bytes + program.temp_bytes + 2 * program.result_bytes
+        lowerings = self._lowerings()
+        programs = [
+            compile_program(name, lowerings[name]) for name in bucket.programs(bucket.num_rows)
+        ]
+        results = sum(program.result_bytes for program in programs)
+        return self.state_bytes + max(program.temp_bytes for program in programs) + 2 * results
 
     @property
     def num_recompiles(self) -> int:
@@ -129,17 +144,30 @@ class Runner:
         return False
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start the plan's step and return at once."""
-        bucket = choose_bucket(self._ready_buckets(), plan)
+        """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
+        bucket = self._choose(plan)
         packed = pack_step(plan, self._layouts[bucket.name])
+        programs, leaves = self.programs, self._leaves()
         with self._counter.watching():
             for sequence in plan.admissions:
                 row = pack_admission(sequence, self._admission, vocab_size=self._spec.vocab_size)
-                self._state = self.programs[ADMIT](self._state, row)
-            self._kv_pool, self._state, result = self.programs[bucket.name](
-                self._leaves(), self._kv_pool, self._state, packed
+                self._state = programs[ADMIT](self._state, row)
+            self._kv_pool, self._state, result = programs[bucket.name](
+                leaves, self._kv_pool, self._state, packed
             )
+            if not bucket.decode:
+                name = bucket.programs(plan.num_rows)[-1]
+                rows = pack_rows(plan, self._layouts[name])
+                self._state, result = programs[name](leaves, self._state, result, rows)
         return Launched(plan, result)
+
+    def _choose(self, plan: StepPlan) -> Bucket:
+        """The smallest bucket whose programs are ready."""
+        fitting = fitting_buckets(self.buckets, plan)
+        if not self._ahead_of_time:
+            return fitting[0]
+        choices = [bucket.programs(plan.num_rows) for bucket in fitting]
+        return fitting[self.programs.wait_for(choices)]
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step and bring its result to the host. Blocks here, and only here."""
@@ -165,23 +193,25 @@ class Runner:
     def _leaves(self) -> list[jax.Array]:
         return [variable.get_raw_value() for variable in self._variables]
 
-    def _ready_buckets(self) -> tuple[Bucket, ...]:
-        if not self._ahead_of_time or len(self.programs.ready) > len(self.buckets):
-            return self.buckets
-        return tuple(bucket for bucket in self.buckets if bucket.name in self.programs.ready)
-
     @cached_property
-    def _layouts(self):
+    def _layouts(self) -> dict[str, Layout]:
+        """What goes up to each program, by its name."""
         spec = self._spec
-        return {
+        layouts = {
             bucket.name: step_layout(
                 bucket, block_size=spec.block_size, decode_steps=spec.decode_steps
             )
             for bucket in self.buckets
         }
+        return layouts | {sample_name(rows): rows_layout(rows) for rows in self._sample_rows}
 
     @cached_property
-    def _admission(self):
+    def _sample_rows(self) -> tuple[int, int]:
+        largest = self.buckets[-1]
+        return largest.sample_rows(1), largest.num_rows
+
+    @cached_property
+    def _admission(self) -> Layout:
         spec = self._spec
         return admission_layout(
             max_model_len=spec.max_model_len,
@@ -189,30 +219,47 @@ class Runner:
             vocab_size=spec.vocab_size,
         )
 
-    def _lowering(self, name: str) -> Lowering:
-        """A function that traces and lowers the program of that name."""
-        state = abstract_request_state(self._spec)
+    def _lowerings(self) -> dict[str, Lowering]:
+        """For each program a function that traces and lowers it."""
+        step = Step(graphdef=self._graphdef, treedef=self._treedef, spec=self._spec)
+        lowerings: dict[str, Lowering] = {ADMIT: self._lower_admit}
+        for bucket in self.buckets:
+            lowerings[bucket.name] = partial(self._lower_step, step, bucket)
+        for rows in self._sample_rows:
+            lowerings[sample_name(rows)] = partial(self._lower_sample, step, rows)
+        return lowerings
 
-        def lower_admit():
-            packed = jax.ShapeDtypeStruct((self._admission.size,), np.int32)
-            return jax.jit(make_admit(self._admission), donate_argnums=0).lower(state, packed)
+    def _lower_admit(self) -> jax.stages.Lowered:
+        admit = make_admit(self._admission)
+        return jax.jit(admit, donate_argnums=0).lower(
+            self._abstract_state, _integers(self._admission.size)
+        )
 
-        def lower_step():
-            bucket = next(bucket for bucket in self.buckets if bucket.name == name)
-            layout = self._layouts[name]
-            step = Step(
-                graphdef=self._graphdef,
-                treedef=self._treedef,
-                bucket=bucket,
-                layout=layout,
-                spec=self._spec,
-            )
-            leaves = [
-                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._leaves()
-            ]
-            packed = jax.ShapeDtypeStruct((layout.size,), np.int32)
-            return jax.jit(step, donate_argnums=(1, 2)).lower(
-                leaves, self.pool_spec.abstract(), state, packed
-            )
+    def _lower_step(self, step: Step, bucket: Bucket) -> jax.stages.Lowered:
+        layout = self._layouts[bucket.name]
+        function = partial(step.decode if bucket.decode else step.forward, bucket, layout)
+        return jax.jit(function, donate_argnums=(1, 2)).lower(
+            self._abstract_leaves(),
+            self.pool_spec.abstract(),
+            self._abstract_state,
+            _integers(layout.size),
+        )
 
-        return lower_admit if name == ADMIT else lower_step
+    def _lower_sample(self, step: Step, num_rows: int) -> jax.stages.Lowered:
+        layout = self._layouts[sample_name(num_rows)]
+        spec = self._spec
+        hidden = jax.ShapeDtypeStruct((self.buckets[-1].num_rows, spec.hidden_size), spec.dtype)
+        return jax.jit(partial(step.sample, layout), donate_argnums=1).lower(
+            self._abstract_leaves(), self._abstract_state, hidden, _integers(layout.size)
+        )
+
+    def _abstract_leaves(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._leaves()]
+
+    @cached_property
+    def _abstract_state(self) -> RequestState:
+        return abstract_request_state(self._spec)
+
+
+def _integers(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), np.int32)

@@ -1,13 +1,15 @@
-"""The compiled programs: one step of a bucket, and the admission of a sequence. Pure functions on the device.
+"""The compiled programs: a step, in one piece or two, and the admission of a sequence. Pure functions on the device.
 
-`step(leaves, kv_pool, request_state, packed) -> (kv_pool, request_state, result)`: unpack the batch, embed, layers,
-final norm, gather the rows' last tokens, LM head, masks, sample, logprobs. Pool and request state are donated.
+`decode(leaves, kv_pool, request_state, packed) -> (kv_pool, request_state, result)`: unpack the batch, embed, layers,
+final norm, LM head, masks, sample, logprobs, and again. Steps with prompts do the same once, in two programs: `forward`
+ends with the hidden states of the rows' last tokens, `sample` goes on from there. Pool and request state are donated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ from pallas_kernels.kv_write.xla import copy_blocks
 _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode"))
 
 KVPool = list[jax.Array]  # one array per layer, see `kv_pool.KVPoolSpec`
-Rows = dict[str, jax.Array]  # the fields of `pack.step_layout`
+Rows = dict[str, jax.Array]  # the fields of `pack.rows_layout` or `pack.step_layout`
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +50,8 @@ class StepSpec:
     num_blocks_per_row: int  # M
     num_slots: int  # Q, the null slot included
     vocab_size: int  # V
+    hidden_size: int  # E
+    dtype: DTypeLike  # of hidden states
     decode_steps: int  # most decode steps in one launch
     num_top_logprobs: int  # W
     logprobs_mode: str
@@ -107,57 +111,58 @@ def make_admit(layout: Layout) -> Callable:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The step of one bucket: `step(leaves, kv_pool, request_state, packed)`, see the head of this file.
+    """The programs of an engine; `graphdef` and `treedef` turn the flat list of parameter arrays into the model.
 
-    `graphdef` and `treedef` turn the flat list of parameter arrays into the model.
+    `packed` is int32[layout.size], what `pack.pack_step` wrote for the bucket (`pack_rows` for `sample`).
     """
 
     graphdef: nnx.GraphDef
     treedef: jax.tree_util.PyTreeDef
-    bucket: Bucket
-    layout: Layout
     spec: StepSpec
 
-    def __call__(
-        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, packed: jax.Array
-    ) -> tuple[KVPool, RequestState, DeviceResult]:
-        rows = self.layout.unpack(packed)
-        state = _update_tables(state, rows)
-        kv_pool = _copy_blocks(kv_pool, rows)
-        if self.bucket.decode:
-            return self._decode(leaves, kv_pool, state, rows)
-        kv_pool, state, sampled, samples = self._advance(leaves, kv_pool, state, rows)
+    def forward(
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        leaves: list[jax.Array],
+        kv_pool: KVPool,
+        state: RequestState,
+        packed: jax.Array,
+    ) -> tuple[KVPool, RequestState, jax.Array]:
+        """The rows' tokens through the layers; also [R, E], the hidden state of each row's last token.
+
+        A fork has no tokens of its own: its last token is that of the row before it.
+        """
+        kv_pool, state, rows = _begin(layout, kv_pool, state, packed)
+        kv_pool, batch, hidden = self._hidden(bucket, leaves, kv_pool, state, rows)
+        return kv_pool, state, hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+
+    def sample(
+        self,
+        layout: Layout,
+        leaves: list[jax.Array],
+        state: RequestState,
+        hidden: jax.Array,
+        packed: jax.Array,
+    ) -> tuple[RequestState, DeviceResult]:
+        """A token for each row that reached its last known one, from the first rows of `hidden` [>= R, E]."""
+        rows = layout.unpack(packed)
+        hidden = hidden[: rows["slots"].shape[0]]
+        state, sampled, samples = self._sample_rows(self._model(leaves), hidden, state, rows)
         sampled = jax.tree.map(lambda x: x[None], sampled)
-        return kv_pool, state, DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
+        return state, DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
 
-    def _advance(
-        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, rows: Rows
-    ) -> tuple[KVPool, RequestState, Sampled, jax.Array]:
-        """All rows move by one step; the last result is bool[R], which rows sampled."""
-        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
-        batch = _unpack_batch(state, rows, self.bucket, self.spec)
-        attention = PagedAttention(kv_pool, batch, one_query_per_row=self.bucket.decode)
-        hidden = model.hidden_states(batch.token_ids, batch.positions, attention)
-        if not self.bucket.decode:
-            # A fork has no tokens of its own: its last token is that of the row before it.
-            hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        position = rows["starts"] + rows["num_tokens"]  # of the sampled tokens
-        sampled = _sample(
-            model.logits(hidden),
-            state,
-            batch.slots,
-            position,
-            rows["features"],
-            num_top_logprobs=self.spec.num_top_logprobs,
-            logprobs_mode=self.spec.logprobs_mode,
-        )
-        state = _append(state, batch, sampled.token_ids, position)
-        return attention.kv_pool, state, sampled, batch.samples
-
-    def _decode(
-        self, leaves: list[jax.Array], kv_pool: KVPool, state: RequestState, rows: Rows
+    def decode(
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        leaves: list[jax.Array],
+        kv_pool: KVPool,
+        state: RequestState,
+        packed: jax.Array,
     ) -> tuple[KVPool, RequestState, DeviceResult]:
-        """Up to `rows["num_steps"]` steps, fewer if every row's sequence has ended."""
+        """Up to `num_steps` steps of rows with one token each, fewer if every row's sequence has ended."""
+        kv_pool, state, rows = _begin(layout, kv_pool, state, packed)
 
         def more(carry):
             index, _, state, _ = carry
@@ -169,16 +174,61 @@ class Step:
             # from them: on CPU a float32 copy of the whole bf16 embedding table, at every launch.
             weights, index = lax.optimization_barrier((leaves, index))
             now = rows | {"starts": rows["starts"] + index}
-            kv_pool, state, sampled, samples = self._advance(weights, kv_pool, state, now)
+            kv_pool, _, hidden = self._hidden(bucket, weights, kv_pool, state, now)
+            state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
             result = DeviceResult(
                 sampled=jax.tree.map(lambda x, new: x.at[index].set(new), result.sampled, sampled),
                 num_sampled=result.num_sampled + samples.astype(jnp.int32),
             )
             return index + 1, kv_pool, state, result
 
-        carry = (jnp.int32(0), kv_pool, state, _empty_result(self.bucket, self.spec))
+        carry = (jnp.int32(0), kv_pool, state, _empty_result(bucket, self.spec))
         _, kv_pool, state, result = lax.while_loop(more, one_more, carry)
         return kv_pool, state, result
+
+    def _model(self, leaves: list[jax.Array]) -> Any:
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    def _hidden(
+        self,
+        bucket: Bucket,
+        leaves: list[jax.Array],
+        kv_pool: KVPool,
+        state: RequestState,
+        rows: Rows,
+    ) -> tuple[KVPool, StepBatch, jax.Array]:
+        """The hidden states [T, E] of all tokens, whose KV is in the pool then."""
+        batch = _unpack_batch(state, rows, bucket, self.spec)
+        attention = PagedAttention(kv_pool, batch, one_query_per_row=bucket.decode)
+        model = self._model(leaves)
+        hidden = model.hidden_states(batch.token_ids, batch.positions, attention)
+        return attention.kv_pool, batch, hidden
+
+    def _sample_rows(
+        self, model: Any, hidden: jax.Array, state: RequestState, rows: Rows
+    ) -> tuple[RequestState, Sampled, jax.Array]:
+        """A token for each of hidden [R, E], appended to its sequence; and bool[R], which rows sampled."""
+        slots = rows["slots"]
+        position = rows["starts"] + rows["num_tokens"]  # of the sampled tokens
+        samples = ~state.finished[slots] & (rows["samples"] > 0)
+        sampled = _sample(
+            model.logits(hidden),
+            state,
+            slots,
+            position,
+            rows["features"],
+            num_top_logprobs=self.spec.num_top_logprobs,
+            logprobs_mode=self.spec.logprobs_mode,
+        )
+        return _append(state, slots, samples, sampled.token_ids, position), sampled, samples
+
+
+def _begin(
+    layout: Layout, kv_pool: KVPool, state: RequestState, packed: jax.Array
+) -> tuple[KVPool, RequestState, Rows]:
+    """Before the rows run: blocks that they gained, blocks that are copied for them."""
+    rows = layout.unpack(packed)
+    return _copy_blocks(kv_pool, rows), _update_tables(state, rows), rows
 
 
 def _copy_blocks(kv_pool: KVPool, rows: Rows) -> KVPool:
@@ -228,7 +278,6 @@ def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpe
         slots=slots,
         query_starts=query_starts,
         kv_lens=jnp.where(live & (num_tokens > 0), starts + num_tokens, 0),
-        samples=live & (rows["samples"] > 0),
         token_ids=token_ids,
         positions=positions,
         slot_mapping=jnp.where(valid, slot_mapping, NULL_BLOCK * spec.block_size),
@@ -237,12 +286,15 @@ def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpe
 
 
 def _append(
-    state: RequestState, batch: StepBatch, token_ids: jax.Array, position: jax.Array
+    state: RequestState,
+    slots: jax.Array,
+    samples: jax.Array,
+    token_ids: jax.Array,
+    position: jax.Array,
 ) -> RequestState:
     """The state with the sampled tokens at `position` of their rows, and with the rows that ended marked."""
-    nowhere = state.token_ids.shape[0]
-    slots = jnp.where(batch.samples, batch.slots, nowhere)
-    ended = stops(token_ids, state, batch.slots) | (position + 1 >= state.max_len[batch.slots])
+    ended = stops(token_ids, state, slots) | (position + 1 >= state.max_len[slots])
+    slots = jnp.where(samples, slots, state.token_ids.shape[0])  # or nowhere
     return replace(
         state,
         token_ids=state.token_ids.at[slots, position].set(token_ids, mode="drop"),

@@ -20,6 +20,7 @@ from pallas_kernels.kv_write.xla import from_storage
 TILE_KV_ONE = 64  # keys a loop turn reads of each row with one query
 TILE_KV = 128  # keys a loop turn reads for a tile of queries
 TILE_Q = 128  # queries of a prompt that share a pass over the keys
+GROUP = 8  # rows with one query share a loop that is as long as the longest of them
 
 
 def paged_attention(
@@ -38,7 +39,7 @@ def paged_attention(
 
     A pool of uint16 holds the bits of K and V in q's dtype (see `kv_write.xla.to_storage`).
 
-    A row with one query (decoding) shares a batched loop with all other such rows; a row with more is cut into query
+    Rows with one query (decoding) share batched loops with others about as long; a row with more is cut into query
     tiles, each with a loop of its own. Both kinds mix freely in one call.
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -53,7 +54,7 @@ def paged_attention(
 
     flat = _bits(q.reshape(num_tokens, -1))
     if one_query_per_row:
-        out = attend(flat[:, None], TILE_KV_ONE, block_table, kv_lens, kv_lens - 1)
+        out = _attend_groups(attend, flat, block_table, kv_lens)
         return from_storage(out, q.dtype).reshape(q.shape)
 
     query_lens = query_starts[1:] - query_starts[:-1]
@@ -61,15 +62,32 @@ def paged_attention(
     is_single = query_lens == 1
     first = query_starts[:-1]
     single_lens = jnp.where(is_single, kv_lens, 0)
-    queries = jnp.take(flat, first, axis=0, mode="clip")[:, None]
-    single = attend(queries, TILE_KV_ONE, block_table, single_lens, single_lens - 1)
-    out = out.at[jnp.where(is_single, first, num_tokens)].set(single[:, 0], mode="drop")
+    queries = jnp.take(flat, first, axis=0, mode="clip")
+    single = _attend_groups(attend, queries, block_table, single_lens)
+    out = out.at[jnp.where(is_single, first, num_tokens)].set(single, mode="drop")
     return from_storage(out, q.dtype).reshape(q.shape)
 
 
 def _bits(x):
     """2-byte floats as uint16: XLA:CPU updates a slice of those in place, and of bf16 by converting all of it."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _attend_groups(attend, q, block_table, kv_lens):
+    """Rows with one query, a group at a time, so that short rows do not wait for the longest one. [R, H * D], as q."""
+    num_rows = q.shape[0]
+    group = max(GROUP, num_rows // 4)  # fewer, larger groups: each turn of a loop costs the same to start
+    if num_rows <= group or num_rows % group:
+        return attend(q[:, None], TILE_KV_ONE, block_table, kv_lens, kv_lens - 1)[:, 0]
+    order = jnp.argsort(kv_lens)  # the same in all layers: XLA computes it once
+
+    def one_group(index, out):
+        rows = lax.dynamic_slice_in_dim(order, index * group, group)
+        lens = kv_lens[rows]
+        values = attend(q[rows][:, None], TILE_KV_ONE, block_table[rows], lens, lens - 1)
+        return out.at[rows].set(values[:, 0], unique_indices=True)
+
+    return lax.fori_loop(0, num_rows // group, one_group, jnp.zeros_like(q))
 
 
 def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_lens):

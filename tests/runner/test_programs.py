@@ -17,23 +17,44 @@ def lowering(scale, compiled=None):
     return lower
 
 
-def test_the_first_programs_are_ready_at_once_and_the_others_soon():
+def test_programs_are_compiled_in_order_behind_whoever_waits_for_one():
     order = []
-    programs = Programs({str(n): lowering(n, order) for n in range(4)})
-    programs.start(["2"])
-    assert order[0] == 2 and "2" in programs.ready
+    programs = Programs({str(n): lowering(n, order) for n in range(8)})
+    programs.start([str(n) for n in (2, 3, 0, 1, 4, 5, 6, 7)])
+    assert programs.wait_for([["2"]]) == 0
     programs.wait()
-    assert order == [2, 0, 1, 3]  # none twice
+    assert sorted(order) == list(range(8)) and {2, 3} & set(order[:2])  # none twice
     assert programs["3"](jnp.ones(3, jnp.float32)).tolist() == [3.0, 3.0, 3.0]
     assert programs.seconds > 0
 
 
+def test_who_waits_gets_the_first_choice_that_is_ready():
+    gate = threading.Event()
+
+    def held():
+        gate.wait()
+        return lowering(5)()
+
+    programs = Programs({"held": held, "free": lowering(1)})
+    programs.start(["free", "held"])
+    programs.wait_for([["free"]])
+    assert programs.wait_for([["held"], ["free"]]) == 1
+    waiting = threading.Thread(target=programs.wait_for, args=([["held", "free"]],))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert programs["held"](jnp.ones(3, jnp.float32)).tolist() == [5.0, 5.0, 5.0]
+
+
 def test_the_manifest_has_a_line_for_each_program():
     programs = Programs({str(n): lowering(n) for n in range(3)})
-    programs.start([])
+    programs.start(["0", "1", "2"])
     programs.wait()
     lines = programs.manifest().splitlines()
-    assert [line.split()[0] for line in lines] == ["program", "0", "1", "2", "3"]
+    assert sorted(line.split()[0] for line in lines[1:-1]) == ["0", "1", "2"]
     assert lines[-1].startswith("3 programs in ")
 
 
@@ -45,15 +66,19 @@ def test_a_program_that_was_not_started_compiles_at_first_use_and_once():
     assert order == [7]
 
 
-def test_what_the_compiler_raised_in_the_background_is_raised_by_wait():
+def test_what_the_compiler_raised_in_the_background_is_raised_to_whoever_waits():
     def broken():
         raise RuntimeError("no such instruction")
 
     programs = Programs({"good": lowering(1), "bad": broken})
-    programs.start(["good"])
+    programs.start(["good", "bad"])
     with pytest.raises(RuntimeError, match="no such instruction"):
         programs.wait()
-    assert "good" in programs.ready
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        programs.wait_for([["bad"]])
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        programs["bad"]
+    assert programs.wait_for([["bad"], ["good"]]) == 1
 
 
 def test_only_compilations_of_the_watching_thread_count():
