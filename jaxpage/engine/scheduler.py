@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.growth import extend, grow, num_missing_blocks
 from jaxpage.engine.prefix_cache import NEVER, find_cached_blocks, register_blocks
 from jaxpage.engine.sequences import append_tokens, check_runnable, new_sequence
 from jaxpage.engine.stats import Counters
@@ -135,7 +136,7 @@ class Scheduler:
         num_rows = len(plan.sequences)
         only_decodes = not plan.admissions and plan.num_tokens.count(1) == num_rows
         if self.decode_steps > 1 and only_decodes and all(plan.samples):
-            self._extend(plan)
+            extend(self.pool, plan, self.decode_steps)
         features = 0
         for sequence in plan.sequences:
             features |= sequence.features
@@ -208,31 +209,14 @@ class Scheduler:
 
         Victims give way while there are too few. False if the sequence itself had to.
         """
-        pool, block_ids = self.pool, sequence.block_ids
-        index, offset = divmod(sequence.num_computed_tokens, pool.block_size)
-        while True:
-            # Asked anew after each victim: it may have been the other owner of the shared block.
-            copies = offset > 0 and pool.is_shared(block_ids[index])
-            fresh = max(-(-end // pool.block_size) - len(block_ids), 0)
-            if copies + fresh <= pool.num_free:
-                break
+        # Asked anew after each victim: it may have been the other owner of the shared block.
+        while num_missing_blocks(self.pool, sequence, end) > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if copies:
-            (block_id,) = pool.allocate(1)
-            plan.block_copies.append((block_ids[index], block_id))
-            plan.table_updates.append((sequence.slot, index, block_id))
-            pool.free([block_ids[index]])
-            block_ids[index] = block_id
-        self._append_blocks(plan, sequence, fresh)
+        grow(self.pool, plan, sequence, end)
         return True
-
-    def _append_blocks(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
-        for block_id in self.pool.allocate(count):
-            plan.table_updates.append((sequence.slot, len(sequence.block_ids), block_id))
-            sequence.block_ids.append(block_id)
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to waiting, with its tokens. Its KV is recomputed, or still found in the cache.
@@ -333,33 +317,6 @@ class Scheduler:
             child.num_registered_blocks = parent.num_registered_blocks
             plan.admissions.append(child)
             self._add_row(plan, child, prompt_len, 0, prompt_len)
-
-    def _extend(self, plan: StepPlan) -> None:
-        """Rows that all decode do up to `decode_steps` steps in one launch, as blocks permit.
-
-        A row ends on the device at its `max_len`, whose last token is sampled but never computed:
-        no block for it.
-        """
-        pool, size, sequences = self.pool, self.pool.block_size, plan.sequences
-        longest = max(s.max_len - start for s, start in zip(sequences, plan.starts, strict=True))
-        num_steps = min(self.decode_steps, longest - 1)
-        fresh: list[int] = []
-        while num_steps > 1:
-            fresh = [
-                max(-(-min(start + num_steps, s.max_len - 1) // size) - len(s.block_ids), 0)
-                for s, start in zip(sequences, plan.starts, strict=True)
-            ]
-            if sum(fresh) <= pool.num_free:
-                break
-            num_steps //= 2
-        if num_steps <= 1:
-            return
-        plan.num_steps = num_steps
-        for sequence, count in zip(sequences, fresh, strict=True):
-            sequence.num_in_flight += num_steps - 1
-            sequence.num_computed_tokens += num_steps - 1
-            if count:
-                self._append_blocks(plan, sequence, count)
 
     def _remove(self, ended: list[Sequence]) -> None:
         """Take sequences that ended out of the queues."""
