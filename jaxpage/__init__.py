@@ -6,7 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpage.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxpage.config import EngineConfig
+    from jaxpage.engine.snapshot import KVSnapshot
     from jaxpage.llm import LLM
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxpage.sampling_params import RequestOutputKind, SamplingParams
@@ -16,7 +18,11 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "llm",
     "EngineConfig": "config",
+    "KVSnapshot": "engine.snapshot",
     "SamplingParams": "sampling_params",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "RequestOutputKind": "sampling_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
@@ -25,8 +31,12 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
+    "KVSnapshot",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",

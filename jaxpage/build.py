@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+from flax import nnx
 
 from jaxpage.config import (
     EngineConfig,
@@ -20,11 +25,14 @@ from jaxpage.config import (
 )
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.config import ModelConfig
+from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.buckets import Bucket, make_buckets
+from jaxpage.runner.host_memory import HostMemory
 from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.runner import Runner
@@ -87,10 +95,14 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     scheduler = _make_scheduler(config, runner, tokenizer)
     logger.info("%s", config.describe())
     runner.warmup()
+    engine = Engine(scheduler, runner, overlap=config.async_scheduling)
+    if config.kv_offload_dir is not None:
+        # Exit functions run in the reverse order of their registration: this one before jax's own.
+        atexit.register(_save_prefix_cache, weakref.ref(engine))
     vocab_size = model.config.vocab_size
     eos = eos_token_ids(hf_config, generation_config, tokenizer)
     return Built(
-        engine=Engine(scheduler, runner, overlap=config.async_scheduling),
+        engine=engine,
         config=config,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -98,6 +110,12 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         eos_token_ids=tuple(i for i in eos if i < vocab_size),
         default_sampling=default_sampling(generation_config),
     )
+
+
+def _save_prefix_cache(reference: weakref.ref[Engine]) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.save_prefix_cache()
 
 
 def _print_unless_configured() -> None:
@@ -118,15 +136,22 @@ def _make_runner(
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         dtype=jax.numpy.dtype(config.dtype),
+        format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
     )
 
-    def runner_of(config: ResolvedConfig, buckets: tuple[Bucket, ...], num_blocks: int) -> Runner:
+    def runner_of(
+        config: ResolvedConfig,
+        buckets: tuple[Bucket, ...],
+        num_blocks: int,
+        host_memory: HostMemory | None = None,
+    ) -> Runner:
         return Runner(
             model,
             buckets=buckets,
             pool_spec=dataclasses.replace(pool, num_blocks=num_blocks),
             step_spec=_step_spec(config, model.config),
             ahead_of_time=not config.enforce_eager,
+            host_memory=host_memory,
         )
 
     def temp_bytes(bucket: Bucket) -> int:
@@ -138,7 +163,28 @@ def _make_runner(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     assert config.num_gpu_blocks_override is not None
-    return config, runner_of(config, buckets, config.num_gpu_blocks_override)
+    memory = _make_host_memory(config, model, pool)
+    return config, runner_of(config, buckets, config.num_gpu_blocks_override, memory)
+
+
+def _make_host_memory(config: ResolvedConfig, model: Any, pool: KVPoolSpec) -> HostMemory | None:
+    """Host blocks of `swap_space`, and the store on disk behind them."""
+    if config.swap_space == 0:
+        return None
+    num_blocks = int(config.swap_space * 2**30) // pool.bytes_per_block
+    if num_blocks == 0:
+        raise ValueError(
+            f"swap_space={config.swap_space} GiB holds no block of {pool.bytes_per_block} bytes"
+        )
+    store = None
+    if config.kv_offload_dir is not None:
+        leaves = jax.tree.leaves(pool.abstract())
+        facts = [repr(model.config), repr(pool)]
+        parameters = jax.tree.leaves(nnx.state(model))
+        folder = Path(config.kv_offload_dir) / fingerprint(facts, map(np.asarray, parameters))
+        shapes, dtypes = [x.shape[1:] for x in leaves], [x.dtype for x in leaves]
+        store = BlockStore(folder, shapes, dtypes)
+    return HostMemory(num_blocks, pool.abstract(), store)
 
 
 def _size_pool(
@@ -150,7 +196,12 @@ def _size_pool(
     """The config with the number of KV blocks, and with what it makes of the two token limits."""
 
     def available(temp_bytes: int) -> int:
-        return pool_bytes(device, utilization=config.gpu_memory_utilization, temp_bytes=temp_bytes)
+        return pool_bytes(
+            (device,),
+            utilization=config.gpu_memory_utilization,
+            temp_bytes=temp_bytes,
+            share_of_free=config.cache_max_entry_count,
+        )
 
     blocks_per_row = -(-config.max_model_len // config.block_size)
     num_blocks, max_tokens = config.num_gpu_blocks_override, config.max_num_batched_tokens
@@ -225,8 +276,14 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> S
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
+    tier, memory = None, runner.host_memory
+    if memory is not None:
+        tier = HostTier(
+            memory.num_blocks, pool, preemption_mode=config.preemption_mode, store=memory.store
+        )
     return Scheduler(
         pool,
+        tier=tier,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

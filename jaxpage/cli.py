@@ -25,6 +25,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   chat             talk to a model
   generate         continue prompts with a model
   bench offline    compare offline throughput with other engines
+  bench memory     measure waste of KV memory, and what the prefix cache costs
   bench scheduler  time the host's part of a step
   bench step       show where the time of a decode step goes
 """
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     match args:
         case ["demo" | "chat" | "generate" as name, *rest]:
             command: Callable[..., None] = {"demo": demo, "chat": chat, "generate": generate}[name]
-        case ["bench", "offline" | "scheduler" | "step" as name, *rest]:
+        case ["bench", "memory" | "offline" | "scheduler" | "step" as name, *rest]:
             command = importlib.import_module(f"jaxpage.bench.{name}").main
         case ["-h" | "--help"]:
             print(USAGE, end="")

@@ -7,7 +7,6 @@ and the JSON files of a checkpoint. Must not know jax: the platform and its memo
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.vllm_options import ADVICE, NOT_SUPPORTED
+from jaxpage.vllm_options import translate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,6 +27,13 @@ _DTYPES = {
     "float": "float32",
     "float32": "float32",
 }
+_KV_CACHE_FORMATS = {
+    "int8": "int8",
+    "int4": "int4",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+}
 _LOGPROBS_MODES = {
     "raw": "raw",
     "raw_logprobs": "raw",
@@ -37,7 +43,9 @@ _LOGPROBS_MODES = {
 }
 _CHOICES = {
     "dtype": ("auto", *_DTYPES),
+    "kv_cache_dtype": ("auto", *_KV_CACHE_FORMATS, *_DTYPES),
     "scheduling_policy": ("fcfs", "priority"),
+    "preemption_mode": ("None", "recompute", "swap"),
     "quantization": ("None", "int8"),
     "load_format": ("auto", "safetensors", "dummy"),
     "logprobs_mode": tuple(_LOGPROBS_MODES),
@@ -66,11 +74,19 @@ class EngineConfig:
     max_model_len: int | str | None = None
     block_size: int | None = None  # tokens; None: 16 on CPU, 64 on GPU, 128 on TPU
     gpu_memory_utilization: float = 0.92  # share of the device's memory, (0, 1]
+    cache_max_entry_count: float | None = None  # LMDeploy's: share of what the weights leave free
     num_gpu_blocks_override: int | None = None  # None: measured
     kv_cache_memory_bytes: int | str | None = None  # None: measured; "2G" works too
+    # "auto": as `dtype`; or int8, int4, fp8_e4m3 ("fp8"), fp8_e5m2
+    kv_cache_dtype: str = "auto"
     max_num_seqs: int | None = None  # sequences in one step; None: by platform
     max_num_batched_tokens: int | None = None  # tokens in one step; None: by platform
     enable_prefix_caching: bool = True
+    swap_space: float = (
+        0.0  # GiB of host blocks, for swapping and as second tier of the prefix cache
+    )
+    preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
+    kv_offload_dir: str | None = None  # third tier: host blocks that give way are kept on disk
     scheduling_policy: str = "fcfs"  # or "priority": lower values first
     async_scheduling: bool = True  # launch a step before the one before it was read
     decode_steps: int = 8  # decode steps in one launch
@@ -96,10 +112,20 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and low <= value <= high):
                 raise ValueError(f"{name} must be an int in {low}..{high}, got {value!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        for name in ("gpu_memory_utilization", "cache_max_entry_count"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {share!r}")
+        if self.cache_max_entry_count is not None and self.gpu_memory_utilization != 0.92:
             raise ValueError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
+                f"gpu_memory_utilization={self.gpu_memory_utilization!r} is a share of all memory, "
+                "cache_max_entry_count of what the weights leave free; give one of them"
             )
+        if not 0 <= self.swap_space < 2**20:
+            raise ValueError(f"swap_space must be a number of GiB, got {self.swap_space!r}")
+        if self.swap_space == 0 and (self.preemption_mode == "swap" or self.kv_offload_dir):
+            needs = "preemption_mode='swap'" if self.preemption_mode == "swap" else "kv_offload_dir"
+            raise ValueError(f"{needs} needs host blocks; give swap_space too, in GiB")
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):
@@ -113,26 +139,13 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """The config of keyword arguments that may be any of vLLM's.
+        """The config of keyword arguments that may be any of vLLM's, or LMDeploy's `quant_policy`.
 
         Options of vLLM that jaxpage lacks are accepted at their neutral value. Raises ValueError
         for other values of them, TypeError for names that nobody knows.
         """
         known = {f.name for f in dataclasses.fields(EngineConfig)}
-        for name, value in options.items():
-            if name in known:
-                continue
-            if name not in NOT_SUPPORTED:
-                close = difflib.get_close_matches(name, [*known, *NOT_SUPPORTED], n=3)
-                hint = f"; did you mean {' or '.join(close)}?" if close else ""
-                raise TypeError(f"unknown engine option {name!r}{hint}")
-            neutral = NOT_SUPPORTED[name]
-            if neutral and value not in neutral:
-                raise ValueError(
-                    f"{name}={value!r} is not supported; leave it out, or give "
-                    f"{' or '.join(map(repr, neutral))}{ADVICE.get(name, '')}"
-                )
-        return cls(**{name: value for name, value in options.items() if name in known})
+        return cls(**translate(options, known))
 
     def resolve(
         self,
@@ -155,10 +168,12 @@ class EngineConfig:
         max_num_seqs = self.max_num_seqs or default_seqs
         # A step can hold no more than all sequences at full length, and should hold each once.
         default_tokens = max(min(default_tokens, max_num_seqs * max_model_len), max_num_seqs)
+        dtype = _resolve_dtype(self.dtype, hf_config)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(EngineConfig)}
         values |= {
             "tokenizer": self.tokenizer or self.model,
-            "dtype": _resolve_dtype(self.dtype, hf_config),
+            "dtype": dtype,
+            "kv_cache_dtype": _resolve_kv_cache_dtype(self.kv_cache_dtype, dtype),
             "max_model_len": max_model_len,
             "fit_max_model_len": self.max_model_len in ("auto", -1),
             "block_size": self.block_size or _BLOCK_SIZES[platform],
@@ -196,7 +211,8 @@ class EngineConfig:
 class ResolvedConfig(EngineConfig):
     """An EngineConfig without anything left to decide; what stays None was not asked for.
 
-    `compilation_cache_dir` is "" if there is no cache, `dtype` one of float16, bfloat16, float32.
+    `compilation_cache_dir` is "" if there is no cache, `dtype` one of float16, bfloat16, float32, and
+    `kv_cache_dtype` either the same or one of int8, int4, fp8_e4m3, fp8_e5m2.
     """
 
     tokenizer: str = field()
@@ -246,6 +262,18 @@ def _resolve_dtype(dtype: str, hf_config: PretrainedConfig) -> str:
     stored = getattr(text_config, "dtype", None) or getattr(hf_config, "dtype", None) or "float32"
     stored = _DTYPES.get(str(stored).removeprefix("torch."), "float32")
     return "bfloat16" if stored == "float32" else stored
+
+
+def _resolve_kv_cache_dtype(kv_cache_dtype: str, dtype: str) -> str:
+    kv_cache_dtype = str(kv_cache_dtype).removeprefix("torch.")
+    if kv_cache_dtype in _KV_CACHE_FORMATS:
+        return _KV_CACHE_FORMATS[kv_cache_dtype]
+    if kv_cache_dtype != "auto" and _DTYPES[kv_cache_dtype] != dtype:
+        raise ValueError(
+            f"kv_cache_dtype={kv_cache_dtype!r} is not the {dtype} that the model computes in; give "
+            f"{', '.join(_KV_CACHE_FORMATS)} to save memory, or leave it out"
+        )
+    return dtype
 
 
 def _model_len_limit(hf_config: PretrainedConfig) -> int | None:

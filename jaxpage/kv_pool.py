@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
+
+Layer = jax.Array | QuantizedPool
+KVPool = list[Layer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +22,8 @@ class KVPoolSpec:
     """Shape of the pool: per layer `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`.
 
     K and V are interleaved on the head axis (`2k` key, `2k + 1` value of KV head k): one DMA fetches both, and tensor
-    parallelism shards one axis. Block 0 is the null block.
+    parallelism shards one axis. Block 0 is the null block. With a `format` a layer is a `QuantizedPool`, whose data
+    have this shape (int4: half the head_dim). Raises ValueError for a head_dim that int4 cannot pack.
     """
 
     num_layers: int
@@ -21,32 +31,55 @@ class KVPoolSpec:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: jnp.dtype  # of K and V
+    dtype: jnp.dtype  # of K and V as the model computes them
+    format: str | None = None  # one of `quantized.FORMATS`; None: kept in `dtype`
 
-    @property
-    def storage_dtype(self) -> jnp.dtype:
-        """What the arrays hold: on a CPU the bits of 2-byte floats as uint16 (`kv_write.xla.to_storage` says why)."""
-        dtype = jnp.dtype(self.dtype)
-        on_cpu = jax.default_backend() == "cpu"
-        return jnp.dtype(jnp.uint16) if on_cpu and dtype.itemsize == 2 else dtype
+    def __post_init__(self) -> None:
+        if self.format == "int4" and self.head_dim % 2:
+            raise ValueError(
+                f'kv_cache_dtype="int4" puts two values into a byte, and the head_dim of this model is '
+                f'{self.head_dim}, which is odd; take "int8"'
+            )
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int]:
-        return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, self.head_dim)
+        """Of a layer's data."""
+        width = self.head_dim // 2 if self.format == "int4" else self.head_dim
+        return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, width)
 
     @property
     def bytes_per_block(self) -> int:
-        per_layer = (
-            self.block_size * 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
-        )
-        return self.num_layers * per_layer
+        leaves = jax.tree.leaves(replace(self, num_blocks=1).abstract())
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.bytes_per_block
 
-    def abstract(self) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(self.layer_shape, self.storage_dtype)] * self.num_layers
+    def abstract(self) -> KVPool:
+        """The pool with a `jax.ShapeDtypeStruct` for each array."""
+        return [self._layer(jax.ShapeDtypeStruct)] * self.num_layers
 
-    def allocate(self) -> list[jax.Array]:
-        return [jnp.zeros(self.layer_shape, self.storage_dtype) for _ in range(self.num_layers)]
+    def allocate(self) -> KVPool:
+        return [self._layer(jnp.zeros) for _ in range(self.num_layers)]
+
+    def _layer(self, make: Callable[[tuple[int, ...], DTypeLike], Any]) -> Layer:
+        if self.format is None:
+            return make(self.layer_shape, _storage_dtype(self.dtype))
+        # Not float16, for which the zero of a narrow vector is too large and the scale of a small one too fine.
+        wide = jnp.dtype(self.dtype).itemsize == 4
+        scale_zero_dtype = _storage_dtype(jnp.dtype(jnp.float32 if wide else jnp.bfloat16))
+        return QuantizedPool(
+            data=make(self.layer_shape, jnp.uint8),
+            scale_zero=make((*self.layer_shape[:3], 2), scale_zero_dtype)
+            if self.format in LEVELS
+            else None,
+            format=self.format,
+        )
+
+
+def _storage_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """What holds values of `dtype`: uint16 for 2-byte floats on a CPU (`kv_write.xla.to_storage` says why)."""
+    dtype = jnp.dtype(dtype)
+    on_cpu = jax.default_backend() == "cpu"
+    return jnp.dtype(jnp.uint16) if on_cpu and dtype.itemsize == 2 else dtype

@@ -16,6 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from jaxpage.beam_search import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    make_beams,
+    read_output,
+    request_params,
+)
 from jaxpage.config import EngineConfig
 from jaxpage.outputs import RequestOutput, from_request
 from jaxpage.prompts import Limits, Prompt, check, check_params, parse, parse_chat
@@ -25,6 +32,7 @@ from jaxpage.tokenizer import bad_words_token_ids
 
 if TYPE_CHECKING:
     from jaxpage.build import Built
+    from jaxpage.engine.snapshot import KVSnapshot
 
 
 class LLM:
@@ -82,7 +90,27 @@ class LLM:
         exception later, the requests of this call are aborted.
         """
         requests = self._make_requests(parse(prompts, self._tokenizer), sampling_params, priority)
-        return self._run(requests, use_tqdm)
+        return [from_request(request) for request in self._run(requests, use_tqdm)]
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = False,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best answers to each prompt, as transformers' `generate(num_beams=)`.
+
+        Prompts and errors are those of `generate`.
+        """
+        eos = frozenset(() if params.ignore_eos else self._built.eos_token_ids)
+        row = request_params(params, eos, self._limits, self.config.logprobs_mode)
+        requests = self._make_requests(parse(prompts, self._tokenizer), row, None)
+        for request in requests:
+            room = self._limits.max_model_len - len(request.prompt_token_ids)
+            request.beams = make_beams(params, eos, room)
+        ended = self._run(requests, use_tqdm)
+        return [read_output(request, params, self._tokenizer) for request in ended]
 
     def chat(
         self,
@@ -110,29 +138,28 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._run(self._make_requests(prompts, sampling_params, None), use_tqdm)
+        requests = self._make_requests(prompts, sampling_params, None)
+        return [from_request(request) for request in self._run(requests, use_tqdm)]
 
-    def _run(
-        self, requests: list[Request], use_tqdm: bool | Callable[..., tqdm]
-    ) -> list[RequestOutput]:
-        index_of = {request.request_id: index for index, request in enumerate(requests)}
-        outputs: dict[int, RequestOutput] = {}
+    def _run(self, requests: list[Request], use_tqdm: bool | Callable[..., tqdm]) -> list[Request]:
+        """Add requests, and step until they have ended; returns them."""
+        running = {request.request_id for request in requests}
         with _progress(len(requests), use_tqdm) as progress:
             try:
                 with _interrupts_deferred():
                     for request in requests:
                         self._add(request)
-                while len(outputs) < len(requests):
+                while running:
                     self._step()
-                    for request_id in index_of.keys() & self._unreported.keys():
+                    for request_id in running & self._unreported.keys():
                         request = self._unreported.pop(request_id)
                         if request.finished:
-                            outputs[index_of[request_id]] = output = from_request(request)
-                            progress(output)
+                            running.remove(request_id)
+                            progress(request)
             except BaseException:
-                self.abort_request(index_of)
+                self.abort_request(request.request_id for request in requests)
                 raise
-        return [outputs[index] for index in range(len(requests))]
+        return requests
 
     # A step at a time.
 
@@ -193,6 +220,19 @@ class LLM:
     def stats(self) -> Any:
         """The engine's counters, a `jaxpage.engine.stats.EngineStats`."""
         return self._engine.stats()
+
+    def kv_snapshot(self) -> KVSnapshot:
+        """Who holds which KV block now, as arrays; `jaxpage.plots` draws them."""
+        from jaxpage.engine.snapshot import take_snapshot
+
+        return take_snapshot(self._engine.scheduler)
+
+    def save_prefix_cache(self) -> None:
+        """Write the prefix cache to `kv_offload_dir`, where a later process finds it; done at exit too.
+
+        Without `kv_offload_dir` nothing happens.
+        """
+        self._engine.save_prefix_cache()
 
     def wait_until_warm(self) -> None:
         """Until every program is compiled; the first requests need not wait for all of them.
@@ -330,10 +370,10 @@ def _interrupts_deferred() -> Iterator[None]:
 @contextlib.contextmanager
 def _progress(
     num_requests: int, use_tqdm: bool | Callable[..., tqdm]
-) -> Iterator[Callable[[RequestOutput], None]]:
+) -> Iterator[Callable[[Request], None]]:
     """A bar as vLLM's; call it with each finished request."""
     if not use_tqdm:
-        yield lambda output: None
+        yield lambda request: None
         return
     make_bar = use_tqdm if callable(use_tqdm) else tqdm
     speeds = "est. speed input: {:.2f} toks/s, output: {:.2f} toks/s"
@@ -345,10 +385,10 @@ def _progress(
         postfix=speeds.format(0, 0),
     ) as bar:
 
-        def update(output: RequestOutput) -> None:
+        def update(request: Request) -> None:
             nonlocal num_input, num_output
-            num_input += len(output.prompt_token_ids) * len(output.outputs)
-            num_output += sum(len(completion.token_ids) for completion in output.outputs)
+            num_input += len(request.prompt_token_ids) * len(request.sequences)
+            num_output += sum(sequence.num_output_tokens for sequence in request.sequences)
             elapsed = bar.format_dict["elapsed"] or 1e-9
             bar.postfix = speeds.format(num_input / elapsed, num_output / elapsed)
             bar.update(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,21 @@ class Feature(enum.IntFlag):
     PENALTIES = 4
     CONSTRAINTS = 8  # allowed ids, bad words, min_tokens, logit_bias
     TOP_LOGPROBS = 16  # logprobs >= 1: the best ids besides the sampled one
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Moves:
+    """Block contents that move before the rows of a step run, in the order of these fields."""
+
+    stores: list[tuple[int, bytes]] = field(default_factory=list)  # (host block, hash) to the disk
+    loads: list[tuple[int, Any]] = field(
+        default_factory=list
+    )  # (host block, content from the disk)
+    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.loads or self.swaps_out or self.swaps_in)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -53,6 +69,7 @@ class StepPlan:
     block_copies: list[tuple[int, int]] = field(
         default_factory=list
     )  # (source, destination), before any write
+    moves: Moves | None = None  # between device, host and disk; before the copies
 
     @property
     def num_rows(self) -> int:

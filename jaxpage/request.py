@@ -47,6 +47,9 @@ class Request:
         default_factory=time.monotonic
     )  # the same moment on the clock of the times below
     sequences: list[Sequence] = field(default_factory=list)
+    beams: Any = (
+        None  # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
+    )
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # seconds, monotonic
@@ -69,6 +72,9 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose KV is in the pool once all launched steps are done
     num_in_flight: int = 0  # sampled by launched steps, not yet collected
     block_ids: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(
+        default_factory=list
+    )  # with the KV of its computed tokens, while it is swapped out
     block_hashes: list[bytes] = field(
         default_factory=list
     )  # of the full blocks of `token_ids`, a prefix of them

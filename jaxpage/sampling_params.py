@@ -196,7 +196,7 @@ _NOT_SUPPORTED = {
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "truncate_prompt_tokens": "shorten prompt_token_ids before the call",
     "best_of": "use n=best_of with logprobs=0 and keep the highest cumulative_logprob",
-    "use_beam_search": "beam search is not available; use n with temperature > 0",
+    "use_beam_search": "call LLM.beam_search, or sample: n with temperature > 0",
 }
 
 

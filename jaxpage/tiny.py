@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +174,11 @@ def _random_tensors(
         yield "lm_head.weight", normal(V, E, std=2 * E**-0.5)
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """Train a byte-level BPE on SENTENCES: any text can be encoded, and decodes to itself."""
+def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int, min_frequency: int) -> Tokenizer:
+    """A byte-level BPE that splits as Qwen2's does: any text can be encoded, and decodes to itself.
+
+    A pair of tokens becomes one while it occurs `min_frequency` times in the texts, up to `vocab_size` tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(SPLIT_REGEX), behavior="isolated")
@@ -183,13 +186,20 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=TINY_CONFIG["vocab_size"],
-        min_frequency=1,
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _write_tokenizer(folder: Path) -> None:
+    tokenizer = train_byte_level_bpe(
+        SENTENCES, vocab_size=TINY_CONFIG["vocab_size"], min_frequency=1
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxpage.engine.beams import Beams
 from jaxpage.plan import NULL_BLOCK, NULL_SLOT, StepPlan, StepResult
 from jaxpage.request import FinishReason, Request, Sequence
 from jaxpage.sampling_params import SamplingParams
@@ -92,6 +93,60 @@ def expected_output(
             return output, FinishReason.LENGTH, None
 
 
+def likely_tokens(digest: int, *, seed: int, count: int) -> list[tuple[int, float]]:
+    """What `FakeRunner` says of the next token after a history: (id, logprob), best first."""
+    token_id = next_token(digest, seed=seed, index=0, banned=frozenset())
+    rank = 1 + token_id % 3
+    return [((token_id + r - rank) % VOCAB_SIZE, -0.5 * r) for r in range(1, count + 1)]
+
+
+def make_beam_request(request_id: str, prompt: list[int], *, width: int, max_tokens: int, **kwargs):
+    """A request that `width` beams answer. `salt`, `priority`, `seed` as above, the rest is the search's."""
+    own = {name: kwargs.pop(name) for name in ("salt", "priority", "seed") if name in kwargs}
+    beams = Beams(width, max_tokens, **kwargs)
+    request = make_request(
+        request_id,
+        prompt,
+        temperature=0,
+        logprobs=beams.num_candidates,
+        max_tokens=max_tokens,
+        detokenize=False,
+        **own,
+    )
+    request.beams = beams
+    return request
+
+
+def expected_beams(request: Request) -> list[tuple[float, list[int]]]:
+    """(score, output) of each hypothesis, best first, by a search over plain lists."""
+    search, width = request.beams, request.beams.width
+    live, ended = [(0.0, [])], []
+    for length in range(1, search.max_tokens + 1):
+        candidates = []
+        for total, output in live:
+            digest = 0
+            for token_id in [*request.prompt_token_ids, *output]:
+                digest = extend_digest(digest, token_id)
+            for token_id, logprob in likely_tokens(digest, seed=request.seed, count=2 * width):
+                candidates.append((total + logprob, [*output, token_id]))
+        candidates.sort(key=lambda x: -x[0])
+        candidates = candidates[: 2 * width]
+        stops = [
+            length == search.max_tokens or output[-1] in search.eos_token_ids
+            for _, output in candidates
+        ]
+        scored = [(t / length**search.length_penalty, o) for t, o in candidates]
+        ended += [x for x, stop in zip(scored[:width], stops[:width], strict=True) if stop]
+        ended = sorted(ended, key=lambda x: -x[0])[:width]
+        live = [x for x, stop in zip(candidates, stops, strict=True) if not stop][:width]
+        if len(ended) == width and live:
+            longest = search.early_stopping == "never" and search.length_penalty > 0
+            hoped = live[0][0] / (search.max_tokens if longest else length) ** search.length_penalty
+            if search.early_stopping is True or hoped <= ended[-1][0]:
+                break
+    return ended
+
+
 @dataclass
 class _Slot:
     """What the device keeps of one sequence."""
@@ -108,6 +163,17 @@ class _Slot:
         self.digests.append(extend_digest(before, token_id))
 
 
+class FakeStore:
+    """A disk that keeps block contents by hash, and can be damaged."""
+
+    def __init__(self):
+        self.content: dict[bytes, dict[int, int]] = {}
+        self.damaged: set[bytes] = set()
+
+    def load(self, block_hash: bytes) -> dict[int, int] | None:
+        return None if block_hash in self.damaged else self.content.get(block_hash)
+
+
 class FakeRunner:
     """A device without arithmetic. Asserts that each row reads its own history, and nothing else.
 
@@ -117,7 +183,7 @@ class FakeRunner:
     """
 
     num_recompiles = 0
-    num_top_logprobs = 4
+    num_top_logprobs = 8
 
     def __init__(
         self,
@@ -126,7 +192,9 @@ class FakeRunner:
         *,
         fail_launch: tuple[int, ...] = (),
         fail_collect: tuple[int, ...] = (),
+        store: FakeStore | None = None,
     ):
+        self.store = store
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.fail_launch = fail_launch
@@ -135,8 +203,9 @@ class FakeRunner:
         self.num_computed_tokens = 0
         self._slots: dict[int, _Slot] = {}
         self._content: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
+        self._host: dict[int, dict[int, int]] = {}  # host block -> offset -> digest
         self._under_way: list[tuple[int, StepResult]] = []
-        self._num_launches = 0
+        self.num_launches = 0
         self._broken = False
 
     def weights_changed(self) -> bool:
@@ -149,14 +218,16 @@ class FakeRunner:
         """As if pool and request state had been lost with a failed step."""
         self._slots.clear()
         self._content.clear()
+        self._host.clear()
 
     def launch(self, plan: StepPlan) -> int:
-        handle, self._num_launches = self._num_launches, self._num_launches + 1
+        handle, self.num_launches = self.num_launches, self.num_launches + 1
         if handle in self.fail_launch:
             raise RuntimeError(f"launch {handle} fails as told")
         assert len(self._under_way) < 2, "at most one step may wait while another is launched"
         self._check_shape(plan)
         self.plans.append(plan)
+        self._apply_moves(plan)
         self._apply_updates(plan)
         # A step that will turn out to have failed spoils what it writes, and the step built on it.
         self._broken = any(x in self.fail_collect for x, _ in [*self._under_way, (handle, None)])
@@ -177,6 +248,25 @@ class FakeRunner:
         assert NULL_SLOT not in plan.slots and len(set(plan.slots)) == plan.num_rows
         decodes = all(count == 1 for count in plan.num_tokens) and all(plan.samples)
         assert plan.num_steps == 1 or (decodes and not plan.admissions)
+
+    def _apply_moves(self, plan: StepPlan) -> None:
+        if plan.moves is None:
+            return
+        for host_id, block_hash in plan.moves.stores:
+            assert self.store is not None
+            self.store.content[block_hash] = dict(self._host[host_id])
+        for host_id, content in plan.moves.loads:
+            self._host[host_id] = dict(content)
+        for block_id, host_id in plan.moves.swaps_out:
+            assert NULL_BLOCK < block_id < self.num_blocks and host_id > 0
+            content = ((i, self._content.get((block_id, i))) for i in range(self.block_size))
+            self._host[host_id] = {i: digest for i, digest in content if digest is not None}
+        for host_id, block_id in plan.moves.swaps_in:
+            assert NULL_BLOCK < block_id < self.num_blocks
+            for offset in range(self.block_size):
+                self._content.pop((block_id, offset), None)
+            for offset, digest in self._host[host_id].items():
+                self._content[block_id, offset] = digest
 
     def _apply_updates(self, plan: StepPlan) -> None:
         for sequence in plan.admissions:
@@ -252,13 +342,12 @@ class FakeRunner:
         sequence, request = slot.sequence, slot.sequence.request
         min_len = len(request.prompt_token_ids) + request.params.min_tokens
         banned = request.stop_token_ids if len(slot.history) < min_len else frozenset()
-        token_id = next_token(
-            slot.digests[-1], seed=request.seed, index=sequence.index, banned=banned
-        )
+        index = sequence.index if request.beams is None else 0  # of a beam it means nothing
+        token_id = next_token(slot.digests[-1], seed=request.seed, index=index, banned=banned)
         slot.append(token_id)
         ended = token_id in request.stop_token_ids or len(slot.history) >= sequence.max_len
         slot.finished = ended
-        # The sampled token has rank 1, 2 or 3; the id of rank r is `token_id + r - rank`.
+        # The sampled token has rank 1, 2 or 3; the id of rank r is `token_id + r - rank`. See `likely_tokens`.
         rank, best = 1 + token_id % 3, np.arange(1, self.num_top_logprobs + 1)
         result.token_ids[step, row] = token_id
         result.num_sampled[row] += 1

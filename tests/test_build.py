@@ -43,6 +43,31 @@ def test_too_little_kv_memory_names_the_longest_sequence_that_fits(path):
         make_llm(path, kv_cache_memory_bytes=1, max_model_len="auto")
 
 
+def test_kv_memory_in_bytes_is_taken_as_it_is_and_nothing_is_measured(path, monkeypatch):
+    def measured(*args, **options):
+        raise AssertionError("compiled or asked for memory, to size a pool of known size")
+
+    for name in ("pool_bytes", "size_pool", "Runner.bytes_besides_pool"):
+        monkeypatch.setattr(f"jaxpage.build.{name}", measured)
+    llm = make_llm(path, kv_cache_memory_bytes=20 * 16 * 4 * 8 * 4 * 2)
+    assert llm.config.num_gpu_blocks_override == 20
+    assert llm._engine.runner.programs.ready == {}  # enforce_eager: a program at its first use
+    assert len(tokens(llm)) == 12
+
+
+def test_lmdeploys_share_reaches_the_pool(path, monkeypatch):
+    asked = []
+
+    def pool_bytes(devices, *, share_of_free, **rest):
+        asked.append(share_of_free)
+        return 10**9
+
+    monkeypatch.setattr("jaxpage.build.pool_bytes", pool_bytes)
+    make_llm(path, cache_max_entry_count=0.5)
+    make_llm(path)
+    assert asked == [0.5, None]
+
+
 @pytest.mark.slow
 def test_auto_takes_the_longest_sequence_that_fits(path):
     llm = make_llm(path, kv_cache_memory_bytes=8 * 16 * 4 * 8 * 4 * 2, max_model_len="auto")
@@ -54,7 +79,7 @@ def test_auto_takes_the_longest_sequence_that_fits(path):
 def test_when_memory_is_short_the_largest_step_shrinks(path, monkeypatch):
     asked = []
 
-    def pool_bytes(device, *, utilization, temp_bytes):
+    def pool_bytes(devices, *, temp_bytes, **shares):
         """Just too little for the first step that is tried."""
         asked.append(temp_bytes)
         return 0 if len(asked) == 1 else asked[1] - temp_bytes

@@ -123,14 +123,56 @@ def test_dtype(given, stored, expected):
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("auto", "float16"),
+        ("half", "float16"),
+        ("float16", "float16"),
+        ("int8", "int8"),
+        ("int4", "int4"),
+        ("fp8", "fp8_e4m3"),
+        ("fp8_e4m3", "fp8_e4m3"),
+        ("fp8_e5m2", "fp8_e5m2"),
+    ],
+)
+def test_kv_cache_dtype(given, expected):
+    assert resolve(Qwen2Config(dtype="float16"), kv_cache_dtype=given).kv_cache_dtype == expected
+
+
+def test_keys_and_values_are_not_kept_in_another_float():
+    with pytest.raises(ValueError, match="'float32' is not the bfloat16 that the model computes"):
+        resolve(Qwen2Config(dtype="bfloat16"), kv_cache_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [(0, "auto"), (4, "int4"), (8, "int8"), (16, "fp8_e4m3"), (17, "fp8_e5m2")]
+)
+def test_quant_policy_of_lmdeploy_is_a_kv_cache_dtype(policy, dtype):
+    expected = EngineConfig(model="m", kv_cache_dtype=dtype)
+    assert EngineConfig.from_options(model="m", quant_policy=policy) == expected
+    both = EngineConfig.from_options(model="m", quant_policy=policy, kv_cache_dtype=dtype)
+    assert both == expected
+    with pytest.raises(ValueError, match=f"quant_policy={policy} means.*leave one of them out"):
+        EngineConfig.from_options(model="m", quant_policy=policy, kv_cache_dtype="bfloat16")
+
+
+def test_a_quant_policy_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="quant_policy must be one of 0, 4, 8, 16, 17, got 42"):
+        EngineConfig.from_options(model="m", quant_policy=42)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"dtype": "int8"},
+        {"kv_cache_dtype": "int2"},
         {"block_size": 0},
         {"block_size": 10**6},
         {"block_size": "16"},
         {"gpu_memory_utilization": 0},
         {"gpu_memory_utilization": 1.5},
+        {"cache_max_entry_count": 0},
+        {"cache_max_entry_count": 0.5, "gpu_memory_utilization": 0.5},
         {"num_gpu_blocks_override": 1},
         {"max_num_seqs": 0},
         {"max_num_batched_tokens": 0},
@@ -156,7 +198,8 @@ def test_nothing_is_left_to_interpret():
     assert config.logprobs_mode == "processed"
     assert config.tokenizer == "m"
     left = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) in (None, "auto")}
-    unset = {"num_gpu_blocks_override", "chat_template", "quantization"}
+    unset = {"num_gpu_blocks_override", "chat_template", "quantization", "cache_max_entry_count"}
+    unset |= {"preemption_mode", "kv_offload_dir"}
     assert left == unset | {"load_format", "generation_config"}
     for name in (f.name for f in dataclasses.fields(config)):
         assert name in config.describe()
@@ -204,8 +247,6 @@ def test_options_of_vllm_are_accepted_at_their_neutral_value():
         {"tensor_parallel_size": 2},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
-        {"swap_space": 4},
-        {"kv_cache_dtype": "fp8"},
         {"enable_chunked_prefill": False},
         {"trust_remote_code": True},
     ],

@@ -1,8 +1,8 @@
 """The three acts of `jaxpage demo`: one long table, many questions at once, many stories from one prompt.
 
 Each act asks the engine what `text` makes up, shows it on a console, and returns its figures. Knows
-what is shown; must not know how the engine was made, nor how it works: it drives `LLM`, and counts
-blocks in its pool.
+what is shown; must not know how the engine was made, nor how it works: it drives `LLM`, and reads
+its stats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rich.text import Text
 
 from jaxpage.chat import describe, stream
 from jaxpage.demo import text
-from jaxpage.engine.block_pool import BlockPool
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import parse_chat
 from jaxpage.sampling_params import SamplingParams
@@ -160,7 +159,7 @@ def ask_one_by_one(
 
 
 def ask_at_once(
-    llm: LLM, console: Console, rng: random.Random, pool: BlockPool, *, num_questions: int
+    llm: LLM, console: Console, rng: random.Random, *, num_questions: int
 ) -> BatchFigures:
     """Act 2: questions about four tables in one continuous batch, drawn step by step."""
     tables = [text.people(rng, 8, split="held_out") for _ in range(4)]
@@ -183,12 +182,12 @@ def ask_at_once(
                 Moment(
                     num_running=now.num_running,
                     num_waiting=now.num_waiting,
-                    num_blocks=pool.num_usable - pool.num_free,
+                    num_blocks=now.num_blocks_used,
                     num_tokens=now.generation_tokens - before.generation_tokens,
                     seconds=time.perf_counter() - start,
                 )
             )
-            live.update(draw(moments, pool.num_usable), refresh=console.is_terminal)
+            live.update(draw(moments, now.num_blocks), refresh=console.is_terminal)
     end_live(console)
     hits = now.prefix_cache_hits - before.prefix_cache_hits
     figures = BatchFigures(
@@ -202,7 +201,7 @@ def ask_at_once(
         console.print(_verdict(answer), highlight=False)
     console.print(
         f"\n[bold]{figures.tokens_per_second:.0f} tokens/s[/], at most {figures.peak_blocks} of "
-        f"{pool.num_usable} blocks in use; {figures.num_right} of {num_questions} answers were "
+        f"{now.num_blocks} blocks in use; {figures.num_right} of {num_questions} answers were "
         f"right.\n{figures.hit_rate:.0%} of the prompts' tokens came from the prefix cache: four "
         "tables, each computed once.",
         highlight=False,
@@ -211,7 +210,7 @@ def ask_at_once(
 
 
 def tell_stories(
-    llm: LLM, console: Console, rng: random.Random, pool: BlockPool, *, num_stories: int
+    llm: LLM, console: Console, rng: random.Random, *, num_stories: int
 ) -> StoryFigures:
     """Act 3: samples of one story, told after a table so that there is something to share."""
     turn = text.story(rng)
@@ -223,9 +222,9 @@ def tell_stories(
     num_blocks = num_unshared = 0
     while llm.has_unfinished_requests():
         outputs = llm.step() or outputs
-        # A block counts once for each sequence that holds it.
-        if (references := sum(pool.refs)) > num_unshared:
-            num_blocks, num_unshared = pool.num_usable - pool.num_free, references
+        now = llm.stats()
+        if now.num_block_references > num_unshared:
+            num_blocks, num_unshared = now.num_blocks_used, now.num_block_references
     (output,) = outputs
     console.print(f"> {turn.question}", style="bold", markup=False, highlight=False)
     for number, completion in enumerate(output.outputs, start=1):

@@ -75,7 +75,7 @@ def show(console: Console | None = None, options: Mapping[str, Any] | None = Non
         from jaxpage.llm import LLM
 
         built = build(EngineConfig.from_options(**options), use_tqdm=False)
-    llm, pool, rng = LLM.from_built(built), built.engine.scheduler.pool, random.Random(0)
+    llm, rng = LLM.from_built(built), random.Random(0)
     _chapter(console, "What runs")
     console.print(configuration(built))
     _chapter(console, "What was compiled")
@@ -84,9 +84,9 @@ def show(console: Console | None = None, options: Mapping[str, Any] | None = Non
     _chapter(console, "1. Questions about one table, one after the other")
     table = acts.ask_one_by_one(llm, console, rng, num_rows=24, num_questions=6)
     _chapter(console, "2. 32 questions in one continuous batch")
-    batch = acts.ask_at_once(llm, console, rng, pool, num_questions=32)
+    batch = acts.ask_at_once(llm, console, rng, num_questions=32)
     _chapter(console, "3. Eight stories from one prompt")
-    stories = acts.tell_stories(llm, console, rng, pool, num_stories=8)
+    stories = acts.tell_stories(llm, console, rng, num_stories=8)
     _chapter(console, "What to type next")
     console.print(NEXT, highlight=False)
     return Figures(table=table, batch=batch, stories=stories)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from jaxpage.demo import text, words
-from jaxpage.tiny import END_OF_TEXT, IM_END, IM_START, SPECIAL_TOKENS, SPLIT_REGEX
+from jaxpage.tiny import END_OF_TEXT, IM_END, IM_START, SPECIAL_TOKENS, train_byte_level_bpe
 
 TURN_TOKENS = {"look_up": 32, "json": 45, "sum": 30, "talk": 25, "story": 85}  # on average
 TABLE_TALK: dict[text.Kind, float] = {  # turns, by weight, after a table
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 
 
 def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE with Qwen2's split pattern (digits stand alone): any text can be encoded."""
+    """The demo model's; digits stand alone in it."""
     rng = random.Random(0)
     texts = [conversation(rng, rows=12, length=400) for _ in range(3000)]
     spaced = words.FIRST_NAMES + words.LAST_NAMES + words.OCCUPATIONS + words.COUNTRIES
@@ -59,21 +59,8 @@ def train_tokenizer() -> Tokenizer:
     texts += [f"x {word}" for word in spaced] * 50 + [f' "{word}"' for word in quoted] * 50
     for special in SPECIAL_TOKENS:
         texts = [one.replace(special, "") for one in texts]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(SPLIT_REGEX), behavior="isolated")
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2560,  # more than there are pairs to merge
-        min_frequency=5,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    # The vocabulary is larger than there are pairs to merge.
+    return train_byte_level_bpe(texts, vocab_size=2560, min_frequency=5)
 
 
 def render(messages: Sequence[dict[str, str]]) -> str:

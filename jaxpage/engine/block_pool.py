@@ -52,8 +52,15 @@ class BlockPool:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.refs = [0] * num_blocks  # read by the scheduler's inner loop; changed only here
+        self.num_references = 0  # of all blocks together
         self._free = OrderedDict.fromkeys(range(1, num_blocks))
-        self._hashes: list[bytes | None] = [None] * num_blocks
+        # Of a registered block: its hash, that of the block before it (None: it is a first block),
+        # and how often it was found.
+        self.hashes: list[bytes | None] = [None] * num_blocks
+        self.parents: list[bytes | None] = [None] * num_blocks
+        self.hits = [0] * num_blocks
+        # Registered blocks that were handed out again, if somebody wants to know: he empties it.
+        self.evicted: list[tuple[int, bytes]] | None = None
         # Blocks of equal content, oldest first. Duplicates stay: block tables are never rewritten
         # to merge them.
         self._by_hash: dict[bytes, dict[int, None]] = {}
@@ -66,6 +73,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_usable - len(self._free)
+
+    @property
     def num_usable(self) -> int:
         """All blocks but the null block."""
         return self.num_blocks - 1
@@ -73,10 +85,18 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of the usable blocks that sequences hold, 0 to 1."""
-        return 1.0 - len(self._free) / self.num_usable
+        return self.num_used / self.num_usable
 
     def is_free(self, block_id: int) -> bool:
         return block_id in self._free
+
+    def eviction_order(self) -> list[int]:
+        """The free blocks, the one that is handed out next at the head."""
+        return list(self._free)
+
+    def registered(self) -> list[tuple[int, bytes]]:
+        """(block id, hash) of all blocks that can be found."""
+        return [(i, block_hash) for i, block_hash in enumerate(self.hashes) if block_hash]
 
     def is_shared(self, block_id: int) -> bool:
         return self.refs[block_id] > 1
@@ -92,11 +112,15 @@ class BlockPool:
         ids = []
         for _ in range(count):
             block_id, _ = free.popitem(last=False)
-            if self._hashes[block_id] is not None:
+            block_hash = self.hashes[block_id]
+            if block_hash is not None:
                 self.unregister(block_id)
                 self.num_evictions += 1
+                if self.evicted is not None:
+                    self.evicted.append((block_id, block_hash))
             self.refs[block_id] = 1
             ids.append(block_id)
+        self.num_references += count
         return ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -105,12 +129,15 @@ class BlockPool:
             if self.refs[block_id] == 0:
                 del self._free[block_id]
             self.refs[block_id] += 1
+            self.num_references += 1
+            self.hits[block_id] += 1
 
     def fork(self, block_ids: Iterable[int]) -> None:
         """One more reference to each of a sequence's blocks."""
         for block_id in block_ids:
             assert self.refs[block_id] > 0, f"block {block_id} is not in use"
             self.refs[block_id] += 1
+            self.num_references += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each of a sequence's blocks, given in the order of its block table.
@@ -120,24 +147,27 @@ class BlockPool:
         """
         for block_id in reversed(block_ids):
             self.refs[block_id] -= 1
+            self.num_references -= 1
             assert self.refs[block_id] >= 0, f"block {block_id} was freed twice"
             if self.refs[block_id] == 0:
                 self._free[block_id] = None
-                if self._hashes[block_id] is None:
+                if self.hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
+    def register(self, block_id: int, block_hash: bytes, parent: bytes | None = None) -> None:
         """Make a full block in use findable by its hash. No effect if prefix caching is off."""
-        assert self.refs[block_id] > 0 and self._hashes[block_id] is None, f"{block_id=}"
+        assert self.refs[block_id] > 0 and self.hashes[block_id] is None, f"{block_id=}"
         if self.enable_prefix_caching:
-            self._hashes[block_id] = block_hash
+            self.hashes[block_id] = block_hash
+            self.parents[block_id] = parent
+            self.hits[block_id] = 0
             self._by_hash.setdefault(block_hash, {})[block_id] = None
 
     def unregister(self, block_id: int) -> None:
         """Forget a registered block's hash; its references stay."""
-        block_hash = self._hashes[block_id]
+        block_hash = self.hashes[block_id]
         assert block_hash is not None, f"block {block_id} has no hash"
-        self._hashes[block_id] = None
+        self.hashes[block_id] = None
         same = self._by_hash[block_hash]
         del same[block_id]
         if not same:
@@ -155,7 +185,7 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Empty the prefix cache: block contents cannot be trusted any more. References stay."""
-        self._hashes = [None] * self.num_blocks
+        self.hashes = [None] * self.num_blocks
         self._by_hash.clear()
 
     def reset_prefix_cache(self) -> bool:

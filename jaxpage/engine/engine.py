@@ -12,11 +12,10 @@ may have a row in step n+1, which is thrown away.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Protocol
 
 from jaxpage.engine.scheduler import Scheduler
-from jaxpage.engine.stats import EngineStats
+from jaxpage.engine.stats import EngineStats, engine_stats
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import Request
 
@@ -45,6 +44,12 @@ class StepRunner(Protocol):
 
     def wait_until_warm(self) -> None:
         """Until nothing is left to compile."""
+        ...
+
+    def store_blocks(
+        self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]], /
+    ) -> None:
+        """Write the contents of blocks to the disk: (block of the device or of the host, hash)."""
         ...
 
 
@@ -104,19 +109,15 @@ class Engine:
         """Empty the prefix cache. False, and nothing happens, while any request holds blocks."""
         return self.scheduler.pool.reset_prefix_cache()
 
+    def save_prefix_cache(self) -> None:
+        """Write what device and host know by hash to `kv_offload_dir`; nothing happens without it."""
+        tier = self.scheduler.tier
+        if tier is not None and tier.store is not None:
+            self.runner.store_blocks(self.scheduler.pool.registered(), tier.pool.registered())
+
     def stats(self) -> EngineStats:
         """The counters as of now."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            kv_cache_usage=pool.usage,
-            num_recompiles=self.runner.num_recompiles,
-            prefix_cache_queries=pool.num_query_tokens,
-            prefix_cache_hits=pool.num_hit_tokens,
-            prefix_cache_evictions=pool.num_evictions,
-            **dataclasses.asdict(scheduler.counters),
-        )
+        return engine_stats(self.scheduler, self.runner.num_recompiles)
 
     def _launch(self, plan: StepPlan) -> Any:
         try:

@@ -9,21 +9,33 @@ from __future__ import annotations
 import sys
 
 from jaxpage.engine.block_pool import BlockPool, hash_block, root_hash
+from jaxpage.engine.host_tier import HostTier
 from jaxpage.request import Sequence
 
 NEVER = sys.maxsize  # as `num_registered_blocks`: blocks of this sequence do not enter the cache
 
 
-def find_cached_blocks(pool: BlockPool, sequence: Sequence, weight_epoch: int) -> list[int]:
+def find_cached_blocks(
+    pool: BlockPool, sequence: Sequence, weight_epoch: int, tier: HostTier | None = None
+) -> list[int]:
     """Cached blocks of a waiting sequence, from its start: whole ones, never its last token.
 
-    That one must be computed, so of a prompt of exactly k cached blocks k - 1 are found.
+    That one must be computed, so of a prompt of exactly k cached blocks k - 1 are found. Host block
+    h stands in the list as -h.
     """
     if not pool.enable_prefix_caching or sequence.request.params.skip_reading_prefix_cache:
         return []
     count = (len(sequence.token_ids) - 1) // pool.block_size
     _extend_hashes(sequence, count, pool.block_size, weight_epoch)
-    return pool.lookup(sequence.block_hashes[:count])
+    hits = pool.lookup(sequence.block_hashes[:count])
+    if tier is None:
+        return hits
+    for block_hash in sequence.block_hashes[len(hits) : count]:
+        found = pool.lookup([block_hash]) or [-h for h in tier.find(block_hash)]
+        if not found:
+            break
+        hits += found
+    return hits
 
 
 def register_blocks(
@@ -34,8 +46,10 @@ def register_blocks(
     if count <= sequence.num_registered_blocks:
         return
     _extend_hashes(sequence, count, pool.block_size, weight_epoch)
+    hashes = sequence.block_hashes
     for index in range(sequence.num_registered_blocks, count):
-        pool.register(sequence.block_ids[index], sequence.block_hashes[index])
+        parent = hashes[index - 1] if index else None
+        pool.register(sequence.block_ids[index], hashes[index], parent)
     sequence.num_registered_blocks = count
 
 

@@ -21,9 +21,12 @@ from bisect import insort
 from collections.abc import Callable
 from typing import Any
 
+from jaxpage.engine import lockstep
+from jaxpage.engine.admission import find_blocks, take_blocks
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.engine.growth import extend, grow, num_missing_blocks
-from jaxpage.engine.prefix_cache import NEVER, find_cached_blocks, register_blocks
+from jaxpage.engine.growth import extend, grow
+from jaxpage.engine.host_tier import HostTier
+from jaxpage.engine.prefix_cache import NEVER, register_blocks
 from jaxpage.engine.sequences import append_tokens, check_runnable, new_sequence
 from jaxpage.engine.stats import Counters
 from jaxpage.plan import Feature, StepPlan, StepResult
@@ -47,6 +50,7 @@ class Scheduler:
         policy: str = "fcfs",
         decode_steps: int = 1,
         make_detokenizer: Callable[[Request], Any] = lambda request: None,
+        tier: HostTier | None = None,
     ):
         """Raises ValueError for limits below 1."""
         limits = {
@@ -60,6 +64,7 @@ class Scheduler:
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy {policy!r} is neither 'fcfs' nor 'priority'")
         self.pool = pool
+        self.tier = tier
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.decode_steps = decode_steps
@@ -83,11 +88,14 @@ class Scheduler:
             num_blocks=self.pool.num_usable,
             block_size=self.pool.block_size,
         )
+        num_slots = len(self._free_slots) + len(self.running)
+        sequences = lockstep.first_sequences(request, self._new_sequence, self.pool, num_slots)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
-        request.sequences = [self._new_sequence(request, 0)]
+        request.sequences = sequences
         self.requests[request.request_id] = request
-        insort(self.waiting, request.sequences[0], key=self._order)
+        for sequence in sequences:
+            insort(self.waiting, sequence, key=self._order)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, with what it has; None if there is no such unfinished request."""
@@ -104,27 +112,48 @@ class Scheduler:
         """End the requests of steps that failed. Nothing they wrote, or failed to, is reused."""
         requests = dict.fromkeys(s.request.request_id for plan in plans for s in plan.sequences)
         ended = [self.abort(request_id) for request_id in requests]
-        self.pool.forget_all()  # last, since sequences that end leave their blocks in the cache
+        self._distrust_kv()  # last, since sequences that end leave their blocks in the cache
         return [request for request in ended if request is not None]
 
     def preempt_all(self) -> None:
         """All KV is lost: every running sequence is to be computed anew."""
         while self.running:
-            self._preempt(self.running[-1])
+            self._preempt(self.running[-1], swap=False)
+        self._distrust_kv()
+
+    def _distrust_kv(self) -> None:
+        """No block is what its hash says. What was swapped out is computed anew."""
         self.pool.forget_all()
+        if self.tier is None:
+            return
+        for sequence in self.waiting:
+            if sequence.host_block_ids:
+                self._drop_host_blocks(sequence)
+                sequence.num_computed_tokens = 0
+        self.tier.distrust()
+
+    def _drop_host_blocks(self, sequence: Sequence) -> None:
+        assert self.tier is not None
+        self.tier.release(sequence.host_block_ids)
+        sequence.host_block_ids = []
 
     def begin_weight_epoch(self) -> None:
         """The weights change now: KV of before is not for sequences admitted from here on."""
         self.weight_epoch += 1
         for sequence in self.waiting:
             sequence.block_hashes.clear()
-        for sequence in self.running:  # their KV is, or will be, a mixture
+        swapped = [s for s in self.waiting if s.host_block_ids]
+        for sequence in (*self.running, *swapped):  # their KV is, or will be, a mixture
             sequence.block_hashes.clear()
             sequence.num_registered_blocks = NEVER
+        if self.tier is not None:
+            self.tier.store = None  # epochs are numbered anew in every process
 
     def schedule(self) -> StepPlan | None:
         """Plan a step for the caller to launch; None if there is nothing to do before `update`."""
         plan = StepPlan()
+        if self.tier is not None:
+            self.tier.begin_plan()
         num_preemptions = self.counters.num_preemptions
         budget = self._plan_running(plan)
         if self.counters.num_preemptions == num_preemptions:
@@ -133,16 +162,20 @@ class Scheduler:
             insort(self.running, sequence, key=self._order)
         if not plan.sequences:
             return None
-        num_rows = len(plan.sequences)
-        only_decodes = not plan.admissions and plan.num_tokens.count(1) == num_rows
-        if self.decode_steps > 1 and only_decodes and all(plan.samples):
-            extend(self.pool, plan, self.decode_steps)
         features = 0
         for sequence in plan.sequences:
             features |= sequence.features
         plan.features = Feature(features)
+        if features >= Feature.TOP_LOGPROBS:  # no step without has beams
+            lockstep.renew(plan, self.pool)
+        only_decodes = not plan.admissions and plan.num_tokens.count(1) == len(plan.sequences)
+        if self.decode_steps > 1 and only_decodes and all(plan.samples):
+            extend(self.pool, plan, self.decode_steps)
         self.counters.num_steps += 1
         self.counters.num_block_copies += len(plan.block_copies)
+        if self.tier is not None:
+            plan.moves = self.tier.take_moves()  # last: it knows what all of the above evicted
+        self.counters.count_slots(self.pool, self.running, plan)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
@@ -158,12 +191,15 @@ class Scheduler:
             if sequence.finish_reason is not None or not samples[row]:
                 continue
             sequence.num_in_flight -= num_steps
-            num_appended += append_tokens(sequence, token_ids[row][: num_sampled[row]], result, row)
+            request, sampled = sequence.request, token_ids[row][: num_sampled[row]]
+            if request.beams is None:
+                num_appended += append_tokens(sequence, sampled, result, row)
+            else:
+                num_appended += lockstep.report(self.pool, sequence, result, row)
             if sequence.finish_reason is not None:
-                ended.append(sequence)
+                ended += [sequence] if request.beams is None else request.sequences
             else:
                 assert num_sampled[row] == num_steps, "only the device thinks it ended"
-            request = sequence.request
             if request.first_token_time is None:
                 request.first_token_time = now
             request.last_token_time = now
@@ -195,11 +231,12 @@ class Scheduler:
             count = known - start
             if count > budget:
                 count = budget
-            if start + count > len(block_ids) * block_size or (
-                start % block_size and refs[block_ids[start // block_size]] > 1
-            ):
-                if not self._make_room(plan, sequence, start + count):
-                    break  # it gave way itself, so it was the last
+            if (
+                start + count > len(block_ids) * block_size
+                or (start % block_size and refs[block_ids[start // block_size]] > 1)
+                or sequence.request.beams is not None
+            ) and not self._make_room(plan, sequence, start + count):
+                break  # it gave way itself, so it was the last
             self._add_row(plan, sequence, start, count, known)
             budget -= count
         return budget
@@ -210,26 +247,38 @@ class Scheduler:
         Victims give way while there are too few. False if the sequence itself had to.
         """
         # Asked anew after each victim: it may have been the other owner of the shared block.
-        while num_missing_blocks(self.pool, sequence, end) > self.pool.num_free:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
+        while lockstep.num_missing_blocks(self.pool, sequence, end) > self.pool.num_free:
+            self._preempt(self.running[-1])
+            if not sequence.slot:
                 return False
         grow(self.pool, plan, sequence, end)
         return True
 
-    def _preempt(self, victim: Sequence) -> None:
+    def _preempt(self, victim: Sequence, *, swap: bool = True) -> None:
         """Back to waiting, with its tokens. Its KV is recomputed, or still found in the cache.
 
-        Tokens it has in flight count when they are collected; it may even end then, while waiting.
+        Or it is swapped out, and comes back. Tokens it has in flight count when they are collected;
+        it may even end then, while waiting.
         """
         popped = self.running.pop()
         assert popped is victim
+        num_registered = victim.num_registered_blocks
+        beams = victim.request.beams
+        if swap and beams is None and self.tier is not None and self.tier.keeps(victim):
+            count = -(-victim.num_computed_tokens // self.pool.block_size)
+            victim.host_block_ids = self.tier.swap_out(victim.block_ids[:count]) or []
         self._release(victim, min(victim.num_computed_tokens, len(victim.token_ids)))
-        victim.num_computed_tokens = 0
+        if not victim.host_block_ids:
+            victim.num_computed_tokens = 0
+        elif num_registered == NEVER:
+            victim.num_registered_blocks = NEVER
         insort(self.waiting, victim, key=self._order)
         victim.request.num_preemptions += 1
         self.counters.num_preemptions += 1
+        if beams is not None:
+            lockstep.give_way(victim)
+            if self.running and self.running[-1].request is victim.request:
+                self._preempt(self.running[-1])  # together
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Rows for waiting sequences, in order, until one does not fit.
@@ -241,21 +290,23 @@ class Scheduler:
         pool = self.pool
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
-            if sequence.num_in_flight:
-                break  # a victim whose last step is not collected: the launch after it failed
+            if not lockstep.may_enter(self.pool, sequence, len(self._free_slots)):
+                break
             known = len(sequence.token_ids)
-            hits = find_cached_blocks(pool, sequence, self.weight_epoch)
-            start = len(hits) * pool.block_size
+            hits = find_blocks(pool, self.tier, sequence, self.weight_epoch)
             fresh = -(-known // pool.block_size) - len(hits)
             # Hits that nobody uses stand in the free queue; using them takes them out of it.
-            if fresh + sum(pool.refs[block_id] == 0 for block_id in hits) > pool.num_free:
+            if fresh + sum(hit < 0 or pool.refs[hit] == 0 for hit in hits) > pool.num_free:
                 break
             del self.waiting[0]
-            pool.touch(hits)
-            sequence.block_ids = hits + pool.allocate(fresh)
-            sequence.num_computed_tokens = start
-            sequence.num_registered_blocks = len(hits) if pool.enable_prefix_caching else NEVER
+            take_blocks(pool, self.tier, sequence, hits)
+            sequence.block_ids += pool.allocate(fresh)
+            start = sequence.num_computed_tokens
             sequence.slot = self._free_slots.pop()
+            for sibling in lockstep.siblings(sequence):
+                self.waiting.remove(sibling)
+                sibling.slot = self._free_slots.pop()
+                insort(self.running, sibling, key=self._order)
             self._count_first_scheduling(sequence, start)
             plan.admissions.append(sequence)
             count = min(known - start, budget)
@@ -322,6 +373,8 @@ class Scheduler:
         """Take sequences that ended out of the queues."""
         for sequence in ended:
             sequence.num_in_flight = 0  # what it still has under way is thrown away
+            if sequence.host_block_ids:
+                self._drop_host_blocks(sequence)
             if sequence.slot:
                 self._release(
                     sequence, min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jaxpage.batch import StepBatch
+from jaxpage.kv_pool import KVPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import xla
 
@@ -23,7 +24,7 @@ class PagedAttention:
     request may hit blocks which another computes in the same step.
     """
 
-    def __init__(self, kv_pool: list[jax.Array], batch: StepBatch, *, one_query_per_row: bool):
+    def __init__(self, kv_pool: KVPool, batch: StepBatch, *, one_query_per_row: bool):
         self.kv_pool = list(kv_pool)
         self._batch = batch
         self._one_query_per_row = one_query_per_row

@@ -1,10 +1,13 @@
-"""How many KV blocks fit: measured where the device can tell, a stated share of the free RAM on a CPU."""
+"""How many KV blocks fit: measured where the device can tell, a stated share of the free RAM on a CPU.
+
+Knows devices and sizes in bytes. Must not know what a block holds.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -18,18 +21,42 @@ CPU_SHARE = (
 )
 CPU_MOST_BYTES = 4 << 30  # zeroing more than this would be felt at start-up
 SMALLEST_BUDGET = 64  # tokens: max_num_batched_tokens is not halved below this
+FEWEST_BLOCKS = (
+    16  # as LMDeploy: with fewer the largest step is halved, whatever the sequences' length
+)
 
 
-def pool_bytes(device: jax.Device, *, utilization: float, temp_bytes: int) -> int:
-    """Bytes for the KV pool, once the weights are loaded and the largest step needs `temp_bytes` beside it.
+def pool_bytes(
+    devices: Sequence[jax.Device],
+    *,
+    utilization: float,
+    temp_bytes: int,
+    share_of_free: float | None = None,
+) -> int:
+    """Bytes for the KV pool on each of `devices`: what the one with the least has to give.
 
-    An accelerator gives `utilization` of its memory, less what is in use and the temporaries. A CPU gives
-    CPU_SHARE of the free RAM, less the temporaries, and at most CPU_MOST_BYTES.
+    Call it once the weights are loaded; the largest step needs `temp_bytes` beside the pool. An accelerator gives
+    `utilization` of its memory, less what is in use and the temporaries. With `share_of_free` it gives that share of
+    what use and temporaries leave (LMDeploy's `cache_max_entry_count`).
+
+    A CPU cannot tell what is in use. It gives CPU_SHARE of the free RAM, less the temporaries, and at most
+    CPU_MOST_BYTES; or `share_of_free` of what the temporaries leave of it, however much that is: it was asked for.
     """
+    return min(_pool_bytes(device, utilization, temp_bytes, share_of_free) for device in devices)
+
+
+def _pool_bytes(
+    device: jax.Device, utilization: float, temp_bytes: int, share_of_free: float | None
+) -> int:
     stats = device.memory_stats()
     if stats is None or "bytes_limit" not in stats:
+        if share_of_free is not None:
+            return int(share_of_free * (free_ram() - temp_bytes))
         return min(int(CPU_SHARE * free_ram()) - temp_bytes, CPU_MOST_BYTES)
-    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - temp_bytes
+    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+    if share_of_free is not None:
+        return int(share_of_free * (limit - in_use - temp_bytes))
+    return int(limit * utilization) - in_use - temp_bytes
 
 
 def free_ram() -> int:
@@ -50,7 +77,8 @@ def check_fits(*, num_blocks: int, block_size: int, max_model_len: int, availabl
             f"max_model_len={max_model_len} needs {-(-max_model_len // block_size)} KV blocks of "
             f"{block_size} tokens, but {max(0, num_blocks - 1)} fit into the {available / 1e9:.2f} GB for "
             f"the KV pool; the largest max_model_len that fits is {max(0, largest)}. Lower max_model_len "
-            f'(or pass "auto"), raise gpu_memory_utilization or kv_cache_memory_bytes'
+            f'(or pass "auto"), or raise gpu_memory_utilization, cache_max_entry_count or kv_cache_memory_bytes,'
+            f" whichever you use"
         )
 
 
@@ -68,9 +96,11 @@ def size_pool(
 
     `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a compiled step needs besides. The
     pool is no larger than `max_num_seqs` sequences of full length could fill. While it holds fewer than
-    `num_blocks_wanted` besides the null block, the largest step is halved: its temporaries grow with its tokens.
+    `num_blocks_wanted` besides the null block, or fewer than FEWEST_BLOCKS (unless `max_num_seqs` sequences fill
+    fewer), the largest step is halved: its temporaries grow with its tokens.
     """
     most = max_num_seqs * num_blocks_per_row + 1
+    enough = max(num_blocks_wanted, min(FEWEST_BLOCKS, most - 1))
     if 2 * most * bytes_per_block <= available(0):
         return most, max_num_batched_tokens  # memory is no limit: nothing to measure
     while True:
@@ -78,7 +108,7 @@ def size_pool(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         num_blocks = max(0, available(temp_bytes(buckets[-1]))) // bytes_per_block
-        if num_blocks > num_blocks_wanted or max_num_batched_tokens <= SMALLEST_BUDGET:
+        if num_blocks > enough or max_num_batched_tokens <= SMALLEST_BUDGET:
             return min(num_blocks, most), max_num_batched_tokens
         max_num_batched_tokens //= 2
         logger.warning(

@@ -21,8 +21,16 @@ from flax import nnx
 
 from jaxpage.batch import RequestState
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.plan import Feature, StepPlan, StepResult
+from jaxpage.plan import Feature, Moves, StepPlan, StepResult
 from jaxpage.runner.buckets import Bucket, fitting_buckets, sample_name, start_order
+from jaxpage.runner.host_memory import (
+    MOVE_BLOCKS,
+    HostMemory,
+    padded,
+    portions,
+    read_blocks,
+    write_blocks,
+)
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.pack import (
     admission_layout,
@@ -43,6 +51,7 @@ from jaxpage.runner.step import (
 )
 
 ADMIT = "admit"
+READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Runner:
         pool_spec: KVPoolSpec,
         step_spec: StepSpec,
         ahead_of_time: bool = True,
+        host_memory: HostMemory | None = None,
     ):
         self._spec = step_spec
         self.pool_spec = pool_spec
@@ -78,6 +88,7 @@ class Runner:
         self._variables = [variable for _, variable in nnx.to_flat_state(state)]
         self._seen = [weakref.ref(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
+        self.host_memory = host_memory
         self._counter = CompilationCounter()
         self._first, self._then = start_order(buckets)
         self.programs = Programs(self._lowerings())
@@ -89,7 +100,8 @@ class Runner:
         """
         first = [ADMIT, *self._first]
         if self._ahead_of_time:
-            self.programs.start([*first, *self._then])
+            moving = [READ, WRITE] if self.host_memory is not None else []
+            self.programs.start([*first, *self._then, *moving])
         self._allocate()
         if self._ahead_of_time:
             self.programs.wait_for([first])
@@ -136,6 +148,8 @@ class Runner:
 
     def recover(self) -> bool:
         """After a failed step: allocate pool and state anew if they went with it, and tell so."""
+        if self.host_memory is not None:
+            self.host_memory.forget_pending()
         try:
             jax.block_until_ready((self._kv_pool, self._state))  # raises if deleted or poisoned
         except Exception:
@@ -149,6 +163,8 @@ class Runner:
         packed = pack_step(plan, self._layouts[bucket.name])
         programs, leaves = self.programs, self._leaves()
         with self._counter.watching():
+            if plan.moves is not None:
+                self._move(plan.moves)
             for sequence in plan.admissions:
                 row = pack_admission(sequence, self._admission, vocab_size=self._spec.vocab_size)
                 self._state = programs[ADMIT](self._state, row)
@@ -160,6 +176,32 @@ class Runner:
                 rows = pack_rows(plan, self._layouts[name])
                 self._state, result = programs[name](leaves, self._state, result, rows)
         return Launched(plan, result)
+
+    def _move(self, moves: Moves) -> None:
+        """Block contents between disk, host memory and the pool, in the order that `Moves` promises."""
+        host, programs = self.host_memory, self.programs
+        assert host is not None, "moves need host memory"
+        for host_id, block_hash in moves.stores:
+            if host.store is not None:
+                host.store.save(block_hash, host.get(host_id))
+        for host_id, content in moves.loads:
+            host.put(host_id, content)
+        for block_ids, host_ids in portions(moves.swaps_out):
+            host.expect(host_ids, programs[READ](self._kv_pool, padded(block_ids)))
+        for host_ids, block_ids in portions(moves.swaps_in):
+            contents = host.stacked(host_ids)
+            self._kv_pool = programs[WRITE](self._kv_pool, padded(block_ids), contents)
+
+    def store_blocks(self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]]) -> None:
+        """Write the contents of blocks to the disk: (block of the device or of the host, hash)."""
+        memory = self.host_memory
+        assert memory is not None and memory.store is not None, "there is no store"
+        for host_id, block_hash in host:
+            memory.store.save(block_hash, memory.get(host_id))
+        for block_ids, hashes in portions(device):
+            arrays = [np.asarray(x) for x in self.programs[READ](self._kv_pool, padded(block_ids))]
+            for row, block_hash in enumerate(hashes):
+                memory.store.save(block_hash, [array[row] for array in arrays])
 
     def _choose(self, plan: StepPlan) -> Bucket:
         """The smallest bucket whose programs are ready."""
@@ -177,6 +219,8 @@ class Runner:
         wants_top = Feature.TOP_LOGPROBS in plan.features
         width = self._spec.num_top_logprobs if wants_top else 0
         empty = np.zeros((steps, rows, 0))
+        if self.host_memory is not None:
+            self.host_memory.land()
         return StepResult(
             token_ids=token_ids,
             num_sampled=np.asarray(launched.result.num_sampled)[:rows],
@@ -227,7 +271,17 @@ class Runner:
             lowerings[bucket.name] = partial(self._lower_step, step, bucket)
         for rows in self._sample_rows:
             lowerings[sample_name(rows)] = partial(self._lower_sample, step, rows)
+        if self.host_memory is not None:
+            lowerings |= {READ: self._lower_read, WRITE: self._lower_write}
         return lowerings
+
+    def _lower_read(self) -> jax.stages.Lowered:
+        return jax.jit(read_blocks).lower(self.pool_spec.abstract(), _integers(MOVE_BLOCKS))
+
+    def _lower_write(self) -> jax.stages.Lowered:
+        pool, ids = self.pool_spec.abstract(), _integers(MOVE_BLOCKS)
+        contents = jax.eval_shape(read_blocks, pool, ids)
+        return jax.jit(write_blocks, donate_argnums=0).lower(pool, ids, contents)
 
     def _lower_admit(self) -> jax.stages.Lowered:
         admit = make_admit(self._admission)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
+from jaxpage.kv_pool import KVPool
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.plan import NULL_BLOCK, NULL_SLOT
 from jaxpage.runner.buckets import Bucket
@@ -28,7 +29,6 @@ from pallas_kernels.kv_write.xla import copy_blocks
 # Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
 _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode"))
 
-KVPool = list[jax.Array]  # one array per layer, see `kv_pool.KVPoolSpec`
 Rows = dict[str, jax.Array]  # the fields of `pack.rows_layout` or `pack.step_layout`
 
 

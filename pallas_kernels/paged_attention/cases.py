@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.kv_write.quantized import FORMATS, LEVELS, QuantizedPool
+from pallas_kernels.kv_write.xla import Pool, to_storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,7 @@ class Case:
     soft_cap: float | None = None
     num_padding_tokens: int = 0
     dtype: str = "float32"
+    format: str | None = None  # of a quantised pool
 
 
 SMALL = (
@@ -47,10 +52,18 @@ SMALL = (
     Case(name="block-size-4", query_lens=(1, 30), kv_lens=(130, 65), block_size=4),
     Case(name="bfloat16", query_lens=(1, 30), kv_lens=(130, 65), dtype="bfloat16"),
 )
+QUANTIZED = tuple(
+    replace(case, name=f"{case.name}-{format}", format=format)
+    for case in SMALL
+    for format in FORMATS
+)
 
 
 def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
-    """Arrays of a case; with `poison` NaN stands in every block and slot that no row may read."""
+    """Arrays of a case; with `poison` NaN stands in every block and slot that no row may read.
+
+    In an int8 or int4 pool those are the NaN of scales and zeros.
+    """
     rng = np.random.default_rng(seed)
     num_rows = len(case.query_lens)
     needed = [-(-length // case.block_size) for length in case.kv_lens]
@@ -68,7 +81,7 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
     q = rng.standard_normal((num_tokens, case.num_heads, case.head_dim))
     return {
         "q": jnp.asarray(q, case.dtype),
-        "pool": jnp.asarray(pool, case.dtype),
+        "pool": _stored(jnp.asarray(pool, case.dtype), case.format),
         "block_table": jnp.asarray(table),
         "kv_lens": jnp.asarray(case.kv_lens, jnp.int32),
         "query_starts": jnp.asarray(np.cumsum((0, *case.query_lens)), jnp.int32),
@@ -76,3 +89,14 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
         "window": case.window,
         "soft_cap": case.soft_cap,
     }
+
+
+def _stored(pool: jax.Array, format: str | None) -> Pool:
+    """`pool` as it is, or quantised, scales and zeros of bfloat16 as a CPU stores them."""
+    if format is None:
+        return pool
+    bits = jnp.zeros(0, jnp.uint16 if pool.dtype == jnp.bfloat16 else pool.dtype)
+    layer = QuantizedPool(
+        data=jnp.zeros(0, jnp.uint8), scale_zero=bits if format in LEVELS else None, format=format
+    )
+    return to_storage(pool, layer)

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_write.xla import Pool, from_storage
+
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    pool: Float[Array, "N S 2*K D"],
+    pool: Pool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Int[Array, " R+1"],
@@ -26,10 +28,11 @@ def paged_attention(
     Row r holds queries `query_starts[r] .. query_starts[r+1]`; they are the last of its `kv_lens[r]` positions. The
     query at position i sees keys `j <= i`, and with a `window` only `j > i - window`. `soft_cap` c replaces a score s
     by `c * tanh(s / c)`. Query head h reads KV head `h // (H // K)`; the pool interleaves K (`2k`) and V (`2k + 1`).
-    Scores and softmax are float32; the result has q's dtype. Tokens of no row give
-    something finite. Nothing is read beyond `kv_lens` or outside the row's blocks (NaN may
-    stand there).
+    The pool may be as `kv_write.xla.to_storage` leaves it, and is read as K and V in q's dtype. Scores and softmax are
+    float32; the result has q's dtype. Tokens of no row give something finite. Nothing is read beyond `kv_lens` or
+    outside the row's blocks (NaN may stand there).
     """
+    pool = from_storage(pool, q.dtype)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = pool.shape[2] // 2
     block_size = pool.shape[1]

@@ -10,11 +10,13 @@ G = H / K query heads per KV head, Q and B the query and key tile.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_write.xla import from_storage
+from pallas_kernels.kv_write.quantized import QuantizedPool
+from pallas_kernels.kv_write.xla import Pool, from_storage
 
 # Measured on 2 cores, 14 query and 2 KV heads of 64: 64 keys suit decoding best; prompts took 1.4 times as long.
 TILE_KV_ONE = 64  # keys a loop turn reads of each row with one query
@@ -25,7 +27,7 @@ GROUP = 8  # rows with one query share a loop that is as long as the longest of 
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    pool: Shaped[Array, "N S 2*K D"],
+    pool: Pool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
     query_starts: Int[Array, " R+1"],
@@ -37,7 +39,8 @@ def paged_attention(
 ) -> Float[Array, "T H D"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
 
-    A pool of uint16 holds the bits of K and V in q's dtype (see `kv_write.xla.to_storage`).
+    A pool of uint16 holds the bits of K and V in q's dtype (see `kv_write.xla.to_storage`). A quantised one is
+    dequantised tile by tile, to float32.
 
     Rows with one query (decoding) share batched loops with others about as long; a row with more is cut into query
     tiles, each with a loop of its own. Both kinds mix freely in one call.
@@ -49,6 +52,8 @@ def paged_attention(
         """queries: the bits of [R, Q, H * D]; of_rows: block table [R, M], kv_lens, positions [R]."""
         options = dict(tile_kv=tile_kv, scale=scale, window=window, soft_cap=soft_cap)
         values = from_storage(queries, q.dtype).reshape(*queries.shape[:2], *grouped)
+        if isinstance(pool, QuantizedPool):
+            values = values.astype(jnp.float32)  # rounding tiles to bf16 costs more than it saves
         out = _attend(pool, values, *of_rows, **options)
         return _bits(out.reshape(queries.shape).astype(q.dtype))
 
@@ -76,7 +81,8 @@ def _bits(x):
 def _attend_groups(attend, q, block_table, kv_lens):
     """Rows with one query, a group at a time, so that short rows do not wait for the longest one. [R, H * D], as q."""
     num_rows = q.shape[0]
-    group = max(GROUP, num_rows // 4)  # fewer, larger groups: each turn of a loop costs the same to start
+    # Fewer, larger groups: each turn of a loop costs the same to start.
+    group = max(GROUP, num_rows // 4)
     if num_rows <= group or num_rows % group:
         return attend(q[:, None], TILE_KV_ONE, block_table, kv_lens, kv_lens - 1)[:, 0]
     order = jnp.argsort(kv_lens)  # the same in all layers: XLA computes it once
@@ -180,17 +186,32 @@ def _read_tile(pool, blocks, valid, dtype):
     Whole blocks are gathered as flat rows: with four axes XLA:CPU takes 284 us instead of 62 for 1.6 MB.
     """
     num_rows, tile_kv = valid.shape
-    num_blocks, _, num_heads, head_dim = pool.shape
-    rows = pool.reshape(num_blocks, -1).at[blocks.reshape(-1)].get(mode="clip")
+    num_heads = pool.shape[2]
+    rows = jax.tree.map(
+        lambda x: x.reshape(x.shape[0], -1).at[blocks.reshape(-1)].get(mode="clip"), pool
+    )
+    if isinstance(rows, QuantizedPool):
+        return _read_quantized(rows, valid, num_heads // 2, dtype)
     kv = _pairs(rows).reshape(num_rows, tile_kv, num_heads // 2, 2, -1)
     keys = jnp.swapaxes(kv[:, :, :, 0], 1, 2)
-    values = jnp.swapaxes(
-        jnp.where(valid[:, :, None, None], kv[:, :, :, 1], 0), 1, 2
-    )  # 0 * NaN would be NaN
+    values = jnp.where(valid[:, :, None, None], kv[:, :, :, 1], 0)  # 0 * NaN would be NaN
+    values = jnp.swapaxes(values, 1, 2)
     # The barrier: computed once, not once more inside whatever reads them.
     keys, values = lax.optimization_barrier((keys, values))
-    shape = (num_rows, num_heads // 2, tile_kv, head_dim)
+    shape = (num_rows, num_heads // 2, tile_kv, -1)
     return tuple(_unpaired(x, pool.dtype, dtype).reshape(shape) for x in (keys, values))
+
+
+def _read_quantized(rows, valid, num_kv_heads, dtype):
+    """The same from the gathered rows of a quantised pool. Heads are moved while they are bytes."""
+
+    def by_head(x):
+        x = x.reshape(*valid.shape, num_kv_heads, 2, -1)
+        x = jnp.where(valid[:, :, None, None, None], x, 0)  # which in every format is 0
+        return x.transpose(3, 0, 2, 1, 4)
+
+    kv = from_storage(jax.tree.map(by_head, rows), dtype)  # [2, R, K, B, D]
+    return lax.optimization_barrier((kv[0], kv[1]))
 
 
 def _pairs(rows):

@@ -2,6 +2,7 @@
 
 import random
 
+import jax
 import pytest
 
 from jaxpage import LLM, SamplingParams
@@ -11,8 +12,11 @@ TEMP_BOUND = 8 << 20  # bytes, for 8 rows and 64 tokens; far below the pool
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    path = checkpoints.build("qwen3", 0, tmp_path_factory.mktemp("qwen3"))
+def path(tmp_path_factory):
+    return checkpoints.build("qwen3", 0, tmp_path_factory.mktemp("qwen3"))
+
+
+def make_llm(path, **options):
     llm = LLM(
         str(path),
         skip_tokenizer_init=True,
@@ -20,10 +24,15 @@ def llm(tmp_path_factory):
         max_model_len=512,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        num_gpu_blocks_override=40_000,
+        **options,
     )
     llm.wait_until_warm()
     return llm
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return make_llm(path, num_gpu_blocks_override=40_000)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +54,29 @@ def test_every_program_updates_pool_and_state_in_place(runner):
     assert_in_place(runner, TEMP_BOUND)
 
 
-def test_no_step_copies_the_pool(runner):
-    shape = ",".join(map(str, runner.pool_spec.layer_shape))
+def assert_no_copies(runner):
+    """Of any array of the pool, in the text of any program."""
+    arrays = jax.tree.leaves(runner.pool_spec.abstract())
+    shapes = {f"[{','.join(map(str, array.shape))}]" for array in arrays}
     for program in runner.programs.ready.values():
         for line in program.compiled.as_text().splitlines():
             made, _, operation = line.partition(" copy(")
-            assert not operation or f"[{shape}]" not in made, f"{program.name}: {line}"
+            copies = operation and any(shape in made for shape in shapes)
+            assert not copies, f"{program.name}: {line}"
+
+
+def test_no_step_copies_the_pool(runner):
+    assert_no_copies(runner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
+def test_every_program_updates_a_quantised_pool_in_place(kv_cache_dtype, path):
+    llm = make_llm(path, kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=60_000)
+    runner = llm._engine.runner
+    assert runner.pool_spec.num_bytes > 10 * TEMP_BOUND
+    assert_in_place(runner, TEMP_BOUND)
+    assert_no_copies(runner)
 
 
 def test_every_program_is_compiled_and_has_its_line_in_the_manifest(runner):

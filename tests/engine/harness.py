@@ -6,10 +6,11 @@ from collections import Counter
 
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.plan import NULL_BLOCK
-from jaxpage.request import Request
-from tests.fakes import FakeDetokenizer, FakeRunner, expected_output
+from jaxpage.request import Request, Sequence
+from tests.fakes import FakeDetokenizer, FakeRunner, FakeStore, expected_output
 
 
 def make_engine(
@@ -20,13 +21,21 @@ def make_engine(
     overlap: bool = False,
     fail_launch: tuple[int, ...] = (),
     fail_collect: tuple[int, ...] = (),
+    num_host_blocks: int = 0,
+    preemption_mode: str | None = None,
+    store: FakeStore | None = None,
     **options,
 ) -> Engine:
     """`options` are the scheduler's; sizes are generous unless told."""
     pool = BlockPool(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
-    scheduler = Scheduler(pool, make_detokenizer=FakeDetokenizer, **(limits | options))
-    runner = FakeRunner(num_blocks, block_size, fail_launch=fail_launch, fail_collect=fail_collect)
+    tier = None
+    if num_host_blocks:
+        tier = HostTier(num_host_blocks, pool, preemption_mode=preemption_mode, store=store)
+    scheduler = Scheduler(pool, make_detokenizer=FakeDetokenizer, tier=tier, **(limits | options))
+    runner = FakeRunner(
+        num_blocks, block_size, fail_launch=fail_launch, fail_collect=fail_collect, store=store
+    )
     return Engine(scheduler, runner, overlap=overlap)
 
 
@@ -66,10 +75,26 @@ def assert_consistent(engine: Engine) -> None:
     assert pool.num_free == sum(holders[b] == 0 for b in usable)
     slots = [s.slot for s in scheduler.running]
     assert 0 not in slots and len(set(slots)) == len(slots)
-    assert not any(s.slot or s.block_ids or s.num_computed_tokens for s in scheduler.waiting)
+    assert not any(s.slot or s.block_ids for s in scheduler.waiting)
+    swapped = [s for s in scheduler.waiting if s.host_block_ids]
+    assert not any(s.num_computed_tokens for s in scheduler.waiting if not s.host_block_ids)
+    assert_tier_consistent(scheduler, swapped)
     for queue in (scheduler.running, scheduler.waiting):
         assert not any(s.finished for s in queue)
         assert queue == sorted(queue, key=scheduler._order)
+
+
+def assert_tier_consistent(scheduler: Scheduler, swapped: list[Sequence]) -> None:
+    """Host blocks are held by swapped sequences or by moves; a swapped sequence has all its KV."""
+    tier = scheduler.tier
+    if tier is None:
+        assert not swapped
+        return
+    holders = Counter(block_id for s in swapped for block_id in s.host_block_ids)
+    holders.update(tier._held + tier._launched)
+    assert tier.pool.refs == [holders[block_id] for block_id in range(tier.pool.num_blocks)]
+    for s in swapped:
+        assert len(s.host_block_ids) == -(-s.num_computed_tokens // tier.pool.block_size)
 
 
 def assert_nothing_leaked(engine: Engine) -> None:
@@ -78,5 +103,7 @@ def assert_nothing_leaked(engine: Engine) -> None:
     assert not scheduler.running and not scheduler.waiting
     assert pool.num_free == pool.num_usable and not any(pool.refs)
     assert engine.stats().kv_cache_usage == 0
+    if scheduler.tier is not None:
+        assert_tier_consistent(scheduler, [])
     num_slots = len(scheduler._free_slots)
     assert sorted(scheduler._free_slots) == list(range(1, num_slots + 1))

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpage.request import FinishReason
 from tests.engine.harness import (
     assert_consistent,
     assert_expected,
     assert_nothing_leaked,
     make_engine,
 )
-from tests.fakes import VOCAB_SIZE, expected_output, make_request
+from tests.fakes import VOCAB_SIZE, FakeStore, expected_output, make_request
 
 MAX_MODEL_LEN = 32
+FAILURES = {"launch fails", "collect fails"}
 PREFIXES = [[], [i % 5 for i in range(20)], [i % 3 for i in range(20)]]
 
 token = st.integers(0, VOCAB_SIZE - 1)
@@ -57,12 +59,22 @@ def engines(draw):
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "decode_steps": draw(st.sampled_from([1, 1, 2, 5, 8])),
         "overlap": draw(st.booleans()),
+        "num_host_blocks": draw(st.sampled_from([0, 1, 3, 10, 100])),
+        "preemption_mode": draw(st.sampled_from([None, "swap", "recompute"])),
+        "store": draw(st.one_of(st.none(), st.builds(FakeStore))),
         "max_model_len": MAX_MODEL_LEN,
     }
 
 
-def check_workload(engine_options: dict, workload: list) -> None:
+# What happens besides requests, by step: new weights, the prefix cache emptied, a step that fails.
+events = st.dictionaries(
+    st.integers(0, 30), st.sampled_from(["new weights", "reset", "launch fails", "collect fails"])
+)
+
+
+def check_workload(engine_options: dict, workload: list, events: dict[int, str]) -> None:
     engine = make_engine(**engine_options)
+    runner = engine.runner
     todo = [
         (make_request(str(i), prompt, **options), arrival, abort)
         for i, (prompt, options, arrival, abort) in enumerate(workload)
@@ -77,14 +89,28 @@ def check_workload(engine_options: dict, workload: list) -> None:
                 assert_consistent(engine)
         if now > 6 and not engine.has_unfinished_requests():
             break
-        touched = engine.step()
+        event = events.get(now)
+        if event == "new weights":
+            engine.scheduler.begin_weight_epoch()
+        elif event == "reset":
+            engine.reset_prefix_cache()
+        elif event == "launch fails":
+            runner.fail_launch = (runner.num_launches,)
+        elif event == "collect fails":
+            runner.fail_collect = (*runner.fail_collect, runner.num_launches)
+        try:
+            touched = engine.step()
+        except RuntimeError as error:
+            assert "as told" in str(error)
+            touched = []
         assert_consistent(engine)
         assert len(set(touched)) == len(touched)
         assert not ended & {r.request_id for r in touched}, "touched after its end"
         ended |= {r.request_id for r in touched if r.finished}
     assert_nothing_leaked(engine)
     for request, _, abort in todo:
-        if abort is None:
+        failed = any(s.finish_reason is FinishReason.ABORT for s in request.sequences)
+        if abort is None and not (failed and set(events.values()) & FAILURES):
             assert_expected(engine, request)
         for s in request.sequences:
             wanted, _, _ = expected_output(request, s.index, MAX_MODEL_LEN)
@@ -95,13 +121,15 @@ def check_workload(engine_options: dict, workload: list) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(engines(), st.lists(requests(), min_size=1, max_size=7))
-def test_tokens_do_not_depend_on_the_engine_or_on_the_company(engine_options, workload):
-    check_workload(engine_options, workload)
+@given(engines(), st.lists(requests(), min_size=1, max_size=7), events)
+def test_tokens_do_not_depend_on_the_engine_or_on_the_company(engine_options, workload, events):
+    check_workload(engine_options, workload, events)
 
 
 @pytest.mark.slow
-@settings(max_examples=4000, deadline=None)
-@given(engines(), st.lists(requests(), min_size=1, max_size=10))
-def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_depth(engine_options, workload):
-    check_workload(engine_options, workload)
+@settings(max_examples=20_000, deadline=None)
+@given(engines(), st.lists(requests(), min_size=1, max_size=10), events)
+def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_depth(
+    engine_options, workload, events
+):
+    check_workload(engine_options, workload, events)

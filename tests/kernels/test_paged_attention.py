@@ -3,16 +3,34 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.kv_write.quantized import FLOATS, FORMATS, QuantizedPool
 from pallas_kernels.paged_attention import cases, reference, xla
+
+
+def as_floats(pool):
+    """float64[N, S, 2*K, D] of any pool, without the code under test."""
+    if not isinstance(pool, QuantizedPool):
+        return np.asarray(pool, np.float64)
+    data = np.asarray(pool.data)
+    if pool.format.startswith("fp8"):
+        return data.view(FLOATS[pool.format]).astype(np.float64)
+    if pool.format == "int4":
+        data = np.concatenate([data % 16, data // 16], axis=-1)
+    scale_zero = np.asarray(pool.scale_zero)
+    if scale_zero.dtype == np.uint16:
+        scale_zero = scale_zero.view(jnp.bfloat16)
+    scale, zero = np.split(scale_zero.astype(np.float64), 2, axis=-1)
+    return (data - zero) * scale
 
 
 def dense_attention(case, arguments):
     """A third opinion in NumPy float64, row by row, that knows the pool only to read it once."""
     out = np.zeros(arguments["q"].shape)
-    pool = np.asarray(arguments["pool"], np.float64)
+    pool = as_floats(arguments["pool"])
     starts = np.asarray(arguments["query_starts"])
     for row, (query_len, kv_len) in enumerate(zip(case.query_lens, case.kv_lens, strict=True)):
         if query_len == 0:
@@ -41,11 +59,7 @@ def run(function, arguments):
     return np.asarray(jax.jit(partial(function, **static))(**arrays), np.float32)
 
 
-@pytest.mark.parametrize(
-    "implementation", [reference, xla], ids=lambda m: m.__name__.split(".")[-1]
-)
-@pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)
-def test_paged_attention_reads_its_own_keys_and_nothing_else(implementation, case):
+def check(implementation, case):
     arguments = cases.arguments(case)
     result = run(implementation.paged_attention, arguments)
     assert np.isfinite(result).all()
@@ -54,6 +68,37 @@ def test_paged_attention_reads_its_own_keys_and_nothing_else(implementation, cas
     np.testing.assert_allclose(
         result, dense_attention(case, arguments), atol=tolerance, rtol=tolerance
     )
+
+
+@pytest.mark.parametrize(
+    "implementation", [reference, xla], ids=lambda m: m.__name__.split(".")[-1]
+)
+@pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)
+def test_paged_attention_reads_its_own_keys_and_nothing_else(implementation, case):
+    check(implementation, case)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantised_pools_are_read_alike(format):
+    """Rows of one token and of many, an empty one, a window and a soft cap; all cases are in the slow suite."""
+    case = cases.Case(
+        name="",
+        query_lens=(1, 0, 9, 1),
+        kv_lens=(129, 0, 40, 16),
+        window=30,
+        soft_cap=5.0,
+        num_padding_tokens=2,
+        dtype="bfloat16",
+        format=format,
+    )
+    for implementation in (reference, xla):
+        check(implementation, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.QUANTIZED, ids=lambda c: c.name)
+def test_quantised_pools_are_read_alike_in_every_case(case):
+    check(xla, case)
 
 
 @pytest.mark.parametrize("name", ["decode", "decode-long", "block-edges"])

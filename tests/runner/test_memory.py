@@ -10,15 +10,34 @@ def device(stats):
 
 
 def test_an_accelerator_gives_its_share_less_what_is_in_use():
-    stats = {"bytes_limit": 1000, "bytes_in_use": 300}
-    assert memory.pool_bytes(device(stats), utilization=0.92, temp_bytes=50) == 920 - 300 - 50
+    chip = device({"bytes_limit": 1000, "bytes_in_use": 300})
+    assert memory.pool_bytes([chip], utilization=0.92, temp_bytes=50) == 920 - 300 - 50
 
 
-def test_a_cpu_gives_a_share_of_the_free_ram_and_never_much(monkeypatch):
+def test_lmdeploys_share_is_of_what_use_and_temporaries_leave():
+    chip = device({"bytes_limit": 1000, "bytes_in_use": 300})
+    sized = memory.pool_bytes([chip], utilization=0.92, temp_bytes=50, share_of_free=0.8)
+    assert sized == 0.8 * (1000 - 300 - 50)
+
+
+@pytest.mark.parametrize("share_of_free", [None, 0.5])
+def test_the_device_with_the_least_memory_decides(share_of_free):
+    free = [{"bytes_limit": 1000, "bytes_in_use": used} for used in (100, 400, 200)]
+    options = {"utilization": 0.9, "temp_bytes": 10, "share_of_free": share_of_free}
+    sizes = [memory.pool_bytes([device(stats)], **options) for stats in free]
+    assert memory.pool_bytes([device(stats) for stats in free], **options) == min(sizes) == sizes[1]
+
+
+def test_a_cpu_gives_a_share_of_the_free_ram_and_never_much_unless_told(monkeypatch):
+    def sized(temp_bytes, **options):
+        return memory.pool_bytes([device(None)], utilization=0.92, temp_bytes=temp_bytes, **options)
+
     monkeypatch.setattr(memory, "free_ram", lambda: 1 << 30)
-    assert memory.pool_bytes(device(None), utilization=0.92, temp_bytes=1000) == (1 << 28) - 1000
+    assert sized(1000) == (1 << 28) - 1000
+    assert sized(1000, share_of_free=0.5) == (1 << 29) - 500
     monkeypatch.setattr(memory, "free_ram", lambda: 1 << 40)
-    assert memory.pool_bytes(device(None), utilization=0.92, temp_bytes=0) == 4 << 30
+    assert sized(0) == 4 << 30
+    assert sized(0, share_of_free=0.5) == 1 << 39
 
 
 def test_free_ram_is_plausible():
@@ -31,21 +50,20 @@ def test_the_error_names_the_largest_length_that_fits():
         memory.check_fits(num_blocks=11, block_size=16, max_model_len=161, available=0)
 
 
-def size(available, temp_per_token=0):
+def size(available, temp_per_token=0, **options):
     measured = []
 
     def temp_bytes(bucket):
         measured.append(bucket.num_tokens)
         return temp_per_token * bucket.num_tokens
 
+    sizes = {"num_blocks_per_row": 20, "num_blocks_wanted": 20, "max_num_seqs": 2} | options
     sized = memory.size_pool(
         available=lambda temp: available - temp,
         temp_bytes=temp_bytes,
         bytes_per_block=100,
-        num_blocks_per_row=10,
-        num_blocks_wanted=10,
-        max_num_seqs=4,
         max_num_batched_tokens=1024,
+        **sizes,
     )
     return sized, measured
 
@@ -59,7 +77,20 @@ def test_the_pool_gets_what_the_largest_step_leaves():
 
 
 def test_the_largest_step_is_halved_until_one_sequence_fits():
-    assert size(4_000, temp_per_token=10) == ((14, 256), [1024, 512, 256])
+    # 1024 tokens leave no block, 512 leave 14, 256 leave 27: 20 and the null block fit.
+    assert size(4_000, temp_per_token=5) == ((27, 256), [1024, 512, 256])
+
+
+def test_the_largest_step_is_halved_until_16_blocks_fit_however_short_the_sequences():
+    short = {"num_blocks_per_row": 2, "num_blocks_wanted": 2, "max_num_seqs": 20}
+    # 14 blocks would do for a sequence of 2, and are fewer than 16.
+    assert size(4_000, temp_per_token=5, **short) == ((27, 256), [1024, 512, 256])
+    assert size(1_700, temp_per_token=0, **short) == ((17, 1024), [1024])
+
+
+def test_a_pool_that_all_rows_can_never_fill_to_16_blocks_needs_no_smaller_step():
+    tiny = {"num_blocks_per_row": 2, "num_blocks_wanted": 2, "max_num_seqs": 4}
+    assert size(1_200, temp_per_token=0, **tiny) == ((9, 1024), [1024])
 
 
 def test_when_nothing_helps_the_blocks_that_fit_are_reported():

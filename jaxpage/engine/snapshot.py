@@ -1,0 +1,130 @@
+"""The KV pool at one moment as plain arrays: who holds which block, what it is known by, what comes next.
+
+What this file knows: how to read the scheduler, its pool and the host tier. What it must never do: change them, or
+learn how they decide. Pictures are drawn elsewhere (`jaxpage.plots`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxpage.plan import NULL_BLOCK
+
+if TYPE_CHECKING:
+    from jaxpage.engine.scheduler import Scheduler
+
+DEVICE, HOST = 0, 1  # tiers
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSnapshot:
+    """N blocks, R sequences that hold blocks, M blocks in the longest of their tables.
+
+    Arrays over blocks are indexed by block id; the host's blocks follow the device's. The first block of a tier is a
+    null block, which nobody holds. A slot is used if it holds the KV of a token whose id the host has seen: what a
+    step under way will add counts when it is collected.
+    """
+
+    num_steps: int  # planned since start
+    block_size: int
+    sequences: tuple[
+        tuple[str, int], ...
+    ]  # R times (request id, which of its n continuations); running ones first
+    block_tables: np.ndarray  # int32[R, M] block ids; padding: NULL_BLOCK
+    tiers: np.ndarray  # int8[N] DEVICE or HOST
+    owners: (
+        np.ndarray
+    )  # int32[N] the first sequence that holds the block, an index into `sequences`; -1: none
+    references: (
+        np.ndarray
+    )  # int32[N] how many hold it; on the host a block on its way counts as held too
+    used_slots: np.ndarray  # int32[N] of block_size, 0 for blocks that no sequence holds
+    eviction_order: (
+        np.ndarray
+    )  # int32[N] place in its tier's queue of free blocks, 0 goes first; -1: not in the queue
+    hashes: (
+        np.ndarray
+    )  # uint64[N] first 8 bytes of the hash of a block in the prefix cache; 0: it is not
+    parents: (
+        np.ndarray
+    )  # uint64[N] the same of the block before it; 0: it is a sequence's first, or not in the cache
+    hits: np.ndarray  # int32[N] how often the block was found since it entered the cache
+
+    @property
+    def num_blocks_used(self) -> int:
+        """On the device."""
+        return int(np.count_nonzero(self._held))
+
+    @property
+    def num_allocated_slots(self) -> int:
+        """On the device."""
+        return self.num_blocks_used * self.block_size
+
+    @property
+    def unused_slots(self) -> dict[str, int]:
+        """Allocated slots of the device without KV, by cause.
+
+        "partial": the rest of a block that a sequence has begun to fill. "ahead": whole blocks for tokens to come, of
+        a prompt that is computed in pieces, or of the later decode steps of a launch.
+        """
+        begun = self._held & (self.used_slots > 0)
+        return {
+            "partial": int(np.sum(self.block_size - self.used_slots, where=begun)),
+            "ahead": int(np.count_nonzero(self._held & ~begun)) * self.block_size,
+        }
+
+    @property
+    def _held(self) -> np.ndarray:
+        return (self.references > 0) & (self.tiers == DEVICE)
+
+
+def take_snapshot(scheduler: Scheduler) -> KVSnapshot:
+    """What scheduler, pool and host tier hold now. For looking, not serving: it takes time for every block."""
+    first_host_id = scheduler.pool.num_blocks
+    pools = [scheduler.pool] if scheduler.tier is None else [scheduler.pool, scheduler.tier.pool]
+    holders = [(sequence, sequence.block_ids) for sequence in scheduler.running]
+    for sequence in scheduler.waiting:  # those that were swapped out
+        if sequence.host_block_ids:
+            holders.append((sequence, [first_host_id + h for h in sequence.host_block_ids]))
+    num_blocks, size = sum(pool.num_blocks for pool in pools), scheduler.pool.block_size
+    longest = max((len(ids) for _, ids in holders), default=0)
+    block_tables = np.full((len(holders), longest), NULL_BLOCK, np.int32)
+    owners = np.full(num_blocks, -1, np.int32)
+    used_slots = np.zeros(num_blocks, np.int32)
+    for row, (sequence, ids) in reversed(list(enumerate(holders))):  # the first owner stays
+        block_tables[row, : len(ids)] = ids
+        owners[ids] = row
+        # `num_computed_tokens` counts launched steps as done; of their tokens the host has seen none.
+        num_used = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        in_block = np.clip(num_used - size * np.arange(len(ids)), 0, size)
+        used_slots[ids] = np.maximum(used_slots[ids], in_block)
+    orders = [np.full(pool.num_blocks, -1, np.int32) for pool in pools]
+    for pool, order in zip(pools, orders, strict=True):
+        order[pool.eviction_order()] = np.arange(pool.num_free)
+    hashes = _first_bytes([block_hash for pool in pools for block_hash in pool.hashes])
+    parents = _first_bytes([parent for pool in pools for parent in pool.parents])
+    hits = np.array([count for pool in pools for count in pool.hits], np.int32)
+    return KVSnapshot(
+        num_steps=scheduler.counters.num_steps,
+        block_size=size,
+        sequences=tuple((s.request.request_id, s.index) for s, _ in holders),
+        block_tables=block_tables,
+        tiers=np.repeat(
+            np.array([DEVICE, HOST], np.int8)[: len(pools)], [p.num_blocks for p in pools]
+        ),
+        owners=owners,
+        references=np.array([count for pool in pools for count in pool.refs], np.int32),
+        used_slots=used_slots,
+        eviction_order=np.concatenate(orders),
+        hashes=hashes,
+        parents=np.where(hashes > 0, parents, np.uint64(0)),
+        hits=np.where(hashes > 0, hits, np.int32(0)),
+    )
+
+
+def _first_bytes(hashes: list[bytes | None]) -> np.ndarray:
+    """uint64[N]: 8 bytes tell the blocks of any pool apart."""
+    return np.frombuffer(b"".join(h[:8] if h else bytes(8) for h in hashes), np.uint64).copy()

@@ -1,0 +1,81 @@
+"""The memory benchmark: waste that one can count on paper, capacity read from arrays, and rounds in turns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxpage.bench import memory
+from jaxpage.bench.memory import MemoryBench
+from jaxpage.bench.peers import Work
+
+
+def test_waste_of_one_request_counted_on_paper():
+    work = Work(prompts=[[3] * 5], num_tokens=[5], static_batch=1)
+    found = memory.waste(work, block_size=4, decode_steps=1)
+    # 5, 6, 7, 8 and 9 tokens computed, in 2, 2, 2, 2 and 3 blocks of 4
+    assert found["num_steps"] == 5
+    assert found["mean"] == (3 + 2 + 1 + 0 + 3) / (8 + 8 + 8 + 8 + 12)
+    assert found["max"] == 3 / 8
+    assert found["causes"] == {"partial": found["mean"], "ahead": 0}
+    assert found["mean_at_end"] == pytest.approx(found["mean"])
+
+
+def test_waste_of_launches_of_several_steps_is_told_apart():
+    work = Work(prompts=[[3] * 4], num_tokens=[10], static_batch=1)
+    found = memory.waste(work, block_size=4, decode_steps=8)
+    # 4 tokens in a block; then 8 steps from the 5th: 3 blocks, 5 tokens at first; then one more
+    assert found["causes"] == {"partial": (0 + 3 + 3) / 32, "ahead": (0 + 4 + 0) / 32}
+    assert found["mean"] == pytest.approx(sum(found["causes"].values()))
+    assert found["mean_at_end"] == pytest.approx((0 + 0 + 3) / 32)
+
+
+def test_a_gib_holds_as_many_tokens_as_the_arrays_say():
+    found = memory.tokens_per_gib((2, 1, 128), block_size=16)
+    assert found["bfloat16"] == 2**30 // (2 * 2 * 128 * 2)  # layers, K and V, head_dim, bytes
+    assert found["fp8_e4m3"] == found["fp8_e5m2"] == 2 * found["bfloat16"]
+    assert found["int8"] > 1.85 * found["bfloat16"] and found["int4"] > 3.2 * found["bfloat16"]
+
+
+def test_rounds_alternate_and_the_first_does_not_count():
+    calls = []
+    bench = MemoryBench(rounds=2, scale=0.05)
+    seconds = memory._in_turns(bench, lambda work, cached: calls.append((work, cached)), 100)
+    assert [cached for _, cached in calls] == [False, True, True, False, False, True]
+    works = [work for work, _ in calls]
+    assert works[0] == works[1] and works[2] == works[3] != works[0]
+    assert len(seconds["on"]) == len(seconds["off"]) == len(seconds["num_tokens"]) == 2
+
+
+def test_overhead_is_the_median_of_rounds():
+    seconds = {"on": [2.2, 3.3, 9.0], "off": [2.0, 3.0, 3.0], "num_tokens": [10**6] * 3}
+    found = memory.overhead(seconds)
+    assert found == pytest.approx({"on": 3.3, "off": 3.0, "slower": 0.1})
+
+
+def test_everything_is_printed_and_written(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    memory.main(MemoryBench(rounds=1, scale=0.1, json=path))
+    report = json.loads(path.read_text())
+    printed = capsys.readouterr().out.strip()
+    assert printed == memory.show(report)
+    for word in ("decode_steps", "bfloat16", "int4", "never hits"):
+        assert word in printed
+    assert [found["decode_steps"] for found in report["waste"]] == [1, 8]
+
+
+@pytest.mark.parametrize("sizes", [{"rounds": 0}, {"scale": 0}, {"decode_steps": ()}])
+def test_sizes_that_measure_nothing_are_refused(sizes):
+    with pytest.raises(ValueError, match="positive"):
+        memory.measure(MemoryBench(**sizes))
+
+
+@pytest.mark.slow
+def test_whole_engines_are_measured_too(monkeypatch, tmp_path, capsys):
+    where = memory.OfflineBench
+    monkeypatch.setattr(
+        memory, "OfflineBench", lambda **options: where(cache_dir=tmp_path, **options)
+    )
+    memory.main(MemoryBench(rounds=1, scale=0.05, shape="tiny"))
+    assert "engine, tiny:" in capsys.readouterr().out

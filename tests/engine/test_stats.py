@@ -1,0 +1,131 @@
+"""Waste in the pool: what is counted with every step is what an account of every slot finds."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage.engine.stats import num_computed_slots
+from tests.engine.harness import make_engine, run
+from tests.fakes import make_beam_request, make_request
+
+
+def account(scheduler, plan) -> tuple[int, int]:
+    """(allocated, unused) slots, one by one: a slot is used if it lies before a holder's end."""
+    size = scheduler.pool.block_size
+    ends = {
+        id(s): start + count
+        for s, start, count in zip(plan.sequences, plan.starts, plan.num_tokens, strict=True)
+    }
+    allocated, used = set(), set()
+    for sequence in scheduler.running:
+        end = ends.get(id(sequence), num_computed_slots(sequence))
+        for index, block_id in enumerate(sequence.block_ids):
+            for offset in range(size):
+                allocated.add((block_id, offset))
+                if index * size + offset < end:
+                    used.add((block_id, offset))
+    return len(allocated), len(allocated - used)
+
+
+def check_each_step(engine):
+    """Have every plan's counters compared with the account. Returns the list of (allocated, unused)."""
+    seen = []
+    schedule, counters = engine.scheduler.schedule, engine.scheduler.counters
+
+    def checked():
+        plan = schedule()
+        if plan is not None:
+            seen.append(account(engine.scheduler, plan))
+            assert (counters.num_allocated_slots, counters.num_unused_slots) == seen[-1]
+        return plan
+
+    engine.scheduler.schedule = checked
+    return seen
+
+
+def one_request(engine, length, **params):
+    seen = check_each_step(engine)
+    run(engine, make_request("a", [1] * length, ignore_eos=True, **params))
+    return seen
+
+
+def test_the_free_part_of_the_last_block_is_waste():
+    seen = one_request(make_engine(block_size=4), 5, max_tokens=5)
+    # 5 tokens of prompt and then one a step; the token sampled last is never computed
+    assert seen == [(8, 3), (8, 2), (8, 1), (8, 0), (12, 3)]
+
+
+def test_blocks_of_a_prompt_that_is_not_computed_yet_are_waste():
+    seen = one_request(make_engine(block_size=4, max_num_batched_tokens=4), 12, max_tokens=1)
+    assert seen == [(12, 8), (12, 4), (12, 0)]
+
+
+def test_what_a_launch_of_several_steps_writes_after_the_first_is_waste_while_it_starts():
+    seen = one_request(make_engine(block_size=4, decode_steps=8), 4, max_tokens=10)
+    # 4, then 8 steps from the 5th token: 12 tokens in 3 blocks, 5 of them computed at first
+    assert seen == [(4, 0), (12, 7), (16, 3)]
+
+
+def test_a_shared_block_counts_once():
+    engine = make_engine(block_size=4)
+    seen = one_request(engine, 6, n=3, max_tokens=2)
+    # The prompt's 6 tokens in 2 shared blocks, then one full shared block and three of 3 tokens.
+    assert seen == [(8, 2), (16, 3)]
+    stats = engine.stats()
+    assert stats.kv_waste == 3 / 16 and stats.mean_kv_waste == 5 / 24
+    assert (stats.num_allocated_slot_steps, stats.num_unused_slot_steps) == (24, 5)
+
+
+def test_sharing_is_references_over_blocks():
+    engine = make_engine(block_size=4)
+    engine.add(make_request("a", [1] * 8, n=4, max_tokens=9, ignore_eos=True))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_blocks, stats.num_blocks_used, stats.num_block_references) == (99, 2, 8)
+    assert stats.kv_cache_usage == pytest.approx(2 / 99)
+    engine.abort("a")
+    stats = engine.stats()
+    assert (stats.num_blocks_used, stats.num_block_references) == (0, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("decode_steps", [1, 3, 8])
+@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(17, 0), (17, 20), (30, 0), (200, 0)])
+def test_every_step_of_mixed_work_is_accounted_for(
+    overlap, decode_steps, num_blocks, num_host_blocks
+):
+    """Chunks, hits, forks, beams, preemptions, swaps, steps that leave sequences out, ends on the device."""
+    engine = make_engine(
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_num_seqs=6,
+        max_num_batched_tokens=7,
+        overlap=overlap,
+        decode_steps=decode_steps,
+    )
+    seen = check_each_step(engine)
+    requests = [
+        make_request(
+            str(i),
+            ([5, 6, 7] * 9)[: 3 + 5 * i % 23],
+            n=1 + i % 4,
+            max_tokens=3 + 4 * i % 13,
+            seed=i,
+            eos=(0,),
+        )
+        for i in range(16)
+    ]
+    beams = [
+        make_beam_request(f"beam {i}", [5, 6, 7, 8, i], width=2 + i, max_tokens=7) for i in range(2)
+    ]
+    run(engine, *requests[:8], *beams, *requests[8:])
+    stats = engine.stats()
+    assert stats.num_steps == len(seen)
+    totals = [sum(column) for column in zip(*seen, strict=True)]
+    assert [stats.num_allocated_slot_steps, stats.num_unused_slot_steps] == totals
+    assert stats.kv_waste == seen[-1][1] / seen[-1][0]
+
+
+def test_an_engine_that_has_done_nothing_wastes_nothing():
+    stats = make_engine().stats()
+    assert stats.kv_waste == stats.mean_kv_waste == 0
