@@ -2,13 +2,17 @@
 
 Names and sums come from the split that training never sees. The right answer is put in and every
 token of it must be the most likely one: then, and only then, greedy decoding gives that answer.
+
+    python -m jaxpage.demo.evaluate int8      # through the engine, with that kv_cache_dtype
 """
 
 from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -16,6 +20,9 @@ from tokenizers import Tokenizer
 
 from jaxpage.demo import network, text, tokens
 from jaxpage.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from jaxpage import LLM
 
 SUITES: dict[str, tuple[text.Kind, int]] = {  # name -> kind, rows of the table
     **{f"look-up {rows}": ("look_up", rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)},
@@ -69,6 +76,38 @@ def accuracy(
     return result
 
 
+def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
+    """Share of questions of a suite that an engine answers word for word, greedily."""
+    from jaxpage import SamplingParams
+
+    kind, size = SUITES[suite]
+    rng = random.Random(f"{seed}/{suite}")
+    asked = [question(rng, kind, size) for _ in range(questions)]
+    outputs = llm.chat(
+        [text.messages(system, [turn]) for system, turn in asked],
+        SamplingParams(temperature=0, max_tokens=64),
+        use_tqdm=False,
+    )
+    right = [
+        output.outputs[0].text == turn.answer
+        for output, (_, turn) in zip(outputs, asked, strict=True)
+    ]
+    return sum(right) / questions
+
+
 @functools.lru_cache(maxsize=4)
 def _answers(config: ModelConfig) -> jax.stages.Wrapped:
     return jax.jit(lambda params, batch: network.answers(params, config, batch))
+
+
+def main(kv_cache_dtype: str) -> None:
+    from jaxpage import LLM
+    from jaxpage.demo import checkpoint
+
+    llm = LLM(str(checkpoint()), kv_cache_dtype=kv_cache_dtype, max_num_seqs=32)
+    for suite in ("look-up 8", "look-up 16", "json 8"):
+        print(f"{suite:<12} {answered(llm, suite, questions=200):.3f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

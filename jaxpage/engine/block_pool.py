@@ -59,8 +59,9 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.parents: list[bytes | None] = [None] * num_blocks
         self.hits = [0] * num_blocks
-        # Registered blocks that were handed out again, if somebody wants to know: he empties it.
-        self.evicted: list[tuple[int, bytes]] | None = None
+        # (block, hash, parent) of registered blocks that were handed out again, if somebody wants
+        # to know: who does empties it.
+        self.evicted: list[tuple[int, bytes, bytes | None]] | None = None
         # Blocks of equal content, oldest first. Duplicates stay: block tables are never rewritten
         # to merge them.
         self._by_hash: dict[bytes, dict[int, None]] = {}
@@ -117,7 +118,7 @@ class BlockPool:
                 self.unregister(block_id)
                 self.num_evictions += 1
                 if self.evicted is not None:
-                    self.evicted.append((block_id, block_hash))
+                    self.evicted.append((block_id, block_hash, self.parents[block_id]))
             self.refs[block_id] = 1
             ids.append(block_id)
         self.num_references += count

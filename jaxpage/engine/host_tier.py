@@ -149,17 +149,17 @@ class HostTier:
         The tail of a sequence was evicted first and is worth least: it comes last here, and is the first to go again.
         """
         evicted, self.device.evicted = self.device.evicted or [], []
-        for block_id, block_hash in reversed(evicted):
+        for block_id, block_hash, parent in reversed(evicted):
             known = self.device.lookup([block_hash]) or self.pool.lookup([block_hash])
             if known or not self.pool.num_free:
                 continue
             host_id = self._new_block()
             self._moves.swaps_out.append((block_id, host_id))
-            self.pool.register(host_id, block_hash)
+            self.pool.register(host_id, block_hash, parent)
             self.num_swapped_out += 1
         pushed_out, self.pool.evicted = self.pool.evicted or [], []
         if self.store is not None:
-            self._moves.stores += pushed_out
+            self._moves.stores += [(host_id, block_hash) for host_id, block_hash, _ in pushed_out]
 
     def _new_block(self) -> int:
         """A host block for the content that a move brings, held until that is done."""

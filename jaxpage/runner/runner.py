@@ -90,7 +90,6 @@ class Runner:
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
         self._counter = CompilationCounter()
-        self._first, self._then = start_order(buckets)
         self.programs = Programs(self._lowerings())
 
     def warmup(self) -> None:
@@ -98,13 +97,14 @@ class Runner:
 
         Compiles nothing if not `ahead_of_time`: each program at its first use then.
         """
-        first = [ADMIT, *self._first]
-        if self._ahead_of_time:
-            moving = [READ, WRITE] if self.host_memory is not None else []
-            self.programs.start([*first, *self._then, *moving])
+        if not self._ahead_of_time:
+            self._allocate()
+            return
+        first, then = start_order(self.buckets)
+        moving = [READ, WRITE] if self.host_memory is not None else []
+        self.programs.start([ADMIT, *first, *then, *moving])
         self._allocate()
-        if self._ahead_of_time:
-            self.programs.wait_for([first])
+        self.programs.wait_for([[ADMIT, *first]])
 
     def _allocate(self) -> None:
         self._kv_pool = self.pool_spec.allocate()
