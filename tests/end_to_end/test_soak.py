@@ -124,9 +124,15 @@ def soak(folder: Path, seconds: float, seed: int) -> Counter[str]:
         llm = make_llm(folder, NUM_BLOCKS, **options)
         llm.wait_until_warm()
         trouble = Trouble(llm, Path(disk), rng)
-        end, number, counts = time.monotonic() + seconds, 0, Counter()
-        while time.monotonic() < end or llm.has_unfinished_requests():
-            if time.monotonic() < end and llm.get_num_unfinished_requests() < 8:
+        start, number, counts = time.monotonic(), 0, Counter()
+
+        def goes_on() -> bool:
+            """Longer on a slow machine, until everything has gone wrong once."""
+            passed, all_seen = time.monotonic() - start, len(trouble.seen) == len(FAILURES)
+            return passed < (seconds if all_seen else 10 * seconds)
+
+        while goes_on() or llm.has_unfinished_requests():
+            if goes_on() and llm.get_num_unfinished_requests() < 8:
                 task = rng.randrange(NUM_TASKS)
                 llm.add_request(f"{task} {number}", *tasks[task])
                 number += 1
