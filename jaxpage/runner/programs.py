@@ -138,7 +138,8 @@ class Programs:
     def wait_for(self, choices: Sequence[Sequence[str]]) -> int:
         """The index of the first choice whose programs are all ready; waits until there is one.
 
-        Raises what the compiler raised, if that is why there is none.
+        If nobody compiles any more (nothing was started, or the main thread has ended and others go on), the first
+        choice is compiled here. Raises what the compiler raised, if that is why there is none.
         """
         with self._changed:
             while True:
@@ -147,15 +148,18 @@ class Programs:
                         return index
                 if self._error is not None:
                     raise self._error
-                self._changed.wait()
+                if not any(thread.is_alive() for thread in self._threads):
+                    break
+                self._changed.wait(1.0)  # seconds; a thread that ends early tells nobody
+        for name in choices[0]:
+            if name not in self.ready:
+                self._compile(name)
+        return 0
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
         """Waits until it is compiled, or compiles it if that was not started."""
         if name not in self.ready:
-            if self._threads:
-                self.wait_for([[name]])
-            else:
-                self._compile(name)
+            self.wait_for([[name]])
         return self.ready[name].compiled
 
     def manifest(self) -> str:

@@ -142,7 +142,7 @@ def test_a_damaged_block_of_the_store_is_computed():
     assert request.num_cached_tokens == 0
 
 
-def test_new_weights_find_nothing_on_host_or_disk():
+def test_after_a_weight_epoch_nothing_is_found_on_host_or_disk():
     store = FakeStore()
     engine = make_engine(num_blocks=9, num_host_blocks=20, store=store)
     run(engine, make_request("first", PROMPT, max_tokens=2))

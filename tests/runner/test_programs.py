@@ -49,6 +49,21 @@ def test_who_waits_gets_the_first_choice_that_is_ready():
     assert programs["held"](jnp.ones(3, jnp.float32)).tolist() == [5.0, 5.0, 5.0]
 
 
+def test_who_needs_a_program_that_nobody_compiles_any_more_compiles_it(monkeypatch):
+    order = []
+    programs = Programs({str(n): lowering(n, order) for n in range(3)})
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)  # as if a server outlived it
+    programs.start(["0", "1", "2"])
+    for thread in programs._threads:
+        thread.join()
+    assert order == []
+    assert programs.wait_for([["1", "2"], ["0"]]) == 0 and order == [1, 2]
+    assert programs["0"](jnp.ones(3, jnp.float32)).tolist() == [0.0, 0.0, 0.0]
+
+
 def test_the_manifest_has_a_line_for_each_program():
     programs = Programs({str(n): lowering(n) for n in range(3)})
     programs.start(["0", "1", "2"])
