@@ -1,7 +1,7 @@
 """Device vocabulary of a step: what the device keeps for each running sequence, and what one step is told.
 
 Letters: Q request slots (slot 0 is the null slot of padding rows), R rows, T packed tokens, M blocks per sequence,
-C tokens of the longest sequence (max_model_len), V vocabulary.
+C tokens of the longest sequence (max_model_len), G KV-cache groups (see `kv_groups`), V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class RequestState:
     """
 
     token_ids: jax.Array  # int32[Q, C] known tokens; entries beyond the known ones are never read
-    block_table: jax.Array  # int32[Q, M] entries beyond the KV in use are never read
+    block_tables: (
+        jax.Array
+    )  # int32[Q, G, M] entries beyond the KV in use, or behind a window, are never read
     finished: (
         jax.Array
     )  # bool[Q] a stop id was sampled or max_len reached: later steps of the row do nothing
@@ -65,5 +67,7 @@ class StepBatch:
     )  # int32[R] tokens of KV after this step's writes; 0 marks a row without tokens
     token_ids: jax.Array  # int32[T] padding: 0
     positions: jax.Array  # int32[T] padding: 0
-    slot_mapping: jax.Array  # int32[T] where the tokens' KV goes; padding: a slot of the null block
-    block_table: jax.Array  # int32[R, M]
+    slot_mappings: (
+        jax.Array
+    )  # int32[G, T] where the tokens' KV goes; padding: a slot of the null block
+    block_tables: jax.Array  # int32[G, R, M]

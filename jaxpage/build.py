@@ -27,13 +27,14 @@ from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.scheduler import Scheduler
+from jaxpage.kv_groups import KVGroups, Windows, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.config import ModelConfig
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.host_memory import HostMemory
-from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
+from jaxpage.runner.memory import Room, check_fits, pool_bytes, size_pool
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.runner import Runner
 from jaxpage.runner.step import StepSpec
@@ -129,8 +130,9 @@ def _make_runner(
     config: ResolvedConfig, model: Any, device: jax.Device
 ) -> tuple[ResolvedConfig, Runner]:
     """The runner with its pool sized, and the config with what the sizing decided."""
+    groups = group_layers(model.config.windows, config.max_model_len)
     pool = KVPoolSpec(
-        num_layers=model.config.num_layers,
+        num_arrays=groups.num_arrays,
         num_blocks=0,
         block_size=config.block_size,
         num_kv_heads=model.config.num_kv_heads,
@@ -149,7 +151,7 @@ def _make_runner(
             model,
             buckets=buckets,
             pool_spec=dataclasses.replace(pool, num_blocks=num_blocks),
-            step_spec=_step_spec(config, model.config),
+            step_spec=_step_spec(config, model.config, groups),
             ahead_of_time=not config.enforce_eager,
             host_memory=host_memory,
         )
@@ -158,16 +160,18 @@ def _make_runner(
         # The pool's size does not matter to the temporaries; the smallest is enough to ask.
         return runner_of(config, (bucket,), 2).bytes_besides_pool(bucket)
 
-    config = _size_pool(config, pool.bytes_per_block, device, temp_bytes)
+    config = _size_pool(config, pool.bytes_per_block, groups.windows, device, temp_bytes)
     buckets = make_buckets(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     assert config.num_gpu_blocks_override is not None
-    memory = _make_host_memory(config, model, pool)
+    memory = _make_host_memory(config, model, groups, pool)
     return config, runner_of(config, buckets, config.num_gpu_blocks_override, memory)
 
 
-def _make_host_memory(config: ResolvedConfig, model: Any, pool: KVPoolSpec) -> HostMemory | None:
+def _make_host_memory(
+    config: ResolvedConfig, model: Any, groups: KVGroups, pool: KVPoolSpec
+) -> HostMemory | None:
     """Host blocks of `swap_space`, and the store on disk behind them."""
     if config.swap_space == 0:
         return None
@@ -179,7 +183,7 @@ def _make_host_memory(config: ResolvedConfig, model: Any, pool: KVPoolSpec) -> H
     store = None
     if config.kv_offload_dir is not None:
         leaves = jax.tree.leaves(pool.abstract())
-        facts = [repr(model.config), repr(pool)]
+        facts = [repr(model.config), repr(groups), repr(pool)]
         parameters = jax.tree.leaves(nnx.state(model))
         folder = Path(config.kv_offload_dir) / fingerprint(facts, map(np.asarray, parameters))
         shapes, dtypes = [x.shape[1:] for x in leaves], [x.dtype for x in leaves]
@@ -190,6 +194,7 @@ def _make_host_memory(config: ResolvedConfig, model: Any, pool: KVPoolSpec) -> H
 def _size_pool(
     config: ResolvedConfig,
     bytes_per_block: int,
+    windows: Windows,
     device: jax.Device,
     temp_bytes: Callable[[Bucket], int],
 ) -> ResolvedConfig:
@@ -203,35 +208,39 @@ def _size_pool(
             share_of_free=config.cache_max_entry_count,
         )
 
-    blocks_per_row = -(-config.max_model_len // config.block_size)
-    num_blocks, max_tokens = config.num_gpu_blocks_override, config.max_num_batched_tokens
+    room = Room(
+        windows=windows,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    num_blocks = config.num_gpu_blocks_override
     if num_blocks is None and config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // bytes_per_block
     if num_blocks is None:
-        num_blocks, max_tokens = size_pool(
+        num_blocks, room = size_pool(
             available=available,
             temp_bytes=temp_bytes,
             bytes_per_block=bytes_per_block,
-            num_blocks_per_row=blocks_per_row,
-            num_blocks_wanted=1 if config.fit_max_model_len else blocks_per_row,
+            room=room,
+            max_model_len=config.max_model_len,
+            must_fit=not config.fit_max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_tokens,
         )
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
-        max_model_len = max(2, min(max_model_len, (num_blocks - 1) * config.block_size))
+        max_model_len = max(2, room.longest(max_model_len, num_blocks))
     # With blocks counted out by the user, the scheduler refuses the single request that is too long.
     if config.num_gpu_blocks_override is None:
         check_fits(
+            room,
             num_blocks=num_blocks,
-            block_size=config.block_size,
             max_model_len=max_model_len,
             available=num_blocks * bytes_per_block,
         )
     return dataclasses.replace(
         config,
         num_gpu_blocks_override=num_blocks,
-        max_num_batched_tokens=max_tokens,
+        max_num_batched_tokens=room.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
 
@@ -247,12 +256,13 @@ def _check_same_ropes(hf_config: PretrainedConfig, config: ResolvedConfig, model
         )
 
 
-def _step_spec(config: ResolvedConfig, model: ModelConfig) -> StepSpec:
+def _step_spec(config: ResolvedConfig, model: ModelConfig, groups: KVGroups) -> StepSpec:
     vocab_size = model.vocab_size
     return StepSpec(
         block_size=config.block_size,
         max_model_len=config.max_model_len,
         num_blocks_per_row=-(-config.max_model_len // config.block_size),
+        groups=groups,
         num_slots=config.max_num_seqs + 1,
         vocab_size=vocab_size,
         hidden_size=model.hidden_size,
@@ -275,6 +285,7 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> S
         runner.pool_spec.num_blocks,
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        windows=runner.groups.windows,
     )
     tier, memory = None, runner.host_memory
     if memory is not None:

@@ -19,14 +19,16 @@ KVPool = list[Layer]
 
 @dataclass(frozen=True, kw_only=True)
 class KVPoolSpec:
-    """Shape of the pool: per layer `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`.
+    """Shape of the pool: `num_arrays` times `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`.
+
+    An array for each layer; of layers in several KV-cache groups for each layer of one group (see `kv_groups`).
 
     K and V are interleaved on the head axis (`2k` key, `2k + 1` value of KV head k): one DMA fetches both, and tensor
-    parallelism shards one axis. Block 0 is the null block. With a `format` a layer is a `QuantizedPool`, whose data
+    parallelism shards one axis. Block 0 is the null block. With a `format` each is a `QuantizedPool`, whose data
     have this shape (int4: half the head_dim). Raises ValueError for a head_dim that int4 cannot pack.
     """
 
-    num_layers: int
+    num_arrays: int
     num_blocks: int
     block_size: int
     num_kv_heads: int
@@ -42,8 +44,8 @@ class KVPoolSpec:
             )
 
     @property
-    def layer_shape(self) -> tuple[int, int, int, int]:
-        """Of a layer's data."""
+    def array_shape(self) -> tuple[int, int, int, int]:
+        """Of an array, or of its data if it is quantised."""
         width = self.head_dim // 2 if self.format == "int4" else self.head_dim
         return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, width)
 
@@ -58,20 +60,20 @@ class KVPoolSpec:
 
     def abstract(self) -> KVPool:
         """The pool with a `jax.ShapeDtypeStruct` for each array."""
-        return [self._layer(jax.ShapeDtypeStruct)] * self.num_layers
+        return [self._layer(jax.ShapeDtypeStruct)] * self.num_arrays
 
     def allocate(self) -> KVPool:
-        return [self._layer(jnp.zeros) for _ in range(self.num_layers)]
+        return [self._layer(jnp.zeros) for _ in range(self.num_arrays)]
 
     def _layer(self, make: Callable[[tuple[int, ...], DTypeLike], Any]) -> Layer:
         if self.format is None:
-            return make(self.layer_shape, _storage_dtype(self.dtype))
+            return make(self.array_shape, _storage_dtype(self.dtype))
         # Not float16, for which the zero of a narrow vector is too large and the scale of a small one too fine.
         wide = jnp.dtype(self.dtype).itemsize == 4
         scale_zero_dtype = _storage_dtype(jnp.dtype(jnp.float32 if wide else jnp.bfloat16))
         return QuantizedPool(
-            data=make(self.layer_shape, jnp.uint8),
-            scale_zero=make((*self.layer_shape[:3], 2), scale_zero_dtype)
+            data=make(self.array_shape, jnp.uint8),
+            scale_zero=make((*self.array_shape[:3], 2), scale_zero_dtype)
             if self.format in LEVELS
             else None,
             format=self.format,

@@ -64,8 +64,8 @@ class StepPlan:
     admissions: list[Sequence] = field(
         default_factory=list
     )  # take a slot in this step: all their data goes up
-    # (slot, index in the block table, block id): blocks gained by rows that are not admitted in this step
-    table_updates: list[tuple[int, int, int]] = field(default_factory=list)
+    # (slot, KV-cache group, index in its table, block id): blocks gained by rows that are not admitted in this step
+    table_updates: list[tuple[int, int, int, int]] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(
         default_factory=list
     )  # (source, destination), before any write

@@ -71,15 +71,17 @@ class Sequence:
     max_len: int  # tokens at which the sequence ends: min(prompt + max_tokens, max_model_len)
     num_computed_tokens: int = 0  # tokens whose KV is in the pool once all launched steps are done
     num_in_flight: int = 0  # sampled by launched steps, not yet collected
-    block_ids: list[int] = field(default_factory=list)
-    host_block_ids: list[int] = field(
-        default_factory=list
-    )  # with the KV of its computed tokens, while it is swapped out
+    # Block ids in the order of positions, a table for each KV-cache group (see `kv_groups`); NULL_BLOCK where the block
+    # is behind the group's window. No tables while the sequence has no slot.
+    block_tables: list[list[int]] = field(default_factory=list)
+    num_unseen_blocks: int = 0  # entries of `block_tables` that are NULL_BLOCK
+    # The same with host blocks, which have the KV of its computed tokens while it is swapped out.
+    host_tables: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(
         default_factory=list
     )  # of the full blocks of `token_ids`, a prefix of them
     num_registered_blocks: int = (
-        0  # how many of `block_ids` stand in the prefix cache under their hash
+        0  # how many of a table's blocks stand in the prefix cache under their hash
     )
     features: int = 0  # `plan.Feature` bits of what its params ask of the sampler
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none

@@ -153,7 +153,7 @@ class _Slot:
 
     sequence: Sequence  # only its constants are read: seed, index, prompt
     history: list[int]
-    table: dict[int, int]
+    tables: dict[tuple[int, int], int]  # (KV-cache group, index) -> block
     digests: list[int] = field(default_factory=list)  # digests[i] stands for the KV of token i
     finished: bool = False
 
@@ -178,6 +178,7 @@ class FakeRunner:
     """A device without arithmetic. Asserts that each row reads its own history, and nothing else.
 
     Steps run when launched, in full; their results are handed out by `collect`, in order.
+    A row of a group with a window may read what its tokens can see, and no more is looked at.
     `fail_launch` and `fail_collect` hold numbers of launches that raise RuntimeError: at once and
     without having changed anything, or when they are collected, after they wrote garbage.
     """
@@ -193,8 +194,10 @@ class FakeRunner:
         fail_launch: tuple[int, ...] = (),
         fail_collect: tuple[int, ...] = (),
         store: FakeStore | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ):
         self.store = store
+        self.windows = windows
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.fail_launch = fail_launch
@@ -202,8 +205,9 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.num_computed_tokens = 0
         self._slots: dict[int, _Slot] = {}
-        self._content: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
-        self._host: dict[int, dict[int, int]] = {}  # host block -> offset -> digest
+        # (block, offset) -> (group, digest), and host block -> offset -> the same
+        self._content: dict[tuple[int, int], tuple[int, int]] = {}
+        self._host: dict[int, dict[int, tuple[int, int]]] = {}
         self._under_way: list[tuple[int, StepResult]] = []
         self.num_launches = 0
         self._broken = False
@@ -270,16 +274,22 @@ class FakeRunner:
 
     def _apply_updates(self, plan: StepPlan) -> None:
         for sequence in plan.admissions:
-            slot = _Slot(sequence, [], dict(enumerate(sequence.block_ids)))
+            tables = {
+                (group, index): block_id
+                for group, table in enumerate(sequence.block_tables)
+                for index, block_id in enumerate(table)
+            }
+            assert len(sequence.block_tables) == len(self.windows)
+            slot = _Slot(sequence, [], tables)
             for token_id in sequence.token_ids:
                 slot.append(token_id)
             self._slots[sequence.slot] = slot
         admitted = {sequence.slot for sequence in plan.admissions}
-        updated = [(slot, index) for slot, index, _ in plan.table_updates]
+        updated = [update[:3] for update in plan.table_updates]
         assert len(set(updated)) == len(updated)
-        for slot, index, block_id in plan.table_updates:
+        for slot, group, index, block_id in plan.table_updates:
             assert slot in plan.slots and slot not in admitted
-            self._slots[slot].table[index] = block_id
+            self._slots[slot].tables[group, index] = block_id
         destinations = [destination for _, destination in plan.block_copies]
         assert len(set(destinations)) == len(destinations)
         copied = {
@@ -314,24 +324,28 @@ class FakeRunner:
         for row in live:
             slot, start = self._slots[plan.slots[row]], plan.starts[row] + step
             for position in range(start, start + plan.num_tokens[row]):
-                block_id = slot.table[position // self.block_size]
-                assert NULL_BLOCK < block_id < self.num_blocks
-                where = (block_id, position % self.block_size)
-                assert where not in written, f"two rows write to {where}"
-                written.add(where)
-                self._content[where] = -1 if self._broken else slot.digests[position]
-        self.num_computed_tokens += len(written)
+                for group in range(len(self.windows)):
+                    block_id = slot.tables[group, position // self.block_size]
+                    assert NULL_BLOCK < block_id < self.num_blocks
+                    where = (block_id, position % self.block_size)
+                    assert where not in written, f"two rows write to {where}"
+                    written.add(where)
+                    self._content[where] = (group, -1 if self._broken else slot.digests[position])
+        self.num_computed_tokens += len(written) // len(self.windows)
 
     def _read(self, plan: StepPlan, row: int, step: int) -> None:
         slot, count = self._slots[plan.slots[row]], plan.num_tokens[row]
         end = plan.starts[row] + step + count
         assert slot.sequence is plan.sequences[row], f"row {row} reads another sequence's slot"
         assert plan.samples[row] == (end == len(slot.history)), f"{end=} {len(slot.history)=}"
-        for position in range(0 if self._broken else end):
-            where = (slot.table[position // self.block_size], position % self.block_size)
-            assert self._content.get(where) == slot.digests[position], (
-                f"row {row} reads the KV of someone else at {position=}, {where}"
-            )
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(end - count - window + 1, 0)
+            for position in range(end if self._broken else first, end):
+                block_id = slot.tables[group, position // self.block_size]
+                where = (block_id, position % self.block_size)
+                assert self._content.get(where) == (group, slot.digests[position]), (
+                    f"row {row} reads the KV of someone else at {position=}, {group=}, {where}"
+                )
         if count == 0:
             parent, child = plan.sequences[row - 1], plan.sequences[row]
             assert row > 0 and parent.request is child.request and plan.samples[row - 1]

@@ -120,7 +120,7 @@ def tokens_per_gib(model: tuple[int, int, int], block_size: int) -> dict[str, in
     found = {}
     for format in (None, *FORMATS):
         spec = KVPoolSpec(
-            num_layers=num_layers,
+            num_arrays=num_layers,
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=num_kv_heads,

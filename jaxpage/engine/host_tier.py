@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.plan import Moves
+from jaxpage.plan import NULL_BLOCK, Moves
 from jaxpage.request import Sequence
 
 
@@ -111,30 +111,34 @@ class HostTier:
             return sum(not s.finished for s in victim.request.sequences) > 1
         return self.preemption_mode == "swap"
 
-    def swap_out(self, block_ids: list[int]) -> list[int] | None:
-        """Host blocks, one reference each, to which the content of device blocks moves; None if too few are free.
+    def swap_out(self, tables: list[list[int]]) -> list[list[int]]:
+        """Tables of host blocks, one reference each, to which the content of device blocks moves.
 
-        Sequences that give way in one plan share here what they shared there.
+        NULL_BLOCK stays what it is. [] if too few are free. Sequences that give way in one plan share here what they
+        shared there.
         """
-        missing = sum(block_id not in self._departed for block_id in block_ids)
+        kept = {NULL_BLOCK, *self._departed}
+        missing = sum(block_id not in kept for table in tables for block_id in table)
         if missing > self.pool.num_free:
-            return None
-        host_ids = []
-        for block_id in block_ids:
-            if block_id in self._departed:
-                host_id = self._departed[block_id]
-                self.pool.fork([host_id])
-            else:
-                (host_id,) = self.pool.allocate(1)
-                self._departed[block_id] = host_id
-                self._moves.swaps_out.append((block_id, host_id))
-                self.num_swapped_out += 1
-            host_ids.append(host_id)
-        return host_ids
+            return []
+        return [[self._swap_out(block_id) for block_id in table] for table in tables]
 
-    def release(self, host_ids: list[int]) -> None:
+    def _swap_out(self, block_id: int) -> int:
+        if block_id == NULL_BLOCK:
+            return NULL_BLOCK
+        if block_id in self._departed:
+            host_id = self._departed[block_id]
+            self.pool.fork([host_id])
+            return host_id
+        (host_id,) = self.pool.allocate(1)
+        self._departed[block_id] = host_id
+        self._moves.swaps_out.append((block_id, host_id))
+        self.num_swapped_out += 1
+        return host_id
+
+    def release(self, tables: list[list[int]]) -> None:
         """A sequence gives its host blocks back: it is on the device again, or has ended."""
-        self._held += host_ids
+        self._held += [host_id for table in tables for host_id in table if host_id != NULL_BLOCK]
 
     def distrust(self) -> None:
         """Contents may be wrong or missing, after a failed step. Hashes are forgotten, and planned moves too."""

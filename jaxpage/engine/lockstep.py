@@ -23,6 +23,7 @@ from jaxpage.engine import growth
 from jaxpage.engine.beams import Survivor
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.prefix_cache import NEVER
+from jaxpage.kv_groups import num_seen_blocks
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import FinishReason, Request, Sequence
 
@@ -31,9 +32,11 @@ def first_sequences(
     request: Request,
     new_sequence: Callable[[Request, int], Sequence],
     pool: BlockPool,
+    *,
     num_slots: int,
+    max_query_len: int,
 ) -> list[Sequence]:
-    """The sequences with which a request begins.
+    """The sequences with which a request begins; a step computes at most `max_query_len` tokens of each.
 
     Raises ValueError for beams that could not end even if they had all `num_slots` slots and all blocks.
     """
@@ -41,13 +44,14 @@ def first_sequences(
         return [new_sequence(request, 0)]
     width = request.beams.width
     sequences = [new_sequence(request, index) for index in range(width)]
-    _check_width(sequences[0], width, pool, num_slots)
+    _check_width(sequences[0], pool, num_slots, max_query_len)
     for sequence in sequences:
         _wait_for_first(sequence)
     return sequences
 
 
-def _check_width(first: Sequence, width: int, pool: BlockPool, num_slots: int) -> None:
+def _check_width(first: Sequence, pool: BlockPool, num_slots: int, max_query_len: int) -> None:
+    width = first.request.beams.width
     if width > num_slots:
         raise ValueError(
             f"a beam width of {width} needs as many request slots, but max_num_seqs is "
@@ -56,7 +60,7 @@ def _check_width(first: Sequence, width: int, pool: BlockPool, num_slots: int) -
     prompt_len = len(first.token_ids)
     shared = prompt_len // pool.block_size
     total = -(-(first.max_len - 1) // pool.block_size)  # the last token's KV is never needed
-    needed = shared + width * (total - shared)
+    needed = _num_blocks(pool, first, [total - shared] * width, max_query_len)
     if needed > pool.num_usable:
         raise ValueError(
             f"{width} beams from a prompt of {prompt_len} tokens to {first.max_len} tokens in all "
@@ -71,7 +75,7 @@ def siblings(sequence: Sequence) -> list[Sequence]:
     return [] if request.beams is None else request.sequences[1:]
 
 
-def may_enter(pool: BlockPool, sequence: Sequence, num_free_slots: int) -> bool:
+def may_enter(pool: BlockPool, sequence: Sequence, num_free_slots: int, max_query_len: int) -> bool:
     """Whether the first waiting sequence may run as far as its siblings are concerned.
 
     Not while one has a token in flight: it gave way, and the launch after its last step failed.
@@ -82,10 +86,24 @@ def may_enter(pool: BlockPool, sequence: Sequence, num_free_slots: int) -> bool:
     if len(request.sequences) > num_free_slots or any(s.num_in_flight for s in request.sequences):
         return False
     first, *others = request.sequences[: len(request.beams.live)]
+    if not others:
+        return True
     size = pool.block_size
     total = -(-len(first.token_ids) // size)
+    shared = len(request.prompt_token_ids) // size
     own = [total - _common_len(first.token_ids, other.token_ids) // size for other in others]
-    return not others or total + sum(own) <= pool.num_free
+    return _num_blocks(pool, first, [total - shared, *own], max_query_len) <= pool.num_free
+
+
+def _num_blocks(pool: BlockPool, first: Sequence, own: list[int], max_query_len: int) -> int:
+    """Blocks of beams that share the whole blocks of their prompt, where each has so many blocks of `own` in a table.
+
+    Of the prompt, groups with a window have what `growth.leave_behind` leaves, or what is needed to compute it.
+    """
+    shared = len(first.request.prompt_token_ids) // pool.block_size
+    seen = num_seen_blocks(pool.windows, pool.block_size, max_query_len)
+    of_prompt = sum(shared if window is None else min(shared, seen) for window in pool.windows)
+    return of_prompt + len(pool.windows) * sum(own)
 
 
 def num_missing_blocks(pool: BlockPool, sequence: Sequence, end: int) -> int:
@@ -103,10 +121,10 @@ def num_missing_blocks(pool: BlockPool, sequence: Sequence, end: int) -> int:
         known = len(beam.token_ids)
         if beam.num_in_flight or known >= beam.max_len:
             continue
-        missing += max(-(-known // size) - len(beam.block_ids), 0)
+        missing += growth.num_lacking(beam, -(-known // size))
         index, offset = divmod(beam.num_computed_tokens, size)
         if offset:
-            written.add(beam.block_ids[index])
+            written.update(table[index] for table in beam.block_tables)
     # The last one that writes to a shared block keeps it.
     return missing + sum(pool.refs[block_id] - 1 for block_id in written)
 
@@ -168,14 +186,17 @@ def _go_on(
 ) -> None:
     """Make sequence i survivor i. `parents` are copies of the sequences as they sampled."""
     for survivor in survivors:
-        pool.fork(parents[survivor.parent].block_ids)
+        for table in parents[survivor.parent].block_tables:
+            pool.fork(table)
     for parent in parents:
-        pool.free(parent.block_ids)
+        for table in parent.block_tables:
+            pool.free(table)
     for sequence, survivor in zip(sequences, survivors, strict=True):
         parent = parents[survivor.parent]
         sequence.token_ids = [*parent.token_ids, survivor.token_id]
         sequence.cumulative_logprob = survivor.cum_logprob
-        sequence.block_ids = list(parent.block_ids)
+        sequence.block_tables = [list(table) for table in parent.block_tables]
+        sequence.num_unseen_blocks = parent.num_unseen_blocks
         sequence.block_hashes = list(parent.block_hashes)
         sequence.num_registered_blocks = parent.num_registered_blocks
         sequence.num_computed_tokens = parent.num_computed_tokens
@@ -196,8 +217,10 @@ def _follow(first: Sequence, pool: BlockPool) -> None:
             continue
         # Whole blocks, and never all tokens: beams differ in their last one, if not before.
         count = _common_len(first.token_ids, sequence.token_ids) // pool.block_size
-        sequence.block_ids = first.block_ids[:count]
-        pool.fork(sequence.block_ids)
+        sequence.block_tables = [table[:count] for table in first.block_tables]
+        sequence.num_unseen_blocks = first.num_unseen_blocks
+        for table in sequence.block_tables:
+            pool.fork(table)
         sequence.block_hashes = first.block_hashes[:count]
         known = first.num_registered_blocks
         sequence.num_registered_blocks = NEVER if known == NEVER else count

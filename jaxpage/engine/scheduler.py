@@ -22,13 +22,19 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpage.engine import lockstep
-from jaxpage.engine.admission import find_blocks, take_blocks
+from jaxpage.engine.admission import (
+    find_blocks,
+    num_computed,
+    num_taken,
+    table_lengths,
+    take_blocks,
+)
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.engine.growth import extend, grow
+from jaxpage.engine.growth import extend, grow, leave_behind
 from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.prefix_cache import NEVER, register_blocks
 from jaxpage.engine.sequences import append_tokens, check_runnable, new_sequence
-from jaxpage.engine.stats import Counters
+from jaxpage.engine.stats import Counters, count_first_scheduling
 from jaxpage.plan import Feature, StepPlan, StepResult
 from jaxpage.request import FinishReason, Request, Sequence
 
@@ -85,11 +91,16 @@ class Scheduler:
         check_runnable(
             request,
             max_model_len=self.max_model_len,
-            num_blocks=self.pool.num_usable,
-            block_size=self.pool.block_size,
+            pool=self.pool,
+            max_query_len=self.max_num_batched_tokens,
         )
-        num_slots = len(self._free_slots) + len(self.running)
-        sequences = lockstep.first_sequences(request, self._new_sequence, self.pool, num_slots)
+        sequences = lockstep.first_sequences(
+            request,
+            self._new_sequence,
+            self.pool,
+            num_slots=len(self._free_slots) + len(self.running),
+            max_query_len=self.max_num_batched_tokens,
+        )
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         request.sequences = sequences
@@ -124,25 +135,24 @@ class Scheduler:
     def _distrust_kv(self) -> None:
         """No block is what its hash says. What was swapped out is computed anew."""
         self.pool.forget_all()
-        if self.tier is None:
-            return
         for sequence in self.waiting:
-            if sequence.host_block_ids:
+            if sequence.host_tables:
                 self._drop_host_blocks(sequence)
                 sequence.num_computed_tokens = 0
-        self.tier.distrust()
+        if self.tier is not None:
+            self.tier.distrust()
 
     def _drop_host_blocks(self, sequence: Sequence) -> None:
         assert self.tier is not None
-        self.tier.release(sequence.host_block_ids)
-        sequence.host_block_ids = []
+        self.tier.release(sequence.host_tables)
+        sequence.host_tables = []
 
     def begin_weight_epoch(self) -> None:
         """The weights change now: KV of before is not for sequences admitted from here on."""
         self.weight_epoch += 1
         for sequence in self.waiting:
             sequence.block_hashes.clear()
-        swapped = [s for s in self.waiting if s.host_block_ids]
+        swapped = [s for s in self.waiting if s.host_tables]
         for sequence in (*self.running, *swapped):  # their KV is, or will be, a mixture
             sequence.block_hashes.clear()
             sequence.num_registered_blocks = NEVER
@@ -220,6 +230,7 @@ class Scheduler:
         """Rows for the running sequences, front first; returns what is left of the token budget."""
         budget = self.max_num_batched_tokens
         running, refs, block_size = self.running, self.pool.refs, self.pool.block_size
+        windowed = any(self.pool.windows)
         index = 0
         while budget > 0 and index < len(running):  # victims leave at the end
             sequence = running[index]
@@ -227,13 +238,16 @@ class Scheduler:
             known = len(sequence.token_ids) + sequence.num_in_flight
             if known >= sequence.max_len:
                 continue  # ends when it is collected
-            start, block_ids = sequence.num_computed_tokens, sequence.block_ids
+            if windowed:
+                leave_behind(self.pool, sequence)
+            # The first table is the shortest; of its last block all groups are the same owners.
+            start, table = sequence.num_computed_tokens, sequence.block_tables[0]
             count = known - start
             if count > budget:
                 count = budget
             if (
-                start + count > len(block_ids) * block_size
-                or (start % block_size and refs[block_ids[start // block_size]] > 1)
+                start + count > len(table) * block_size
+                or (start % block_size and refs[table[start // block_size]] > 1)
                 or sequence.request.beams is not None
             ) and not self._make_room(plan, sequence, start + count):
                 break  # it gave way itself, so it was the last
@@ -266,9 +280,9 @@ class Scheduler:
         beams = victim.request.beams
         if swap and beams is None and self.tier is not None and self.tier.keeps(victim):
             count = -(-victim.num_computed_tokens // self.pool.block_size)
-            victim.host_block_ids = self.tier.swap_out(victim.block_ids[:count]) or []
+            victim.host_tables = self.tier.swap_out([t[:count] for t in victim.block_tables])
         self._release(victim, min(victim.num_computed_tokens, len(victim.token_ids)))
-        if not victim.host_block_ids:
+        if not victim.host_tables:
             victim.num_computed_tokens = 0
         elif num_registered == NEVER:
             victim.num_registered_blocks = NEVER
@@ -281,48 +295,30 @@ class Scheduler:
                 self._preempt(self.running[-1])  # together
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Rows for waiting sequences, in order, until one does not fit.
-
-        A sequence gets the blocks of all its known tokens at once, though its first chunk may need
-        few. A promise without blocks would admit two prompts into the room of one, and a preemption
-        would throw away half of a prefill.
-        """
-        pool = self.pool
+        """Rows for waiting sequences, in order, until one does not fit."""
+        pool, max_query_len = self.pool, self.max_num_batched_tokens
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
-            if not lockstep.may_enter(self.pool, sequence, len(self._free_slots)):
+            if not lockstep.may_enter(pool, sequence, len(self._free_slots), max_query_len):
                 break
             known = len(sequence.token_ids)
-            hits = find_blocks(pool, self.tier, sequence, self.weight_epoch)
-            fresh = -(-known // pool.block_size) - len(hits)
-            # Hits that nobody uses stand in the free queue; using them takes them out of it.
-            if fresh + sum(hit < 0 or pool.refs[hit] == 0 for hit in hits) > pool.num_free:
+            found = find_blocks(pool, self.tier, sequence, self.weight_epoch)
+            start = num_computed(pool, sequence, found)
+            lengths = table_lengths(pool, known, start, max_query_len)
+            if num_taken(pool, found, lengths) > pool.num_free:
                 break
             del self.waiting[0]
-            take_blocks(pool, self.tier, sequence, hits)
-            sequence.block_ids += pool.allocate(fresh)
-            start = sequence.num_computed_tokens
+            take_blocks(pool, self.tier, sequence, found, lengths)
             sequence.slot = self._free_slots.pop()
             for sibling in lockstep.siblings(sequence):
                 self.waiting.remove(sibling)
                 sibling.slot = self._free_slots.pop()
                 insort(self.running, sibling, key=self._order)
-            self._count_first_scheduling(sequence, start)
+            count_first_scheduling(self.counters, pool, sequence.request, start)
             plan.admissions.append(sequence)
             count = min(known - start, budget)
             self._add_row(plan, sequence, start, count, known)
             budget -= count
-
-    def _count_first_scheduling(self, sequence: Sequence, num_hit_tokens: int) -> None:
-        request, prompt_len = sequence.request, len(sequence.request.prompt_token_ids)
-        if request.first_scheduled_time is not None:
-            return
-        request.first_scheduled_time = time.monotonic()
-        request.num_cached_tokens = num_hit_tokens
-        self.counters.prompt_tokens += prompt_len
-        if self.pool.enable_prefix_caching and not request.params.skip_reading_prefix_cache:
-            self.pool.num_query_tokens += prompt_len
-            self.pool.num_hit_tokens += num_hit_tokens
 
     def _add_row(
         self, plan: StepPlan, sequence: Sequence, start: int, count: int, known: int
@@ -362,8 +358,10 @@ class Scheduler:
                 insort(self.waiting, child, key=self._order)
                 continue
             child.slot = self._free_slots.pop()
-            child.block_ids = list(parent.block_ids)
-            self.pool.fork(child.block_ids)
+            child.block_tables = [list(table) for table in parent.block_tables]
+            child.num_unseen_blocks = parent.num_unseen_blocks
+            for table in child.block_tables:
+                self.pool.fork(table)
             child.block_hashes = list(parent.block_hashes)
             child.num_registered_blocks = parent.num_registered_blocks
             plan.admissions.append(child)
@@ -373,7 +371,7 @@ class Scheduler:
         """Take sequences that ended out of the queues."""
         for sequence in ended:
             sequence.num_in_flight = 0  # what it still has under way is thrown away
-            if sequence.host_block_ids:
+            if sequence.host_tables:
                 self._drop_host_blocks(sequence)
             if sequence.slot:
                 self._release(
@@ -393,8 +391,10 @@ class Scheduler:
         read and written them.
         """
         register_blocks(self.pool, sequence, num_valid, self.weight_epoch)
-        self.pool.free(sequence.block_ids)
-        sequence.block_ids = []
+        for table in sequence.block_tables:
+            self.pool.free(table)
+        sequence.block_tables = []
+        sequence.num_unseen_blocks = 0
         sequence.num_registered_blocks = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = 0

@@ -1,13 +1,15 @@
 """A sequence apart from where it lives: how it begins, takes its sampled tokens, and ends.
 
 What this file knows: one sequence, its params and its row of a result. What it must never learn:
-blocks, slots, other rows.
+which blocks it has, slots, other rows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from jaxpage.engine.block_pool import BlockPool
+from jaxpage.kv_groups import most_blocks
 from jaxpage.outputs import Logprob
 from jaxpage.plan import Feature, StepResult
 from jaxpage.request import FinishReason, Request, Sequence
@@ -28,9 +30,12 @@ def new_sequence(request: Request, index: int, max_model_len: int, detokenizer: 
 
 
 def check_runnable(
-    request: Request, *, max_model_len: int, num_blocks: int, block_size: int
+    request: Request, *, max_model_len: int, pool: BlockPool, max_query_len: int
 ) -> None:
-    """Raise ValueError for a request that could not end even if it had all `num_blocks` blocks."""
+    """Raise ValueError for a request that could not end even if it had all blocks of the pool.
+
+    A step computes at most `max_query_len` tokens of a sequence.
+    """
     prompt_len = len(request.prompt_token_ids)
     if prompt_len == 0:
         raise ValueError(f"request {request.request_id!r} has an empty prompt")
@@ -40,12 +45,13 @@ def check_runnable(
             f"max_model_len={max_model_len}; shorten it or raise max_model_len"
         )
     max_len = max_len_of(request, max_model_len)
-    needed = -(-(max_len - 1) // block_size)  # the last token's KV is never needed
-    if needed > num_blocks:
+    # The last token's KV is never needed.
+    needed = most_blocks(pool.windows, max_len - 1, pool.block_size, max_query_len)
+    if needed > pool.num_usable:
         raise ValueError(
             f"a prompt of {prompt_len} tokens with its answer, {max_len} tokens in all, needs "
-            f"{needed} blocks of {block_size}, but the pool has {num_blocks}; lower max_tokens or "
-            f"give the pool more memory"
+            f"{needed} blocks of {pool.block_size}, but the pool has {pool.num_usable}; lower max_tokens "
+            f"or give the pool more memory"
         )
 
 

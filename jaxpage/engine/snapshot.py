@@ -33,7 +33,8 @@ class KVSnapshot:
     sequences: tuple[
         tuple[str, int], ...
     ]  # R times (request id, which of its n continuations); running ones first
-    block_tables: np.ndarray  # int32[R, M] block ids; padding: NULL_BLOCK
+    # int32[R, M] block ids, one KV-cache group's after another; NULL_BLOCK: behind a group's window, or padding
+    block_tables: np.ndarray
     tiers: np.ndarray  # int8[N] DEVICE or HOST
     owners: (
         np.ndarray
@@ -85,22 +86,25 @@ def take_snapshot(scheduler: Scheduler) -> KVSnapshot:
     """What scheduler, pool and host tier hold now. For looking, not serving: it takes time for every block."""
     first_host_id = scheduler.pool.num_blocks
     pools = [scheduler.pool] if scheduler.tier is None else [scheduler.pool, scheduler.tier.pool]
-    holders = [(sequence, sequence.block_ids) for sequence in scheduler.running]
+    holders = [(sequence, sequence.block_tables) for sequence in scheduler.running]
     for sequence in scheduler.waiting:  # those that were swapped out
-        if sequence.host_block_ids:
-            holders.append((sequence, [first_host_id + h for h in sequence.host_block_ids]))
+        if sequence.host_tables:
+            tables = [[h and first_host_id + h for h in table] for table in sequence.host_tables]
+            holders.append((sequence, tables))
     num_blocks, size = sum(pool.num_blocks for pool in pools), scheduler.pool.block_size
-    longest = max((len(ids) for _, ids in holders), default=0)
+    longest = max((sum(map(len, tables)) for _, tables in holders), default=0)
     block_tables = np.full((len(holders), longest), NULL_BLOCK, np.int32)
     owners = np.full(num_blocks, -1, np.int32)
     used_slots = np.zeros(num_blocks, np.int32)
-    for row, (sequence, ids) in reversed(list(enumerate(holders))):  # the first owner stays
+    for row, (sequence, tables) in reversed(list(enumerate(holders))):  # the first owner stays
+        ids = np.concatenate([np.array(table, np.int32) for table in tables])
         block_tables[row, : len(ids)] = ids
         owners[ids] = row
         # `num_computed_tokens` counts launched steps as done; of their tokens the host has seen none.
         num_used = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        in_block = np.clip(num_used - size * np.arange(len(ids)), 0, size)
-        used_slots[ids] = np.maximum(used_slots[ids], in_block)
+        index = np.concatenate([np.arange(len(table)) for table in tables])
+        used_slots[ids] = np.maximum(used_slots[ids], np.clip(num_used - size * index, 0, size))
+    owners[NULL_BLOCK], used_slots[NULL_BLOCK] = -1, 0
     orders = [np.full(pool.num_blocks, -1, np.int32) for pool in pools]
     for pool, order in zip(pools, orders, strict=True):
         order[pool.eviction_order()] = np.arange(pool.num_free)

@@ -8,11 +8,12 @@ are held early.
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxpage.plan import StepPlan
-from jaxpage.request import Sequence
+from jaxpage.request import Request, Sequence
 
 if TYPE_CHECKING:
     from jaxpage.engine.block_pool import BlockPool
@@ -29,6 +30,8 @@ class Counters:
     num_block_copies: int = 0  # copy-on-write
     prompt_tokens: int = 0  # of requests when first scheduled, cached ones included
     generation_tokens: int = 0  # appended to sequences
+    prefix_cache_queries: int = 0  # tokens of requests when first scheduled
+    prefix_cache_hits: int = 0  # tokens of them found
     num_allocated_slots: int = 0  # of the KV pool, when the last step was planned
     num_unused_slots: int = 0  # of those; a shared block counts once
     num_allocated_slot_steps: int = 0  # sum of `num_allocated_slots` over all steps
@@ -93,8 +96,6 @@ def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
         num_blocks_used=pool.num_used,
         num_block_references=pool.num_references,
         num_recompiles=num_recompiles,
-        prefix_cache_queries=pool.num_query_tokens,
-        prefix_cache_hits=pool.num_hit_tokens,
         prefix_cache_evictions=pool.num_evictions,
         num_host_hit_blocks=tier.num_hits if tier else 0,
         num_disk_hit_blocks=tier.num_loaded if tier else 0,
@@ -104,15 +105,31 @@ def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
     )
 
 
+def count_first_scheduling(
+    counters: Counters, pool: BlockPool, request: Request, num_hit_tokens: int
+) -> None:
+    """Take in that a sequence is admitted, with so many tokens of its prompt found: a request counts once."""
+    if request.first_scheduled_time is not None:
+        return
+    prompt_len = len(request.prompt_token_ids)
+    request.first_scheduled_time = time.monotonic()
+    request.num_cached_tokens = num_hit_tokens
+    counters.prompt_tokens += prompt_len
+    if pool.enable_prefix_caching and not request.params.skip_reading_prefix_cache:
+        counters.prefix_cache_queries += prompt_len
+        counters.prefix_cache_hits += num_hit_tokens
+
+
 def num_unused_slots(pool: BlockPool, running: list[Sequence], plan: StepPlan) -> int:
     """Slots of allocated blocks that hold no KV after the (first) pass of a step just planned.
 
-    Runs with every step, so it asks no row for anything. Summed over the sequences that hold a
-    block, its unused slots are `block_size` less the tokens computed; only a block that is shared
-    and not full makes that too much. Rows that compute a token own the block they write to, so
-    such a block is held by forks of this plan, or by sequences that this plan leaves out.
+    Runs with every step, so it asks no row for anything, unless there are windows. Summed over the
+    sequences that hold a block, its unused slots are `block_size` less the tokens computed; only a
+    block that is shared and not full makes that too much. Rows that compute a token own the block
+    they write to, so such a block is held by forks of this plan, or by sequences that this plan
+    leaves out.
     """
-    size = pool.block_size
+    size, num_groups = pool.block_size, len(pool.windows)
     num_used = sum(plan.starts) + sum(plan.num_tokens)
     num_twice = 0
     if plan.admissions and 0 in plan.num_tokens:
@@ -122,7 +139,8 @@ def num_unused_slots(pool: BlockPool, running: list[Sequence], plan: StepPlan) -
         left_out, left_out_twice = _sum_left_out(running, plan, size)
         num_used += left_out
         num_twice += left_out_twice
-    return pool.num_references * size - num_used - num_twice
+    num_unseen = sum(s.num_unseen_blocks for s in running) if any(pool.windows) else 0
+    return (pool.num_references + num_unseen) * size - num_groups * (num_used + num_twice)
 
 
 def num_computed_slots(sequence: Sequence) -> int:
@@ -141,7 +159,7 @@ def _sum_left_out(running: list[Sequence], plan: StepPlan, size: int) -> tuple[i
         end = num_computed_slots(sequence)
         num_used += end
         if end % size:
-            block_id = sequence.block_ids[end // size]
+            block_id = sequence.block_tables[0][end // size]  # the other groups' are shared alike
             num_twice += -end % size if block_id in partial_blocks else 0
             partial_blocks.add(block_id)
     return num_used, num_twice

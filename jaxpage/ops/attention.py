@@ -19,14 +19,23 @@ _paged_attention = jax.jit(
 class PagedAttention:
     """The attention argument of a model inside a compiled step (`models.attention.Attention`).
 
-    Lives only while the step is traced. `kv_pool` is the list of per-layer pools; a call replaces its layer's entry,
-    and the step returns the list when the model is done. K and V of all rows are written before any row reads, so a
-    request may hit blocks which another computes in the same step.
+    Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, `places` says of each layer which
+    KV-cache group and which array are its; a call replaces that array, and the step returns the list when the model
+    is done. K and V of all rows are written before any row reads, so a request may hit blocks which another computes
+    in the same step.
     """
 
-    def __init__(self, kv_pool: KVPool, batch: StepBatch, *, one_query_per_row: bool):
+    def __init__(
+        self,
+        kv_pool: KVPool,
+        batch: StepBatch,
+        places: tuple[tuple[int, int], ...],
+        *,
+        one_query_per_row: bool,
+    ):
         self.kv_pool = list(kv_pool)
         self._batch = batch
+        self._places = places
         self._one_query_per_row = one_query_per_row
 
     def __call__(
@@ -41,12 +50,13 @@ class PagedAttention:
         soft_cap: float | None,
     ) -> jax.Array:
         """q [T, H, D] and k, v [T, K, D] after RoPE → [T, H, D]."""
-        batch = self._batch
-        self.kv_pool[layer] = _write_kv(self.kv_pool[layer], k, v, batch.slot_mapping)
+        batch, (group, array) = self._batch, self._places[layer]
+        pool = _write_kv(self.kv_pool[array], k, v, batch.slot_mappings[group])
+        self.kv_pool[array] = pool
         return _paged_attention(
             q,
-            self.kv_pool[layer],
-            batch.block_table,
+            pool,
+            batch.block_tables[group],
             batch.kv_lens,
             batch.query_starts,
             scale=scale,

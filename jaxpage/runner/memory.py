@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 
+from jaxpage.kv_groups import Windows, longest_fitting, most_blocks
 from jaxpage.runner.buckets import Bucket, make_buckets
 
 logger = logging.getLogger(__name__)
@@ -69,14 +71,37 @@ def free_ram() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def check_fits(*, num_blocks: int, block_size: int, max_model_len: int, available: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What decides how many blocks a sequence needs; see `kv_groups`."""
+
+    windows: Windows
+    block_size: int
+    max_num_batched_tokens: int  # of one sequence in a step, too
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """That a sequence of so many tokens holds at most."""
+        return most_blocks(self.windows, num_tokens, self.block_size, self.max_num_batched_tokens)
+
+    def longest(self, limit: int, num_blocks: int) -> int:
+        """Tokens, at most `limit`, of the longest sequence for which a pool of `num_blocks` is enough."""
+        return longest_fitting(
+            self.windows,
+            limit,
+            num_blocks=num_blocks - 1,  # not the null block
+            block_size=self.block_size,
+            max_query_len=self.max_num_batched_tokens,
+        )
+
+
+def check_fits(room: Room, *, num_blocks: int, max_model_len: int, available: int) -> None:
     """Raises ValueError unless one sequence of `max_model_len` tokens fits beside the null block."""
-    largest = (num_blocks - 1) * block_size
+    largest = room.longest(max_model_len, num_blocks)
     if largest < max_model_len:
         raise ValueError(
-            f"max_model_len={max_model_len} needs {-(-max_model_len // block_size)} KV blocks of "
-            f"{block_size} tokens, but {max(0, num_blocks - 1)} fit into the {available / 1e9:.2f} GB for "
-            f"the KV pool; the largest max_model_len that fits is {max(0, largest)}. Lower max_model_len "
+            f"max_model_len={max_model_len} needs {room.num_blocks(max_model_len)} KV blocks of "
+            f"{room.block_size} tokens, but {max(0, num_blocks - 1)} fit into the {available / 1e9:.2f} GB for "
+            f"the KV pool; the largest max_model_len that fits is {largest}. Lower max_model_len "
             f'(or pass "auto"), or raise gpu_memory_utilization, cache_max_entry_count or kv_cache_memory_bytes,'
             f" whichever you use"
         )
@@ -87,33 +112,32 @@ def size_pool(
     available: Callable[[int], int],
     temp_bytes: Callable[[Bucket], int],
     bytes_per_block: int,
-    num_blocks_per_row: int,
-    num_blocks_wanted: int,
+    room: Room,
+    max_model_len: int,
+    must_fit: bool,
     max_num_seqs: int,
-    max_num_batched_tokens: int,
-) -> tuple[int, int]:
-    """(num_blocks, max_num_batched_tokens): the pool that fits beside the temporaries of the largest step.
+) -> tuple[int, Room]:
+    """(num_blocks, room): the pool that fits beside the temporaries of the largest step.
 
     `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a compiled step needs besides. The
-    pool is no larger than `max_num_seqs` sequences of full length could fill. While it holds fewer than
-    `num_blocks_wanted` besides the null block, or fewer than FEWEST_BLOCKS (unless `max_num_seqs` sequences fill
-    fewer), the largest step is halved: its temporaries grow with its tokens.
+    pool is no larger than `max_num_seqs` sequences of full length could fill. While it does not hold one of them (if
+    one `must_fit`) besides the null block, or holds fewer than FEWEST_BLOCKS (unless `max_num_seqs` sequences fill
+    fewer), the largest step is halved, that is `room.max_num_batched_tokens`: its temporaries grow with its tokens.
     """
-    most = max_num_seqs * num_blocks_per_row + 1
-    enough = max(num_blocks_wanted, min(FEWEST_BLOCKS, most - 1))
+    most = max_num_seqs * room.num_blocks(max_model_len) + 1
     if 2 * most * bytes_per_block <= available(0):
-        return most, max_num_batched_tokens  # memory is no limit: nothing to measure
+        return most, room  # memory is no limit: nothing to measure
     while True:
-        buckets = make_buckets(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+        num_tokens, of_one = room.max_num_batched_tokens, room.num_blocks(max_model_len)
+        enough = max(of_one if must_fit else 1, min(FEWEST_BLOCKS, max_num_seqs * of_one))
+        buckets = make_buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens)
         num_blocks = max(0, available(temp_bytes(buckets[-1]))) // bytes_per_block
-        if num_blocks > enough or max_num_batched_tokens <= SMALLEST_BUDGET:
-            return min(num_blocks, most), max_num_batched_tokens
-        max_num_batched_tokens //= 2
+        if num_blocks > enough or num_tokens <= SMALLEST_BUDGET:
+            return min(num_blocks, most), room
+        room = replace(room, max_num_batched_tokens=num_tokens // 2)
         logger.warning(
             "only %d KV blocks fit beside a step of %d tokens; trying steps of %d",
             num_blocks,
-            2 * max_num_batched_tokens,
-            max_num_batched_tokens,
+            num_tokens,
+            num_tokens // 2,
         )

@@ -22,23 +22,26 @@ _FLOATS = (
 )
 
 
-def step_layout(bucket: Bucket, *, block_size: int, decode_steps: int) -> Layout:
+def step_layout(
+    bucket: Bucket, *, block_size: int, decode_steps: int, num_groups: int = 1
+) -> Layout:
     """What goes up for one step of a bucket; `pack_step` fills it.
 
-    A row gains at most one block for each `block_size` of its new tokens, one for their start within a block, and one
-    for a copy-on-write; so U table updates always suffice.
+    In each KV-cache group a row gains at most one block for each `block_size` of its new tokens, one for their start
+    within a block, and one for a copy-on-write; so U table updates always suffice.
     """
     rows = bucket.num_rows
     new_tokens = rows * decode_steps if bucket.decode else bucket.num_tokens
-    num_updates = new_tokens // block_size + 2 * rows
+    num_updates = num_groups * (new_tokens // block_size + 2 * rows)
     return Layout(
         (
             *rows_layout(rows).fields,
             Field("update_slots", (num_updates,)),  # padding: the null slot's entry 0
+            Field("update_groups", (num_updates,)),
             Field("update_indices", (num_updates,)),
             Field("update_blocks", (num_updates,)),
-            Field("copy_sources", (rows,)),  # padding: the null block onto itself
-            Field("copy_destinations", (rows,)),
+            Field("copy_sources", (num_groups * rows,)),  # padding: the null block onto itself
+            Field("copy_destinations", (num_groups * rows,)),
         )
     )
 
@@ -77,8 +80,8 @@ def pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
     views = layout.views(buffer)
     if plan.table_updates:
         updates = np.asarray(plan.table_updates, np.int32)
-        for column, name in enumerate(("update_slots", "update_indices", "update_blocks")):
-            views[name][: len(updates)] = updates[:, column]
+        for column, name in enumerate(("slots", "groups", "indices", "blocks")):
+            views[f"update_{name}"][: len(updates)] = updates[:, column]
     if plan.block_copies:
         copies = np.asarray(plan.block_copies, np.int32)
         views["copy_sources"][: len(copies)] = copies[:, 0]
@@ -86,14 +89,16 @@ def pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
     return buffer
 
 
-def admission_layout(*, max_model_len: int, num_blocks_per_row: int, vocab_size: int) -> Layout:
+def admission_layout(
+    *, max_model_len: int, num_blocks_per_row: int, vocab_size: int, num_groups: int = 1
+) -> Layout:
     """What goes up once when a sequence takes a request slot: field for field, `batch.RequestState` of that slot."""
     words = -(-vocab_size // 32)
     return Layout(
         (
             Field("slot", ()),
             Field("token_ids", (max_model_len,)),
-            Field("block_table", (num_blocks_per_row,)),
+            Field("block_tables", (num_groups, num_blocks_per_row)),
             Field("prompt_len", ()),
             Field("min_len", ()),
             Field("max_len", ()),
@@ -122,7 +127,8 @@ def pack_admission(sequence: Sequence, layout: Layout, *, vocab_size: int) -> np
     prompt_len = len(request.prompt_token_ids)
     views["slot"][()] = sequence.slot
     views["token_ids"][: len(sequence.token_ids)] = sequence.token_ids
-    views["block_table"][: len(sequence.block_ids)] = sequence.block_ids
+    for group, table in enumerate(sequence.block_tables):
+        views["block_tables"][group, : len(table)] = table
     views["prompt_len"][()] = prompt_len
     views["min_len"][()] = min(prompt_len + params.min_tokens, sequence.max_len)
     views["max_len"][()] = sequence.max_len

@@ -80,6 +80,7 @@ class Runner:
         host_memory: HostMemory | None = None,
     ):
         self._spec = step_spec
+        self.groups = step_spec.groups
         self.pool_spec = pool_spec
         self.buckets = buckets
         self._graphdef, state = nnx.split(model)
@@ -243,7 +244,10 @@ class Runner:
         spec = self._spec
         layouts = {
             bucket.name: step_layout(
-                bucket, block_size=spec.block_size, decode_steps=spec.decode_steps
+                bucket,
+                block_size=spec.block_size,
+                decode_steps=spec.decode_steps,
+                num_groups=len(spec.groups.windows),
             )
             for bucket in self.buckets
         }
@@ -261,6 +265,7 @@ class Runner:
             max_model_len=spec.max_model_len,
             num_blocks_per_row=spec.num_blocks_per_row,
             vocab_size=spec.vocab_size,
+            num_groups=len(spec.groups.windows),
         )
 
     def _lowerings(self) -> dict[str, Lowering]:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
+from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPool
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.plan import NULL_BLOCK, NULL_SLOT
@@ -48,6 +49,7 @@ class StepSpec:
     block_size: int
     max_model_len: int  # C
     num_blocks_per_row: int  # M
+    groups: KVGroups  # G
     num_slots: int  # Q, the null slot included
     vocab_size: int  # V
     hidden_size: int  # E
@@ -66,7 +68,7 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     words = -(-spec.vocab_size // 32)
     return RequestState(
         token_ids=zeros(spec.max_model_len),
-        block_table=zeros(spec.num_blocks_per_row),
+        block_tables=zeros(len(spec.groups.windows), spec.num_blocks_per_row),
         finished=zeros(dtype=jnp.bool_).at[NULL_SLOT].set(True),
         prompt_len=zeros(),
         min_len=zeros(),
@@ -199,7 +201,8 @@ class Step:
     ) -> tuple[KVPool, StepBatch, jax.Array]:
         """The hidden states [T, E] of all tokens, whose KV is in the pool then."""
         batch = _unpack_batch(state, rows, bucket, self.spec)
-        attention = PagedAttention(kv_pool, batch, one_query_per_row=bucket.decode)
+        places = self.spec.groups.places
+        attention = PagedAttention(kv_pool, batch, places, one_query_per_row=bucket.decode)
         model = self._model(leaves)
         hidden = model.hidden_states(batch.token_ids, batch.positions, attention)
         return attention.kv_pool, batch, hidden
@@ -243,8 +246,8 @@ def _copy_blocks(kv_pool: KVPool, rows: Rows) -> KVPool:
 
 
 def _update_tables(state: RequestState, rows: Rows) -> RequestState:
-    where = (rows["update_slots"], rows["update_indices"])
-    return replace(state, block_table=state.block_table.at[where].set(rows["update_blocks"]))
+    where = (rows["update_slots"], rows["update_groups"], rows["update_indices"])
+    return replace(state, block_tables=state.block_tables.at[where].set(rows["update_blocks"]))
 
 
 def _token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
@@ -272,16 +275,16 @@ def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpe
     positions = jnp.where(valid, positions, 0)
     token_slots = slots[token_row]
     token_ids = jnp.where(valid, state.token_ids[token_slots, positions], 0)
-    blocks = state.block_table[token_slots, positions // spec.block_size]
-    slot_mapping = blocks * spec.block_size + positions % spec.block_size
+    blocks = state.block_tables[token_slots, :, positions // spec.block_size].T  # [G, T]
+    slot_mappings = blocks * spec.block_size + (positions % spec.block_size)[None]
     return StepBatch(
         slots=slots,
         query_starts=query_starts,
         kv_lens=jnp.where(live & (num_tokens > 0), starts + num_tokens, 0),
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=jnp.where(valid, slot_mapping, NULL_BLOCK * spec.block_size),
-        block_table=state.block_table[slots],
+        slot_mappings=jnp.where(valid[None], slot_mappings, NULL_BLOCK * spec.block_size),
+        block_tables=jnp.moveaxis(state.block_tables[slots], 1, 0),
     )
 
 

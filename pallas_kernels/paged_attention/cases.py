@@ -62,7 +62,8 @@ QUANTIZED = tuple(
 def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
     """Arrays of a case; with `poison` NaN stands in every block and slot that no row may read.
 
-    In an int8 or int4 pool those are the NaN of scales and zeros.
+    In an int8 or int4 pool those are the NaN of scales and zeros. Blocks that a window has left behind are not the
+    row's any more: its table has the null block there.
     """
     rng = np.random.default_rng(seed)
     num_rows = len(case.query_lens)
@@ -73,8 +74,12 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
     shape = (num_blocks, case.block_size, 2 * case.num_kv_heads, case.head_dim)
     pool = np.full(shape, np.nan if poison else 0.0, np.float32)
     for row, count in enumerate(needed):
+        unseen = 0
+        if case.window is not None:
+            unseen = max(case.kv_lens[row] - case.query_lens[row] - case.window + 1, 0)
         table[row, :count], ids = ids[:count], ids[count:]
-        for position in range(case.kv_lens[row]):
+        table[row, : unseen // case.block_size] = 0
+        for position in range(unseen, case.kv_lens[row]):
             block = table[row, position // case.block_size]
             pool[block, position % case.block_size] = rng.standard_normal(shape[2:])
     num_tokens = sum(case.query_lens) + case.num_padding_tokens

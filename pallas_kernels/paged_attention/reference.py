@@ -22,15 +22,17 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "T H D"]:
     """Causal attention of each packed query over its row's keys and values, found through the block table.
 
     Row r holds queries `query_starts[r] .. query_starts[r+1]`; they are the last of its `kv_lens[r]` positions. The
     query at position i sees keys `j <= i`, and with a `window` only `j > i - window`. `soft_cap` c replaces a score s
     by `c * tanh(s / c)`. Query head h reads KV head `h // (H // K)`; the pool interleaves K (`2k`) and V (`2k + 1`).
+    `sinks` are one more logit for each head, which takes its share of the softmax and has no value (gpt-oss).
     The pool may be as `kv_write.xla.to_storage` leaves it, and is read as K and V in q's dtype. Scores and softmax are
-    float32; the result has q's dtype. Tokens of no row give something finite. Nothing is read beyond `kv_lens` or
-    outside the row's blocks (NaN may stand there).
+    float32; the result has q's dtype. Tokens of no row give something finite. Nothing is read beyond `kv_lens`, before
+    the window of the row's first query, or outside the row's blocks (NaN may stand there).
     """
     pool = from_storage(pool, q.dtype)
     num_tokens, num_heads, head_dim = q.shape
@@ -49,13 +51,18 @@ def paged_attention(
     visible = valid & (key_position[None] <= position[:, None])
     if window is not None:
         visible &= key_position[None] > position[:, None] - window
-    kv = jnp.where(valid[:, :, None, None, None], kv, 0.0)
+    kv = jnp.where(visible[:, :, None, None, None], kv, 0.0)
     grouped = q.astype(jnp.float32).reshape(num_tokens, num_kv_heads, -1, head_dim)
     scores = scale * jnp.einsum("tkgd,tskd->tkgs", grouped, kv[:, :, :, 0])
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(visible[:, None, None, :], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1, where=visible[:, None, None, :])
-    weights = jnp.where(visible[:, None, None, :], weights, 0.0)
+    visible = jnp.broadcast_to(visible[:, None, None, :], scores.shape)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32), (num_tokens, num_heads))
+        scores = jnp.concatenate([scores, sink.reshape(*scores.shape[:3], 1)], axis=-1)
+        visible = jnp.pad(visible, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1, where=visible), 0.0)
+    weights = weights[..., : key_position.size]
     out = jnp.einsum("tkgs,tskd->tkgd", weights, kv[:, :, :, 1])
     return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)

@@ -140,6 +140,8 @@ def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv, scale, window,
         blocks = lax.dynamic_slice_in_dim(block_table, tile * tile_blocks, tile_blocks, axis=1)
         key_position = tile * tile_kv + jnp.arange(tile_kv, dtype=jnp.int32)
         valid = key_position[None] < kv_lens[:, None]  # [R, B]
+        if window is not None:  # what no query of the row sees may be somebody else's by now
+            valid &= key_position[None] > positions[:, None] - window
         keys, values = _read_tile(pool, blocks, valid, q.dtype)
         scores = scale * jnp.einsum(
             "rkqd,rksd->rkqs", queries, keys, preferred_element_type=jnp.float32

@@ -24,17 +24,25 @@ def make_engine(
     num_host_blocks: int = 0,
     preemption_mode: str | None = None,
     store: FakeStore | None = None,
+    windows: tuple[int | None, ...] = (None,),
     **options,
 ) -> Engine:
     """`options` are the scheduler's; sizes are generous unless told."""
-    pool = BlockPool(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    pool = BlockPool(
+        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, windows=windows
+    )
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
     tier = None
     if num_host_blocks:
         tier = HostTier(num_host_blocks, pool, preemption_mode=preemption_mode, store=store)
     scheduler = Scheduler(pool, make_detokenizer=FakeDetokenizer, tier=tier, **(limits | options))
     runner = FakeRunner(
-        num_blocks, block_size, fail_launch=fail_launch, fail_collect=fail_collect, store=store
+        num_blocks,
+        block_size,
+        fail_launch=fail_launch,
+        fail_collect=fail_collect,
+        store=store,
+        windows=windows,
     )
     return Engine(scheduler, runner, overlap=overlap)
 
@@ -67,7 +75,7 @@ def assert_expected(engine: Engine, *requests: Request) -> None:
 def assert_consistent(engine: Engine) -> None:
     """Blocks are free or owned, never both; slots too; the queues are in order."""
     scheduler, pool = engine.scheduler, engine.scheduler.pool
-    holders = Counter(block_id for s in scheduler.running for block_id in s.block_ids)
+    holders = count_blocks(s.block_tables for s in scheduler.running)
     assert pool.refs == [holders[block_id] for block_id in range(pool.num_blocks)]
     usable = range(NULL_BLOCK + 1, pool.num_blocks)
     assert [pool.is_free(b) for b in usable] == [holders[b] == 0 for b in usable]
@@ -75,13 +83,21 @@ def assert_consistent(engine: Engine) -> None:
     assert pool.num_free == sum(holders[b] == 0 for b in usable)
     slots = [s.slot for s in scheduler.running]
     assert 0 not in slots and len(set(slots)) == len(slots)
-    assert not any(s.slot or s.block_ids for s in scheduler.waiting)
-    swapped = [s for s in scheduler.waiting if s.host_block_ids]
-    assert not any(s.num_computed_tokens for s in scheduler.waiting if not s.host_block_ids)
+    assert not any(s.slot or s.block_tables for s in scheduler.waiting)
+    for s in scheduler.running:
+        assert s.num_unseen_blocks == sum(table.count(NULL_BLOCK) for table in s.block_tables)
+    swapped = [s for s in scheduler.waiting if s.host_tables]
+    assert not any(s.num_computed_tokens for s in scheduler.waiting if not s.host_tables)
     assert_tier_consistent(scheduler, swapped)
     for queue in (scheduler.running, scheduler.waiting):
         assert not any(s.finished for s in queue)
         assert queue == sorted(queue, key=scheduler._order)
+
+
+def count_blocks(tables_of_sequences) -> Counter[int]:
+    """How often each block stands in their tables, the null block apart."""
+    tables = (table for tables in tables_of_sequences for table in tables)
+    return Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
 
 
 def assert_tier_consistent(scheduler: Scheduler, swapped: list[Sequence]) -> None:
@@ -90,11 +106,12 @@ def assert_tier_consistent(scheduler: Scheduler, swapped: list[Sequence]) -> Non
     if tier is None:
         assert not swapped
         return
-    holders = Counter(block_id for s in swapped for block_id in s.host_block_ids)
+    holders = count_blocks(s.host_tables for s in swapped)
     holders.update(tier._held + tier._launched)
     assert tier.pool.refs == [holders[block_id] for block_id in range(tier.pool.num_blocks)]
     for s in swapped:
-        assert len(s.host_block_ids) == -(-s.num_computed_tokens // tier.pool.block_size)
+        length = -(-s.num_computed_tokens // tier.pool.block_size)
+        assert all(len(table) == length for table in s.host_tables)
 
 
 def assert_nothing_leaked(engine: Engine) -> None:

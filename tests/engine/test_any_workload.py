@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpage.kv_groups import most_blocks
 from jaxpage.request import FinishReason
 from tests.engine.harness import (
     assert_consistent,
@@ -46,15 +47,22 @@ def requests(draw):
     return prompt, options, arrival, abort
 
 
+# Of the KV-cache groups, those with windows first. One group of everything is the usual model.
+WINDOWS = [(None,), (None,), (1,), (5,), (4, None), (7, 7, None), (3, 9), (16, None, None)]
+
+
 @st.composite
 def engines(draw):
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
-    smallest = -(-(MAX_MODEL_LEN - 1) // block_size) + 1
+    windows = draw(st.sampled_from(WINDOWS))
+    max_tokens = draw(st.sampled_from([1, 2, 7, 64, 1000]))
+    smallest = most_blocks(windows, MAX_MODEL_LEN - 1, block_size, max_tokens) + 1
     return {
         "block_size": block_size,
+        "windows": windows,
         "num_blocks": smallest + draw(st.one_of(st.integers(0, 8), st.just(400))),
         "max_num_seqs": draw(st.integers(1, 6)),
-        "max_num_batched_tokens": draw(st.sampled_from([1, 2, 7, 64, 1000])),
+        "max_num_batched_tokens": max_tokens,
         "enable_prefix_caching": draw(st.booleans()),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "decode_steps": draw(st.sampled_from([1, 1, 2, 5, 8])),

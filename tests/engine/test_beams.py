@@ -8,14 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.engine.beams import Beams
-from tests.engine.harness import (
-    assert_consistent,
-    assert_expected,
-    assert_nothing_leaked,
-    finish,
-    make_engine,
-    run,
-)
+from jaxpage.kv_groups import most_blocks, num_seen_blocks
+from tests.engine.events import aborts, arrivals, events, play
+from tests.engine.harness import assert_consistent, assert_expected, finish, make_engine, run
 from tests.engine.test_any_workload import MAX_MODEL_LEN, engines, requests, token
 from tests.fakes import expected_beams, make_beam_request, make_request
 
@@ -119,8 +114,10 @@ def test_beams_share_the_blocks_of_their_past():
     for _ in range(6):
         engine.step()
     first, *others = request.sequences
-    assert all(s.block_ids[:10] == first.block_ids[:10] for s in others)
-    assert len({block_id for s in request.sequences for block_id in s.block_ids}) <= 10 + 4 * 2
+    assert all(s.block_tables[0][:10] == first.block_tables[0][:10] for s in others)
+    assert (
+        len({block_id for s in request.sequences for block_id in s.block_tables[0]}) <= 10 + 4 * 2
+    )
     finish(engine)
 
 
@@ -195,10 +192,10 @@ def test_beams_that_could_never_run_are_refused():
 def beam_requests(draw):
     """Prompt, arguments of `make_beam_request`, step of its arrival, steps until it is aborted (None: never)."""
     prefix = draw(st.sampled_from([[], [i % 5 for i in range(20)]]))
-    prompt = prefix[: draw(st.integers(0, 12))] + draw(st.lists(token, min_size=1, max_size=5))
+    prompt = prefix[: draw(st.integers(0, 12))] + draw(st.lists(token, min_size=1, max_size=3))
     options = {
         "width": draw(st.integers(1, 4)),
-        "max_tokens": draw(st.integers(1, 10)),
+        "max_tokens": draw(st.integers(1, 16)),
         "eos_token_ids": frozenset(draw(st.sampled_from([(), (3,), (7,)]))),
         "length_penalty": draw(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0])),
         "early_stopping": draw(st.sampled_from([False, True, "never"])),
@@ -206,77 +203,76 @@ def beam_requests(draw):
         "priority": draw(st.integers(0, 2)),
         "salt": draw(st.sampled_from([None, None, "a"])),
     }
-    arrival = draw(st.integers(0, 6))
-    abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 8)))
-    return prompt, options, arrival, abort
+    return prompt, options, draw(arrivals), draw(aborts)
 
 
-def most_blocks(workload: list, block_size: int) -> int:
+def most_blocks_of_beams(workload: list, options: dict) -> int:
     """Blocks of the beams that want most, when they share nothing but the prompt."""
+    block_size, windows = options["block_size"], options["windows"]
+    seen = num_seen_blocks(windows, block_size, options["max_num_batched_tokens"])
     wanted = []
-    for prompt, options, _, _ in workload:
+    for prompt, search, _, _ in workload:
         shared = len(prompt) // block_size
-        total = -(-(len(prompt) + options["max_tokens"] - 1) // block_size)
-        wanted.append(shared + options["width"] * (total - shared))
+        own = search["width"] * (
+            -(-(len(prompt) + search["max_tokens"] - 1) // block_size) - shared
+        )
+        wanted.append(sum(own + (min(shared, seen) if w else shared) for w in windows))
     return max(wanted)
 
 
-def check_beams_in_company(options: dict, beams: list, others: list, num_spare: int) -> None:
+def check_beams_in_company(
+    options: dict, beams: list, others: list, num_spare: int, events: dict[int, str]
+) -> None:
     """`num_spare` blocks more than the largest request wants."""
-    block_size = options["block_size"]
-    smallest = max(-(-(MAX_MODEL_LEN - 1) // block_size), most_blocks(beams, block_size))
+    sizes = options["block_size"], options["max_num_batched_tokens"]
+    of_others = most_blocks(options["windows"], MAX_MODEL_LEN - 1, *sizes)
+    smallest = max(of_others, most_blocks_of_beams(beams, options))
     options = options | {
         "num_blocks": 1 + smallest + num_spare,
-        "max_num_seqs": max(options["max_num_seqs"], *(b["width"] for _, b, _, _ in beams), 1),
+        # Room beside the widest beams, else nobody would ever be in their way.
+        "max_num_seqs": options["max_num_seqs"] - 1 + max(b["width"] for _, b, _, _ in beams),
     }
     engine = make_engine(**options)
     todo = [(make_beam_request(f"b{i}", x[0], **x[1]), *x[2:]) for i, x in enumerate(beams)]
     todo += [(make_request(str(i), x[0], **x[1]), *x[2:]) for i, x in enumerate(others)]
-    for now in range(6000):
-        for request, arrival, abort in todo:
-            if now == arrival:
-                engine.add(request)
-            if abort is not None and now == arrival + abort:
-                engine.abort(request.request_id)
-                assert_consistent(engine)
-        if now > 6 and not engine.has_unfinished_requests():
-            break
-        engine.step()
-        assert_consistent(engine)
-    assert_nothing_leaked(engine)
-    for request, _, abort in todo:
-        if request.beams is not None:
-            assert not request.beams.done or results(request) == expected_beams(request)
-            assert request.beams.done or abort is not None
-        elif abort is None:
-            assert_expected(engine, request)
+    whole = play(engine, todo, events)
+    for request, _, _ in todo:
+        if request.beams is None:
+            if request in whole:
+                assert_expected(engine, request)
+        elif request in whole or request.beams.done:
+            assert_expected_beams(request)
     for plan in engine.runner.plans:
-        assert len(plan.block_copies) <= len(plan.sequences)
+        assert len(plan.block_copies) <= len(plan.sequences) * len(options["windows"])
 
 
 spare_blocks = st.sampled_from([0, 0, 0, 1, 5, 100])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     engines(),
     st.lists(beam_requests(), min_size=1, max_size=3),
     st.lists(requests(), max_size=4),
     spare_blocks,
+    events,
 )
-def test_beams_do_not_depend_on_the_engine_or_on_the_company(options, beams, others, num_spare):
-    check_beams_in_company(options, beams, others, num_spare)
+def test_beams_do_not_depend_on_the_engine_or_on_the_company(
+    options, beams, others, num_spare, events
+):
+    check_beams_in_company(options, beams, others, num_spare, events)
 
 
 @pytest.mark.slow
 @settings(max_examples=4000, deadline=None)
 @given(
     engines(),
-    st.lists(beam_requests(), min_size=1, max_size=5),
+    st.lists(beam_requests(), min_size=2, max_size=5),
     st.lists(requests(), max_size=6),
     spare_blocks,
+    events,
 )
 def test_beams_do_not_depend_on_the_engine_or_on_the_company_in_depth(
-    options, beams, others, num_spare
+    options, beams, others, num_spare, events
 ):
-    check_beams_in_company(options, beams, others, num_spare)
+    check_beams_in_company(options, beams, others, num_spare, events)

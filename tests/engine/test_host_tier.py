@@ -47,7 +47,7 @@ def test_siblings_that_give_way_together_keep_sharing():
     tier = HostTier(10, pool)
     shared, own = pool.allocate(3), pool.allocate(2)
     pool.fork(shared)
-    first, second = (tier.swap_out([*shared, block_id]) for block_id in own)
+    first, second = (tier.swap_out([[*shared, block_id]])[0] for block_id in own)
     assert first[:3] == second[:3] and len({*first, *second}) == 5
     pool.free([*shared, own[0]])
     pool.free([*shared, own[1]])

@@ -123,7 +123,9 @@ def test_equal_prompts_of_one_step_share_their_prefix():
     for request in requests:
         engine.add(request)
     assert steps(engine, 1) == [[("a", 0, 10, True), ("b", 8, 2, True)]]
-    assert sequence_of(requests[0]).block_ids[:2] == sequence_of(requests[1]).block_ids[:2]
+    assert (
+        sequence_of(requests[0]).block_tables[0][:2] == sequence_of(requests[1]).block_tables[0][:2]
+    )
     finish(engine)
     assert_expected(engine, *requests)
 
@@ -213,15 +215,15 @@ def test_sequences_of_a_request_share_the_prompt_computed_once():
     request = make_request("a", [1] * 10, n=3, max_tokens=4)
     engine.add(request)
     assert steps(engine, 1) == [[("a", 0, 10, True), ("a", 10, 0, True), ("a", 10, 0, True)]]
-    assert len({tuple(s.block_ids) for s in request.sequences}) == 1
+    assert len({tuple(s.block_tables[0]) for s in request.sequences}) == 1
     steps(engine, 1)
     # The first two writers to the shared partial block get copies, the last writes in place.
-    shared = request.sequences[2].block_ids[2]
+    shared = request.sequences[2].block_tables[0][2]
     assert engine.runner.plans[-1].block_copies == [
-        (shared, s.block_ids[2]) for s in request.sequences[:2]
+        (shared, s.block_tables[0][2]) for s in request.sequences[:2]
     ]
-    assert len({s.block_ids[2] for s in request.sequences}) == 3
-    assert len({tuple(s.block_ids[:2]) for s in request.sequences}) == 1
+    assert len({s.block_tables[0][2] for s in request.sequences}) == 3
+    assert len({tuple(s.block_tables[0][:2]) for s in request.sequences}) == 1
     finish(engine)
     assert engine.stats().num_block_copies == 2
     assert engine.runner.num_computed_tokens == 10 + 3 * 3
@@ -273,19 +275,31 @@ def test_decode_steps_are_halved_instead_of_preempting():
 
 def test_row_that_ends_within_a_launch_takes_no_block_beyond_its_end():
     # a ends at 5 tokens and needs KV of 4, one block; b's eight further tokens need two more.
-    engine = make_engine(num_blocks=5, block_size=4, decode_steps=8)
+    engine = make_engine(block_size=4, decode_steps=8)
     a, b = make_request("a", [1] * 3, max_tokens=2), make_request("b", [2], max_tokens=12)
     run(engine, a, b)
     assert [plan.num_steps for plan in engine.runner.plans[:2]] == [1, 8]
+    assert [len(plan.table_updates) for plan in engine.runner.plans[:2]] == [0, 2]
     assert_expected(engine, a, b)
 
 
 def test_blocks_are_allocated_only_up_to_max_len():
     # 3 blocks of 4 hold the KV of 12 tokens: exactly a sequence of 13, whose last needs none.
-    engine = make_engine(num_blocks=4, block_size=4, decode_steps=16)
+    engine = make_engine(block_size=4, decode_steps=16)
     request = make_request("a", [1] * 4, max_tokens=9)
     run(engine, request)
     assert [plan.num_steps for plan in engine.runner.plans] == [1, 8]
+    assert [len(plan.table_updates) for plan in engine.runner.plans] == [0, 2]
+    assert_expected(engine, request)
+
+
+@pytest.mark.parametrize(("num_free", "num_steps"), [(9, 8), (8, 4), (2, 4)])
+def test_of_eight_free_blocks_one_may_be_held_for_later_steps(num_free, num_steps):
+    # 4 more tokens lie in the block that the first of them takes, 8 need one more.
+    engine = make_engine(num_blocks=2 + num_free, block_size=4, decode_steps=8)
+    request = make_request("a", [1] * 4, max_tokens=9)
+    run(engine, request)
+    assert engine.runner.plans[1].num_steps == num_steps
     assert_expected(engine, request)
 
 

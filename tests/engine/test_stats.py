@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpage.engine.stats import num_computed_slots
+from jaxpage.plan import NULL_BLOCK
 from tests.engine.harness import make_engine, run
 from tests.fakes import make_beam_request, make_request
 
@@ -19,8 +20,9 @@ def account(scheduler, plan) -> tuple[int, int]:
     allocated, used = set(), set()
     for sequence in scheduler.running:
         end = ends.get(id(sequence), num_computed_slots(sequence))
-        for index, block_id in enumerate(sequence.block_ids):
-            for offset in range(size):
+        entries = (entry for table in sequence.block_tables for entry in enumerate(table))
+        for index, block_id in entries:
+            for offset in range(size) if block_id != NULL_BLOCK else ():
                 allocated.add((block_id, offset))
                 if index * size + offset < end:
                     used.add((block_id, offset))
@@ -90,13 +92,15 @@ def test_sharing_is_references_over_blocks():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("decode_steps", [1, 3, 8])
+@pytest.mark.parametrize("windows", [(None,), (6, 9, None)])
 @pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(17, 0), (17, 20), (30, 0), (200, 0)])
 def test_every_step_of_mixed_work_is_accounted_for(
-    overlap, decode_steps, num_blocks, num_host_blocks
+    overlap, decode_steps, num_blocks, num_host_blocks, windows
 ):
-    """Chunks, hits, forks, beams, preemptions, swaps, steps that leave sequences out, ends on the device."""
+    """Chunks, hits, forks, beams, preemptions, swaps, steps that leave sequences out, ends on the device, windows."""
     engine = make_engine(
-        num_blocks=num_blocks,
+        windows=windows,
+        num_blocks=len(windows) * num_blocks,
         num_host_blocks=num_host_blocks,
         max_num_seqs=6,
         max_num_batched_tokens=7,

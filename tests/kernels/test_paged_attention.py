@@ -46,6 +46,7 @@ def dense_attention(case, arguments):
         i = np.arange(kv_len - query_len, kv_len)[:, None]
         j = np.arange(kv_len)[None]
         visible = (j <= i) & (j > i - (case.window or kv_len + 1))
+        v = np.where(visible.any(axis=0)[:, None, None], v, 0)  # NaN stands where nobody looks
         scores = np.where(visible[None], scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)

@@ -36,7 +36,7 @@ def random_pool(spec, seed=0):
 
 def spec_of(kv_format):
     return KVPoolSpec(
-        num_layers=2,
+        num_arrays=2,
         num_blocks=30,
         block_size=4,
         num_kv_heads=2,

@@ -10,7 +10,7 @@ from jaxpage.kv_pool import KVPoolSpec
 from pallas_kernels.kv_write.quantized import FORMATS
 
 SPEC = KVPoolSpec(
-    num_layers=3,
+    num_arrays=3,
     num_blocks=7,
     block_size=16,
     num_kv_heads=2,

@@ -45,9 +45,23 @@ def test_free_ram_is_plausible():
 
 
 def test_the_error_names_the_largest_length_that_fits():
-    memory.check_fits(num_blocks=11, block_size=16, max_model_len=160, available=0)
+    room = room_of(tokens=64)
+    memory.check_fits(room, num_blocks=11, max_model_len=160, available=0)
     with pytest.raises(ValueError, match="largest max_model_len that fits is 160"):
-        memory.check_fits(num_blocks=11, block_size=16, max_model_len=161, available=0)
+        memory.check_fits(room, num_blocks=11, max_model_len=161, available=0)
+
+
+def test_groups_with_windows_let_longer_sequences_fit():
+    # Of any sequence a window of 33 needs (32 + 64) / 16 + 1 = 7 blocks at most, so 50 are left for the other group.
+    room = room_of(tokens=64, windows=(33, None))
+    memory.check_fits(room, num_blocks=58, max_model_len=800, available=0)
+    with pytest.raises(ValueError, match="needs 58 KV blocks .* that fits is 800"):
+        memory.check_fits(room, num_blocks=58, max_model_len=801, available=0)
+    assert room_of(tokens=64, windows=(33,)).longest(10**6, num_blocks=8) == 10**6
+
+
+def room_of(tokens, windows=(None,)):
+    return memory.Room(windows=windows, block_size=16, max_num_batched_tokens=tokens)
 
 
 def size(available, temp_per_token=0, **options):
@@ -57,15 +71,15 @@ def size(available, temp_per_token=0, **options):
         measured.append(bucket.num_tokens)
         return temp_per_token * bucket.num_tokens
 
-    sizes = {"num_blocks_per_row": 20, "num_blocks_wanted": 20, "max_num_seqs": 2} | options
-    sized = memory.size_pool(
+    sizes = {"max_model_len": 320, "must_fit": True, "max_num_seqs": 2} | options
+    num_blocks, room = memory.size_pool(
         available=lambda temp: available - temp,
         temp_bytes=temp_bytes,
         bytes_per_block=100,
-        max_num_batched_tokens=1024,
+        room=room_of(tokens=1024),
         **sizes,
     )
-    return sized, measured
+    return (num_blocks, room.max_num_batched_tokens), measured
 
 
 def test_plenty_of_memory_gives_what_the_rows_can_fill_and_measures_nothing():
@@ -82,14 +96,14 @@ def test_the_largest_step_is_halved_until_one_sequence_fits():
 
 
 def test_the_largest_step_is_halved_until_16_blocks_fit_however_short_the_sequences():
-    short = {"num_blocks_per_row": 2, "num_blocks_wanted": 2, "max_num_seqs": 20}
+    short = {"max_model_len": 32, "max_num_seqs": 20}
     # 14 blocks would do for a sequence of 2, and are fewer than 16.
     assert size(4_000, temp_per_token=5, **short) == ((27, 256), [1024, 512, 256])
     assert size(1_700, temp_per_token=0, **short) == ((17, 1024), [1024])
 
 
 def test_a_pool_that_all_rows_can_never_fill_to_16_blocks_needs_no_smaller_step():
-    tiny = {"num_blocks_per_row": 2, "num_blocks_wanted": 2, "max_num_seqs": 4}
+    tiny = {"max_model_len": 32, "max_num_seqs": 4}
     assert size(1_200, temp_per_token=0, **tiny) == ((9, 1024), [1024])
 
 

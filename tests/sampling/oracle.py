@@ -70,7 +70,7 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
     floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
     return RequestState(
         token_ids=jnp.asarray(history, jnp.int32),
-        block_table=jnp.zeros((num_slots, 1), jnp.int32),
+        block_tables=jnp.zeros((num_slots, 1, 1), jnp.int32),
         finished=jnp.zeros(num_slots, jnp.bool_),
         prompt_len=jnp.asarray(prompt_len, jnp.int32),
         min_len=jnp.asarray(min_len, jnp.int32),
