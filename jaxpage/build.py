@@ -33,7 +33,7 @@ from jaxpage.models import registry
 from jaxpage.models.config import ModelConfig
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.buckets import Bucket, make_buckets
-from jaxpage.runner.host_memory import HostMemory
+from jaxpage.runner.host_memory import HostMemory, content_shapes
 from jaxpage.runner.memory import Room, check_fits, pool_bytes, size_pool
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.runner import Runner
@@ -165,12 +165,12 @@ def _make_runner(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     assert config.num_gpu_blocks_override is not None
-    memory = _make_host_memory(config, model, groups, pool)
+    memory = _make_host_memory(config, model, groups, pool, device)
     return config, runner_of(config, buckets, config.num_gpu_blocks_override, memory)
 
 
 def _make_host_memory(
-    config: ResolvedConfig, model: Any, groups: KVGroups, pool: KVPoolSpec
+    config: ResolvedConfig, model: Any, groups: KVGroups, pool: KVPoolSpec, device: jax.Device
 ) -> HostMemory | None:
     """Host blocks of `swap_space`, and the store on disk behind them."""
     if config.swap_space == 0:
@@ -182,13 +182,12 @@ def _make_host_memory(
         )
     store = None
     if config.kv_offload_dir is not None:
-        leaves = jax.tree.leaves(pool.abstract())
+        shapes = content_shapes(dataclasses.replace(pool, num_blocks=2).abstract())
         facts = [repr(model.config), repr(groups), repr(pool)]
         parameters = jax.tree.leaves(nnx.state(model))
         folder = Path(config.kv_offload_dir) / fingerprint(facts, map(np.asarray, parameters))
-        shapes, dtypes = [x.shape[1:] for x in leaves], [x.dtype for x in leaves]
-        store = BlockStore(folder, shapes, dtypes)
-    return HostMemory(num_blocks, pool.abstract(), store)
+        store = BlockStore(folder, [x.shape for x in shapes], [x.dtype for x in shapes])
+    return HostMemory(num_blocks, device=None if device.platform == "cpu" else device, store=store)
 
 
 def _size_pool(

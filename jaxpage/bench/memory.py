@@ -25,8 +25,8 @@ from jaxpage.bench.scheduler import answer
 from jaxpage.bench.workloads import MAX_NUM_SEQS, workloads
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.scheduler import Scheduler
-from jaxpage.engine.snapshot import take_snapshot
-from jaxpage.engine.stats import engine_stats, num_computed_slots
+from jaxpage.engine.stats import engine_stats
+from jaxpage.kv_groups import Windows, group_layers, most_blocks
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.plan import StepPlan
 from jaxpage.request import Request
@@ -34,6 +34,8 @@ from jaxpage.sampling_params import SamplingParams
 from pallas_kernels.kv_write.quantized import FORMATS
 
 MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS = 1024, 2048  # the workload's, and the default on a CPU
+GEMMA = (1024,) * 5 + (None,)  # windows of Gemma 3's layers, again and again
+LONG = 32_768  # tokens of a sequence that outgrows them
 MODELS = {  # whose keys and values fill the GiB: layers, KV heads, head_dim
     "Qwen2.5-0.5B": (24, 2, 64),
     "Qwen2.5-7B": (28, 4, 128),
@@ -68,11 +70,18 @@ def measure(bench: MemoryBench) -> dict[str, Any]:
     if not bench.decode_steps or min(sizes) < 1 or bench.scale <= 0:
         raise ValueError(f"sizes, rounds and scale must be positive: {bench}")
     work = _mixed(bench, vocab_size=30000, number=0)
+    wastes = [waste(work, bench.block_size, steps) for steps in bench.decode_steps]
+    half = max(found["num_blocks"] for found in wastes) // 2
+    wastes.append(waste(work, bench.block_size, max(bench.decode_steps), 1 + half))
     report: dict[str, Any] = {
         "block_size": bench.block_size,
         "num_requests": len(work.prompts),
         "num_tokens": _num_tokens(work),
-        "waste": [waste(work, bench.block_size, steps) for steps in bench.decode_steps],
+        "waste": wastes,
+        "windows": {
+            "without": blocks_of_long_sequence((None,) * len(GEMMA), bench.block_size),
+            "with": blocks_of_long_sequence(GEMMA, bench.block_size),
+        },
         "tokens_per_gib": {
             name: tokens_per_gib(model, bench.block_size) for name, model in MODELS.items()
         },
@@ -85,32 +94,83 @@ def measure(bench: MemoryBench) -> dict[str, Any]:
     return report
 
 
-def waste(work: Work, block_size: int, decode_steps: int) -> dict[str, Any]:
-    """Shares of the allocated slots without KV, 0 to 1: "mean", "max", and the mean by cause, when a launch begins.
+def waste(
+    work: Work, block_size: int, decode_steps: int, num_blocks: int | None = None
+) -> dict[str, Any]:
+    """Shares of the allocated slots without KV, 0 to 1: "mean", "max", and the mean by cause.
 
-    "mean_at_end": without what the launch itself fills, which with one decode step is the same.
+    Each decode step of a launch counts as a step. "mean_of_launches" is what `llm.stats()` says, which looks when a
+    launch begins. The pool has `num_blocks` (None: more than the work can fill); "num_blocks" is how many sequences
+    held at most.
     """
-    scheduler = _scheduler(block_size, decode_steps, enable_prefix_caching=True)
-    shares, by_cause, num_used_at_end = [], Counter[str](), 0
+    scheduler = _scheduler(
+        block_size, decode_steps, enable_prefix_caching=True, num_blocks=num_blocks
+    )
+    totals, largest, most = Counter[str](), 0.0, 0
 
     def look(plan: StepPlan) -> None:
-        nonlocal num_used_at_end
-        shares.append(engine_stats(scheduler, 0).kv_waste)
-        by_cause.update(take_snapshot(scheduler).unused_slots)
-        num_used_at_end += sum(map(num_computed_slots, scheduler.running))  # nothing is shared here
+        nonlocal largest, most
+        most = max(most, scheduler.pool.num_used)
+        for step in range(plan.num_steps):
+            found = _account(scheduler, plan, step)
+            totals.update(found)
+            largest = max(largest, (found["partial"] + found["ahead"]) / found["allocated"])
 
     run(scheduler, work, look)
+    causes = {cause: totals[cause] / totals["allocated"] for cause in ("partial", "ahead")}
     stats = engine_stats(scheduler, 0)
-    allocated = stats.num_allocated_slot_steps
-    causes = {cause: count / allocated for cause, count in by_cause.items()}
     return {
         "decode_steps": decode_steps,
-        "mean": stats.mean_kv_waste,
-        "max": max(shares),
-        "mean_at_end": 1 - num_used_at_end / allocated,
-        "num_steps": stats.num_steps,
+        "mean": sum(causes.values()),
+        "max": largest,
         "causes": causes,
+        "mean_of_launches": stats.mean_kv_waste,
+        "num_launches": stats.num_steps,
+        "num_blocks": most,
+        "scarce": num_blocks is not None,
     }
+
+
+def _account(scheduler: Scheduler, plan: StepPlan, step: int) -> dict[str, int]:
+    """Slots at one step of a launch: allocated; of them free in blocks that have KV, and in blocks that have none yet.
+
+    Sequence by sequence, as none shares a block with another here.
+    """
+    size = scheduler.pool.block_size
+    rows = zip(plan.sequences, plan.starts, plan.num_tokens, strict=True)
+    ends = {id(sequence): start + count + step for sequence, start, count in rows}
+    found = {"allocated": 0, "partial": 0, "ahead": 0}
+    for sequence in scheduler.running:
+        used = min(ends.get(id(sequence), sequence.num_computed_tokens), sequence.max_len - 1)
+        begun, held = -(-used // size), len(sequence.block_tables[0])
+        found["allocated"] += held * size
+        found["partial"] += begun * size - used
+        found["ahead"] += (held - begun) * size
+    return found
+
+
+def blocks_of_long_sequence(layers: Windows, block_size: int) -> int:
+    """Blocks, of one layer each, that a sequence of LONG tokens holds at most while it is computed and decoded.
+
+    `layers`: the windows of a few layers. Counted in a pool that has just enough blocks.
+    """
+    groups = group_layers(layers, LONG + 1)
+    num_blocks = 1 + most_blocks(groups.windows, LONG, block_size, MAX_NUM_BATCHED_TOKENS)
+    pool = BlockPool(num_blocks, block_size, enable_prefix_caching=True, windows=groups.windows)
+    scheduler = Scheduler(
+        pool,
+        max_num_seqs=1,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_model_len=LONG,
+    )
+    most = 0
+
+    def look(plan: StepPlan) -> None:
+        nonlocal most
+        most = max(most, pool.num_used)
+
+    run(scheduler, Work(prompts=[[1] * (LONG - 64)], num_tokens=[64], static_batch=1), look)
+    return most * groups.num_arrays
 
 
 def tokens_per_gib(model: tuple[int, int, int], block_size: int) -> dict[str, int]:
@@ -148,9 +208,15 @@ def run(scheduler: Scheduler, work: Work, look: Callable[[StepPlan], None] | Non
         scheduler.update(plan, answer(plan))
 
 
-def _scheduler(block_size: int, decode_steps: int, *, enable_prefix_caching: bool) -> Scheduler:
-    """With blocks for all: that none is ever evicted keeps most hashes, which is the dearest case."""
-    num_blocks = 1 + MAX_NUM_SEQS * -(-MAX_MODEL_LEN // block_size)
+def _scheduler(
+    block_size: int,
+    decode_steps: int,
+    *,
+    enable_prefix_caching: bool,
+    num_blocks: int | None = None,
+) -> Scheduler:
+    """With blocks for all unless told: that none is ever evicted keeps most hashes, which is the dearest case."""
+    num_blocks = num_blocks or 1 + MAX_NUM_SEQS * -(-MAX_MODEL_LEN // block_size)
     pool = BlockPool(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     return Scheduler(
         pool,
@@ -248,23 +314,29 @@ def show(report: dict[str, Any]) -> str:
         f"mixed workload, {report['num_requests']} requests, {report['num_tokens']} tokens, "
         f"block_size {report['block_size']}",
         "",
-        "allocated slots without KV, %: when a launch begins, by cause, and when it ends",
-        f"{'decode_steps':>12}{'mean':>8}{'max':>8}{'last blocks':>14}{'blocks ahead':>14}{'at its end':>12}",
+        "allocated slots without KV, % of all: mean over decode steps, largest, mean by cause; "
+        "and the mean when launches begin",
+        f"{'decode_steps':>12}{'mean':>8}{'max':>8}{'last blocks':>14}{'blocks ahead':>14}{'launches':>10}",
     ]
     for found in report["waste"]:
-        causes = found["causes"]
-        at_start = (found["mean"], found["max"], causes["partial"], causes["ahead"])
-        shares, widths = (*at_start, found["mean_at_end"]), (8, 8, 14, 14, 12)
-        lines.append(
-            f"{found['decode_steps']:>12}"
-            + "".join(
-                f"{100 * share:>{width}.2f}" for share, width in zip(shares, widths, strict=True)
-            )
-        )
+        if found["scarce"]:
+            lines.append(f"in a pool of half as many blocks as that held, {found['num_blocks']}:")
+        shares = (found["mean"], found["max"], *found["causes"].values(), found["mean_of_launches"])
+        cells = [
+            f"{100 * x:>{width}.2f}" for x, width in zip(shares, (8, 8, 14, 14, 10), strict=True)
+        ]
+        lines.append(f"{found['decode_steps']:>12}" + "".join(cells))
     lines += ["", "tokens that a GiB holds, and how many times as many as in bfloat16:"]
     for model, found in report["tokens_per_gib"].items():
         cells = [f"{name} {n} ({n / found['bfloat16']:.2f}x)" for name, n in found.items()]
         lines.append(f"{model}: {', '.join(cells)}")
+    windows = report["windows"]
+    lines += [
+        "",
+        f"of six layers a sequence of {LONG} tokens holds {windows['without']} blocks if all see everything, "
+        f"{windows['with']} ({windows['without'] / windows['with']:.1f}x fewer) "
+        f"if five see {GEMMA[0]} tokens (Gemma 3)",
+    ]
     cost = overhead(report["host_seconds"])
     extra = cost["on"] - cost["off"]
     lines += [

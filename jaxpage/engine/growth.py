@@ -12,7 +12,7 @@ from jaxpage.kv_groups import first_seen_block
 from jaxpage.plan import NULL_BLOCK, StepPlan
 from jaxpage.request import Sequence
 
-SHARE_AHEAD = 8  # of this many free blocks one may be held for the later steps of a launch
+SHARE_AHEAD = 16  # of this many free blocks one may be held for the later steps of a launch
 
 
 def num_missing_blocks(pool: BlockPool, sequence: Sequence, end: int) -> int:

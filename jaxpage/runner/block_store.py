@@ -19,7 +19,7 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-FORMAT = b"jaxpage kv block 1"
+FORMAT = b"jaxpage kv block 2"
 CHECKSUM_LEN = 32  # bytes
 
 

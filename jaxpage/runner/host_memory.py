@@ -1,9 +1,9 @@
-"""The bytes of host blocks, and how they travel: between the KV pool on the device, host memory and the disk.
+"""The contents of host blocks, and how they travel: between the KV pool on the device, host memory and the disk.
 
 Knows arrays and the order of moves. Must not know whose blocks they are (the scheduler's), nor why they move.
 
-What leaves the device is gathered by a program launched before the step that overwrites it, and arrives behind that
-step: `land` waits for it when the step is collected, `get` when it is wanted earlier.
+What leaves the device is gathered by a program launched before the step that overwrites it. Nobody waits for it: an
+array is a promise, and what uses it comes later.
 """
 
 from __future__ import annotations
@@ -12,90 +12,91 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxpage.plan import NULL_BLOCK
 
 MOVE_BLOCKS = 16  # blocks that one program moves; padding moves the null block
 
 Other = TypeVar("Other")
-Content = list[np.ndarray]  # of one block: one array for each array of the pool
+# Of one block: [L, block_size, ...], the L arrays of the pool one after another; of a quantised pool two such arrays.
+Content = list[jax.Array] | list[np.ndarray]
 
 
 class ContentStore(Protocol):
-    def save(self, block_hash: bytes, content: Content) -> None: ...
+    def save(self, block_hash: bytes, content: list[np.ndarray]) -> None: ...
 
-    def load(self, block_hash: bytes) -> Content | None: ...
+    def load(self, block_hash: bytes) -> list[np.ndarray] | None: ...
 
 
 class HostMemory:
-    """`num_blocks` host blocks beside host block 0, which is not used; as many arrays as the pool has."""
+    """The contents of up to `num_blocks` host blocks, numbered from 1.
 
-    def __init__(self, num_blocks: int, pool: Any, store: ContentStore | None = None):
-        """`pool`: the abstract KV pool; `[N, ...]` there is `[num_blocks + 1, ...]` here."""
-        # Zeros cost no memory before they are written to.
-        self._arrays = [
-            np.zeros((num_blocks + 1, *leaf.shape[1:]), leaf.dtype)
-            for leaf in jax.tree.leaves(pool)
-        ]
+    With a `device` they lie in the host memory that is pinned for it, so that they travel without a detour. Without
+    one (the device is the CPU) they stay where the program that read them left them.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        device: jax.Device | None = None,
+        store: ContentStore | None = None,
+    ):
         self.num_blocks = num_blocks
-        self._pending: dict[int, tuple[list[jax.Array], int]] = {}  # host block: row of arrays
         self.store = store
+        self._contents: dict[int, Content] = {}
+        self._here = self._there = None
+        if device is not None:
+            self._here = SingleDeviceSharding(device, memory_kind="pinned_host")
+            self._there = SingleDeviceSharding(device)
 
     def put(self, host_id: int, content: Content) -> None:
-        self._pending.pop(host_id, None)
-        for array, part in zip(self._arrays, content, strict=True):
-            array[host_id] = part
+        """`content` may still be under way; from the device or from the disk."""
+        if self._here is not None:
+            content = jax.device_put(content, self._here)
+        self._contents[host_id] = content
 
-    def expect(self, host_ids: Sequence[int], arrays: list[jax.Array]) -> None:
-        """Row i of `arrays` [MOVE_BLOCKS, ...], perhaps not computed yet, is the content of host_ids[i]."""
-        for array in arrays:
-            array.copy_to_host_async()
-        for row, host_id in enumerate(host_ids):
-            self._pending[host_id] = (arrays, row)
+    def get(self, host_id: int) -> list[np.ndarray]:
+        """The content, once it has arrived."""
+        return [np.asarray(array) for array in self._contents[host_id]]
 
-    def get(self, host_id: int) -> Content:
-        """Views of the content; waits for the device if it is still under way."""
-        pending = self._pending.get(host_id)
-        if pending is not None:
-            arrays, row = pending
-            self.put(host_id, [np.asarray(array)[row] for array in arrays])
-        return [array[host_id] for array in self._arrays]
-
-    def land(self) -> None:
-        """Wait for all that is under way."""
-        for host_id in list(self._pending):
-            self.get(host_id)
-
-    def forget_pending(self) -> None:
-        """What is under way will not arrive: the step failed."""
-        self._pending.clear()
-
-    def stacked(self, host_ids: Sequence[int]) -> list[np.ndarray]:
-        """The contents of up to MOVE_BLOCKS host blocks, each array [MOVE_BLOCKS, ...]."""
-        contents = [self.get(host_id) for host_id in host_ids]
-        stacks = []
-        for index, array in enumerate(self._arrays):
-            stack = np.zeros((MOVE_BLOCKS, *array.shape[1:]), array.dtype)
-            for row, content in enumerate(contents):
-                stack[row] = content[index]
-            stacks.append(stack)
-        return stacks
+    def contents(self, host_ids: Sequence[int]) -> list[Content]:
+        """What `write_blocks` takes: MOVE_BLOCKS contents on their way to the device, padded with one of them."""
+        found = [self._contents[host_id] for host_id in host_ids]
+        if self._there is not None:
+            found = jax.device_put(found, self._there)
+        return found + found[:1] * (MOVE_BLOCKS - len(found))
 
 
-def read_blocks(pool: Any, block_ids: jax.Array) -> list[jax.Array]:
-    """The contents [C, ...] of blocks int32[C], one array for each of the pool's."""
-    return [leaf[block_ids] for leaf in jax.tree.leaves(pool)]
+def read_blocks(pool: Any, block_ids: jax.Array) -> list[list[jax.Array]]:
+    """The contents of blocks int32[C], one after another."""
+    stacks = jax.tree.leaves(
+        jax.tree.map(lambda *arrays: jnp.stack([x[block_ids] for x in arrays], axis=1), *pool)
+    )  # each [C, L, ...]
+    return [[stack[i] for stack in stacks] for i in range(block_ids.shape[0])]
 
 
-def write_blocks(pool: Any, block_ids: jax.Array, contents: list[jax.Array]) -> Any:
+def write_blocks(pool: Any, block_ids: jax.Array, contents: list[list[jax.Array]]) -> Any:
     """The pool with those contents in blocks int32[C]; the inverse of `read_blocks`."""
-    leaves, treedef = jax.tree.flatten(pool)
-    written = [
-        leaf.at[block_ids].set(content, mode="drop")
-        for leaf, content in zip(leaves, contents, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, written)
+    stacks = [jnp.stack(parts, axis=1) for parts in zip(*contents, strict=True)]  # [L, C, ...]
+    written = []
+    for index, layer in enumerate(pool):
+        leaves, treedef = jax.tree.flatten(layer)
+        leaves = [
+            leaf.at[block_ids].set(stack[index], mode="drop")
+            for leaf, stack in zip(leaves, stacks, strict=True)
+        ]
+        written.append(jax.tree.unflatten(treedef, leaves))
+    return written
+
+
+def content_shapes(pool: Any) -> list[jax.ShapeDtypeStruct]:
+    """Of one block of an abstract pool."""
+    ids = jax.ShapeDtypeStruct((1,), np.int32)
+    return jax.eval_shape(read_blocks, pool, ids)[0]
 
 
 def portions(pairs: Sequence[tuple[int, Other]]) -> Iterator[tuple[list[int], list[Other]]]:

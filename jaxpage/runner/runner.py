@@ -149,8 +149,6 @@ class Runner:
 
     def recover(self) -> bool:
         """After a failed step: allocate pool and state anew if they went with it, and tell so."""
-        if self.host_memory is not None:
-            self.host_memory.forget_pending()
         try:
             jax.block_until_ready((self._kv_pool, self._state))  # raises if deleted or poisoned
         except Exception:
@@ -188,9 +186,12 @@ class Runner:
         for host_id, content in moves.loads:
             host.put(host_id, content)
         for block_ids, host_ids in portions(moves.swaps_out):
-            host.expect(host_ids, programs[READ](self._kv_pool, padded(block_ids)))
+            for host_id, content in zip(
+                host_ids, programs[READ](self._kv_pool, padded(block_ids)), strict=False
+            ):
+                host.put(host_id, content)
         for host_ids, block_ids in portions(moves.swaps_in):
-            contents = host.stacked(host_ids)
+            contents = host.contents(host_ids)
             self._kv_pool = programs[WRITE](self._kv_pool, padded(block_ids), contents)
 
     def store_blocks(self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]]) -> None:
@@ -200,9 +201,9 @@ class Runner:
         for host_id, block_hash in host:
             memory.store.save(block_hash, memory.get(host_id))
         for block_ids, hashes in portions(device):
-            arrays = [np.asarray(x) for x in self.programs[READ](self._kv_pool, padded(block_ids))]
-            for row, block_hash in enumerate(hashes):
-                memory.store.save(block_hash, [array[row] for array in arrays])
+            contents = self.programs[READ](self._kv_pool, padded(block_ids))
+            for block_hash, content in zip(hashes, contents, strict=False):  # padding is left over
+                memory.store.save(block_hash, [np.asarray(array) for array in content])
 
     def _choose(self, plan: StepPlan) -> Bucket:
         """The smallest bucket whose programs are ready."""
@@ -220,8 +221,6 @@ class Runner:
         wants_top = Feature.TOP_LOGPROBS in plan.features
         width = self._spec.num_top_logprobs if wants_top else 0
         empty = np.zeros((steps, rows, 0))
-        if self.host_memory is not None:
-            self.host_memory.land()
         return StepResult(
             token_ids=token_ids,
             num_sampled=np.asarray(launched.result.num_sampled)[:rows],

@@ -15,20 +15,36 @@ def test_waste_of_one_request_counted_on_paper():
     work = Work(prompts=[[3] * 5], num_tokens=[5], static_batch=1)
     found = memory.waste(work, block_size=4, decode_steps=1)
     # 5, 6, 7, 8 and 9 tokens computed, in 2, 2, 2, 2 and 3 blocks of 4
-    assert found["num_steps"] == 5
+    assert (found["num_launches"], found["num_blocks"]) == (5, 3)
     assert found["mean"] == (3 + 2 + 1 + 0 + 3) / (8 + 8 + 8 + 8 + 12)
     assert found["max"] == 3 / 8
     assert found["causes"] == {"partial": found["mean"], "ahead": 0}
-    assert found["mean_at_end"] == pytest.approx(found["mean"])
+    assert found["mean_of_launches"] == found["mean"]
 
 
 def test_waste_of_launches_of_several_steps_is_told_apart():
     work = Work(prompts=[[3] * 4], num_tokens=[10], static_batch=1)
     found = memory.waste(work, block_size=4, decode_steps=8)
-    # 4 tokens in a block; then 8 steps from the 5th: 3 blocks, 5 tokens at first; then one more
-    assert found["causes"] == {"partial": (0 + 3 + 3) / 32, "ahead": (0 + 4 + 0) / 32}
-    assert found["mean"] == pytest.approx(sum(found["causes"].values()))
-    assert found["mean_at_end"] == pytest.approx((0 + 0 + 3) / 32)
+    # 4 tokens in a block; then 8 steps in 3 blocks, 5 to 12 tokens; then one more in a fourth
+    partial, ahead = 0 + (3 + 2 + 1 + 0) * 2 + 3, 4 * 4
+    assert found["causes"] == {"partial": partial / 116, "ahead": ahead / 116}
+    assert found["mean"] == pytest.approx((partial + ahead) / (4 + 8 * 12 + 16))
+    assert found["mean_of_launches"] == (0 + 7 + 3) / (4 + 12 + 16)
+
+
+def test_in_a_scarce_pool_few_blocks_are_held_ahead():
+    work = Work(prompts=[[3] * 4] * 4, num_tokens=[30] * 4, static_batch=4)
+    plenty = memory.waste(work, block_size=4, decode_steps=8)
+    scarce = memory.waste(work, block_size=4, decode_steps=8, num_blocks=1 + 20)
+    assert scarce["num_blocks"] <= 20 < plenty["num_blocks"]
+    assert scarce["causes"]["ahead"] < plenty["causes"]["ahead"] / 4
+
+
+def test_a_window_holds_few_blocks_of_a_long_sequence():
+    assert memory.blocks_of_long_sequence((None,) * 6, 16) == 6 * 32768 // 16
+    # Most while the prompt is computed: of it one layer keeps all, five 1023 tokens and those of a step.
+    most = (32768 - 64) // 16 + 5 * -(-(1023 + 2048) // 16)
+    assert memory.blocks_of_long_sequence(memory.GEMMA, 16) == most
 
 
 def test_a_gib_holds_as_many_tokens_as_the_arrays_say():
@@ -62,7 +78,7 @@ def test_everything_is_printed_and_written(tmp_path, capsys):
     assert printed == memory.show(report)
     for word in ("decode_steps", "bfloat16", "int4", "never hits"):
         assert word in printed
-    assert [found["decode_steps"] for found in report["waste"]] == [1, 8]
+    assert [found["decode_steps"] for found in report["waste"]] == [1, 8, 8]
 
 
 @pytest.mark.parametrize("sizes", [{"rounds": 0}, {"scale": 0}, {"decode_steps": ()}])

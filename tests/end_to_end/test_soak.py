@@ -1,6 +1,6 @@
 """Random work under pressure while things fail: nothing leaks, no token is wrong.
 
-python -m tests.end_to_end.test_soak 600      # ten minutes of it
+python -m tests.end_to_end.test_soak 600      # ten minutes of it, half with each model
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from jaxpage import LLM, SamplingParams
 from tests import checkpoints
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
-NUM_BLOCKS = 14  # room for one of the longest sequences and little more
-NUM_HOST_BLOCKS = 24
+# Room for one of the longest sequences and little more: of one KV-cache group, of three (two with a window).
+NUM_BLOCKS = {"llama": 14, "gemma3": 36}
+NUM_HOST_BLOCKS = {"llama": 24, "gemma3": 72}
 NUM_TASKS = 40
 FAILURES = ("out of memory", "after the moves", "collect", "interrupt", "disk full", "torn files")
 
@@ -109,9 +110,10 @@ class Trouble:
         raise OSError(28, "No space left on device")
 
 
-def soak(folder: Path, seconds: float, seed: int) -> Counter[str]:
+def soak(family: str, folder: Path, seconds: float, seed: int) -> Counter[str]:
     """Random work for so long. Returns how often what went wrong, requests counted too."""
     rng = random.Random(seed)
+    checkpoints.build(family, 0, folder)
     tasks = make_tasks(rng)
     calm = make_llm(folder, 400)
     expected = [
@@ -119,9 +121,9 @@ def soak(folder: Path, seconds: float, seed: int) -> Counter[str]:
         for output in calm.generate([p for p, _ in tasks], [x for _, x in tasks], use_tqdm=False)
     ]
     with tempfile.TemporaryDirectory() as disk:
-        swap_space = NUM_HOST_BLOCKS * calm._engine.runner.pool_spec.bytes_per_block / 2**30
+        swap_space = NUM_HOST_BLOCKS[family] * calm._engine.runner.pool_spec.bytes_per_block / 2**30
         options = {"swap_space": swap_space, "kv_offload_dir": disk, "preemption_mode": "swap"}
-        llm = make_llm(folder, NUM_BLOCKS, **options)
+        llm = make_llm(folder, NUM_BLOCKS[family], **options)
         llm.wait_until_warm()
         trouble = Trouble(llm, Path(disk), rng)
         start, number, counts = time.monotonic(), 0, Counter()
@@ -170,12 +172,14 @@ def check(output, expected: list[list[int]], counts: Counter[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_minute_of_random_work_and_failures(tmp_path):
-    counts = soak(checkpoints.build("llama", 0, tmp_path), seconds=60, seed=0)
+@pytest.mark.parametrize("family", NUM_BLOCKS)
+def test_half_a_minute_of_random_work_and_failures(family, tmp_path):
+    counts = soak(family, tmp_path, seconds=30, seed=0)
     assert all(counts[failure] for failure in FAILURES), counts
     assert counts["preemptions"] and counts["swapped in"] and counts["disk hits"], counts
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        print(soak(checkpoints.build("llama", 0, Path(folder)), float(sys.argv[1]), seed=1))
+    for family in NUM_BLOCKS:
+        with tempfile.TemporaryDirectory() as folder:
+            print(family, soak(family, Path(folder), float(sys.argv[1]) / len(NUM_BLOCKS), seed=1))

@@ -293,8 +293,8 @@ def test_blocks_are_allocated_only_up_to_max_len():
     assert_expected(engine, request)
 
 
-@pytest.mark.parametrize(("num_free", "num_steps"), [(9, 8), (8, 4), (2, 4)])
-def test_of_eight_free_blocks_one_may_be_held_for_later_steps(num_free, num_steps):
+@pytest.mark.parametrize(("num_free", "num_steps"), [(17, 8), (16, 4), (2, 4)])
+def test_of_sixteen_free_blocks_one_may_be_held_for_later_steps(num_free, num_steps):
     # 4 more tokens lie in the block that the first of them takes, 8 need one more.
     engine = make_engine(num_blocks=2 + num_free, block_size=4, decode_steps=8)
     request = make_request("a", [1] * 4, max_tokens=9)

@@ -15,6 +15,7 @@ from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.host_memory import (
     MOVE_BLOCKS,
     HostMemory,
+    content_shapes,
     padded,
     portions,
     read_blocks,
@@ -50,33 +51,49 @@ def same_bits(a, b):
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_blocks_come_back_bit_for_bit(kv_format):
+def test_blocks_come_back_bit_for_bit(kv_format, pinned):
+    """Pinned: as for an accelerator; a CPU has such a memory too."""
     spec = spec_of(kv_format)
-    pool, memory = random_pool(spec), HostMemory(20, spec.abstract())
+    pool, memory = random_pool(spec), HostMemory(20, device=jax.devices()[0] if pinned else None)
     out = [(1 + i, 20 - i) for i in range(20)]  # (device block, host block)
     for block_ids, host_ids in portions(out):
         assert len(block_ids) <= MOVE_BLOCKS
-        memory.expect(host_ids, jax.jit(read_blocks)(pool, padded(block_ids)))
+        put_all(memory, host_ids, jax.jit(read_blocks)(pool, padded(block_ids)))
+    assert all(lies_pinned(memory, host_id) == pinned for host_id in range(1, 21))
     back = [(host_id, block_id + 9) for block_id, host_id in out]
     moved = pool
     for host_ids, block_ids in portions(back):
-        moved = jax.jit(write_blocks)(moved, padded(block_ids), memory.stacked(host_ids))
+        moved = jax.jit(write_blocks)(moved, padded(block_ids), memory.contents(host_ids))
     for old, new in zip(jax.tree.leaves(pool), jax.tree.leaves(moved), strict=True):
         assert same_bits(old[1:21], new[10:30]) and same_bits(old[1:10], new[1:10])
 
 
+def put_all(memory, host_ids, contents):
+    assert len(contents) == MOVE_BLOCKS
+    for host_id, content in zip(host_ids, contents, strict=False):
+        memory.put(host_id, content)
+
+
+def lies_pinned(memory, host_id):
+    (kind,) = {array.sharding.memory_kind for array in memory._contents[host_id]}
+    return kind == "pinned_host"
+
+
 def test_the_last_content_given_to_a_host_block_counts():
     spec = spec_of(None)
-    pool, memory = random_pool(spec), HostMemory(3, spec.abstract())
-    memory.expect([2], read_blocks(pool, jnp.asarray(padded([5]))))
-    memory.expect([2], read_blocks(pool, jnp.asarray(padded([6]))))
-    memory.land()
-    assert same_bits(memory.get(2)[0], pool[0][6])
-    memory.expect([2], read_blocks(pool, jnp.asarray(padded([7]))))
-    memory.put(2, [np.asarray(leaf[8]) for leaf in pool])
-    memory.land()
-    assert same_bits(memory.get(2)[1], pool[1][8])
+    pool, memory = random_pool(spec), HostMemory(3)
+    for block_id in (5, 6):
+        put_all(memory, [2], read_blocks(pool, jnp.asarray(padded([block_id]))))
+    assert same_bits(memory.get(2)[0][0], pool[0][6])
+    assert same_bits(memory.get(2)[0][1], pool[1][6])
+    from_disk = [np.stack([np.asarray(array[8]) for array in pool])]
+    memory.put(2, from_disk)
+    assert same_bits(memory.get(2)[0], from_disk[0])
+    assert [(x.shape, x.dtype) for x in from_disk] == [
+        (x.shape, x.dtype) for x in content_shapes(spec.abstract())
+    ]
 
 
 def store_in(folder):
