@@ -10,48 +10,21 @@ of their launches; the host may reuse a block or a slot as soon as no later plan
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass
-from functools import cached_property, partial
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jaxpage.batch import RequestState
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.plan import Feature, Moves, StepPlan, StepResult
-from jaxpage.runner.buckets import Bucket, fitting_buckets, sample_name, start_order
-from jaxpage.runner.host_memory import (
-    MOVE_BLOCKS,
-    HostMemory,
-    padded,
-    portions,
-    read_blocks,
-    write_blocks,
-)
-from jaxpage.runner.layout import Layout
-from jaxpage.runner.pack import (
-    admission_layout,
-    pack_admission,
-    pack_rows,
-    pack_step,
-    rows_layout,
-    step_layout,
-)
-from jaxpage.runner.programs import CompilationCounter, Lowering, Programs, compile_program
-from jaxpage.runner.step import (
-    DeviceResult,
-    Step,
-    StepSpec,
-    abstract_request_state,
-    allocate_request_state,
-    make_admit,
-)
-
-ADMIT = "admit"
-READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory
+from jaxpage.runner.buckets import Bucket, fitting_buckets, start_order
+from jaxpage.runner.host_memory import HostMemory, padded, portions
+from jaxpage.runner.lowering import ADMIT, READ, WRITE, Lowerings
+from jaxpage.runner.pack import pack_admission, pack_rows, pack_step
+from jaxpage.runner.programs import CompilationCounter, Programs, compile_program
+from jaxpage.runner.step import DeviceResult, StepSpec, allocate_request_state
 
 
 @dataclass(frozen=True)
@@ -83,15 +56,20 @@ class Runner:
         self.groups = step_spec.groups
         self.pool_spec = pool_spec
         self.buckets = buckets
-        self._graphdef, state = nnx.split(model)
-        self._treedef = jax.tree.structure(state)
-        # The live variables themselves, in the order of `treedef`: their arrays are looked up at each launch.
-        self._variables = [variable for _, variable in nnx.to_flat_state(state)]
+        self._lowerings = Lowerings(
+            model,
+            buckets=buckets,
+            pool_spec=pool_spec,
+            step_spec=step_spec,
+            moves_blocks=host_memory is not None,
+        )
+        # The live variables themselves, in the order of their arrays in programs: looked up anew at each launch.
+        self._variables = [variable for _, variable in nnx.to_flat_state(nnx.state(model))]
         self._seen = [weakref.ref(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
         self._counter = CompilationCounter()
-        self.programs = Programs(self._lowerings())
+        self.programs = Programs(self._lowerings.programs)
 
     def warmup(self) -> None:
         """Allocate pool and state, and compile what a first prompt needs; the rest follows behind. Call once.
@@ -116,18 +94,17 @@ class Runner:
         """Until every program is compiled. Raises what the compiler raised."""
         self.programs.wait()
 
-    @cached_property
+    @property
     def state_bytes(self) -> int:
         """Bytes of the request state."""
-        leaves = jax.tree.leaves(abstract_request_state(self._spec))
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        return self._lowerings.state_bytes
 
     def bytes_besides_pool(self, bucket: Bucket) -> int:
         """What the device must hold besides weights and pool: request state, temporaries and results of one step.
 
         Two results, as a step is launched before the last one is read. Compiles the step; for sizing, before warm-up.
         """
-        lowerings = self._lowerings()
+        lowerings = self._lowerings.programs
         programs = [
             compile_program(name, lowerings[name]) for name in bucket.programs(bucket.num_rows)
         ]
@@ -159,20 +136,22 @@ class Runner:
     def launch(self, plan: StepPlan) -> Launched:
         """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
         bucket = self._choose(plan)
-        packed = pack_step(plan, self._layouts[bucket.name])
+        packed = pack_step(plan, self._lowerings.layouts[bucket.name])
         programs, leaves = self.programs, self._leaves()
         with self._counter.watching():
             if plan.moves is not None:
                 self._move(plan.moves)
             for sequence in plan.admissions:
-                row = pack_admission(sequence, self._admission, vocab_size=self._spec.vocab_size)
+                row = pack_admission(
+                    sequence, self._lowerings.admission, vocab_size=self._spec.vocab_size
+                )
                 self._state = programs[ADMIT](self._state, row)
             self._kv_pool, self._state, result = programs[bucket.name](
                 leaves, self._kv_pool, self._state, packed
             )
             if not bucket.decode:
                 name = bucket.programs(plan.num_rows)[-1]
-                rows = pack_rows(plan, self._layouts[name])
+                rows = pack_rows(plan, self._lowerings.layouts[name])
                 self._state, result = programs[name](leaves, self._state, result, rows)
         return Launched(plan, result)
 
@@ -236,88 +215,3 @@ class Runner:
 
     def _leaves(self) -> list[jax.Array]:
         return [variable.get_raw_value() for variable in self._variables]
-
-    @cached_property
-    def _layouts(self) -> dict[str, Layout]:
-        """What goes up to each program, by its name."""
-        spec = self._spec
-        layouts = {
-            bucket.name: step_layout(
-                bucket,
-                block_size=spec.block_size,
-                decode_steps=spec.decode_steps,
-                num_groups=len(spec.groups.windows),
-            )
-            for bucket in self.buckets
-        }
-        return layouts | {sample_name(rows): rows_layout(rows) for rows in self._sample_rows}
-
-    @cached_property
-    def _sample_rows(self) -> tuple[int, int]:
-        largest = self.buckets[-1]
-        return largest.sample_rows(1), largest.num_rows
-
-    @cached_property
-    def _admission(self) -> Layout:
-        spec = self._spec
-        return admission_layout(
-            max_model_len=spec.max_model_len,
-            num_blocks_per_row=spec.num_blocks_per_row,
-            vocab_size=spec.vocab_size,
-            num_groups=len(spec.groups.windows),
-        )
-
-    def _lowerings(self) -> dict[str, Lowering]:
-        """For each program a function that traces and lowers it."""
-        step = Step(graphdef=self._graphdef, treedef=self._treedef, spec=self._spec)
-        lowerings: dict[str, Lowering] = {ADMIT: self._lower_admit}
-        for bucket in self.buckets:
-            lowerings[bucket.name] = partial(self._lower_step, step, bucket)
-        for rows in self._sample_rows:
-            lowerings[sample_name(rows)] = partial(self._lower_sample, step, rows)
-        if self.host_memory is not None:
-            lowerings |= {READ: self._lower_read, WRITE: self._lower_write}
-        return lowerings
-
-    def _lower_read(self) -> jax.stages.Lowered:
-        return jax.jit(read_blocks).lower(self.pool_spec.abstract(), _integers(MOVE_BLOCKS))
-
-    def _lower_write(self) -> jax.stages.Lowered:
-        pool, ids = self.pool_spec.abstract(), _integers(MOVE_BLOCKS)
-        contents = jax.eval_shape(read_blocks, pool, ids)
-        return jax.jit(write_blocks, donate_argnums=0).lower(pool, ids, contents)
-
-    def _lower_admit(self) -> jax.stages.Lowered:
-        admit = make_admit(self._admission)
-        return jax.jit(admit, donate_argnums=0).lower(
-            self._abstract_state, _integers(self._admission.size)
-        )
-
-    def _lower_step(self, step: Step, bucket: Bucket) -> jax.stages.Lowered:
-        layout = self._layouts[bucket.name]
-        function = partial(step.decode if bucket.decode else step.forward, bucket, layout)
-        return jax.jit(function, donate_argnums=(1, 2)).lower(
-            self._abstract_leaves(),
-            self.pool_spec.abstract(),
-            self._abstract_state,
-            _integers(layout.size),
-        )
-
-    def _lower_sample(self, step: Step, num_rows: int) -> jax.stages.Lowered:
-        layout = self._layouts[sample_name(num_rows)]
-        spec = self._spec
-        hidden = jax.ShapeDtypeStruct((self.buckets[-1].num_rows, spec.hidden_size), spec.dtype)
-        return jax.jit(partial(step.sample, layout), donate_argnums=1).lower(
-            self._abstract_leaves(), self._abstract_state, hidden, _integers(layout.size)
-        )
-
-    def _abstract_leaves(self) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._leaves()]
-
-    @cached_property
-    def _abstract_state(self) -> RequestState:
-        return abstract_request_state(self._spec)
-
-
-def _integers(size: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), np.int32)

@@ -1,0 +1,128 @@
+"""How each program is traced and lowered, from shapes alone: no array is needed, nor the device that it is for.
+
+Knows the arguments of programs: their shapes, their order, which are donated, where they live. Must not know what a
+program computes (`step`), nor when it is compiled (`programs`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.runner.buckets import Bucket, sample_name
+from jaxpage.runner.host_memory import MOVE_BLOCKS, read_blocks, write_blocks
+from jaxpage.runner.layout import Layout
+from jaxpage.runner.pack import admission_layout, rows_layout, step_layout
+from jaxpage.runner.programs import Lowering
+from jaxpage.runner.step import Step, StepSpec, abstract_request_state, make_admit
+
+ADMIT = "admit"
+READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory
+
+
+class Lowerings:
+    """The programs of an engine: `programs` by name, and what goes up to each, `layouts` and `admission`.
+
+    `model`: an NNX module with arrays or `jax.ShapeDtypeStruct`s as parameters. Without a `mesh` programs are for the
+    device where the arrays are; with one for its devices, which may be those of a topology nobody has here.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        *,
+        buckets: tuple[Bucket, ...],
+        pool_spec: KVPoolSpec,
+        step_spec: StepSpec,
+        moves_blocks: bool = False,
+        mesh: Mesh | None = None,
+    ):
+        graphdef, state = nnx.split(model)
+        self._step = Step(graphdef=graphdef, treedef=jax.tree.structure(state), spec=step_spec)
+        self._leaves = jax.tree.leaves(_structs(state, mesh))
+        self._pool = _structs(pool_spec.abstract(), mesh)
+        self._state = _structs(abstract_request_state(step_spec), mesh)
+        self._spec, self._mesh = step_spec, mesh
+        largest = buckets[-1]
+        self._most_rows = largest.num_rows
+        groups = len(step_spec.groups.windows)
+        sizes = {"block_size": step_spec.block_size, "decode_steps": step_spec.decode_steps}
+        self.layouts = {b.name: step_layout(b, num_groups=groups, **sizes) for b in buckets}
+        for rows in (largest.sample_rows(1), largest.num_rows):
+            self.layouts[sample_name(rows)] = rows_layout(rows)
+        self.admission = admission_layout(
+            max_model_len=step_spec.max_model_len,
+            num_blocks_per_row=step_spec.num_blocks_per_row,
+            vocab_size=step_spec.vocab_size,
+            num_groups=groups,
+        )
+        self.programs: dict[str, Lowering] = {ADMIT: self._lower_admit}
+        for bucket in buckets:
+            self.programs[bucket.name] = partial(self._lower_step, bucket)
+        for rows in (largest.sample_rows(1), largest.num_rows):
+            name = sample_name(rows)
+            self.programs[name] = partial(self._lower_sample, self.layouts[name])
+        if moves_blocks:
+            self.programs |= {READ: self._lower_read, WRITE: self._lower_write}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the request state."""
+        return num_bytes(self._state)
+
+    def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
+        layout = self.layouts[bucket.name]
+        step = self._step.decode if bucket.decode else self._step.forward
+        return jax.jit(partial(step, bucket, layout), donate_argnums=(1, 2)).lower(
+            self._leaves, self._pool, self._state, self._integers(layout.size)
+        )
+
+    def _lower_sample(self, layout: Layout) -> jax.stages.Lowered:
+        spec = self._spec
+        hidden = jax.ShapeDtypeStruct((self._most_rows, spec.hidden_size), spec.dtype)
+        return jax.jit(partial(self._step.sample, layout), donate_argnums=1).lower(
+            self._leaves, self._state, *_structs([hidden], self._mesh), self._integers(layout.size)
+        )
+
+    def _lower_admit(self) -> jax.stages.Lowered:
+        admit = make_admit(self.admission)
+        return jax.jit(admit, donate_argnums=0).lower(
+            self._state, self._integers(self.admission.size)
+        )
+
+    def _lower_read(self) -> jax.stages.Lowered:
+        return jax.jit(read_blocks).lower(self._pool, self._integers(MOVE_BLOCKS))
+
+    def _lower_write(self) -> jax.stages.Lowered:
+        ids = self._integers(MOVE_BLOCKS)
+        contents = jax.eval_shape(read_blocks, self._pool, ids)
+        return jax.jit(write_blocks, donate_argnums=0).lower(self._pool, ids, contents)
+
+    def _integers(self, size: int) -> jax.ShapeDtypeStruct:
+        (struct,) = _structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)
+        return struct
+
+
+def num_bytes(tree: Any) -> int:
+    """Of all arrays of a tree, or of what stands for them."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _structs(tree: Any, mesh: Mesh | None) -> Any:
+    """Shape, dtype and place of each leaf; on a mesh a whole copy is on each device."""
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=replicated or getattr(x, "sharding", None)
+        )
+
+    return jax.tree.map(struct, tree)
