@@ -93,8 +93,11 @@ def register_blocks(
         parent = group_key(hashes[first - 1], group) if first else None
         for index in range(first, count):
             key = group_key(hashes[index], group)
-            if table[index] != NULL_BLOCK:
-                pool.register(table[index], key, parent)
+            block_id = table[index]
+            # A sibling that was swapped in together with this sequence may have registered what they share, while
+            # another group of this one had to bring a block that the sibling had left behind.
+            if block_id != NULL_BLOCK and pool.hashes[block_id] != key:
+                pool.register(block_id, key, parent)
             parent = key
     sequence.num_registered_blocks = count
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from jaxpage.engine.admission import find_blocks, num_computed, table_lengths, take_blocks
 from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.growth import leave_behind
+from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.prefix_cache import find_cached_blocks, register_blocks
 from jaxpage.kv_groups import most_blocks
 from jaxpage.plan import NULL_BLOCK
@@ -132,3 +135,34 @@ def test_beams_that_come_back_find_what_they_need_behind_the_window():
     engine.scheduler.preempt_all()
     finish(engine)
     assert request.beams.done
+
+
+def test_siblings_of_unequal_length_come_back_from_the_host():
+    """The longer one, which comes first, has left blocks behind that the shorter one still sees."""
+    windows = (4, None)
+    pool = BlockPool(60, 2, enable_prefix_caching=True, windows=windows)
+    tier = HostTier(40, pool)
+    engine = make_engine()
+    engine.add(make_request("long", PROMPT[:12]))
+    engine.add(make_request("short", PROMPT[:8] + [9]))
+    long, short = engine.scheduler.waiting
+    shared = [pool.allocate(4) for _ in windows]
+    for sequence, computed, num_more in ((long, 12, 2), (short, 8, 0)):
+        sequence.block_tables = [[*table, *pool.allocate(num_more)] for table in shared]
+        sequence.num_computed_tokens = computed
+    for table in shared:
+        pool.fork(table)
+    for sequence in (long, short):
+        leave_behind(pool, sequence)
+        sequence.host_tables = tier.swap_out(sequence.block_tables)
+        for table in sequence.block_tables:
+            pool.free(table)
+    tier.take_moves()
+    tier.begin_plan()
+    for sequence in (long, short):
+        found = find_blocks(pool, tier, sequence, 0)
+        start = num_computed(pool, sequence, found)
+        take_blocks(pool, tier, sequence, found, table_lengths(pool, start + 1, start, 8))
+        register_blocks(pool, sequence, start, weight_epoch=0)
+    assert long.block_tables[1][:4] == short.block_tables[1][:4]
+    assert [len(set(table)) for table in short.block_tables] == [3 + 1, 5]
