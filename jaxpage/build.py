@@ -131,15 +131,7 @@ def _make_runner(
 ) -> tuple[ResolvedConfig, Runner]:
     """The runner with its pool sized, and the config with what the sizing decided."""
     groups = group_layers(model.config.windows, config.max_model_len)
-    pool = KVPoolSpec(
-        num_arrays=groups.num_arrays,
-        num_blocks=0,
-        block_size=config.block_size,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=jax.numpy.dtype(config.dtype),
-        format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
-    )
+    pool = make_pool_spec(config, model.config, groups)
 
     def runner_of(
         config: ResolvedConfig,
@@ -151,7 +143,7 @@ def _make_runner(
             model,
             buckets=buckets,
             pool_spec=dataclasses.replace(pool, num_blocks=num_blocks),
-            step_spec=_step_spec(config, model.config, groups),
+            step_spec=make_step_spec(config, model.config, groups),
             ahead_of_time=not config.enforce_eager,
             host_memory=host_memory,
         )
@@ -255,7 +247,20 @@ def _check_same_ropes(hf_config: PretrainedConfig, config: ResolvedConfig, model
         )
 
 
-def _step_spec(config: ResolvedConfig, model: ModelConfig, groups: KVGroups) -> StepSpec:
+def make_pool_spec(config: ResolvedConfig, model: ModelConfig, groups: KVGroups) -> KVPoolSpec:
+    """The pool of a model, as yet without a block."""
+    return KVPoolSpec(
+        num_arrays=groups.num_arrays,
+        num_blocks=0,
+        block_size=config.block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=jax.numpy.dtype(config.dtype),
+        format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
+    )
+
+
+def make_step_spec(config: ResolvedConfig, model: ModelConfig, groups: KVGroups) -> StepSpec:
     vocab_size = model.vocab_size
     return StepSpec(
         block_size=config.block_size,

@@ -24,6 +24,8 @@ USAGE = """usage: jaxpage COMMAND [--help]
   demo             see what it does, with a tiny model that is packaged
   chat             talk to a model
   generate         continue prompts with a model
+  plan             say whether a model fits chips that are not here, and how fast it can be
+  bench accuracy   measure what quantised KV pools cost in accuracy
   bench offline    compare offline throughput with other engines
   bench memory     measure waste of KV memory, and what the prefix cache costs
   bench scheduler  time the host's part of a step
@@ -165,7 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     match args:
         case ["demo" | "chat" | "generate" as name, *rest]:
             command: Callable[..., None] = {"demo": demo, "chat": chat, "generate": generate}[name]
-        case ["bench", "memory" | "offline" | "scheduler" | "step" as name, *rest]:
+        case ["plan", *rest]:
+            command = importlib.import_module("jaxpage.aot.plan").main
+        case ["bench", "accuracy" | "memory" | "offline" | "scheduler" | "step" as name, *rest]:
             command = importlib.import_module(f"jaxpage.bench.{name}").main
         case ["-h" | "--help"]:
             print(USAGE, end="")
@@ -176,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("jaxpage").setLevel(logging.INFO)
     try:
-        tyro.cli(
+        code = tyro.cli(
             command,
             prog=f"jaxpage {' '.join(args[: len(args) - len(rest)])}",
             args=rest,
@@ -187,4 +191,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0

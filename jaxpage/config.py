@@ -318,23 +318,23 @@ def _parse_count(name: str, value: Any) -> int:
 
 
 def load_hf_config(model: str, hf_overrides: dict[str, Any] | None = None) -> PretrainedConfig:
-    """config.json of the folder `model` with `hf_overrides` merged in, as transformers reads it.
+    """config.json of the folder `model`, or that file, with `hf_overrides` merged in, as transformers reads it.
 
     Reads no other file, runs no code of the checkpoint, asks no network. Raises ValueError.
     """
     from transformers import CONFIG_MAPPING
 
-    folder = Path(model)
-    if not folder.is_dir():
+    file = Path(model) if Path(model).is_file() else Path(model, "config.json")
+    if not file.parent.is_dir():
         raise ValueError(
             f"model={model!r} is not a folder; jaxpage reads local checkpoints, so download it "
             "first (hf download NAME --local-dir FOLDER) and give the folder"
         )
-    values = _merge(_read_json(folder / "config.json"), hf_overrides or {})
+    values = _merge(_read_json(file), hf_overrides or {})
     model_type = values.get("model_type", "")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"{folder / 'config.json'} has model_type {model_type!r}, which this version of "
+            f"{file} has model_type {model_type!r}, which this version of "
             "transformers does not know; code that comes with a checkpoint is not run"
         )
     return CONFIG_MAPPING[model_type].from_dict(values)

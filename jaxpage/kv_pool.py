@@ -35,6 +35,8 @@ class KVPoolSpec:
     head_dim: int
     dtype: jnp.dtype  # of K and V as the model computes them
     format: str | None = None  # one of `quantized.FORMATS`; None: kept in `dtype`
+    sharded: bool = False  # a share of the heads is on each device of the mesh
+    platform: str | None = None  # "cpu", "gpu" or "tpu", where it will lie; None: jax's default
 
     def __post_init__(self) -> None:
         if self.format == "int4" and self.head_dim % 2:
@@ -50,7 +52,13 @@ class KVPoolSpec:
         return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, width)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """Logical names of the axes that are shared out, see `parallel.sharding`."""
+        return ("blocks", "block", "kv_heads") if self.sharded else ()
+
+    @property
     def bytes_per_block(self) -> int:
+        """On all devices together."""
         leaves = jax.tree.leaves(replace(self, num_blocks=1).abstract())
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -67,10 +75,10 @@ class KVPoolSpec:
 
     def _layer(self, make: Callable[[tuple[int, ...], DTypeLike], Any]) -> Layer:
         if self.format is None:
-            return make(self.array_shape, _storage_dtype(self.dtype))
+            return make(self.array_shape, self._storage_dtype(self.dtype))
         # Not float16, for which the zero of a narrow vector is too large and the scale of a small one too fine.
         wide = jnp.dtype(self.dtype).itemsize == 4
-        scale_zero_dtype = _storage_dtype(jnp.dtype(jnp.float32 if wide else jnp.bfloat16))
+        scale_zero_dtype = self._storage_dtype(jnp.float32 if wide else jnp.bfloat16)
         return QuantizedPool(
             data=make(self.array_shape, jnp.uint8),
             scale_zero=make((*self.array_shape[:3], 2), scale_zero_dtype)
@@ -79,9 +87,8 @@ class KVPoolSpec:
             format=self.format,
         )
 
-
-def _storage_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """What holds values of `dtype`: uint16 for 2-byte floats on a CPU (`kv_write.xla.to_storage` says why)."""
-    dtype = jnp.dtype(dtype)
-    on_cpu = jax.default_backend() == "cpu"
-    return jnp.dtype(jnp.uint16) if on_cpu and dtype.itemsize == 2 else dtype
+    def _storage_dtype(self, dtype: DTypeLike) -> jnp.dtype:
+        """What holds values of `dtype`: uint16 for 2-byte floats on a CPU (`kv_write.xla.to_storage` says why)."""
+        dtype = jnp.dtype(dtype)
+        on_cpu = (self.platform or jax.default_backend()) == "cpu"
+        return jnp.dtype(jnp.uint16) if on_cpu and dtype.itemsize == 2 else dtype

@@ -1,11 +1,20 @@
-"""Paged attention for a step: write the new keys and values, then attend. Chooses the implementation."""
+"""Paged attention for a step: write the new keys and values, then attend. Chooses the implementation, and shards it.
+
+On a mesh each device has its own heads: query heads, the KV heads that they read, and those heads of the pool.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxpage.batch import StepBatch
-from jaxpage.kv_pool import KVPool
+from jaxpage.kv_pool import KVPool, Layer
+from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import xla
 
@@ -32,11 +41,13 @@ class PagedAttention:
         places: tuple[tuple[int, int], ...],
         *,
         one_query_per_row: bool,
+        mesh: Mesh | None = None,
     ):
         self.kv_pool = list(kv_pool)
         self._batch = batch
         self._places = places
         self._one_query_per_row = one_query_per_row
+        self._mesh = mesh
 
     def __call__(
         self,
@@ -51,16 +62,70 @@ class PagedAttention:
     ) -> jax.Array:
         """q [T, H, D] and k, v [T, K, D] after RoPE → [T, H, D]."""
         batch, (group, array) = self._batch, self._places[layer]
-        pool = _write_kv(self.kv_pool[array], k, v, batch.slot_mappings[group])
-        self.kv_pool[array] = pool
-        return _paged_attention(
-            q,
-            pool,
-            batch.block_tables[group],
-            batch.kv_lens,
-            batch.query_starts,
+        attend = partial(
+            _write_and_attend,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
             one_query_per_row=self._one_query_per_row,
         )
+        if self._mesh is not None and heads_of_pool(q.shape[1], k.shape[1], self._mesh.size):
+            attend = _sharded(attend, self._mesh, k.shape[1])
+        self.kv_pool[array], out = attend(
+            self.kv_pool[array],
+            q,
+            k,
+            v,
+            batch.slot_mappings[group],
+            batch.block_tables[group],
+            batch.kv_lens,
+            batch.query_starts,
+        )
+        return out
+
+
+def heads_of_pool(num_heads: int, num_kv_heads: int, num_devices: int) -> int:
+    """KV heads of a pool whose heads are dealt out to devices; 0 if they cannot be, and each device has all.
+
+    More than the model has if there are more devices: then several keep the same head, each for other query heads.
+    """
+    if num_devices == 1 or num_heads % num_devices:
+        return 0
+    if num_kv_heads % num_devices == 0:
+        return num_kv_heads
+    return num_devices if num_devices % num_kv_heads == 0 else 0
+
+
+def _write_and_attend(
+    pool: Layer,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    *where: jax.Array,
+    **options,
+) -> tuple[Layer, jax.Array]:
+    """The pool with k and v in it, and the attention of q: `where` are block table, kv_lens and query_starts."""
+    pool = _write_kv(pool, k, v, slot_mapping)
+    return pool, _paged_attention(q, pool, *where, **options)
+
+
+def _sharded(attend, mesh: Mesh, num_kv_heads: int):
+    """`attend` with a share of the heads on each device. No device needs anything of another."""
+    by_head, pool_by_head = P(None, TENSOR), P(None, None, TENSOR)
+    own_kv_heads = num_kv_heads % mesh.size == 0
+
+    def attend_own(pool, q, k, v, *rest):
+        if not own_kv_heads:  # all are here, and one is read
+            head = lax.axis_index(TENSOR) * num_kv_heads // mesh.size
+            k, v = (lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k, v))
+        return attend(pool, q, k, v, *rest)
+
+    kv_spec = by_head if own_kv_heads else P()
+    return jax.shard_map(
+        attend_own,
+        mesh=mesh,
+        in_specs=(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P()),
+        out_specs=(pool_by_head, by_head),
+        check_vma=False,  # the loops' carries start as constants
+    )

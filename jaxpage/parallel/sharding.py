@@ -16,6 +16,8 @@ RULES: dict[str, str | None] = {
     "mlp": TENSOR,
     "embed": None,
     "head_dim": None,
+    "blocks": None,
+    "block": None,
 }
 
 

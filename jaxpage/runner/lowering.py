@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, Sharding
 
 from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, sample_name
 from jaxpage.runner.host_memory import MOVE_BLOCKS, read_blocks, write_blocks
 from jaxpage.runner.layout import Layout
@@ -45,9 +46,11 @@ class Lowerings:
         mesh: Mesh | None = None,
     ):
         graphdef, state = nnx.split(model)
-        self._step = Step(graphdef=graphdef, treedef=jax.tree.structure(state), spec=step_spec)
-        self._leaves = jax.tree.leaves(_structs(state, mesh))
-        self._pool = _structs(pool_spec.abstract(), mesh)
+        self._step = Step(
+            graphdef=graphdef, treedef=jax.tree.structure(state), spec=step_spec, mesh=mesh
+        )
+        self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
+        self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes)
         self._state = _structs(abstract_request_state(step_spec), mesh)
         self._spec, self._mesh = step_spec, mesh
         largest = buckets[-1]
@@ -116,13 +119,19 @@ def num_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _structs(tree: Any, mesh: Mesh | None) -> Any:
-    """Shape, dtype and place of each leaf; on a mesh a whole copy is on each device."""
-    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+def _parameter(variable: nnx.Variable, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    value = variable.get_raw_value()
+    if mesh is None:
+        return _struct(value, getattr(value, "sharding", None))
+    metadata = variable.get_metadata()
+    return _struct(value, sharding(mesh, metadata["axes"], metadata["units"]))
 
-    def struct(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=replicated or getattr(x, "sharding", None)
-        )
 
-    return jax.tree.map(struct, tree)
+def _structs(tree: Any, mesh: Mesh | None, axes: tuple[str, ...] = ()) -> Any:
+    """Shape, dtype and place of each leaf; of an axis without a name each device of a mesh has all."""
+    place = None if mesh is None else sharding(mesh, axes)
+    return jax.tree.map(lambda x: _struct(x, place), tree)
+
+
+def _struct(x: Any, place: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
@@ -121,6 +123,7 @@ class Step:
     graphdef: nnx.GraphDef
     treedef: jax.tree_util.PyTreeDef
     spec: StepSpec
+    mesh: Mesh | None = None  # of devices that share weights and heads
 
     def forward(
         self,
@@ -202,7 +205,9 @@ class Step:
         """The hidden states [T, E] of all tokens, whose KV is in the pool then."""
         batch = _unpack_batch(state, rows, bucket, self.spec)
         places = self.spec.groups.places
-        attention = PagedAttention(kv_pool, batch, places, one_query_per_row=bucket.decode)
+        attention = PagedAttention(
+            kv_pool, batch, places, one_query_per_row=bucket.decode, mesh=self.mesh
+        )
         model = self._model(leaves)
         hidden = model.hidden_states(batch.token_ids, batch.positions, attention)
         return attention.kv_pool, batch, hidden
@@ -214,15 +219,19 @@ class Step:
         slots = rows["slots"]
         position = rows["starts"] + rows["num_tokens"]  # of the sampled tokens
         samples = ~state.finished[slots] & (rows["samples"] > 0)
-        sampled = _sample(
-            model.logits(hidden),
-            state,
-            slots,
-            position,
-            rows["features"],
+        choose = partial(
+            _sample,
             num_top_logprobs=self.spec.num_top_logprobs,
             logprobs_mode=self.spec.logprobs_mode,
         )
+        if self.mesh is not None:
+            # All logits on each device, which chooses for itself: one exchange, instead of one for each thing the
+            # sampler looks at.
+            whole = PartitionSpec()
+            choose = jax.shard_map(
+                choose, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False
+            )
+        sampled = choose(model.logits(hidden), state, slots, position, rows["features"])
         return _append(state, slots, samples, sampled.token_ids, position), sampled, samples
 
 

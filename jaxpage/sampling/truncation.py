@@ -29,8 +29,10 @@ def truncate(
     top_p, and all tokens that equal its last one (vLLM keeps some of these, as its sort happens to order them).
     The best token is always kept.
     """
-    # Without the barrier XLA:CPU sees that the ids are not used and sorts the whole vocabulary.
-    best, _ = lax.optimization_barrier(lax.top_k(logits, min(_NUM_BEST, logits.shape[1])))
+    # Without the barrier XLA:CPU sees that the ids are not used and sorts the whole vocabulary. Turned round, because
+    # for several devices it ends with an error where a barrier takes the pair as it is.
+    found = lax.top_k(logits, min(_NUM_BEST, logits.shape[1]))
+    _, best = lax.optimization_barrier(found[::-1])
     odds = jnp.exp(logits - best[:, :1])  # against the best token
     best_odds = jnp.exp(best - best[:, :1])
 

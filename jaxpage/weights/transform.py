@@ -6,6 +6,9 @@ know checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +16,11 @@ from flax import nnx
 from jaxpage.models.decoder import MLP, CausalLM, SelfAttention
 from jaxpage.models.layers import Linear, to_int8
 
-_to_int8 = jax.jit(to_int8)
+
+@jax.jit
+def _to_int8(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rounded, scale = to_int8(weight)
+    return rounded, scale[:, 0]
 
 
 def join_projections(model: CausalLM) -> None:
@@ -54,8 +61,22 @@ def quantize(model: CausalLM) -> None:
             _quantize(module)
 
 
+def _now(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function(*arrays)` once it is computed; of a model without arrays the shapes of what it would be.
+
+    Waiting keeps what it is made of from staying alive for many layers at once.
+    """
+    if isinstance(arrays[0], jax.ShapeDtypeStruct):
+        return jax.eval_shape(function, *arrays)
+    return jax.block_until_ready(function(*arrays))
+
+
+def _concatenate(*arrays: jax.Array) -> jax.Array:
+    return jnp.concatenate(arrays)
+
+
 def _joined(parts: list[Linear]) -> Linear:
-    weight = jnp.concatenate([part.weight.get_value() for part in parts])
+    weight = _now(_concatenate, *(part.weight.get_value() for part in parts))
     metadata = parts[0].weight.get_metadata()
     joined = Linear(
         (weight.shape[0], weight.shape[1]),
@@ -64,18 +85,16 @@ def _joined(parts: list[Linear]) -> Linear:
         init=metadata["init"],
         dtype=weight.dtype,
     )
-    # Wait: else the parts of many layers are alive at once.
-    joined.weight.set_value(jax.block_until_ready(weight))
+    joined.weight.set_value(weight)
     if joined.bias is not None:
-        joined.bias.set_value(
-            jnp.concatenate([part.bias.get_value() for part in parts if part.bias is not None])
-        )
+        biases = [part.bias.get_value() for part in parts if part.bias is not None]
+        joined.bias.set_value(_now(_concatenate, *biases))
     return joined
 
 
 def _quantize(layer: Linear) -> None:
     metadata = layer.weight.get_metadata()
-    weight, scale = _to_int8(layer.weight.get_value())
-    layer.weight.set_value(jax.block_until_ready(weight))
+    weight, scale = _now(_to_int8, layer.weight.get_value())
+    layer.weight.set_value(weight)
     axes, units = metadata["axes"][:1], metadata["units"][:1]
-    layer.scale = nnx.data(nnx.Param(scale[:, 0], axes=axes, units=units, init=metadata["init"]))
+    layer.scale = nnx.data(nnx.Param(scale, axes=axes, units=units, init=metadata["init"]))

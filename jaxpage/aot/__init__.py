@@ -1,0 +1,1 @@
+"""Programs for chips that are not here: whether a model fits them, and how fast it can be at best."""

@@ -1,0 +1,101 @@
+"""From what the compiler said to what a user wants to know: does it fit, how many tokens, how fast at best.
+
+Pure arithmetic on what `worker.measure` returns. Must not know compilers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Bytes and times of one device; all devices of the plan do the same."""
+
+    weight_bytes: int
+    state_bytes: int
+    temp_bytes: int  # of the largest step, its results included
+    pool_bytes: int  # what is left for KV
+    block_bytes: int
+    num_blocks: int  # besides the null block
+    num_tokens: int  # that one sequence alone could have, see `kv_groups`
+    fits: bool  # one sequence of max_model_len
+    batches: dict[int, int]  # length of sequences: how many at once, by memory
+    decode_ms: dict[tuple[int, int], float]  # (batch, length): the fastest a decode step can be
+    changes: tuple[str, ...]  # each of which would make it fit
+
+
+def judge(measured: dict[str, Any]) -> Verdict:
+    """The verdict on one target."""
+    config, chip = measured["config"], measured["chip"]
+    pool_bytes = _pool_bytes(measured, measured["weight_bytes"])
+    block_bytes = measured["block_bytes"]
+    num_blocks = max(0, pool_bytes // block_bytes - 1)
+    blocks = {int(n): count for n, count in measured["blocks"].items()}
+    wanted = config["max_model_len"]
+    fits = num_blocks >= blocks[wanted]
+    lengths = [(wanted, blocks[wanted]), *measured["longest"]]
+    batches = {n: min(num_blocks // count, config["max_num_seqs"]) for n, count in blocks.items()}
+    cases = [(1, min(blocks)), *((count, n) for n, count in batches.items() if count > 1)]
+    return Verdict(
+        weight_bytes=measured["weight_bytes"],
+        state_bytes=measured["state_bytes"],
+        temp_bytes=_temp_bytes(measured),
+        pool_bytes=max(0, pool_bytes),
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        num_tokens=next((n for n, count in lengths if count <= num_blocks), 0),
+        fits=fits,
+        batches=batches,
+        decode_ms={
+            (batch, n): 1000 * _seconds(measured, chip, batch, batch * blocks[n])
+            for batch, n in cases
+        },
+        changes=() if fits else _changes(measured, blocks[wanted]),
+    )
+
+
+def _temp_bytes(measured: dict[str, Any]) -> int:
+    """Temporaries of the largest program, and two results: a step is launched before the last one is read."""
+    programs = measured["programs"]
+    return max(p["temp_bytes"] for p in programs) + 2 * max(p["result_bytes"] for p in programs)
+
+
+def _pool_bytes(measured: dict[str, Any], weight_bytes: int) -> int:
+    usable = int(measured["chip"]["num_bytes"] * measured["config"]["gpu_memory_utilization"])
+    return usable - weight_bytes - measured["state_bytes"] - _temp_bytes(measured)
+
+
+def _seconds(measured: dict[str, Any], chip: dict[str, Any], batch: int, num_blocks: int) -> float:
+    """Roofline: weights and KV are read once, every token is multiplied with every parameter."""
+    num_bytes = measured["bytes_per_step"] + num_blocks * measured["block_bytes"]
+    flops = batch * measured["flops_per_token"]
+    return max(num_bytes / chip["bytes_per_second"], flops / chip["flops_per_second"])
+
+
+def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
+    """What would make one sequence of max_model_len fit, from sizes alone: nothing is compiled for it."""
+    config, block, weights = measured["config"], measured["block_bytes"], measured["weight_bytes"]
+    found = []
+    room = _pool_bytes(measured, weights)
+    shorter = next((n for n, count in measured["longest"] if (count + 1) * block <= room), None)
+    if shorter:
+        found.append(f"--max-model-len {shorter}")
+    two_bytes = config["dtype"] != "float32"
+    if (
+        config["kv_cache_dtype"] == config["dtype"]
+        and two_bytes
+        and (wanted + 1) * block * 0.54 <= room
+    ):
+        found.append("--kv-cache-dtype int8")
+    if config["quantization"] is None and two_bytes:
+        if (wanted + 1) * block <= _pool_bytes(measured, int(weights * 0.52)):
+            found.append("--quantization int8")
+    for times in (2, 4, 8):
+        if (wanted + 1) * block / times <= _pool_bytes(measured, weights // times):
+            found.append(f"--tp {times * measured['num_devices']}")
+            break
+    return tuple(found) or (
+        "a larger chip: none of a shorter length, int8 or 8 times the devices is enough",
+    )

@@ -1,0 +1,154 @@
+"""Compiles a model's largest steps for a target and says what they need: a process of its own, from JSON to JSON.
+
+`python -m jaxpage.aot.worker`, with the variables of `topology.environment`. What it prints is data, not a verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+import jax
+
+from jaxpage.aot.targets import Target, parse_target
+from jaxpage.aot.topology import mesh_of
+from jaxpage.build import make_pool_spec, make_step_spec
+from jaxpage.config import EngineConfig, ResolvedConfig, load_hf_config
+from jaxpage.kv_groups import group_layers
+from jaxpage.models import registry
+from jaxpage.ops.attention import heads_of_pool
+from jaxpage.runner.buckets import Bucket, make_buckets, sample_name
+from jaxpage.runner.lowering import Lowerings, num_bytes
+from jaxpage.runner.memory import Room
+from jaxpage.runner.programs import Program, compile_program
+from jaxpage.weights.spec import specs
+from jaxpage.weights.transform import join_projections, quantize
+
+LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest batch is asked
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+
+
+def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[str, Any]:
+    """Everything that a verdict needs. Bytes and rates are those of one device. Raises ValueError."""
+    chip = target.chip
+    hf_config = load_hf_config(options["model"], options.get("hf_overrides"))
+    config = EngineConfig.from_options(**options).resolve(
+        hf_config,
+        platform=chip.platform,
+        device_kind=chip.device_kind,
+        device_memory=chip.num_bytes,
+    )
+    model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
+    mesh = mesh_of(target, num_devices)
+    if num_devices == 1:  # a joined weight has no even split
+        join_projections(model)
+    if config.quantization == "int8":
+        quantize(model)
+    groups = group_layers(model.config.windows, config.max_model_len)
+    of_pool = heads_of_pool(model.config.num_heads, model.config.num_kv_heads, num_devices)
+    pool = dataclasses.replace(
+        make_pool_spec(config, model.config, groups),
+        num_kv_heads=of_pool or model.config.num_kv_heads,
+        sharded=of_pool > 0,
+        platform=chip.platform,
+        num_blocks=2,
+    )
+    buckets = make_buckets(
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    lowerings = Lowerings(
+        model,
+        buckets=buckets,
+        pool_spec=pool,
+        step_spec=make_step_spec(config, model.config, groups),
+        mesh=mesh,
+    )
+    programs = [_compile(lowerings, name) for name in _largest(buckets)]
+    room = Room(
+        windows=groups.windows,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    weights = {path: _bytes_on_one_device(spec, mesh) for path, spec in specs(model).items()}
+    embedding = weights["model.embed_tokens.weight"] if model.lm_head is not None else 0
+    lengths = sorted({n for n in LENGTHS if n < config.max_model_len} | {config.max_model_len})
+    return {
+        "target": target.name,
+        "num_devices": num_devices,
+        "config": _facts(config),
+        "chip": dataclasses.asdict(chip),
+        "weight_bytes": sum(weights.values()),
+        # An embedding that is not the head too is read by the row.
+        "bytes_per_step": sum(weights.values()) - embedding,
+        "flops_per_token": 2 * _num_parameters(model, embedding > 0) // num_devices,
+        "state_bytes": lowerings.state_bytes,
+        "block_bytes": pool.bytes_per_block // (num_devices if pool.sharded else 1),
+        "blocks": {str(n): room.num_blocks(n) for n in lengths},
+        "longest": [[n, room.num_blocks(n)] for n in _shorter(config.max_model_len)],
+        "programs": programs,
+    }
+
+
+def _facts(config: ResolvedConfig) -> dict[str, Any]:
+    names = ("dtype", "kv_cache_dtype", "quantization", "max_model_len", "block_size")
+    names += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+    return {name: getattr(config, name) for name in names}
+
+
+def _largest(buckets: tuple[Bucket, ...]) -> list[str]:
+    """The programs that need most memory of each kind, and the smallest decode step."""
+    decode = [bucket for bucket in buckets if bucket.decode]
+    return [decode[0].name, decode[-1].name, buckets[-1].name, sample_name(buckets[-1].num_rows)]
+
+
+def _compile(lowerings: Lowerings, name: str) -> dict[str, Any]:
+    print(f"compiling {name}", file=sys.stderr, flush=True)
+    program: Program = compile_program(name, lowerings.programs[name])
+    text = program.compiled.as_text() or ""
+    return {
+        "name": name,
+        "seconds": program.seconds,
+        "temp_bytes": program.temp_bytes,
+        "result_bytes": program.result_bytes,
+        "alias_bytes": program.alias_bytes,
+        "collectives": dict(Counter(_COLLECTIVE.findall(text))),
+    }
+
+
+def _bytes_on_one_device(spec: Any, mesh: Any) -> int:
+    shape = spec.sharding(mesh).shard_shape(spec.shape)
+    return num_bytes(jax.ShapeDtypeStruct(shape, spec.dtype))
+
+
+def _num_parameters(model: Any, has_own_head: bool) -> int:
+    """Those that every token is multiplied with."""
+    total = sum(num_bytes(s) // s.dtype.itemsize for s in specs(model).values())
+    embedding = specs(model)["model.embed_tokens.weight"]
+    return total - (embedding.shape[0] * embedding.shape[1] if has_own_head else 0)
+
+
+def _shorter(max_model_len: int) -> list[int]:
+    """Lengths that may fit where `max_model_len` does not, longest first."""
+    lengths = []
+    while max_model_len > 256:
+        max_model_len //= 2
+        lengths.append(max_model_len)
+    return lengths
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    try:
+        target = parse_target(request["target"])
+        print(json.dumps(measure(request["options"], target, request["num_devices"])))
+    except ValueError as error:  # the user's
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

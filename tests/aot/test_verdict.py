@@ -1,0 +1,119 @@
+"""What `jaxpage plan` makes of sizes: arithmetic that one can redo on paper."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage.aot.plan import show, show_table
+from jaxpage.aot.targets import CHIPS, parse_target
+from jaxpage.aot.verdict import judge
+
+GB = 10**9
+
+
+def measured(**changes):
+    """A chip of 10 GB at 1 TB/s; 4 GB of weights; blocks of 1 MB and 100 tokens."""
+    chip = {
+        "num_bytes": 10 * GB,
+        "bytes_per_second": 1e12,
+        "flops_per_second": 1e14,
+        "device_kind": "Some chip",
+    }
+    config = {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "bfloat16",
+        "quantization": None,
+        "max_model_len": 100_000,
+        "max_num_seqs": 64,
+        "gpu_memory_utilization": 0.9,
+    }
+    program = {"name": "decode R=64", "seconds": 1.0, "collectives": {"all-reduce": 5}}
+    facts = {
+        "target": "chip:2x2",
+        "num_devices": 1,
+        "config": config | changes.pop("config", {}),
+        "chip": chip,
+        "weight_bytes": 4 * GB,
+        "bytes_per_step": 3 * GB,
+        "flops_per_token": 3 * GB,
+        "state_bytes": GB // 10,
+        "block_bytes": 10**6,
+        "blocks": {"1000": 10, "100000": 1000},
+        "longest": [[50_000, 500], [25_000, 250], [100, 1]],
+        "programs": [
+            program | {"temp_bytes": GB, "result_bytes": 0},
+            program | {"temp_bytes": 5, "result_bytes": GB // 20},
+        ],
+    }
+    return facts | changes
+
+
+def test_a_model_that_fits():
+    verdict = judge(measured())
+    # 9 GB usable - 4 weights - .1 state - 1 temporaries - 2 * .05 results
+    assert (verdict.temp_bytes, verdict.pool_bytes) == (1.1 * GB, 3.8 * GB)
+    assert verdict.num_blocks == 3799 and verdict.num_tokens == 100_000 and verdict.fits
+    assert verdict.batches == {1000: 64, 100_000: 3} and verdict.changes == ()
+
+
+def test_the_fastest_step_reads_weights_and_kv_once_or_multiplies_all_rows():
+    verdict = judge(measured())
+    assert verdict.decode_ms[1, 1000] == pytest.approx(3 + 0.01)
+    assert verdict.decode_ms[3, 100_000] == pytest.approx(3 + 3.0)
+    slow = measured(flops_per_token=10**12)
+    assert judge(slow).decode_ms[64, 1000] == pytest.approx(64 * 10)
+
+
+def test_what_does_not_fit_says_what_would():
+    verdict = judge(measured(weight_bytes=7.5 * GB))  # .3 GB are left, 1 GB is wanted
+    assert not verdict.fits and verdict.num_blocks == 299 and verdict.num_tokens == 25_000
+    assert verdict.changes == ("--max-model-len 25000", "--quantization int8", "--tp 2")
+    kv = judge(measured(blocks={"100000": 5000}, longest=[]))
+    assert kv.changes == ("--kv-cache-dtype int8", "--quantization int8", "--tp 2")
+    hopeless = judge(measured(weight_bytes=100 * GB))
+    assert hopeless.num_blocks == 0 and "larger chip" in hopeless.changes[0]
+    smaller = measured(
+        weight_bytes=7.5 * GB, config={"dtype": "float32", "kv_cache_dtype": "float32"}
+    )
+    assert judge(smaller).changes == ("--max-model-len 25000", "--tp 2")
+
+
+def test_everything_is_shown():
+    facts = measured()
+    text = show(facts, judge(facts))
+    for word in (
+        "Some chip",
+        "3.54",
+        "3799 of 1000000",
+        "64 of 1000",
+        "5 all-reduce",
+        "It fits: 3",
+    ):
+        assert word in text
+    short = measured(weight_bytes=7.5 * GB)
+    assert "It does not fit" in show(short, judge(short))
+    table = show_table([facts, short], [judge(facts), judge(short)]).splitlines()
+    assert len(table) == 3 and " yes" in table[1] and "--tp 2" in table[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices"), [("v6e:2x2", 4), ("V5E:2x4", 8), ("tpu7x:2x2x1", 8), ("h200", 1)]
+)
+def test_targets_are_chips_and_topologies(text, num_devices):
+    target = parse_target(text)
+    assert target.num_devices == num_devices and target.name == text.lower()
+
+
+@pytest.mark.parametrize(
+    "text", ["v9:2x2", "v6e", "v6e:2", "v6e:2x2x1", "v6e:axb", "h200:8", "v6e:0x2"]
+)
+def test_other_targets_are_refused(text):
+    with pytest.raises(ValueError, match="no chip|like"):
+        parse_target(text)
+
+
+def test_every_chip_has_plausible_numbers():
+    for chip in CHIPS.values():
+        # What a step reads in the time of a product's multiplications: between 100 and 1000 flops a byte.
+        assert 100 < chip.flops_per_second / chip.bytes_per_second < 1000
+        assert 15 * 2**30 < chip.num_bytes < 200 * 2**30

@@ -1,0 +1,165 @@
+"""Steps on several devices that share weights and heads: the same answers as on one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from transformers import Qwen2Config
+
+from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.scheduler import Scheduler
+from jaxpage.kv_groups import group_layers
+from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.models import registry
+from jaxpage.ops.attention import heads_of_pool
+from jaxpage.parallel.sharding import TENSOR
+from jaxpage.plan import StepResult
+from jaxpage.request import Request
+from jaxpage.runner.buckets import fitting_buckets, make_buckets
+from jaxpage.runner.lowering import ADMIT, Lowerings
+from jaxpage.runner.pack import pack_admission, pack_rows, pack_step
+from jaxpage.runner.step import StepSpec, allocate_request_state
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.weights.dummy import initialise
+
+NUM_ROWS, NUM_TOKENS, BLOCK_SIZE, LENGTH, VOCAB_SIZE = 4, 32, 4, 64, 96
+
+
+def make_model(num_heads: int, num_kv_heads: int) -> nnx.Module:
+    config = Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=8 * num_heads,
+        intermediate_size=48,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        num_hidden_layers=3,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=LENGTH,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=1,  # the layers after it have the window: two KV-cache groups
+        initializer_range=0.3,
+    )
+    model = registry.build(config, dtype=jnp.float32)
+    initialise(model, seed=0)
+    return model
+
+
+def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list[list]:
+    """Tokens and their logprobs of a few requests, in prompts of several chunks and launches of several steps."""
+    config = model.config
+    groups = group_layers(config.windows, LENGTH)
+    of_pool = 0 if mesh is None else heads_of_pool(config.num_heads, config.num_kv_heads, mesh.size)
+    pool_spec = KVPoolSpec(
+        num_arrays=groups.num_arrays,
+        num_blocks=100,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=of_pool or config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.dtype(jnp.float32),
+        format=kv_format,
+        sharded=of_pool > 0,
+    )
+    spec = StepSpec(
+        block_size=BLOCK_SIZE,
+        max_model_len=LENGTH,
+        num_blocks_per_row=LENGTH // BLOCK_SIZE,
+        groups=groups,
+        num_slots=NUM_ROWS + 1,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=config.hidden_size,
+        dtype=jnp.float32,
+        decode_steps=4,
+        num_top_logprobs=2,
+        logprobs_mode="raw",
+    )
+    buckets = make_buckets(max_num_seqs=NUM_ROWS, max_num_batched_tokens=NUM_TOKENS)
+    lowerings = Lowerings(model, buckets=buckets, pool_spec=pool_spec, step_spec=spec, mesh=mesh)
+    compiled = {}
+
+    def run(name, *arguments):
+        if name not in compiled:
+            compiled[name] = lowerings.programs[name]().compile()
+        places = compiled[name].input_shardings[0]
+        return compiled[name](*jax.tree.map(jax.device_put, arguments, tuple(places)))
+
+    leaves = [v.get_raw_value() for _, v in nnx.to_flat_state(nnx.state(model))]
+    pool, state = pool_spec.allocate(), allocate_request_state(spec)
+    scheduler = Scheduler(
+        BlockPool(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=NUM_TOKENS,
+        max_model_len=LENGTH,
+        decode_steps=4,
+    )
+    requests = make_requests()
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.requests:
+        plan = scheduler.schedule()
+        bucket = fitting_buckets(buckets, plan)[0]
+        for sequence in plan.admissions:
+            row = pack_admission(sequence, lowerings.admission, vocab_size=VOCAB_SIZE)
+            state = run(ADMIT, state, row)
+        packed = pack_step(plan, lowerings.layouts[bucket.name])
+        pool, state, result = run(bucket.name, leaves, pool, state, packed)
+        if not bucket.decode:
+            name = bucket.programs(plan.num_rows)[-1]
+            state, result = run(
+                name, leaves, state, result, pack_rows(plan, lowerings.layouts[name])
+            )
+        scheduler.update(plan, read(plan, result))
+    return [
+        [
+            s.output_token_ids,
+            [entry[t].logprob for entry, t in zip(s.logprobs, s.output_token_ids, strict=True)],
+        ]
+        for request in requests
+        for s in request.sequences
+    ]
+
+
+def make_requests() -> list[Request]:
+    rng = np.random.default_rng(0)
+    lengths, requests = (3, 40, 17, 9, 30), []
+    for i, length in enumerate(lengths):
+        params = SamplingParams(
+            temperature=i % 2, n=2 if i == 3 else 1, logprobs=1, max_tokens=15, ignore_eos=True
+        )
+        prompt = rng.integers(0, VOCAB_SIZE, length).tolist()
+        request = Request(request_id=str(i), prompt_token_ids=prompt, params=params, seed=i)
+        requests.append(request)
+    return requests
+
+
+def read(plan, result) -> StepResult:
+    sampled, steps, rows = result.sampled, plan.num_steps, plan.num_rows
+    names = ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
+    return StepResult(
+        num_sampled=np.asarray(result.num_sampled)[:rows],
+        **{name: np.asarray(getattr(sampled, name))[:steps, :rows] for name in names},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "kv_format"),
+    [
+        (8, 4, None),  # each of four devices has a KV head
+        (8, 2, None),  # two devices have the same one
+        (8, 1, "int8"),
+        (6, 2, None),  # heads that four devices cannot share: each has all
+    ],
+)
+def test_four_devices_give_the_tokens_of_one(num_heads, num_kv_heads, kv_format):
+    model = make_model(num_heads, num_kv_heads)
+    mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR,))
+    one, four = (answers(model, m, kv_format) for m in (None, mesh))
+    assert len(one) == len(four) == 6
+    for (tokens, logprobs), (expected, expected_logprobs) in zip(four, one, strict=True):
+        assert len(tokens) == 15 and tokens == expected
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-4)
