@@ -83,6 +83,8 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
     use_persistent_cache(config.compilation_cache_dir)
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
+    groups = group_layers(model.config.windows, config.max_model_len)
+    pool = make_pool_spec(config, model.config, groups)
     if config.load_format == "dummy":
         initialise(model, seed=config.seed)
     else:
@@ -90,7 +92,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     join_projections(model)
     if config.quantization == "int8":
         quantize(model)
-    config, runner = _make_runner(config, model, device)
+    config, runner = _make_runner(config, model, groups, pool, device)
     if config.fit_max_model_len:
         _check_same_ropes(hf_config, config, model)
     scheduler = _make_scheduler(config, runner, tokenizer)
@@ -127,11 +129,9 @@ def _print_unless_configured() -> None:
 
 
 def _make_runner(
-    config: ResolvedConfig, model: Any, device: jax.Device
+    config: ResolvedConfig, model: Any, groups: KVGroups, pool: KVPoolSpec, device: jax.Device
 ) -> tuple[ResolvedConfig, Runner]:
     """The runner with its pool sized, and the config with what the sizing decided."""
-    groups = group_layers(model.config.windows, config.max_model_len)
-    pool = make_pool_spec(config, model.config, groups)
 
     def runner_of(
         config: ResolvedConfig,
@@ -248,7 +248,7 @@ def _check_same_ropes(hf_config: PretrainedConfig, config: ResolvedConfig, model
 
 
 def make_pool_spec(config: ResolvedConfig, model: ModelConfig, groups: KVGroups) -> KVPoolSpec:
-    """The pool of a model, as yet without a block."""
+    """The pool of a model, as yet without a block. Raises ValueError for a head_dim that int4 cannot pack."""
     return KVPoolSpec(
         num_arrays=groups.num_arrays,
         num_blocks=0,

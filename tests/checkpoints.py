@@ -1,5 +1,5 @@
-"""Tiny Hugging Face checkpoints of every family, made by transformers and torch, and torch's own
-answers to them.
+"""Tiny Hugging Face checkpoints of every family, made by transformers and torch, torch's own answers to them, and an
+engine of their size.
 
 Random and seeded. transformers initialises with a standard deviation of 0.02, which leaves logits
 almost flat; here weights, norms and biases are spread wider, so that a mistake anywhere shows.
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+
+from jaxpage import LLM, SamplingParams
 
 _DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 _LLAMA3 = {
@@ -260,3 +262,42 @@ def torch_logits(path: str | Path, token_ids: np.ndarray, *, dtype: str = "float
     ).eval()
     with torch.no_grad():
         return model(torch.tensor(token_ids)).logits.float().numpy()
+
+
+def make_llm(path: str | Path, **options: Any) -> LLM:
+    """An engine of a tiny checkpoint that is exact and soon there. `options` come on top."""
+    small = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "block_size": 8,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    return LLM(str(path), **(small | options))
+
+
+Answer = tuple[list[int], list[float]]  # token ids, and the log-probability of each
+
+
+def answers(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[Answer]:
+    """Of all sequences, those of a prompt one after the other. `params` ask for logprobs."""
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [
+        (
+            list(c.token_ids),
+            [row[t].logprob for row, t in zip(c.logprobs, c.token_ids, strict=True)],
+        )
+        for output in outputs
+        for c in output.outputs
+        if c.logprobs is not None
+    ]
+
+
+def assert_same_answers(got: list[Answer], expected: list[Answer], *, atol: float) -> None:
+    """The same tokens, and log-probabilities that differ by no more than `atol`."""
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    for (_, ours), (_, theirs) in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=atol, rtol=0)

@@ -1,7 +1,7 @@
 """Settings of every test run; they precede the first `import jax`, so nothing of ours is imported.
 
 Tests run on the CPU with eight fake devices, offline, with caches in a folder of the session's own.
-`-m gpu` and `-m tpu` leave the choice of the platform to JAX.
+`-m gpu` and `-m tpu` leave the choice of the platform to JAX. These and `-m aot` must be asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import pytest
 
 _DEVICE_MARKERS = ("gpu", "tpu")
+_MARKERS_TO_ASK_FOR = (*_DEVICE_MARKERS, "aot")
 
 
 def _asked_for(config: pytest.Config, marker: str) -> bool:
@@ -47,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, without counting them as skipped, the tests of devices nobody asked for."""
-    unwanted = [m for m in _DEVICE_MARKERS if not _asked_for(config, m)]
+    """Leave out, without counting them as skipped, the tests of devices and compilers nobody asked for."""
+    unwanted = [m for m in _MARKERS_TO_ASK_FOR if not _asked_for(config, m)]
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in unwanted)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -2,7 +2,8 @@
 
     python tests/test_notebooks.py      # runs them all and keeps the new outputs
 
-Cells tagged "varies" print times. Pictures are not compared: some draw times, and fonts differ.
+Cells tagged "varies" print times, or what another rounding may change. Pictures are not compared: some draw times, and
+fonts differ.
 """
 
 from __future__ import annotations

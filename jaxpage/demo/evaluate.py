@@ -2,15 +2,13 @@
 
 Names and sums come from the split that training never sees. The right answer is put in and every
 token of it must be the most likely one: then, and only then, greedy decoding gives that answer.
-
-    python -m jaxpage.demo.evaluate int8      # through the engine, with that kv_cache_dtype
+`answered` asks an engine instead (`jaxpage bench accuracy`).
 """
 
 from __future__ import annotations
 
 import functools
 import random
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -98,16 +96,3 @@ def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
 @functools.lru_cache(maxsize=4)
 def _answers(config: ModelConfig) -> jax.stages.Wrapped:
     return jax.jit(lambda params, batch: network.answers(params, config, batch))
-
-
-def main(kv_cache_dtype: str) -> None:
-    from jaxpage import LLM
-    from jaxpage.demo import checkpoint
-
-    llm = LLM(str(checkpoint()), kv_cache_dtype=kv_cache_dtype, max_num_seqs=32)
-    for suite in ("look-up 8", "look-up 16", "json 8"):
-        print(f"{suite:<12} {answered(llm, suite, questions=200):.3f}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -81,14 +81,3 @@ def _generate(messages: list[dict[str, str]]) -> str:
     )
     out = model.generate(**ids, do_sample=False, max_new_tokens=64)
     return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-@pytest.mark.slow
-def test_an_int8_pool_loses_nothing_on_look_up():
-    shares = {}
-    for kv_cache_dtype in ("auto", "int8", "int4"):
-        llm = LLM(
-            str(checkpoint()), kv_cache_dtype=kv_cache_dtype, max_num_seqs=32, max_model_len=1024
-        )
-        shares[kv_cache_dtype] = evaluate.answered(llm, "look-up 8", questions=60)
-    assert shares["auto"] >= 0.95 and shares["int8"] >= shares["auto"] > shares["int4"]

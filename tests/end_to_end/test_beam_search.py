@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage import BeamSearchParams
 from tests import checkpoints
 from tests.end_to_end.test_parity import prompts_of
 
@@ -64,16 +64,7 @@ def usual_tokens(path, prompts, count):
 
 
 def build_llm(path, **options):
-    return LLM(
-        str(path),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        enforce_eager=True,
-        **options,
-    )
+    return checkpoints.make_llm(path, max_num_seqs=16, enforce_eager=True, **options)
 
 
 def assert_beams_equal(outputs, prompts, expected, length_penalty):
@@ -135,27 +126,3 @@ def test_beams_equal_transformers_in_depth(family, variant, num_eos, tmp_path):
             assert_beams_equal(outputs, prompts, expected, search["length_penalty"])
             reasons.update(s.finish_reason for o in outputs for s in o.sequences)
     assert set(reasons) == {"stop", "length"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-def test_beams_do_not_depend_on_memory(overlap, tmp_path):
-    """Eight searches in a pool that holds little more than one, with others' tokens beside them."""
-    checkpoints.build("qwen2", 0, tmp_path)
-    prompts = prompts_of((5, 20, 33, 40, 12, 9, 28, 17))
-    search = BeamSearchParams(4, 24, ignore_eos=True)
-    roomy = build_llm(tmp_path, async_scheduling=overlap)
-    tight = build_llm(tmp_path, async_scheduling=overlap, num_gpu_blocks_override=20)
-    sampling = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=24, ignore_eos=True)
-    answers = []
-    for llm in (roomy, tight):
-        llm.add_request("beside", prompts[0], sampling)
-        outputs = llm.beam_search(prompts, search)
-        reports = []
-        while llm.has_unfinished_requests():
-            reports += llm.step()
-        answers.append((outputs, [o.token_ids for o in reports[-1].outputs]))
-    assert tight.stats().num_preemptions > 0 == roomy.stats().num_preemptions
-    assert answers[0][1] == answers[1][1]
-    for one, other in zip(answers[0][0], answers[1][0], strict=True):
-        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import SamplingParams
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.registry import build
 from jaxpage.weights.load import load
@@ -29,17 +29,9 @@ def path(tmp_path_factory):
 
 
 def make_llm(path, kv_cache_dtype, **options):
-    defaults = dict(
-        skip_tokenizer_init=True,
-        dtype="float32",
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=256,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        enforce_eager=True,
-        num_gpu_blocks_override=300,
-    )
-    return LLM(str(path), **(defaults | options))
+    sizes = {"max_model_len": 256, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 600}
+    options = {"enforce_eager": True} | sizes | options
+    return checkpoints.make_llm(path, kv_cache_dtype=kv_cache_dtype, **options)
 
 
 def workload():
@@ -65,19 +57,11 @@ def workload():
 
 
 def answers(llm):
-    """[(token ids, their logprobs)] of all sequences of the workload."""
-    outputs = llm.generate(*workload(), use_tqdm=False)
-    return [
-        (c.token_ids, [entry[t].logprob for entry, t in zip(c.logprobs, c.token_ids, strict=True)])
-        for output in outputs
-        for c in output.outputs
-    ]
+    return checkpoints.answers(llm, *workload())
 
 
 def assert_same(got, expected):
-    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
-    for (_, ours), (_, theirs) in zip(got, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=STEP, rtol=0)
+    checkpoints.assert_same_answers(got, expected, atol=STEP)
 
 
 @pytest.mark.slow
@@ -96,7 +80,7 @@ def test_chunks_and_cache_hits_give_the_same_tokens(kv_cache_dtype, path):
     chunked = make_llm(path, kv_cache_dtype, max_num_batched_tokens=13)
     assert_same(answers(chunked), expected)
 
-    preempted = make_llm(path, kv_cache_dtype, num_gpu_blocks_override=20, decode_steps=1)
+    preempted = make_llm(path, kv_cache_dtype, num_gpu_blocks_override=40, decode_steps=1)
     assert_same(answers(preempted), expected)
     assert preempted.stats().num_preemptions > 0
 
@@ -132,29 +116,22 @@ def test_logprobs_are_those_of_a_dense_model_with_rounded_keys_and_values(kv_cac
     rng = random.Random(1)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 15, 16, 17, 60)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
+    found = checkpoints.answers(llm, prompts, params)
 
     model = build(checkpoints.config(path), dtype="float32", max_model_len=256)
     load(model, path, use_tqdm=False)
 
     rounding, total = [], []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        (completion,) = output.outputs
-        tokens = prompt + list(completion.token_ids)
+    for prompt, (answer, got) in zip(prompts, found, strict=True):
+        tokens = prompt + answer
         positions = jnp.arange(len(tokens), dtype=jnp.int32)
-        got = [
-            entry[t].logprob
-            for entry, t in zip(completion.logprobs, completion.token_ids, strict=True)
-        ]
         for attention, differences in (
             (RoundedAttention(positions, kv_cache_dtype), rounding),
             (DenseAttention(positions), total),
         ):
             hidden = model.hidden_states(jnp.asarray(tokens, jnp.int32), positions, attention)
             expected = np.asarray(jax.nn.log_softmax(model.logits(hidden)))[len(prompt) - 1 : -1]
-            taken = expected[np.arange(20), list(completion.token_ids)]
+            taken = expected[np.arange(20), answer]
             differences.append(np.abs(taken - got).max())
     assert max(rounding) < STEP, (rounding, total)
     assert max(total) > 4 * max(rounding), (rounding, total)  # the oracle's rounding is the reason

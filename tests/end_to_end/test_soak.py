@@ -27,17 +27,8 @@ FAILURES = ("out of memory", "after the moves", "collect", "interrupt", "disk fu
 
 
 def make_llm(folder: Path, num_blocks: int, **options) -> LLM:
-    return LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=6,
-        max_num_batched_tokens=64,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=num_blocks,
-        **options,
-    )
+    limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 6, "block_size": BLOCK_SIZE}
+    return checkpoints.make_llm(folder, num_gpu_blocks_override=num_blocks, **limits, **options)
 
 
 def make_tasks(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:

@@ -7,17 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.kv_groups import most_blocks
-from jaxpage.request import FinishReason
-from tests.engine.harness import (
-    assert_consistent,
-    assert_expected,
-    assert_nothing_leaked,
-    make_engine,
-)
+from tests.engine.events import aborts, arrivals, events, play
+from tests.engine.harness import assert_expected, make_engine
 from tests.fakes import VOCAB_SIZE, FakeStore, expected_output, make_request
 
 MAX_MODEL_LEN = 32
-FAILURES = {"launch fails", "collect fails"}
 PREFIXES = [[], [i % 5 for i in range(20)], [i % 3 for i in range(20)]]
 
 token = st.integers(0, VOCAB_SIZE - 1)
@@ -42,9 +36,7 @@ def requests(draw):
         "logprobs": draw(st.sampled_from([None, 0, 2])),
         "skip_reading_prefix_cache": draw(st.sampled_from([None, None, True])),
     }
-    arrival = draw(st.integers(0, 6))
-    abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 8)))
-    return prompt, options, arrival, abort
+    return prompt, options, draw(arrivals), draw(aborts)
 
 
 # Of the KV-cache groups, those with windows first. One group of everything is the usual model.
@@ -74,52 +66,14 @@ def engines(draw):
     }
 
 
-# What happens besides requests, by step: new weights, the prefix cache emptied, a step that fails.
-events = st.dictionaries(
-    st.integers(0, 30), st.sampled_from(["new weights", "reset", "launch fails", "collect fails"])
-)
-
-
 def check_workload(engine_options: dict, workload: list, events: dict[int, str]) -> None:
     engine = make_engine(**engine_options)
-    runner = engine.runner
     todo = [
         (make_request(str(i), prompt, **options), arrival, abort)
         for i, (prompt, options, arrival, abort) in enumerate(workload)
     ]
-    ended: set[str] = set()
-    for now in range(6000):
-        for request, arrival, abort in todo:
-            if now == arrival:
-                engine.add(request)
-            if abort is not None and now == arrival + abort:
-                engine.abort(request.request_id)
-                assert_consistent(engine)
-        if now > 6 and not engine.has_unfinished_requests():
-            break
-        event = events.get(now)
-        if event == "new weights":
-            engine.scheduler.begin_weight_epoch()
-        elif event == "reset":
-            engine.reset_prefix_cache()
-        elif event == "launch fails":
-            runner.fail_launch = (runner.num_launches,)
-        elif event == "collect fails":
-            runner.fail_collect = (*runner.fail_collect, runner.num_launches)
-        try:
-            touched = engine.step()
-        except RuntimeError as error:
-            assert "as told" in str(error)
-            touched = []
-        assert_consistent(engine)
-        assert len(set(touched)) == len(touched)
-        assert not ended & {r.request_id for r in touched}, "touched after its end"
-        ended |= {r.request_id for r in touched if r.finished}
-    assert_nothing_leaked(engine)
-    for request, _, abort in todo:
-        failed = any(s.finish_reason is FinishReason.ABORT for s in request.sequences)
-        if abort is None and not (failed and set(events.values()) & FAILURES):
-            assert_expected(engine, request)
+    assert_expected(engine, *play(engine, todo, events))
+    for request, _, _ in todo:
         for s in request.sequences:
             wanted, _, _ = expected_output(request, s.index, MAX_MODEL_LEN)
             assert s.output_token_ids == wanted[: s.num_output_tokens]

@@ -1,0 +1,206 @@
+"""`jaxpage bench accuracy`: what a quantised KV pool costs, in answers and in log-probabilities.
+
+Two measurements with each `kv_cache_dtype`: how many questions the demo model answers word for word, and how far the
+log-probabilities of random models of several families are from those with an unquantised pool. Must not know how a
+pool is quantised: it asks whole engines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.demo import checkpoint, evaluate
+from pallas_kernels.kv_write.quantized import FORMATS
+
+KV_DTYPES = ("auto", *FORMATS)
+PROMPT_LENS = (32, 64, 128, 256)
+NUM_BEST = 20  # ids whose log-probabilities are compared: the most likely ones after each prefix
+_POOL_BYTES, _VOCAB_SIZE = 2**26, 512
+
+_SIZES = {
+    "vocab_size": _VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    # With the usual 0.02 attention and logits of so small a model are almost flat, and hide every difference.
+    "initializer_range": 0.1,
+    "eos_token_id": 2,
+}
+# name -> config.json. The three that treat keys differently: as they are, normed, and seen through windows.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "Gemma 3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 6,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyBench:
+    """Measure what quantised KV pools cost in accuracy."""
+
+    questions: int = 200  # of each suite, to the demo model
+    suites: tuple[str, ...] = ("look-up 8", "look-up 16", "json 8")  # kind and rows of the table
+    num_tokens: int = 32  # after each of four prompts, of each random model
+    seed: int = 0  # of the questions, the random weights and their prompts
+    json: Path | None = None  # all figures go to this file
+
+
+def main(bench: AccuracyBench) -> None:
+    """Measure, print a table, and write all figures to `bench.json` if asked for."""
+    # Else twenty engines would say how they are set.
+    logging.getLogger("jaxpage").setLevel(logging.WARNING)
+    report = measure(bench)
+    if bench.json is not None:
+        bench.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(show(report))
+
+
+def measure(bench: AccuracyBench) -> dict[str, Any]:
+    """By KV dtype: "accuracy" by suite (0 to 1), "differences" by family. Raises ValueError for bad sizes or suites."""
+    if bench.questions < 1 or bench.num_tokens < 1:
+        raise ValueError(f"questions and num_tokens must be positive: {bench}")
+    if unknown := set(bench.suites) - set(evaluate.SUITES):
+        raise ValueError(f"no suite {sorted(unknown)}; there are {', '.join(evaluate.SUITES)}")
+    families = {name: differences(config, bench) for name, config in FAMILIES.items()}
+    return {
+        "questions": bench.questions,
+        "num_prefixes": len(PROMPT_LENS) * bench.num_tokens,
+        "results": {
+            kv_cache_dtype: {
+                "accuracy": accuracy(kv_cache_dtype, bench),
+                "differences": {name: found[kv_cache_dtype] for name, found in families.items()},
+            }
+            for kv_cache_dtype in KV_DTYPES
+        },
+    }
+
+
+def accuracy(kv_cache_dtype: str, bench: AccuracyBench) -> dict[str, float]:
+    """Share of each suite's questions that the demo model answers word for word."""
+    llm = LLM(
+        str(checkpoint()),
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=1024,
+        max_num_seqs=32,
+        kv_cache_memory_bytes=_POOL_BYTES,
+        enforce_eager=True,  # only what is used
+    )
+    return {
+        suite: evaluate.answered(llm, suite, questions=bench.questions, seed=bench.seed)
+        for suite in bench.suites
+    }
+
+
+def differences(config: dict[str, Any], bench: AccuracyBench) -> dict[str, dict[str, float]]:
+    """By KV dtype "max" and "mean" of |logprob - the unquantised pool's|, of a random float32 model.
+
+    The unquantised engine continues random prompts greedily. After each prefix of that, each engine says how likely
+    it takes the ids that are most likely with the unquantised pool: all are asked the same, whatever they would say.
+    """
+    rng = random.Random(bench.seed)
+    prompts = [[rng.randrange(3, _VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENS]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_SIZES | config))
+        prefixes: list[list[int]] = []
+        expected: list[dict[int, float]] = []
+        for kv_cache_dtype in KV_DTYPES:
+            llm = LLM(
+                folder,
+                load_format="dummy",
+                seed=bench.seed,
+                dtype="float32",
+                kv_cache_dtype=kv_cache_dtype,
+                max_model_len=max(PROMPT_LENS) + bench.num_tokens + 1,
+                max_num_seqs=16,
+                kv_cache_memory_bytes=_POOL_BYTES,
+                max_logprobs=-1,
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+            )
+            if not prefixes:
+                prefixes, expected = _continue(llm, prompts, bench.num_tokens)
+            distances = [
+                abs(after[token_id] - logprob)
+                for after, wanted in zip(_next_logprobs(llm, prefixes), expected, strict=True)
+                for token_id, logprob in wanted.items()
+            ]
+            found[kv_cache_dtype] = {
+                "max": max(distances),
+                "mean": sum(distances) / len(distances),
+            }
+    return found
+
+
+def _continue(
+    llm: LLM, prompts: list[list[int]], num_tokens: int
+) -> tuple[list[list[int]], list[dict[int, float]]]:
+    """All prefixes of the greedy continuations that end in or after the prompt, and what is likely after each."""
+    outputs = llm.generate(prompts, _greedy(num_tokens, NUM_BEST), use_tqdm=False)
+    prefixes, expected = [], []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        assert completion.logprobs is not None
+        for index, logprobs in enumerate(completion.logprobs):
+            prefixes.append([*prompt, *completion.token_ids[:index]])
+            expected.append({token_id: entry.logprob for token_id, entry in logprobs.items()})
+    return prefixes, expected
+
+
+def _next_logprobs(llm: LLM, prefixes: Sequence[list[int]]) -> list[dict[int, float]]:
+    """Of every id of the vocabulary, after each prefix."""
+    found = []
+    for output in llm.generate(list(prefixes), _greedy(1, -1), use_tqdm=False):
+        (completion,) = output.outputs
+        assert completion.logprobs is not None
+        (logprobs,) = completion.logprobs
+        found.append({token_id: entry.logprob for token_id, entry in logprobs.items()})
+    return found
+
+
+def _greedy(num_tokens: int, num_logprobs: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0,
+        max_tokens=num_tokens,
+        logprobs=num_logprobs,
+        ignore_eos=True,
+        detokenize=False,
+    )
+
+
+def show(report: dict[str, Any]) -> str:
+    """Everything that is printed."""
+    results = report["results"]
+    some = results["auto"]
+    header = "".join(f"{name:>12}" for name in (*some["accuracy"], *some["differences"]))
+    lines = [
+        f"demo model: answers that are right word for word, %, of {report['questions']} questions each",
+        f"random models in float32: largest |logprob - the unquantised pool's| of the {NUM_BEST} most likely",
+        f"ids after each of {report['num_prefixes']} prefixes",
+        "",
+        f"{'KV dtype':<12}{header}",
+    ]
+    for kv_cache_dtype, found in results.items():
+        shares = "".join(f"{100 * share:>12.1f}" for share in found["accuracy"].values())
+        largest = "".join(f"{values['max']:>12.4f}" for values in found["differences"].values())
+        lines.append(f"{kv_cache_dtype:<12}{shares}{largest}")
+    return "\n".join(lines)

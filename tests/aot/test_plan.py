@@ -1,0 +1,99 @@
+"""`jaxpage plan` with the real compilers, for chips that are not here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxpage.aot.plan import Plan, main
+
+pytestmark = pytest.mark.aot
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+NUM_LAYERS, BLOCK_BYTES = (
+    2,
+    2 * 2 * 2 * 32 * 2,
+)  # of a token: layers, K and V, KV heads, head dim, bfloat16
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def run(config, **options) -> tuple[int, list[dict]]:
+    report = config.parent / "report.json"
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | options
+    code = main(Plan(model=str(config), json=report, **options))
+    return code, json.loads(report.read_text())
+
+
+def check_programs(found: dict) -> None:
+    names = [program["name"] for program in found["programs"]]
+    assert names == ["decode R=2", "decode R=8", "forward T=64", "sample R=8"]
+    pool_bytes = 2 * found["block_bytes"]  # compiled with two blocks
+    for program in found["programs"]:
+        owned = found["state_bytes"] + (0 if program["name"].startswith("sample") else pool_bytes)
+        assert program["alias_bytes"] >= owned, program
+        assert program["temp_bytes"] < 64 << 20, program
+
+
+@pytest.mark.parametrize(("target", "block_size"), [("v6e:2x2", 128), ("h200", 64)])
+def test_one_device(config, target, block_size, capsys):
+    code, (found,) = run(config, target=target)
+    assert code == 0 and "It fits" in capsys.readouterr().out
+    assert found["block_bytes"] == block_size * BLOCK_BYTES
+    assert all(program["collectives"] == {} for program in found["programs"])
+    check_programs(found)
+
+
+def test_four_devices_exchange_what_tensor_parallelism_needs_and_no_more(config):
+    """A sum after each attention, each MLP and the embedding; all logits for the sampler."""
+    code, (found,) = run(config, target="v5e:2x2", tp=4)
+    assert code == 0
+    check_programs(found)
+    # Four devices keep the two KV heads twice: each has one.
+    assert found["block_bytes"] == 128 * BLOCK_BYTES // 2
+    sums, gathers = {"all-reduce": 2 * NUM_LAYERS + 1}, {"all-gather": 1}
+    collectives = {program["name"]: program["collectives"] for program in found["programs"]}
+    assert collectives == {
+        "decode R=2": sums | gathers,
+        "decode R=8": sums | gathers,
+        "forward T=64": sums,
+        "sample R=8": gathers,
+    }
+
+
+def test_a_model_that_does_not_fit_is_told_by_the_exit_code(config, capsys):
+    code, (found,) = run(config, target="h200", gpu_memory_utilization=1e-4)
+    assert code == 1 and not found["verdict"]["fits"]
+    assert "It would with --max-model-len" in capsys.readouterr().out
+
+
+def test_several_targets_are_a_table(config, capsys):
+    code, found = run(config, target="h200", compare=("v6e:2x2",))
+    assert code == 0 and [each["target"] for each in found] == ["h200", "v6e:2x2"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("h200") and lines[2].startswith("v6e:2x2")
+
+
+def test_more_devices_than_there_are_is_refused(config):
+    with pytest.raises(ValueError, match="has 4 devices; --tp 8"):
+        run(config, target="v6e:2x2", tp=8)
