@@ -119,7 +119,9 @@ def show(measured: dict[str, Any], verdict: Verdict) -> str:
         f"{'program':<18}{'compiled in':>12}{'temporaries':>14}  collectives",
     ]
     for program in measured["programs"]:
-        collectives = ", ".join(f"{n} {name}" for name, n in program["collectives"].items())
+        collectives = ", ".join(
+            f"{found['count']} {name}" for name, found in program["collectives"].items()
+        )
         lines.append(
             f"{program['name']:<18}{program['seconds']:>10.1f} s{program['temp_bytes'] / 2**20:>10.1f} MiB"
             f"  {collectives or 'none'}"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import sys
-from collections import Counter
 from typing import Any
 
 import jax
@@ -30,7 +30,10 @@ from jaxpage.weights.transform import join_projections, quantize
 
 LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest batch is asked
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_COLLECTIVE = re.compile(
+    rf"= \(?(?P<made>.*?) (?P<name>{'|'.join(COLLECTIVES)})(?:-start)?\(.*channel_id=(?P<channel>\d+)"
+)
+_SHAPE = re.compile(r"(?P<dtype>\w+)\[(?P<sizes>[\d,]*)\]")
 
 
 def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[str, Any]:
@@ -116,7 +119,23 @@ def _compile(lowerings: Lowerings, name: str) -> dict[str, Any]:
         "temp_bytes": program.temp_bytes,
         "result_bytes": program.result_bytes,
         "alias_bytes": program.alias_bytes,
-        "collectives": dict(Counter(_COLLECTIVE.findall(text))),
+        "collectives": collectives(text),
+    }
+
+
+def collectives(text: str) -> dict[str, dict[str, int]]:
+    """By name the number of collectives in a program's HLO, and the elements that the largest of them makes.
+
+    The compiler may write one down several times, in the computations that it overlaps with; they share a channel.
+    """
+    largest: dict[str, dict[str, int]] = {}
+    for match in _COLLECTIVE.finditer(text):
+        shapes = [m["sizes"] for m in _SHAPE.finditer(match["made"])]
+        sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
+        largest.setdefault(match["name"], {})[match["channel"]] = max(sizes, default=0)
+    return {
+        name: {"count": len(channels), "largest": max(channels.values())}
+        for name, channels in largest.items()
     }
 
 

@@ -16,6 +16,7 @@ RULES: dict[str, str | None] = {
     "mlp": TENSOR,
     "embed": None,
     "head_dim": None,
+    "rows": None,
     "blocks": None,
     "block": None,
 }

@@ -23,6 +23,7 @@ from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, Reque
 from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPool
 from jaxpage.ops.attention import PagedAttention
+from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK, NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
@@ -224,14 +225,17 @@ class Step:
             num_top_logprobs=self.spec.num_top_logprobs,
             logprobs_mode=self.spec.logprobs_mode,
         )
+        logits = model.logits(hidden)
         if self.mesh is not None:
             # All logits on each device, which chooses for itself: one exchange, instead of one for each thing the
-            # sampler looks at.
+            # sampler looks at. Their shares are made first, or XLA would rather exchange the weights of the head.
+            shares = sharding(self.mesh, ("rows", "vocab"), logits.shape)
+            logits = lax.with_sharding_constraint(logits, shares)
             whole = PartitionSpec()
             choose = jax.shard_map(
                 choose, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False
             )
-        sampled = choose(model.logits(hidden), state, slots, position, rows["features"])
+        sampled = choose(logits, state, slots, position, rows["features"])
         return _append(state, slots, samples, sampled.token_ids, position), sampled, samples
 
 

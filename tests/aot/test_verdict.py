@@ -27,7 +27,7 @@ def measured(**changes):
         "max_num_seqs": 64,
         "gpu_memory_utilization": 0.9,
     }
-    program = {"name": "decode R=64", "seconds": 1.0, "collectives": {"all-reduce": 5}}
+    program = {"name": "decode R=64", "seconds": 1.0, "collectives": {"all-reduce": {"count": 5}}}
     facts = {
         "target": "chip:2x2",
         "num_devices": 1,
