@@ -31,6 +31,7 @@ from jaxpage.kv_groups import KVGroups, Windows, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.config import ModelConfig
+from jaxpage.ops.attention import choose
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.host_memory import HostMemory, content_shapes
@@ -42,6 +43,7 @@ from jaxpage.tokenizer import Detokenizer, load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
 from jaxpage.weights.transform import join_projections, quantize
+from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,7 +86,14 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     use_persistent_cache(config.compilation_cache_dir)
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
     groups = group_layers(model.config.windows, config.max_model_len)
-    pool = make_pool_spec(config, model.config, groups)
+    pool, reason = choose(
+        make_pool_spec(config, model.config, groups),
+        platform=device.platform,
+        num_devices=1,
+        table=(config.max_num_seqs, -(-config.max_model_len // config.block_size)),
+    )
+    if reason:
+        logger.warning("attention runs in plain XLA: %s", reason)
     if config.load_format == "dummy":
         initialise(model, seed=config.seed)
     else:
@@ -152,7 +161,7 @@ def _make_runner(
         # The pool's size does not matter to the temporaries; the smallest is enough to ask.
         return runner_of(config, (bucket,), 2).bytes_besides_pool(bucket)
 
-    config = _size_pool(config, pool.bytes_per_block, groups.windows, device, temp_bytes)
+    config = _size_pool(config, pool, groups.windows, device, temp_bytes)
     buckets = make_buckets(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
@@ -184,7 +193,7 @@ def _make_host_memory(
 
 def _size_pool(
     config: ResolvedConfig,
-    bytes_per_block: int,
+    pool: KVPoolSpec,
     windows: Windows,
     device: jax.Device,
     temp_bytes: Callable[[Bucket], int],
@@ -206,17 +215,19 @@ def _size_pool(
     )
     num_blocks = config.num_gpu_blocks_override
     if num_blocks is None and config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+        num_blocks = config.kv_cache_memory_bytes // pool.bytes_per_block
     if num_blocks is None:
         num_blocks, room = size_pool(
             available=available,
             temp_bytes=temp_bytes,
-            bytes_per_block=bytes_per_block,
+            bytes_per_block=pool.bytes_per_block,
             room=room,
             max_model_len=config.max_model_len,
             must_fit=not config.fit_max_model_len,
             max_num_seqs=config.max_num_seqs,
         )
+    if pool.lanes:  # their kernel's block tables can name no more
+        num_blocks = min(num_blocks, MOST_BLOCKS)
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
         max_model_len = max(2, room.longest(max_model_len, num_blocks))
@@ -226,7 +237,7 @@ def _size_pool(
             room,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
-            available=num_blocks * bytes_per_block,
+            available=num_blocks * pool.bytes_per_block,
         )
     return dataclasses.replace(
         config,

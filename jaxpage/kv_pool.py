@@ -37,6 +37,7 @@ class KVPoolSpec:
     format: str | None = None  # one of `quantized.FORMATS`; None: kept in `dtype`
     sharded: bool = False  # a share of the heads is on each device of the mesh
     platform: str | None = None  # "cpu", "gpu" or "tpu", where it will lie; None: jax's default
+    lanes: bool = False  # a slot's heads side by side in one row, see `paged_attention.tpu_layout`
 
     def __post_init__(self) -> None:
         if self.format == "int4" and self.head_dim % 2:
@@ -46,15 +47,21 @@ class KVPoolSpec:
             )
 
     @property
-    def array_shape(self) -> tuple[int, int, int, int]:
+    def array_shape(self) -> tuple[int, ...]:
         """Of an array, or of its data if it is quantised."""
         width = self.head_dim // 2 if self.format == "int4" else self.head_dim
+        if self.lanes:
+            return (self.num_blocks, self.block_size, 2 * self.num_kv_heads * width)
         return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, width)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Logical names of the axes that are shared out, see `parallel.sharding`."""
-        return ("blocks", "block", "kv_heads") if self.sharded else ()
+    def axes_of(self, array: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
+        """Logical names of the axes of an array of the pool, see `parallel.sharding`."""
+        if not self.sharded:
+            return ()
+        is_scale_zero = self.format is not None and array.dtype != jnp.uint8
+        if self.lanes and is_scale_zero:
+            return ("blocks", "kv_heads", "block")
+        return ("blocks", "block", "kv_heads")
 
     @property
     def bytes_per_block(self) -> int:
@@ -79,11 +86,13 @@ class KVPoolSpec:
         # Not float16, for which the zero of a narrow vector is too large and the scale of a small one too fine.
         wide = jnp.dtype(self.dtype).itemsize == 4
         scale_zero_dtype = self._storage_dtype(jnp.float32 if wide else jnp.bfloat16)
+        num_blocks, block_size = self.array_shape[:2]
+        shape = (num_blocks, block_size, 2 * self.num_kv_heads, 2)
+        if self.lanes:
+            shape = (num_blocks, 4 * self.num_kv_heads, block_size)
         return QuantizedPool(
             data=make(self.array_shape, jnp.uint8),
-            scale_zero=make((*self.array_shape[:3], 2), scale_zero_dtype)
-            if self.format in LEVELS
-            else None,
+            scale_zero=make(shape, scale_zero_dtype) if self.format in LEVELS else None,
             format=self.format,
         )
 

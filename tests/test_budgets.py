@@ -21,6 +21,9 @@ _CONTRACT = "five arrays say what is read and where it lies, the rest is what mo
 RAISED: dict[tuple[str, str], tuple[int, str]] = {
     ("parameters", f"{PAGED_ATTENTION}:paged_attention"): (9, _CONTRACT),
     ("parameters", f"{PAGED_ATTENTION}:_attend"): (9, _CONTRACT),
+    ("parameters", "pallas_kernels/paged_attention/reference.py:paged_attention"): (9, _CONTRACT),
+    ("parameters", "pallas_kernels/paged_attention/gpu.py:paged_attention"): (11, _CONTRACT),
+    ("parameters", "pallas_kernels/paged_attention/tpu.py:paged_attention"): (13, _CONTRACT),
     ("fields", "jaxpage/config.py:EngineConfig"): (31, "quantization and KV memory, as in vLLM"),
 }
 

@@ -59,7 +59,8 @@ def judge(measured: dict[str, Any]) -> Verdict:
 def _temp_bytes(measured: dict[str, Any]) -> int:
     """Temporaries of the largest program, and two results: a step is launched before the last one is read."""
     programs = measured["programs"]
-    return max(p["temp_bytes"] for p in programs) + 2 * max(p["result_bytes"] for p in programs)
+    temp_bytes = max((p["temp_bytes"] for p in programs), default=0)
+    return temp_bytes + 2 * max((p["result_bytes"] for p in programs), default=0)
 
 
 def _pool_bytes(measured: dict[str, Any], weight_bytes: int) -> int:

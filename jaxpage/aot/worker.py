@@ -10,23 +10,28 @@ import json
 import math
 import re
 import sys
+import time
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.build import make_pool_spec, make_step_spec
 from jaxpage.config import EngineConfig, ResolvedConfig, load_hf_config
 from jaxpage.kv_groups import group_layers
+from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
-from jaxpage.ops.attention import heads_of_pool
+from jaxpage.models.config import ModelConfig
+from jaxpage.ops.attention import choose, heads_of_pool
 from jaxpage.runner.buckets import Bucket, make_buckets, sample_name
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import Room
 from jaxpage.runner.programs import Program, compile_program
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import join_projections, quantize
+from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest batch is asked
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -53,14 +58,9 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
     if config.quantization == "int8":
         quantize(model)
     groups = group_layers(model.config.windows, config.max_model_len)
-    of_pool = heads_of_pool(model.config.num_heads, model.config.num_kv_heads, num_devices)
-    pool = dataclasses.replace(
-        make_pool_spec(config, model.config, groups),
-        num_kv_heads=of_pool or model.config.num_kv_heads,
-        sharded=of_pool > 0,
-        platform=chip.platform,
-        num_blocks=2,
-    )
+    weights = {path: _bytes_on_one_device(spec, mesh) for path, spec in specs(model).items()}
+    free = int(chip.num_bytes * config.gpu_memory_utilization) - sum(weights.values())
+    pool = _make_pool(config, model.config, target, num_devices, free)
     buckets = make_buckets(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
@@ -71,13 +71,14 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
         step_spec=make_step_spec(config, model.config, groups),
         mesh=mesh,
     )
-    programs = [_compile(lowerings, name) for name in _largest(buckets)]
+    # Where the weights alone are too many there is nothing to compile.
+    names = _largest(buckets) if free > 0 else []
+    programs = [_compile(lowerings, name, mesh, chip.num_bytes) for name in names]
     room = Room(
         windows=groups.windows,
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    weights = {path: _bytes_on_one_device(spec, mesh) for path, spec in specs(model).items()}
     embedding = weights["model.embed_tokens.weight"] if model.lm_head is not None else 0
     lengths = sorted({n for n in LENGTHS if n < config.max_model_len} | {config.max_model_len})
     return {
@@ -90,11 +91,34 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
         "bytes_per_step": sum(weights.values()) - embedding,
         "flops_per_token": 2 * _num_parameters(model, embedding > 0) // num_devices,
         "state_bytes": lowerings.state_bytes,
-        "block_bytes": pool.bytes_per_block // (num_devices if pool.sharded else 1),
+        "block_bytes": _block_bytes(pool, num_devices),
+        "pool_bytes": pool.num_blocks * _block_bytes(pool, num_devices),  # as compiled
         "blocks": {str(n): room.num_blocks(n) for n in lengths},
         "longest": [[n, room.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
     }
+
+
+def _make_pool(
+    config: ResolvedConfig, model: ModelConfig, target: Target, num_devices: int, free: int
+) -> KVPoolSpec:
+    """A pool of half the free bytes: so large that a copy of it would be seen in the temporaries."""
+    platform = target.chip.platform
+    of_pool = heads_of_pool(model.num_heads, model.num_kv_heads, num_devices)
+    pool = dataclasses.replace(
+        make_pool_spec(config, model, group_layers(model.windows, config.max_model_len)),
+        num_kv_heads=of_pool or model.num_kv_heads,
+        sharded=of_pool > 0,
+        platform=platform,
+    )
+    table = (config.max_num_seqs, -(-config.max_model_len // config.block_size))
+    pool, _ = choose(pool, platform=platform, num_devices=num_devices, table=table)
+    num_blocks = min(free // 2 // _block_bytes(pool, num_devices), MOST_BLOCKS)
+    return dataclasses.replace(pool, num_blocks=max(2, num_blocks))
+
+
+def _block_bytes(pool: KVPoolSpec, num_devices: int) -> int:
+    return pool.bytes_per_block // (num_devices if pool.sharded else 1)
 
 
 def _facts(config: ResolvedConfig) -> dict[str, Any]:
@@ -109,17 +133,26 @@ def _largest(buckets: tuple[Bucket, ...]) -> list[str]:
     return [decode[0].name, decode[-1].name, buckets[-1].name, sample_name(buckets[-1].num_rows)]
 
 
-def _compile(lowerings: Lowerings, name: str) -> dict[str, Any]:
+def _compile(lowerings: Lowerings, name: str, mesh: Mesh, num_bytes: int) -> dict[str, Any]:
+    """What the compiler says of a program; if it needs more than the `num_bytes` of a device, just that."""
     print(f"compiling {name}", file=sys.stderr, flush=True)
-    program: Program = compile_program(name, lowerings.programs[name])
-    text = program.compiled.as_text() or ""
-    return {
-        "name": name,
+    found = {"name": name, "temp_bytes": num_bytes, "result_bytes": 0, "collectives": {}}
+    start = time.perf_counter()
+    try:
+        with jax.set_mesh(
+            mesh
+        ):  # Pallas asks it for which chip to lower; else it sees this machine
+            program: Program = compile_program(name, lowerings.programs[name])
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return found | {"seconds": time.perf_counter() - start, "alias_bytes": 0}
+    return found | {
         "seconds": program.seconds,
         "temp_bytes": program.temp_bytes,
         "result_bytes": program.result_bytes,
         "alias_bytes": program.alias_bytes,
-        "collectives": collectives(text),
+        "collectives": collectives(program.compiled.as_text() or ""),
     }
 
 

@@ -1,11 +1,14 @@
 """Paged attention for a step: write the new keys and values, then attend. Chooses the implementation, and shards it.
 
 On a mesh each device has its own heads: query heads, the KV heads that they read, and those heads of the pool.
+How the pool is laid out says who reads it: a TPU's kernel wants it in its own way, so `choose` is asked before there is
+a pool.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import jax
 from jax import lax
@@ -13,16 +16,39 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpage.batch import StepBatch
-from jaxpage.kv_pool import KVPool, Layer
+from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
 from jaxpage.parallel.sharding import TENSOR
+from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import tpu_layout, xla
 
 # XLA inlines them; as jits of their own they are traced and lowered once for all layers that are alike.
+_OPTIONS = ("scale", "window", "soft_cap", "one_query_per_row")
 _write_kv = jax.jit(write_kv)
-_paged_attention = jax.jit(
-    xla.paged_attention, static_argnames=("scale", "window", "soft_cap", "one_query_per_row")
-)
+_paged_attention = jax.jit(xla.paged_attention, static_argnames=_OPTIONS)
+
+
+@cache
+def _tpu_attention():
+    from pallas_kernels.paged_attention import tpu
+
+    return jax.jit(tpu.paged_attention, static_argnames=_OPTIONS)
+
+
+def choose(
+    spec: KVPoolSpec, *, platform: str, num_devices: int, table: tuple[int, int]
+) -> tuple[KVPoolSpec, str | None]:
+    """The pool as the kernel of the platform reads it; or as it was, for XLA, and why the kernel cannot serve.
+
+    table: the largest block table, [R, M].
+    """
+    if platform != "tpu":
+        return spec, None
+    lanes = replace(spec, lanes=True)
+    kv_heads = spec.num_kv_heads // (num_devices if spec.sharded else 1)
+    share = replace(lanes, num_blocks=1, num_arrays=1, num_kv_heads=kv_heads).abstract()[0]
+    reason = tpu_layout.why_not(spec.dtype, share, kv_heads, spec.head_dim, table)
+    return (spec, reason) if reason else (lanes, None)
 
 
 class PagedAttention:
@@ -69,10 +95,15 @@ class PagedAttention:
             soft_cap=soft_cap,
             one_query_per_row=self._one_query_per_row,
         )
+        pool = self.kv_pool[array]
         if self._mesh is not None and heads_of_pool(q.shape[1], k.shape[1], self._mesh.size):
-            attend = _sharded(attend, self._mesh, k.shape[1])
+            attend = _sharded(attend, self._mesh, k.shape[1], pool)
+        elif self._mesh is not None and self._mesh.size > 1:  # XLA cannot divide a kernel
+            attend = jax.shard_map(
+                attend, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False
+            )
         self.kv_pool[array], out = attend(
-            self.kv_pool[array],
+            pool,
             q,
             k,
             v,
@@ -106,13 +137,18 @@ def _write_and_attend(
     **options,
 ) -> tuple[Layer, jax.Array]:
     """The pool with k and v in it, and the attention of q: `where` are block table, kv_lens and query_starts."""
+    if len(pool.shape) == 3:  # as `choose` laid it out for a TPU
+        out, pool = _tpu_attention()(q, k, v, pool, *where, **options)
+        return pool, out
     pool = _write_kv(pool, k, v, slot_mapping)
     return pool, _paged_attention(q, pool, *where, **options)
 
 
-def _sharded(attend, mesh: Mesh, num_kv_heads: int):
+def _sharded(attend, mesh: Mesh, num_kv_heads: int, pool: Layer):
     """`attend` with a share of the heads on each device. No device needs anything of another."""
     by_head, pool_by_head = P(None, TENSOR), P(None, None, TENSOR)
+    if isinstance(pool, QuantizedPool) and len(pool.shape) == 3 and pool.scale_zero is not None:
+        pool_by_head = replace(pool, data=pool_by_head, scale_zero=by_head)
     own_kv_heads = num_kv_heads % mesh.size == 0
 
     def attend_own(pool, q, k, v, *rest):

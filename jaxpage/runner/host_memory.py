@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxpage.plan import NULL_BLOCK
+from pallas_kernels.kv_write.xla import put_blocks
 
 MOVE_BLOCKS = 16  # blocks that one program moves; padding moves the null block
 
@@ -86,7 +87,7 @@ def write_blocks(pool: Any, block_ids: jax.Array, contents: list[list[jax.Array]
     for index, layer in enumerate(pool):
         leaves, treedef = jax.tree.flatten(layer)
         leaves = [
-            leaf.at[block_ids].set(stack[index], mode="drop")
+            put_blocks(leaf, block_ids, stack[index])
             for leaf, stack in zip(leaves, stacks, strict=True)
         ]
         written.append(jax.tree.unflatten(treedef, leaves))

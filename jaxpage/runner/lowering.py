@@ -7,6 +7,7 @@ program computes (`step`), nor when it is compiled (`programs`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ class Lowerings:
             graphdef=graphdef, treedef=jax.tree.structure(state), spec=step_spec, mesh=mesh
         )
         self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
-        self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes)
+        self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
         self._state = _structs(abstract_request_state(step_spec), mesh)
         self._spec, self._mesh = step_spec, mesh
         largest = buckets[-1]
@@ -127,10 +128,13 @@ def _parameter(variable: nnx.Variable, mesh: Mesh | None) -> jax.ShapeDtypeStruc
     return _struct(value, sharding(mesh, metadata["axes"], metadata["units"]))
 
 
-def _structs(tree: Any, mesh: Mesh | None, axes: tuple[str, ...] = ()) -> Any:
+def _structs(
+    tree: Any, mesh: Mesh | None, axes_of: Callable[[Any], tuple[str, ...]] = lambda _: ()
+) -> Any:
     """Shape, dtype and place of each leaf; of an axis without a name each device of a mesh has all."""
-    place = None if mesh is None else sharding(mesh, axes)
-    return jax.tree.map(lambda x: _struct(x, place), tree)
+    return jax.tree.map(
+        lambda x: _struct(x, None if mesh is None else sharding(mesh, axes_of(x))), tree
+    )
 
 
 def _struct(x: Any, place: Sharding | None) -> jax.ShapeDtypeStruct:

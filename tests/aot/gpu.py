@@ -1,0 +1,196 @@
+"""Compiles the Mosaic GPU kernels for an H200 (sm_90a) on any machine; a process of its own, started by a test.
+
+Knows the compiler and what to compile, and judges nothing: for each program one line of JSON goes to stdout. The
+CUDA plugin's PJRT library has the whole compiler but ptxas, which the wheels nvidia-cuda-nvcc and nvidia-nvvm or a
+CUDA toolkit bring. No driver, no GPU, no other nvidia wheel is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# What the driver of an H200 would tell. ACCELERATED_FEATURES make it sm_90a, which has wgmma.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+# name: heads, KV heads, head dim, block size, dtype, what else the call says
+GQA = dict(heads=16, kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
+ATTENTION: dict[str, dict[str, Any]] = {
+    "gqa-16-2": GQA,
+    "gqa-32-8": GQA | dict(heads=32, kv_heads=8, block_size=32),
+    "head-dim-64": GQA | dict(heads=14, head_dim=64, block_size=8),
+    "head-dim-96": GQA | dict(head_dim=96),
+    "head-dim-192": GQA | dict(head_dim=192),
+    "head-dim-256": GQA | dict(head_dim=256, block_size=128),
+    "mha-float16": GQA | dict(heads=4, kv_heads=4, block_size=64, dtype="float16"),
+    "mqa": GQA | dict(heads=48, kv_heads=1),
+    "int8": GQA | dict(format="int8"),
+    "int4": GQA | dict(format="int4", heads=32, kv_heads=8),
+    "fp8": GQA | dict(format="fp8_e4m3"),
+    "int8-head-dim-192": GQA | dict(format="int8", head_dim=192),
+    "window-soft-cap-sinks": GQA | dict(window=1000, soft_cap=30.0, sinks=True),
+}
+
+
+def toolkit() -> Path | None:
+    """The folder with bin/ptxas and nvvm/libdevice: of the wheels, or of the CUDA toolkit whose nvcc is in PATH."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(p) / "cu13" for p in (spec and spec.submodule_search_locations) or ()]
+    if nvcc := shutil.which("nvcc"):
+        folders.append(Path(nvcc).resolve().parents[1])
+    return next((f for f in folders if (f / "bin" / "ptxas").exists()), None)
+
+
+def missing() -> str | None:
+    """What this environment lacks, in words; None if it can compile."""
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "jax-cuda13-plugin, which has the compiler, is not installed"
+    if toolkit() is None:
+        return "there is no ptxas: install nvidia-cuda-nvcc and nvidia-nvvm, or a CUDA toolkit"
+    return None
+
+
+def main() -> None:
+    folder = toolkit()
+    assert folder is not None, missing()
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS=f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder}",
+        PATH=f"{folder / 'bin'}:{os.environ['PATH']}",
+        MOSAIC_GPU_DUMP_PTXAS="1",
+        JAX_ENABLE_COMPILATION_CACHE="false",
+    )
+    import jax
+    import numpy as np
+    from jax._src import xla_bridge
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    xla_bridge.discover_pjrt_plugins()
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", target_config=H200, topology="1x1x1"
+    ).devices
+    with jax.set_mesh(Mesh(np.array(devices), ("x",))):
+        print(json.dumps({"name": "device", "kind": devices[0].device_kind}))
+        for name, options in ATTENTION.items():
+            for one_query_per_row in (True, False):
+                shapes = dict(rows=64, tokens=64 if one_query_per_row else 8192)
+                kind = "decode" if one_query_per_row else "mixed"
+                compile_one(f"{name}-{kind}", partial(attention, **options, **shapes))
+        compile_one("too-much-shared-memory", greedy)
+
+
+def compile_one(name: str, program) -> None:
+    """Prints what became of `program()`, a lowered program: its sizes or the error, and what ptxas had to say."""
+    begin = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        stdout = os.dup(1)
+        sys.stdout.flush()
+        os.dup2(log.fileno(), 1)  # ptxas' report goes there
+        try:
+            memory = program().compile().memory_analysis()
+            result = {"temp": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+        log.seek(0)
+        report = log.read().decode()
+    seconds = round(time.perf_counter() - begin, 2)
+    print(json.dumps({"name": name, "seconds": seconds, "ptxas": report, **result}), flush=True)
+
+
+def spec(shape, dtype):
+    import jax
+    from jax.sharding import PartitionSpec
+
+    return jax.ShapeDtypeStruct(
+        shape, dtype, sharding=jax.NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+    )
+
+
+def attention(
+    *,
+    rows,
+    tokens,
+    heads,
+    kv_heads,
+    head_dim,
+    block_size,
+    dtype,
+    format=None,
+    sinks=False,
+    **options,
+):
+    """Lowered for `rows` rows of up to 4096 keys, and a pool twice as large as they need."""
+    import jax
+
+    from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
+    from pallas_kernels.paged_attention import gpu
+
+    width = 4096 // block_size
+    slots = 2 * rows * width, block_size, 2 * kv_heads
+    pool: Any = spec((*slots, head_dim), dtype)
+    if format is not None:
+        columns = head_dim // 2 if format == "int4" else head_dim
+        scale_zero = spec((*slots, 2), dtype) if format in LEVELS else None
+        data = spec((*slots, columns), "uint8")
+        pool = QuantizedPool(data=data, scale_zero=scale_zero, format=format)
+    arguments = {
+        "q": spec((tokens, heads, head_dim), dtype),
+        "pool": pool,
+        "block_table": spec((rows, width), "int32"),
+        "kv_lens": spec((rows,), "int32"),
+        "query_starts": spec((rows + 1,), "int32"),
+    }
+    if sinks:
+        arguments["sinks"] = spec((heads,), "float32")
+    function = partial(gpu.paged_attention, scale=0.1, one_query_per_row=tokens == rows, **options)
+    return jax.jit(function).lower(**arguments)
+
+
+def greedy():
+    """A kernel with 4 bytes more of shared memory than an H200 has, to see that too much is an error here too."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def body(out_ref, smem):
+        smem[...] = jnp.zeros_like(smem)
+        out_ref[...] = smem[:128]
+
+    size = 232448 // 4 // 128 * 128 + 128
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=(plgpu.SMEM((size,), jnp.float32),),
+        grid=(1,),
+        grid_names=("x",),
+    )
+    return jax.jit(kernel).lower()
+
+
+if __name__ == "__main__":
+    main()

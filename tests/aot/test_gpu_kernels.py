@@ -1,0 +1,61 @@
+"""The Mosaic GPU kernels through the real compiler, ptxas included, for an H200 that is not there.
+
+Needs jax >= 0.11.2 (Python 3.12): with an older one there is nothing to collect, and CI has an environment for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.aot import gpu
+
+__test__ = jax.__version_info__ >= (0, 11, 2)
+pytestmark = pytest.mark.aot
+
+PROGRAMS = [f"{name}-{kind}" for name in gpu.ATTENTION for kind in ("decode", "mixed")]
+# Wide accumulators and a wide group: up to 100 bytes a thread, on the diagonal only.
+SPILLED = {"head-dim-192-mixed", "head-dim-256-mixed", "mqa-mixed"}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What the compiling process said, by program."""
+    if reason := gpu.missing():
+        pytest.skip(reason)
+    root = Path(__file__).parents[2]
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.aot.gpu"], cwd=root, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in lines}
+
+
+def test_the_target_is_an_h200(compiled):
+    assert compiled["device"]["kind"] == "NVIDIA H200"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_attention_compiles_and_copies_no_pool(compiled, name):
+    """More shared memory than the chip has is an error of the compiler's, as the next test shows."""
+    program = compiled[name]
+    assert "error" not in program, program["error"]
+    kernels = re.findall(r"(\d+) bytes spill stores.*?Used (\d+) registers", program["ptxas"], re.S)
+    assert len(kernels) == (2 if name.endswith("decode") else 3)
+    assert program["ptxas"].count("for 'sm_90a'") == len(kernels)
+    assert "serialized" not in program["ptxas"], program["ptxas"]  # wgmma that waits for itself
+    if name not in SPILLED:
+        assert [int(spilled) for spilled, _ in kernels] == [0] * len(kernels)
+    # The parts of long rows, and at head dim 96 padded queries; the pool is nearly all of the arguments.
+    assert program["temp"] < 0.2 * program["arguments"]
+
+
+def test_more_shared_memory_than_the_chip_has_is_refused(compiled):
+    assert "exceeds available shared memory" in compiled["too-much-shared-memory"]["error"]

@@ -1,0 +1,62 @@
+"""The TPU kernel compiled by the compiler of TPUs, for four chips, on a machine that has none.
+
+That it compiles says: Mosaic knows every operation, and registers, VMEM (a limit is given) and scalar memory suffice.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+
+from tests.aot import tpu
+
+pytestmark = pytest.mark.aot
+
+
+@cache
+def compiled() -> dict[str, list[dict]]:
+    """Of all chips, two processes at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(tpu.TOPOLOGIES, pool.map(tpu.compile_all, tpu.TOPOLOGIES), strict=True))
+
+
+@pytest.fixture(params=tpu.TOPOLOGIES)
+def programs(request) -> dict[str, dict]:
+    if find_spec("libtpu") is None:
+        pytest.skip("the compiler of TPUs is missing: pip install 'jax[tpu]' (Linux on x86)")
+    return {each["name"]: each for each in compiled()[request.param]}
+
+
+def test_every_program_compiles(programs):
+    assert list(programs) == [program.name for program in tpu.PROGRAMS]
+    assert {each["name"]: each["kernel_calls"] for each in programs.values()} == {
+        program.name: program.num_layers for program in tpu.PROGRAMS
+    }
+
+
+def test_the_pool_stays_where_it_is(programs):
+    for each in programs.values():
+        assert each["alias_bytes"] == each["pool_bytes"], each
+        assert each["copies"] == [], each
+        # Tiles of queries and results, where a head_dim of 96 is padded to 256 lanes; at most 144 MB of 1.6 GB here.
+        assert each["temp_bytes"] < 12 * each["q_bytes"] + 2**23, each
+
+
+def test_heads_on_several_chips_need_no_collective(programs):
+    assert {
+        each["name"]: each["collectives"] for each in programs.values() if each["collectives"]
+    } == {}
+
+
+def test_a_copy_of_the_pool_would_be_found():
+    text = """
+      %pool.1 = bf16[64,128,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+      %copy.2 = bf16[64,2,128,128]{3,1,2,0:T(8,128)(2,1)} copy(%pool.1)
+      %copy-start.1 = (u8[64,128,256]{2,1,0:T(8,128)(4,1)S(1)}, u32[]{:S(2)}) copy-start(%pool.1)
+      %small.1 = bf16[64,128]{1,0} copy(%other)
+    """
+    found = tpu.copies_of_size(text, [(64, 128, 256)])
+    assert [line.split()[0] for line in found] == ["%copy.2", "%copy-start.1"]

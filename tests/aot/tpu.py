@@ -1,0 +1,201 @@
+"""Compiles the TPU kernel for chips that are not there, in a process of its own: `python -m tests.aot.tpu v6e:2x2`.
+
+The libtpu wheel holds the compiler of TPUs. What it says of each program in `PROGRAMS` goes to the standard output, a
+JSON object a line. jax must not have been imported with another platform, hence the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One call of the kernel, of a model's heads; blocks of 128."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: int = 2048
+    num_rows: int = 64
+    max_model_len: int = 32768
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    dtype: str = "bfloat16"
+    format: str | None = None
+    num_blocks: int = 4001  # a prime: nothing else is as large as the pool
+    num_devices: int = 1  # that share the heads
+    num_layers: int = 1
+    num_steps: int = 1  # in a loop on the device
+
+    @property
+    def one_query_per_row(self) -> bool:
+        return self.num_tokens == self.num_rows
+
+
+BLOCK_SIZE = 128
+_LLAMA_8B = Program(name="llama-8b", num_heads=32, num_kv_heads=8, head_dim=128)
+PROGRAMS = (
+    Program(name="qwen-0.5b", num_heads=14, num_kv_heads=2, head_dim=64),
+    Program(name="qwen-0.5b-decode", num_heads=14, num_kv_heads=2, head_dim=64, num_tokens=64),
+    Program(name="qwen-3b", num_heads=16, num_kv_heads=2, head_dim=128),
+    _LLAMA_8B,
+    replace(_LLAMA_8B, name="llama-8b-decode", num_tokens=64),
+    replace(_LLAMA_8B, name="llama-8b-int8", format="int8"),
+    replace(_LLAMA_8B, name="llama-8b-int8-decode", format="int8", num_tokens=64),
+    replace(_LLAMA_8B, name="llama-8b-int4", format="int4"),
+    replace(_LLAMA_8B, name="llama-8b-fp8-e4m3", format="fp8_e4m3"),
+    replace(_LLAMA_8B, name="llama-8b-fp8-e5m2-decode", format="fp8_e5m2", num_tokens=64),
+    replace(_LLAMA_8B, name="llama-8b-float32", dtype="float32", num_blocks=1009),
+    replace(_LLAMA_8B, name="llama-8b-256-rows-of-128k", num_rows=256, max_model_len=131072),
+    replace(_LLAMA_8B, name="llama-8b-tp4", num_devices=4),
+    replace(_LLAMA_8B, name="two-layers-in-a-loop", num_tokens=64, num_layers=2, num_steps=8),
+    Program(name="phi-3-mini", num_heads=32, num_kv_heads=32, head_dim=96, num_blocks=1009),
+    Program(name="head-dim-192", num_heads=16, num_kv_heads=4, head_dim=192),
+    Program(name="gemma-2b", num_heads=8, num_kv_heads=1, head_dim=256),
+    Program(
+        name="gemma-2-9b", num_heads=16, num_kv_heads=8, head_dim=256, window=4096, soft_cap=50.0
+    ),
+    Program(name="gpt-oss", num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True),
+)
+
+
+def compile_all(topology: str) -> list[dict]:
+    """What the compiler says of each program, compiled in another process. Raises RuntimeError if it ends badly."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
+    environment = kept | {
+        "JAX_PLATFORMS": "cpu",  # stays the default backend
+        "TPU_SKIP_MDS_QUERY": "1",  # nobody looks for a TPU VM's metadata server
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # no chip is held, so several processes may compile
+    }
+    command = [sys.executable, "-m", "tests.aot.tpu", topology]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {topology} failed:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def _compile(program: Program, topology: str) -> dict:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
+    from pallas_kernels.paged_attention import tpu
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices[: program.num_devices]), ("tp",))
+
+    def array(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    heads, kv_heads, head_dim = program.num_heads, program.num_kv_heads, program.head_dim
+    tokens, rows, dtype = program.num_tokens, program.num_rows, jnp.dtype(program.dtype)
+    width = 2 * kv_heads * head_dim // (2 if program.format == "int4" else 1)
+    by_head, by_lane = (None, "tp"), (None, None, "tp")
+    pool = array(
+        (program.num_blocks, BLOCK_SIZE, width), jnp.uint8 if program.format else dtype, *by_lane
+    )
+    pool_spec = P(*by_lane)
+    if program.format:
+        scales = array((program.num_blocks, 4 * kv_heads, BLOCK_SIZE), dtype, *by_head)
+        has_scales = program.format in LEVELS
+        pool = QuantizedPool(
+            data=pool, scale_zero=scales if has_scales else None, format=program.format
+        )
+        pool_spec = jax.tree.map(lambda x: x.sharding.spec, pool)
+    arguments = [
+        array((tokens, heads, head_dim), dtype, *by_head),
+        array((tokens, kv_heads, head_dim), dtype, *by_head),
+        array((tokens, kv_heads, head_dim), dtype, *by_head),
+        array((rows, program.max_model_len // BLOCK_SIZE), jnp.int32),
+        array((rows,), jnp.int32),
+        array((rows + 1,), jnp.int32),
+        array((heads,), jnp.float32, "tp"),
+    ]
+
+    def attend(pool, q, k, v, table, kv_lens, query_starts, sinks):
+        return tpu.paged_attention(
+            *(q, k, v, pool, table, kv_lens, query_starts),
+            scale=head_dim**-0.5,
+            window=program.window,
+            soft_cap=program.soft_cap,
+            sinks=sinks if program.sinks else None,
+            one_query_per_row=program.one_query_per_row,
+        )
+
+    specs = [x.sharding.spec for x in arguments]
+    sharded = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(pool_spec, *specs),
+        out_specs=(P(*by_head), pool_spec),
+        check_vma=False,
+    )
+
+    def run(pools, q, k, v, table, kv_lens, *rest):
+        def step(_, carry):
+            q, kv_lens, pools = carry
+            pools = list(pools)
+            for layer in range(program.num_layers):
+                q, pools[layer] = sharded(pools[layer], q, k, v, table, kv_lens, *rest)
+            return q, kv_lens + 1, pools
+
+        if program.num_steps == 1:
+            return step(0, (q, kv_lens, pools))
+        return jax.lax.fori_loop(0, program.num_steps, step, (q, kv_lens, pools))
+
+    pools = [pool] * program.num_layers
+    begin = time.perf_counter()
+    with jax.set_mesh(mesh):  # Pallas asks the mesh for which chip it lowers
+        compiled = jax.jit(run, donate_argnums=0).lower(pools, *arguments).compile()
+    seconds = time.perf_counter() - begin
+    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    leaves = jax.tree.leaves(pools)
+    return {
+        "name": program.name,
+        "chip": devices[0].device_kind,
+        "seconds": round(seconds, 2),
+        "pool_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+        // len(mesh.devices),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "q_bytes": math.prod(arguments[0].shape) * dtype.itemsize // len(mesh.devices),
+        "temp_bytes": memory.temp_size_in_bytes,
+        "kernel_calls": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        "copies": list(copies_of_size(text, [x.sharding.shard_shape(x.shape) for x in leaves])),
+        "collectives": re.findall(r"\b(all-\w+|collective-\w+|reduce-scatter)\(", text),
+    }
+
+
+def copies_of_size(text: str, shapes: list[tuple[int, ...]]) -> Iterator[str]:
+    """Instructions of an HLO text that make an array as large as one of the shapes, in any layout, out of another."""
+    sizes = {math.prod(shape) for shape in shapes}
+    free = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple", "while")
+    for line in text.splitlines():
+        found = re.search(r"= (.*?) ([a-z][\w-]*)\(%", line)
+        if found and found[2] not in free:
+            made = re.findall(r"\w\[([\d,]+)\]", found[1])
+            if any(math.prod(map(int, shape.split(","))) in sizes for shape in made):
+                yield line.strip()[:200]
+
+
+if __name__ == "__main__":
+    for each in PROGRAMS:
+        print(json.dumps(_compile(each, sys.argv[1])), flush=True)

@@ -1,0 +1,309 @@
+"""The TPU kernel, interpreted on the CPU, against `write_kv` and the reference.
+
+The interpreter simulates DMAs, which arrive as late as they may, fills uninitialised memory with NaN, and finds races.
+Interpreting compiles the simulation, so cases share programs where they can: `bucketed` brings them to one size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
+from pallas_kernels.kv_write.xla import write_kv
+from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout
+from pallas_kernels.paged_attention.cases import Case
+
+INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+TOKENS, ROWS, BLOCKS_PER_ROW, BLOCKS = 256, 6, 24, 110
+
+
+@cache
+def program(**static):
+    return jax.jit(partial(tpu.paged_attention, interpret=INTERPRETED, **static))
+
+
+@cache
+def oracle(**static):
+    def run(q, k, v, pool, slot_mapping, sinks, *rows):
+        pool = write_kv(pool, k, v, slot_mapping)
+        return reference.paged_attention(q, pool, *rows, sinks=sinks, **static), pool
+
+    return jax.jit(run)
+
+
+def fitting(case: Case, format: str | None = None) -> Case:
+    """The case with the least block size and head dim that the kernel takes."""
+    least = {None: 32 // jnp.dtype(case.dtype).itemsize, "int8": 128, "int4": 128}.get(format, 32)
+    width = 128 if case.num_kv_heads == 1 and format == "int4" else 64
+    return replace(
+        case,
+        head_dim=max(width, case.head_dim),
+        block_size=max(least, case.block_size),
+        format=format,
+    )
+
+
+def arrays_of(case: Case) -> dict:
+    """Arguments of the kernel but for the pool's layout, and the slots of its new tokens. Padding tokens: slot 0."""
+    arguments = cases.arguments(case)
+    arrays = {
+        name: arguments[name] for name in ("q", "pool", "block_table", "kv_lens", "query_starts")
+    }
+    pool = arrays["pool"]
+    if isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
+        if pool.scale_zero.dtype == jnp.uint16:
+            bits = lax.bitcast_convert_type(pool.scale_zero, jnp.bfloat16)
+            arrays["pool"] = replace(pool, scale_zero=bits)
+    rng = np.random.default_rng(1)
+    shape = (arrays["q"].shape[0], case.num_kv_heads, case.head_dim)
+    arrays["k"], arrays["v"] = (jnp.asarray(rng.standard_normal(shape), case.dtype) for _ in "kv")
+    arrays["sinks"] = jnp.asarray(rng.standard_normal(case.num_heads), jnp.float32)
+    arrays["slot_mapping"] = jnp.asarray(slots_of(case, arrays), jnp.int32)
+    return arrays
+
+
+def slots_of(case: Case, arrays: dict) -> np.ndarray:
+    slots = np.zeros(arrays["q"].shape[0], np.int32)
+    table, size = np.asarray(arrays["block_table"]), case.block_size
+    lens = zip(case.query_lens, case.kv_lens, strict=True)
+    for row, (query_len, kv_len) in enumerate(lens):
+        positions = np.arange(kv_len - query_len, kv_len)
+        first = sum(case.query_lens[:row])
+        slots[first : first + query_len] = table[row, positions // size] * size + positions % size
+    return slots
+
+
+def bucketed(arrays: dict) -> dict:
+    """The same in arrays of one size; padding blocks are NaN, padding rows have no tokens."""
+
+    def pad(x, *sizes, **options):
+        widths = [(0, size - old) for size, old in zip(sizes, x.shape, strict=False)]
+        return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(sizes)), **options)
+
+    padded = {name: pad(arrays[name], TOKENS) for name in ("q", "k", "v", "slot_mapping")}
+    return padded | {
+        "pool": jax.tree.map(partial(pad_blocks, num_blocks=BLOCKS), arrays["pool"]),
+        "block_table": pad(arrays["block_table"], ROWS, BLOCKS_PER_ROW),
+        "kv_lens": pad(arrays["kv_lens"], ROWS),
+        "query_starts": pad(arrays["query_starts"], ROWS + 1, mode="edge"),
+        "sinks": arrays["sinks"],
+    }
+
+
+def pad_blocks(x, *, num_blocks):
+    value = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0xFF  # NaN as fp8 too
+    return jnp.pad(x, [(0, num_blocks - x.shape[0])] + [(0, 0)] * 3, constant_values=value)
+
+
+def run(arrays: dict, *, sinks: bool = False, **static):
+    """Result [T, H, D] and pool of the kernel; no race was seen."""
+    names = ("q", "k", "v", "pool", "block_table", "kv_lens", "query_starts")
+    arguments = arrays | {"pool": tpu_layout.to_tpu(arrays["pool"])}
+    options = {"sinks": arrays["sinks"]} if sinks else {}
+    static = dict(sorted(static.items()))  # to the cache their order matters
+    result = program(**static)(*(arguments[name] for name in names), **options)
+    out, pool = jax.block_until_ready(result)
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+    return np.asarray(out, np.float32), pool
+
+
+def check(case: Case, arrays: dict, *, sinks: bool = False, one_query_per_row: bool = False):
+    static = dict(scale=case.head_dim**-0.5, window=case.window, soft_cap=case.soft_cap)
+    names = ("q", "k", "v", "pool", "slot_mapping")
+    rows = (arrays[name] for name in ("block_table", "kv_lens", "query_starts"))
+    given = arrays["sinks"] if sinks else None
+    expected, expected_pool = oracle(**static)(*(arrays[name] for name in names), given, *rows)
+    out, pool = run(arrays, sinks=sinks, one_query_per_row=one_query_per_row, **static)
+    assert np.isfinite(out).all()
+    num_tokens = sum(case.query_lens)
+    assert (out[num_tokens:] == 0).all()
+    tolerance = 1e-2 if case.dtype == "bfloat16" else 5e-6
+    np.testing.assert_allclose(
+        out[:num_tokens],
+        np.asarray(expected, np.float32)[:num_tokens],
+        atol=tolerance,
+        rtol=tolerance,
+    )
+    leaves = map(jax.tree.leaves, (pool, tpu_layout.to_tpu(expected_pool)))
+    for got, wanted in zip(*leaves, strict=True):  # the null block: padding is not written at all
+        np.testing.assert_array_equal(
+            np.asarray(got, np.float32)[1:], np.asarray(wanted, np.float32)[1:]
+        )
+
+
+def by_name(name: str) -> Case:
+    return next(case for case in cases.SMALL if case.name == name)
+
+
+@pytest.mark.parametrize("name", ["mixed", "block-edges", "empty-rows-between"])
+def test_rows_of_all_kinds(name):
+    case = fitting(by_name(name))
+    check(case, bucketed(arrays_of(case)))
+
+
+@pytest.mark.slow
+def test_quantised_with_a_window_a_soft_cap_and_sinks():
+    case = Case(
+        name="",
+        query_lens=(1, 0, 9, 1),
+        kv_lens=(259, 0, 140, 1),
+        window=30,
+        soft_cap=5.0,
+        num_padding_tokens=2,
+    )
+    case = fitting(case, "int4")
+    check(case, arrays_of(case), sinks=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in cases.SMALL])
+def test_every_case(name):
+    case = fitting(by_name(name))
+    check(case, bucketed(arrays_of(case)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixed", "block-edges", "window", "bfloat16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantised_pools(name, format):
+    case = fitting(by_name(name), format)
+    check(case, arrays_of(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "format"),
+    [
+        (14, 2, 64, None),
+        (6, 2, 96, None),
+        (8, 4, 96, None),
+        (8, 8, 128, None),
+        (3, 1, 192, None),
+        (7, 1, 256, None),
+        (14, 2, 64, "int4"),
+        (8, 4, 96, "int4"),
+        (12, 4, 192, "int4"),
+        (7, 1, 256, "int4"),
+    ],
+)
+def test_heads_of_every_size(num_heads, num_kv_heads, head_dim, format):
+    """(6, 2, 96): a head's lanes begin within a register; (8, 4, 96): and in each period of two heads again."""
+    case = replace(
+        fitting(by_name("second-chunk"), format),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype="bfloat16",
+        block_size=128 if format else 16,
+    )
+    check(case, arrays_of(case), sinks=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode", "decode-long", "block-edges"])
+def test_one_query_per_row(name):
+    case = fitting(by_name(name))
+    check(case, arrays_of(case), one_query_per_row=True)
+
+
+def static_of(case: Case) -> dict:
+    return dict(
+        scale=case.head_dim**-0.5,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        one_query_per_row=False,
+    )
+
+
+def test_a_row_reads_what_another_row_writes_in_the_same_call():
+    """As after a prefix hit on blocks that are being computed, whatever the order of the rows."""
+    case = fitting(Case(name="", query_lens=(3, 40, 9), kv_lens=(35, 40, 41), block_size=16))
+    arrays = arrays_of(case)
+    table = np.array(arrays["block_table"])
+    table[0, :2] = table[2, :2] = table[1, :2]
+    arrays["block_table"] = jnp.asarray(table)
+    check(case, bucketed(arrays))
+
+
+def test_a_row_that_ended_neither_writes_nor_reads():
+    """Its tokens are packed still; its kv_len is 0."""
+    case = fitting(Case(name="", query_lens=(1, 5, 1, 20), kv_lens=(40, 30, 18, 20), block_size=16))
+    arrays = bucketed(arrays_of(case))
+    before = arrays["pool"]
+    out, _ = run(arrays, **static_of(case))
+    assert np.isfinite(out).all()
+    lens = np.array(arrays["kv_lens"])
+    lens[[1, 2]] = 0
+    arrays["kv_lens"] = jnp.asarray(lens)
+    ended, pool = run(arrays, **static_of(case))
+    expected = np.where(np.isin(np.arange(TOKENS), np.arange(1, 7))[:, None, None], 0, out)
+    np.testing.assert_array_equal(ended, expected)
+    owned = np.asarray(arrays["block_table"])[[1, 2], :2].reshape(-1)
+    kept = np.asarray(pool)[owned]
+    np.testing.assert_array_equal(kept, np.asarray(tpu_layout.to_tpu(before))[owned])
+
+
+def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
+    """Alone, in another place, and beside rows whose keys and values are no numbers."""
+    case = fitting(
+        Case(name="", query_lens=(1, 20, 1, 33), kv_lens=(77, 150, 20, 40), block_size=16)
+    )
+    arrays = bucketed(arrays_of(case))
+    out, _ = run(arrays, **static_of(case))
+    tokens = slice(1, 21)
+    assert np.isfinite(out).all()
+
+    broken = dict(arrays)
+    is_other = np.arange(TOKENS)
+    is_other = ((is_other < 1) | (is_other >= 21))[:, None, None]
+    broken["k"], broken["v"] = (jnp.where(is_other, jnp.nan, arrays[name]) for name in "kv")
+    in_bad_company, _ = run(broken, **static_of(case))
+    np.testing.assert_array_equal(in_bad_company[tokens], out[tokens])
+    assert np.isnan(in_bad_company[[0, 21, 22]]).all()
+
+    alone = arrays | {
+        "block_table": jnp.roll(arrays["block_table"], 2, axis=0),
+        "kv_lens": jnp.zeros(ROWS, jnp.int32).at[3].set(150),
+        "query_starts": jnp.asarray([0, 0, 0, 7, 27, 27, 27], jnp.int32),
+    }
+    alone |= {name: jnp.roll(arrays[name], 6, axis=0) for name in ("q", "k", "v")}
+    moved, _ = run(alone, **static_of(case))
+    np.testing.assert_array_equal(moved[7:27], out[tokens])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": jnp.float16}, "queries are float16"),
+        ({"pool": (9, 16, 2, 64)}, "where the last axis must be a multiple of 128"),
+        ({"num_kv_heads": 1, "pool": (9, 16, 64), "head_dim": 32}, "multiple of 128"),
+        ({"pool": (9, 8, 256)}, "at least 16 for this pool, not 8"),
+        ({"pool": (9, 48, 256)}, "a power of two"),
+        ({"pool": (9, 16384, 256)}, "one has 8388608"),
+        ({"pool": (70000, 16, 256)}, "there are 70000 blocks"),
+        ({"table": (256, 2048)}, "takes 1048576 bytes"),
+        ({"pool": (9, 64, 256), "format": "int8"}, "at least 128"),
+    ],
+)
+def test_it_says_why_it_cannot_serve(change, reason):
+    given = (
+        dict(dtype=jnp.bfloat16, pool=(9, 16, 256), num_kv_heads=2, head_dim=64, table=(4, 8))
+        | change
+    )
+    pool, format = given.pop("pool"), given.pop("format", None)
+    dtype = jnp.uint8 if format else jnp.bfloat16 if given["dtype"] == jnp.bfloat16 else jnp.float16
+    array = jax.ShapeDtypeStruct(pool, dtype)
+    if format:
+        array = QuantizedPool(data=array, scale_zero=array, format=format)
+    heads = (given["num_kv_heads"], given["head_dim"])
+    assert reason in (tpu_layout.why_not(given["dtype"], array, *heads, given["table"]) or "")
