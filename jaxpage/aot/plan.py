@@ -126,7 +126,8 @@ def show(measured: dict[str, Any], verdict: Verdict) -> str:
             f"{program['name']:<18}{program['seconds']:>10.1f} s{program['temp_bytes'] / 2**20:>10.1f} MiB"
             f"  {collectives or 'none'}"
         )
-    return "\n".join([*lines, "", _sentence(config, verdict)])
+    lines += ["", f"attention: {measured['attention']}", _sentence(config, verdict)]
+    return "\n".join(lines)
 
 
 def show_table(found: list[dict[str, Any]], verdicts: list[Verdict]) -> str:

@@ -60,7 +60,7 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
     groups = group_layers(model.config.windows, config.max_model_len)
     weights = {path: _bytes_on_one_device(spec, mesh) for path, spec in specs(model).items()}
     free = int(chip.num_bytes * config.gpu_memory_utilization) - sum(weights.values())
-    pool = _make_pool(config, model.config, target, num_devices, free)
+    pool, reason = _make_pool(config, model.config, target, num_devices, free)
     buckets = make_buckets(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
@@ -96,13 +96,16 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
         "blocks": {str(n): room.num_blocks(n) for n in lengths},
         "longest": [[n, room.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
+        "attention": "kernel"
+        if pool.lanes
+        else ": ".join(["plain XLA", *([reason] if reason else [])]),
     }
 
 
 def _make_pool(
     config: ResolvedConfig, model: ModelConfig, target: Target, num_devices: int, free: int
-) -> KVPoolSpec:
-    """A pool of half the free bytes: so large that a copy of it would be seen in the temporaries."""
+) -> tuple[KVPoolSpec, str | None]:
+    """A pool of half the free bytes: a copy of it would be seen in the temporaries. And why XLA has to serve, if so."""
     platform = target.chip.platform
     of_pool = heads_of_pool(model.num_heads, model.num_kv_heads, num_devices)
     pool = dataclasses.replace(
@@ -112,9 +115,9 @@ def _make_pool(
         platform=platform,
     )
     table = (config.max_num_seqs, -(-config.max_model_len // config.block_size))
-    pool, _ = choose(pool, platform=platform, num_devices=num_devices, table=table)
+    pool, reason = choose(pool, platform=platform, num_devices=num_devices, table=table)
     num_blocks = min(free // 2 // _block_bytes(pool, num_devices), MOST_BLOCKS)
-    return dataclasses.replace(pool, num_blocks=max(2, num_blocks))
+    return dataclasses.replace(pool, num_blocks=max(2, num_blocks)), reason
 
 
 def _block_bytes(pool: KVPoolSpec, num_devices: int) -> int:

@@ -17,6 +17,7 @@ CONFIG = {
     "intermediate_size": 512,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
+    "head_dim": 64,
     "num_hidden_layers": 2,
     "vocab_size": 1024,
     "max_position_embeddings": 4096,
@@ -25,10 +26,8 @@ CONFIG = {
     "dtype": "bfloat16",
     "eos_token_id": 2,
 }
-NUM_LAYERS, BLOCK_BYTES = (
-    2,
-    2 * 2 * 2 * 32 * 2,
-)  # of a token: layers, K and V, KV heads, head dim, bfloat16
+NUM_LAYERS = 2
+BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 64 * 2  # of a token: K and V of two KV heads, head dim, bfloat16
 
 
 @pytest.fixture
@@ -60,10 +59,11 @@ def test_one_device_of_two_kinds(config, kv_cache_dtype, capsys):
     assert code == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("v6e:2x2") and lines[2].startswith("h200")
+    assert [each["attention"] for each in found] == ["kernel", "plain XLA"]
     for each, block_size in zip(found, (128, 64), strict=True):
-        quantised = kv_cache_dtype == "int8"  # a byte each, and scale and zero for 32 of them
+        quantised = kv_cache_dtype == "int8"  # a byte each, and scale and zero for 64 of them
         of_block = block_size * BLOCK_BYTES
-        assert each["block_bytes"] == (of_block * 36 // 64 if quantised else of_block)
+        assert each["block_bytes"] == (of_block * 68 // 128 if quantised else of_block)
         assert all(program["collectives"] == {} for program in each["programs"])
         check_programs(each)
 

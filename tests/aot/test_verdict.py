@@ -30,6 +30,7 @@ def measured(**changes):
     program = {"name": "decode R=64", "seconds": 1.0, "collectives": {"all-reduce": {"count": 5}}}
     facts = {
         "target": "chip:2x2",
+        "attention": "kernel",
         "num_devices": 1,
         "config": config | changes.pop("config", {}),
         "chip": chip,
