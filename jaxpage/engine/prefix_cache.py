@@ -90,15 +90,15 @@ def register_blocks(
     _extend_hashes(sequence, count, pool.block_size, weight_epoch)
     hashes = sequence.block_hashes
     for group, table in enumerate(sequence.block_tables):
-        parent = group_key(hashes[first - 1], group) if first else None
         for index in range(first, count):
-            key = group_key(hashes[index], group)
             block_id = table[index]
+            key, parent = hashes[index], hashes[index - 1] if index else None
+            if group:  # the first one's key is the hash itself, and calls are dear here
+                key, parent = group_key(key, group), parent and group_key(parent, group)
             # A sibling that was swapped in together with this sequence may have registered what they share, while
             # another group of this one had to bring a block that the sibling had left behind.
             if block_id != NULL_BLOCK and pool.hashes[block_id] != key:
                 pool.register(block_id, key, parent)
-            parent = key
     sequence.num_registered_blocks = count
 
 
