@@ -18,7 +18,7 @@ from jaxpage.aot.targets import Target
 TENSOR_AXIS = "tensor"
 
 # What the driver of an H200 would tell. ACCELERATED_FEATURES make it sm_90a, which has wgmma.
-_H200 = """
+H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
   shared_memory_per_core: 233472  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
@@ -80,7 +80,7 @@ def _devices(target: Target) -> list:
 
     xla_bridge.discover_pjrt_plugins()
     return topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", target_config=_H200, topology="1x1x1"
+        platform="cuda", topology_name="1x1x1", target_config=H200, topology="1x1x1"
     ).devices
 
 

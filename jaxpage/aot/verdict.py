@@ -5,6 +5,7 @@ Pure arithmetic on what `worker.measure` returns. Must not know compilers.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ def judge(measured: dict[str, Any]) -> Verdict:
     config, chip = measured["config"], measured["chip"]
     pool_bytes = _pool_bytes(measured, measured["weight_bytes"])
     block_bytes = measured["block_bytes"]
-    num_blocks = max(0, pool_bytes // block_bytes - 1)
+    num_blocks = max(0, min(pool_bytes // block_bytes, measured["most_blocks"] or sys.maxsize) - 1)
     blocks = {int(n): count for n, count in measured["blocks"].items()}
     wanted = config["max_model_len"]
     fits = num_blocks >= blocks[wanted]

@@ -92,6 +92,7 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
         "flops_per_token": 2 * _num_parameters(model, embedding > 0) // num_devices,
         "state_bytes": lowerings.state_bytes,
         "block_bytes": _block_bytes(pool, num_devices),
+        "most_blocks": MOST_BLOCKS if pool.lanes else None,  # that block tables can name
         "pool_bytes": pool.num_blocks * _block_bytes(pool, num_devices),  # as compiled
         "blocks": {str(n): room.num_blocks(n) for n in lengths},
         "longest": [[n, room.num_blocks(n)] for n in _shorter(config.max_model_len)],

@@ -18,21 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# What the driver of an H200 would tell. ACCELERATED_FEATURES make it sm_90a, which has wgmma.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
+from jaxpage.aot.topology import H200
 
 # name: heads, KV heads, head dim, block size, dtype, what else the call says
 GQA = dict(heads=16, kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")

@@ -39,6 +39,7 @@ def measured(**changes):
         "flops_per_token": 3 * GB,
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
+        "most_blocks": None,
         "blocks": {"1000": 10, "100000": 1000},
         "longest": [[50_000, 500], [25_000, 250], [100, 1]],
         "programs": [
@@ -55,6 +56,10 @@ def test_a_model_that_fits():
     assert (verdict.temp_bytes, verdict.pool_bytes) == (1.1 * GB, 3.8 * GB)
     assert verdict.num_blocks == 3799 and verdict.num_tokens == 100_000 and verdict.fits
     assert verdict.batches == {1000: 64, 100_000: 3} and verdict.changes == ()
+
+
+def test_no_more_blocks_than_the_kernel_can_name():
+    assert judge(measured(most_blocks=2001)).num_blocks == 2000
 
 
 def test_the_fastest_step_reads_weights_and_kv_once_or_multiplies_all_rows():
