@@ -109,8 +109,8 @@ def _num_blocks(pool: BlockPool, first: Sequence, own: list[int], max_query_len:
 def num_missing_blocks(pool: BlockPool, sequence: Sequence, end: int) -> int:
     """Blocks that must be free for a sequence to compute its tokens up to `end`.
 
-    For a beam: for all beams of its request that have yet to sample. Then none of them has to give way when others of
-    them are planned already.
+    For a beam: also for all others of its request that have yet to sample, up to their last tokens. Then none of them
+    has to give way when others of them are planned already.
     """
     request = sequence.request
     if request.beams is None:
@@ -121,7 +121,7 @@ def num_missing_blocks(pool: BlockPool, sequence: Sequence, end: int) -> int:
         known = len(beam.token_ids)
         if beam.num_in_flight or known >= beam.max_len:
             continue
-        missing += growth.num_lacking(beam, -(-known // size))
+        missing += growth.num_lacking(beam, -(-(end if beam is sequence else known) // size))
         index, offset = divmod(beam.num_computed_tokens, size)
         if offset:
             written.update(table[index] for table in beam.block_tables)

@@ -153,6 +153,21 @@ def test_beams_give_way_together_and_come_back_together():
     assert_expected_beams(beams)
 
 
+def test_prompt_longer_than_the_pool_leaves_its_window_behind():
+    """Six tokens in the room of two, a token in each step."""
+    engine = make_engine(
+        block_size=1,
+        windows=(1,),
+        num_blocks=3,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=1,
+    )
+    beams = make_beam_request("b", [0, 1, 2, 0, 1, 2], width=1, max_tokens=1)
+    run(engine, beams)
+    assert beams.num_preemptions == 0
+    assert_expected_beams(beams)
+
+
 def test_several_steps_in_a_launch_wait_for_the_end_of_the_beams():
     engine = make_engine(decode_steps=4)
     beams = make_beam_request("b", [2, 3], width=2, max_tokens=5)
