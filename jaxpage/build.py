@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import hashlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from flax import nnx
 from jaxpage.config import (
     EngineConfig,
     ResolvedConfig,
+    compiler_flags,
     default_sampling,
     eos_token_ids,
     load_generation_config,
@@ -31,17 +33,21 @@ from jaxpage.kv_groups import KVGroups, Windows, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.config import ModelConfig
+from jaxpage.models.decoder import CausalLM
 from jaxpage.ops.attention import choose
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.buckets import Bucket, make_buckets
+from jaxpage.runner.facts import machine_facts
 from jaxpage.runner.host_memory import HostMemory, content_shapes
 from jaxpage.runner.memory import Room, check_fits, pool_bytes, size_pool
+from jaxpage.runner.program_store import NUM_BLOCKS, ProgramStore, Sizes
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.runner import Runner
 from jaxpage.runner.step import StepSpec
 from jaxpage.tokenizer import Detokenizer, load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
+from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import join_projections, quantize
 from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
@@ -87,7 +93,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
     groups = group_layers(model.config.windows, config.max_model_len)
     pool, reason = choose(
-        make_pool_spec(config, model.config, groups),
+        make_pool_spec(config, model.config, groups, device.platform),
         platform=device.platform,
         num_devices=1,
         table=(config.max_num_seqs, -(-config.max_model_len // config.block_size)),
@@ -138,15 +144,18 @@ def _print_unless_configured() -> None:
 
 
 def _make_runner(
-    config: ResolvedConfig, model: Any, groups: KVGroups, pool: KVPoolSpec, device: jax.Device
+    config: ResolvedConfig, model: CausalLM, groups: KVGroups, pool: KVPoolSpec, device: jax.Device
 ) -> tuple[ResolvedConfig, Runner]:
     """The runner with its pool sized, and the config with what the sizing decided."""
+    machine = machine_facts(device, compiler_flags())
+    root = programs_folder(config)
 
     def runner_of(
         config: ResolvedConfig,
         buckets: tuple[Bucket, ...],
         num_blocks: int,
         host_memory: HostMemory | None = None,
+        store: ProgramStore | None = None,
     ) -> Runner:
         return Runner(
             model,
@@ -155,19 +164,61 @@ def _make_runner(
             step_spec=make_step_spec(config, model.config, groups),
             ahead_of_time=not config.enforce_eager,
             host_memory=host_memory,
+            store=store,
         )
 
     def temp_bytes(bucket: Bucket) -> int:
         # The pool's size does not matter to the temporaries; the smallest is enough to ask.
         return runner_of(config, (bucket,), 2).bytes_besides_pool(bucket)
 
-    config = _size_pool(config, pool, groups.windows, device, temp_bytes)
-    buckets = make_buckets(
+    def available(temp_bytes: int) -> int:
+        return pool_bytes(
+            (device,),
+            utilization=config.gpu_memory_utilization,
+            temp_bytes=temp_bytes,
+            share_of_free=config.cache_max_entry_count,
+        )
+
+    sizes = Sizes(root, machine | program_facts(config, model, pool))
+    config = size_kv(config, pool, groups.windows, available, temp_bytes, sizes)
+    assert config.num_gpu_blocks_override is not None
+    sized = dataclasses.replace(pool, num_blocks=config.num_gpu_blocks_override)
+    store = None
+    if root is not None:
+        store = ProgramStore(root, machine | program_facts(config, model, sized), [device])
+        reason = store.why_empty()
+        if reason:
+            logger.info("the programs in %s are not for this start: %s", root, reason)
+    memory = _make_host_memory(config, model, groups, pool, device)
+    return config, runner_of(config, buckets_of(config), sized.num_blocks, memory, store)
+
+
+def programs_folder(config: ResolvedConfig) -> Path | None:
+    """Where compiled programs are kept; None if they are not."""
+    if config.enforce_eager or not config.compilation_cache_dir:
+        return None
+    return Path(config.compilation_cache_dir) / "programs"
+
+
+def program_facts(config: ResolvedConfig, model: CausalLM, pool: KVPoolSpec) -> dict[str, str]:
+    """What the programs of an engine depend on besides the machine, as text."""
+    groups = group_layers(model.config.windows, config.max_model_len)
+    parameters = [f"{path}: {spec.shape} {spec.dtype}" for path, spec in specs(model).items()]
+    return {
+        "model": repr(model.config),
+        "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
+        "KV pool": repr(pool),
+        "steps": repr(make_step_spec(config, model.config, groups)),
+        "rows": str(buckets_of(config)[-1].num_rows),
+        "moves blocks": str(config.swap_space > 0),
+    }
+
+
+def buckets_of(config: ResolvedConfig) -> tuple[Bucket, ...]:
+    """The padded sizes of its steps."""
+    return make_buckets(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    assert config.num_gpu_blocks_override is not None
-    memory = _make_host_memory(config, model, groups, pool, device)
-    return config, runner_of(config, buckets, config.num_gpu_blocks_override, memory)
 
 
 def _make_host_memory(
@@ -191,23 +242,20 @@ def _make_host_memory(
     return HostMemory(num_blocks, device=None if device.platform == "cpu" else device, store=store)
 
 
-def _size_pool(
+def size_kv(
     config: ResolvedConfig,
     pool: KVPoolSpec,
     windows: Windows,
-    device: jax.Device,
+    available: Callable[[int], int],
     temp_bytes: Callable[[Bucket], int],
+    sizes: Sizes,
 ) -> ResolvedConfig:
-    """The config with the number of KV blocks, and with what it makes of the two token limits."""
+    """The config with the number of KV blocks, and with what it makes of the two token limits.
 
-    def available(temp_bytes: int) -> int:
-        return pool_bytes(
-            (device,),
-            utilization=config.gpu_memory_utilization,
-            temp_bytes=temp_bytes,
-            share_of_free=config.cache_max_entry_count,
-        )
-
+    `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a step needs besides: compiled for
+    this unless `sizes` knows it. Programs are for a number of blocks, so that of the last time is taken again if it
+    fits and is not much smaller than what would.
+    """
     room = Room(
         windows=windows,
         block_size=config.block_size,
@@ -219,13 +267,14 @@ def _size_pool(
     if num_blocks is None:
         num_blocks, room = size_pool(
             available=available,
-            temp_bytes=temp_bytes,
+            temp_bytes=lambda bucket: sizes.remember(bucket.name, lambda: temp_bytes(bucket)),
             bytes_per_block=pool.bytes_per_block,
             room=room,
             max_model_len=config.max_model_len,
             must_fit=not config.fit_max_model_len,
             max_num_seqs=config.max_num_seqs,
         )
+        num_blocks = sizes.settle(NUM_BLOCKS, num_blocks)
     if pool.lanes:  # their kernel's block tables can name no more
         num_blocks = min(num_blocks, MOST_BLOCKS)
     max_model_len = config.max_model_len
@@ -258,7 +307,9 @@ def _check_same_ropes(hf_config: PretrainedConfig, config: ResolvedConfig, model
         )
 
 
-def make_pool_spec(config: ResolvedConfig, model: ModelConfig, groups: KVGroups) -> KVPoolSpec:
+def make_pool_spec(
+    config: ResolvedConfig, model: ModelConfig, groups: KVGroups, platform: str | None = None
+) -> KVPoolSpec:
     """The pool of a model, as yet without a block. Raises ValueError for a head_dim that int4 cannot pack."""
     return KVPoolSpec(
         num_arrays=groups.num_arrays,
@@ -268,6 +319,7 @@ def make_pool_spec(config: ResolvedConfig, model: ModelConfig, groups: KVGroups)
         head_dim=model.head_dim,
         dtype=jax.numpy.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
+        platform=platform,
     )
 
 

@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -25,11 +26,14 @@ USAGE = """usage: jaxpage COMMAND [--help]
   chat             talk to a model
   generate         continue prompts with a model
   plan             say whether a model fits chips that are not here, and how fast it can be
+  compile          prepare the programs of a model, for this machine or for chips that are not here
+  doctor           say what is installed, which devices are there, and what they can run
   bench accuracy   measure what quantised KV pools cost in accuracy
   bench offline    compare offline throughput with other engines
   bench memory     measure waste of KV memory, and what the prefix cache costs
   bench scheduler  time the host's part of a step
   bench step       show where the time of a decode step goes
+  bench suite      check and measure everything that has a bar, on an H200
 """
 
 JsonDict = Annotated[
@@ -141,6 +145,24 @@ def generate(flags: Generate) -> None:
             print(f"{output.prompt}{completion.text}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """Compile all programs of a model, from which `LLM` starts with these options and compilation_cache_dir=OUTPUT."""
+
+    output: Path  # a folder, made if it is not there
+    target: str | None = None  # such as v6e:2x2 or h200, see `jaxpage plan`; none: this machine
+    engine: EngineFlags = field(default_factory=EngineFlags)
+
+
+def compile_programs(flags: Compile) -> None:
+    """Compile all programs of a model. Raises ValueError."""
+    from jaxpage.aot.compile import compile_for
+    from jaxpage.aot.targets import parse_target
+
+    target = None if flags.target is None else parse_target(flags.target)
+    compile_for(_engine_options(flags.engine), flags.output, target)
+
+
 def _engine_options(flags: EngineFlags) -> dict[str, Any]:
     """What `LLM` is to be told: what differs from its own defaults, and some model."""
     options = _options(flags, EngineFlags)
@@ -167,9 +189,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     match args:
         case ["demo" | "chat" | "generate" as name, *rest]:
             command: Callable[..., None] = {"demo": demo, "chat": chat, "generate": generate}[name]
+        case ["compile", *rest]:
+            command = compile_programs
+        case ["doctor", *rest]:
+            command = importlib.import_module("jaxpage.doctor").main
         case ["plan", *rest]:
             command = importlib.import_module("jaxpage.aot.plan").main
-        case ["bench", "accuracy" | "memory" | "offline" | "scheduler" | "step" as name, *rest]:
+        case [
+            "bench",
+            "accuracy" | "memory" | "offline" | "scheduler" | "step" | "suite" as name,
+            *rest,
+        ]:
             command = importlib.import_module(f"jaxpage.bench.{name}").main
         case ["-h" | "--help"]:
             print(USAGE, end="")

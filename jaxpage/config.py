@@ -82,9 +82,7 @@ class EngineConfig:
     max_num_seqs: int | None = None  # sequences in one step; None: by platform
     max_num_batched_tokens: int | None = None  # tokens in one step; None: by platform
     enable_prefix_caching: bool = True
-    swap_space: float = (
-        0.0  # GiB of host blocks, for swapping and as second tier of the prefix cache
-    )
+    swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
     preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
     kv_offload_dir: str | None = None  # third tier: host blocks that give way are kept on disk
     scheduling_policy: str = "fcfs"  # or "priority": lower values first
@@ -183,7 +181,7 @@ class EngineConfig:
             "max_num_batched_tokens": self.max_num_batched_tokens or default_tokens,
             "hf_overrides": self.hf_overrides or {},
             "override_generation_config": self.override_generation_config or {},
-            "compilation_cache_dir": _resolve_cache_dir(self.compilation_cache_dir),
+            "compilation_cache_dir": resolve_cache_dir(self.compilation_cache_dir),
             "logprobs_mode": _LOGPROBS_MODES[self.logprobs_mode],
         }
         return ResolvedConfig(**values)
@@ -280,8 +278,7 @@ def _model_len_limit(hf_config: PretrainedConfig) -> int | None:
     """Positions the model was made for, after RoPE scaling, as vLLM counts them."""
     text = hf_config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-    limits = [getattr(text, name, None) for name in names]
-    limit = next((n for n in limits if n), None)
+    limit = next((n for name in names if (n := getattr(text, name, None))), None)
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if limit is None or kind in ("default", "llama3", "longrope", "su"):
@@ -290,13 +287,17 @@ def _model_len_limit(hf_config: PretrainedConfig) -> int | None:
     return int((original or limit) * rope.get("factor", 1.0))
 
 
-def _resolve_cache_dir(value: str | None) -> str:
+def resolve_cache_dir(value: str | None = None) -> str:
+    """Where compiled programs are kept: a folder's full name, or "" for nowhere."""
     if value is None:
-        value = os.environ.get("JAXPAGE_COMPILATION_CACHE_DIR")
-    if value is None:
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        value = os.path.join(cache, "jaxpage", "xla")
+        default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxpage", "xla")
+        value = os.environ.get("JAXPAGE_COMPILATION_CACHE_DIR", default)
     return "" if value in ("", "off") else str(Path(value).expanduser().absolute())
+
+
+def compiler_flags() -> str:
+    """What the environment tells the compilers."""
+    return " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")).strip()
 
 
 def _is_int(value: Any) -> bool:

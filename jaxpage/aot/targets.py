@@ -18,7 +18,7 @@ class Chip:
     name: str
     platform: str  # "tpu" or "gpu"
     device_kind: str  # jax's name of one device
-    num_bytes: int  # memory that programs can have
+    num_bytes: int  # memory that programs can have: what the TPUs' compiler allows, what jax takes of a GPU
     bytes_per_second: float  # of that memory
     flops_per_second: float  # products of bfloat16
     devices_per_chip: int = 1
@@ -33,7 +33,7 @@ CHIPS = {
             name="v5e",
             platform="tpu",
             device_kind="TPU v5 lite",
-            num_bytes=16 * GIB,
+            num_bytes=int(15.75 * GIB),
             bytes_per_second=819e9,
             flops_per_second=197e12,
         ),
@@ -41,7 +41,7 @@ CHIPS = {
             name="v5p",
             platform="tpu",
             device_kind="TPU v5",
-            num_bytes=95 * GIB,
+            num_bytes=int(95.73 * GIB),
             bytes_per_second=2765e9,
             flops_per_second=459e12,
             rank=3,
@@ -50,7 +50,7 @@ CHIPS = {
             name="v6e",
             platform="tpu",
             device_kind="TPU v6 lite",
-            num_bytes=32 * GIB,
+            num_bytes=int(31.24 * GIB),
             bytes_per_second=1640e9,
             flops_per_second=918e12,
         ),
@@ -58,18 +58,19 @@ CHIPS = {
             name="tpu7x",
             platform="tpu",
             device_kind="TPU7x",
-            num_bytes=96 * GIB,
+            num_bytes=int(94.74 * GIB),
             bytes_per_second=3690e9,
             flops_per_second=1153e12,
             devices_per_chip=2,
             rank=3,
         ),
-        # NVIDIA H200 SXM data sheet; memory as its driver reports it.
+        # NVIDIA H200 SXM data sheet. Of the memory that its driver reports jax takes three quarters, unless
+        # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
         Chip(
             name="h200",
             platform="gpu",
             device_kind="NVIDIA H200",
-            num_bytes=151_397_597_184,
+            num_bytes=int(0.75 * 143_771 * 2**20),
             bytes_per_second=4800e9,
             flops_per_second=989e12,
             rank=0,

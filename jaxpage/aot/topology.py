@@ -37,14 +37,18 @@ device_description_str: "NVIDIA H200"
 def missing_compiler(platform: str) -> str | None:
     """What must be installed to compile for "tpu" or "gpu"; None if nothing is missing."""
     if platform == "tpu":
-        found = importlib.util.find_spec("libtpu") is not None
+        found = _is_installed("libtpu")
         return None if found else "the compiler of TPUs is not installed: pip install libtpu"
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if not _is_installed("jax_plugins") or not _is_installed("jax_plugins.xla_cuda13"):
         return (
             "the compiler of GPUs is not installed: pip install jax-cuda13-plugin and jax-cuda13-pjrt of "
             "the version of jax, and nvidia-cuda-nvcc"
         )
     return None if _cuda_folder() else "there is no ptxas: pip install nvidia-cuda-nvcc"
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def environment(target: Target) -> list[str]:

@@ -168,11 +168,10 @@ def manifest(names: Sequence[str], ready: Mapping[str, Program]) -> Table:
         if program is None:
             table.add_row(name, "", "", "compiling or waiting", style="dim")
         else:
-            origin = "from the disk cache" if program.cache_hit else "compiled"
             megabytes = f"{program.temp_bytes / 1e6:.1f} MB"
-            table.add_row(name, f"{program.seconds:.2f}", megabytes, origin)
-    num_hits = sum(program.cache_hit for program in ready.values())
-    table.add_row(f"{len(ready)} of {len(names)} ready", "", "", f"{num_hits} from the disk cache")
+            table.add_row(name, f"{program.seconds:.2f}", megabytes, program.origin)
+    num_kept = sum(program.origin == "kept" for program in ready.values())
+    table.add_row(f"{len(ready)} of {len(names)} ready", "", "", f"{num_kept} were kept on disk")
     return table
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import jax
+
+from jaxpage.runner.program_store import ProgramStore
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +38,8 @@ class Program:
 
     name: str
     compiled: jax.stages.Compiled
-    seconds: float  # tracing, lowering and compiling
-    cache_hit: bool  # the executable came from the persistent cache
+    seconds: float  # tracing, lowering and compiling, or loading
+    origin: str  # "kept": loaded from a `ProgramStore`; "cached": compiled, from jax's persistent cache; "compiled"
 
     @property
     def temp_bytes(self) -> int:
@@ -91,12 +94,28 @@ jax.monitoring.register_event_duration_secs_listener(_on_duration)
 jax.monitoring.register_event_listener(_on_event)
 
 
-def compile_program(name: str, lowering: Lowering) -> Program:
+def compile_program(name: str, lowering: Lowering, store: ProgramStore | None = None) -> Program:
+    """The program, from the store if it is there; else it is there from now on, if it was compiled.
+
+    XLA:CPU writes a program that came from jax's cache without the functions it calls: that one cannot be kept.
+    """
     start = time.perf_counter()
-    _thread.hit = False
-    compiled = lowering().compile()
+    compiled = None if store is None else store.load(name)
+    origin = "kept"
+    if compiled is None:
+        _thread.hit = False
+        compiled = lowering().compile()
+        origin = "cached" if _thread.hit else "compiled"
     seconds = time.perf_counter() - start
-    return Program(name=name, compiled=compiled, seconds=seconds, cache_hit=_thread.hit)
+    if store is not None and origin == "compiled":
+        store.save(name, compiled)
+    return Program(name=name, compiled=compiled, seconds=seconds, origin=origin)
+
+
+def step_bytes(programs: Sequence[Program]) -> int:
+    """Temporaries and results of a step that runs through these. Two results: one waits to be read."""
+    results = sum(program.result_bytes for program in programs)
+    return max(program.temp_bytes for program in programs) + 2 * results
 
 
 class Programs:
@@ -106,11 +125,11 @@ class Programs:
     turn waits for it. `wait` for all before measuring anything.
     """
 
-    def __init__(self, lowerings: dict[str, Lowering]):
+    def __init__(self, lowerings: dict[str, Lowering], store: ProgramStore | None = None):
         self.ready: dict[str, Program] = {}
         self.seconds = 0.0  # from `start` until all were compiled; 0 before that
         self.names = tuple(lowerings)
-        self._lowerings = lowerings
+        self._lowerings, self._store = lowerings, store
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()  # of `ready` and of the error
         self._error: BaseException | None = None
@@ -163,20 +182,20 @@ class Programs:
         return self.ready[name].compiled
 
     def manifest(self) -> str:
-        """The table printed after warm-up: name, seconds, temporaries, cache hit."""
-        lines = [f"{'program':<20} {'seconds':>8} {'temporaries':>12}  cache"]
+        """The table printed after warm-up: name, seconds, temporaries, origin."""
+        lines = [f"{'program':<20} {'seconds':>8} {'temporaries':>12}  origin"]
         for program in self.ready.values():
             megabytes = program.temp_bytes / 1e6
-            cache = "hit" if program.cache_hit else "miss"
             lines.append(
-                f"{program.name:<20} {program.seconds:>8.2f} {megabytes:>9.1f} MB  {cache}"
+                f"{program.name:<20} {program.seconds:>8.2f} {megabytes:>9.1f} MB  {program.origin}"
             )
-        hits = sum(program.cache_hit for program in self.ready.values())
-        lines.append(f"{len(self.ready)} programs in {self.seconds:.1f} s, {hits} from the cache")
+        count = Counter(program.origin for program in self.ready.values())
+        origins = ", ".join(f"{number} {origin}" for origin, number in count.items())
+        lines.append(f"{len(self.ready)} programs in {self.seconds:.1f} s: {origins}")
         return "\n".join(lines)
 
     def _compile(self, name: str) -> None:
-        program = compile_program(name, self._lowerings[name])
+        program = compile_program(name, self._lowerings[name], self._store)
         with self._changed:
             self.ready[name] = program
             self._changed.notify_all()

@@ -23,7 +23,8 @@ from jaxpage.runner.buckets import Bucket, fitting_buckets, start_order
 from jaxpage.runner.host_memory import HostMemory, padded, portions
 from jaxpage.runner.lowering import ADMIT, READ, WRITE, Lowerings
 from jaxpage.runner.pack import pack_admission, pack_rows, pack_step
-from jaxpage.runner.programs import CompilationCounter, Programs, compile_program
+from jaxpage.runner.program_store import ProgramStore
+from jaxpage.runner.programs import CompilationCounter, Programs, compile_program, step_bytes
 from jaxpage.runner.step import DeviceResult, StepSpec, allocate_request_state
 
 
@@ -51,6 +52,7 @@ class Runner:
         step_spec: StepSpec,
         ahead_of_time: bool = True,
         host_memory: HostMemory | None = None,
+        store: ProgramStore | None = None,
     ):
         self._spec = step_spec
         self.groups = step_spec.groups
@@ -69,7 +71,7 @@ class Runner:
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
         self._counter = CompilationCounter()
-        self.programs = Programs(self._lowerings.programs)
+        self.programs = Programs(self._lowerings.programs, store)
 
     def warmup(self) -> None:
         """Allocate pool and state, and compile what a first prompt needs; the rest follows behind. Call once.
@@ -102,14 +104,13 @@ class Runner:
     def bytes_besides_pool(self, bucket: Bucket) -> int:
         """What the device must hold besides weights and pool: request state, temporaries and results of one step.
 
-        Two results, as a step is launched before the last one is read. Compiles the step; for sizing, before warm-up.
+        Compiles the step; for sizing, before warm-up.
         """
         lowerings = self._lowerings.programs
-        programs = [
-            compile_program(name, lowerings[name]) for name in bucket.programs(bucket.num_rows)
-        ]
-        results = sum(program.result_bytes for program in programs)
-        return self.state_bytes + max(program.temp_bytes for program in programs) + 2 * results
+        names = bucket.programs(bucket.num_rows)
+        return self.state_bytes + step_bytes(
+            [compile_program(name, lowerings[name]) for name in names]
+        )
 
     @property
     def num_recompiles(self) -> int:

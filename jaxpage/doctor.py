@@ -1,0 +1,118 @@
+"""`jaxpage doctor`: what is installed, which devices are there, what they can run, and whether the caches are well.
+
+Every line is looked up or tried, none assumed. Must not know how anything is done.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.aot.topology import missing_compiler
+from jaxpage.config import compiler_flags, resolve_cache_dir
+from jaxpage.runner.facts import version_of
+from jaxpage.runner.program_store import survey
+
+PACKAGES = ("jaxpage", "jax", "jaxlib", "flax", "numpy", "transformers", "orbax-checkpoint")
+COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
+FREE_DISK = 1 << 30  # bytes that a cache should have left
+MB, GB = 10**6, 10**9
+
+
+@dataclass(frozen=True)
+class Line:
+    """A fact, and whether it is one to worry about."""
+
+    name: str
+    text: str
+    is_well: bool = True
+
+
+def main(compilation_cache_dir: str | None = None) -> int:
+    """Say what is installed, which devices are there, and what they can run. Returns 1 if something is wrong."""
+    is_well = True
+    for title, lines in (
+        ("versions", _versions()),
+        ("devices", _devices()),
+        ("compilers for chips that are not here", _compilers()),
+        ("compiled programs", _cache(resolve_cache_dir(compilation_cache_dir))),
+    ):
+        print(title)
+        for line in lines:
+            is_well &= line.is_well
+            print(f"  {'' if line.is_well else 'WRONG '}{line.name:<18} {line.text}", flush=True)
+    print("all is well" if is_well else "see the lines that say WRONG")
+    return 0 if is_well else 1
+
+
+def _versions() -> Iterator[Line]:
+    yield Line("python", platform.python_version())
+    for package in PACKAGES:
+        version = version_of(package)
+        yield Line(package, version, version != "none")
+    yield Line("compiler flags", compiler_flags() or "none")
+
+
+def _devices() -> Iterator[Line]:
+    """Of each platform that jax finds, with a product that was computed there."""
+    try:
+        platforms = dict.fromkeys(("cpu", jax.default_backend()))
+    except RuntimeError as error:
+        yield Line("jax", f"finds no device: {' '.join(str(error).split())}", False)
+        return
+    for name in platforms:
+        devices = jax.devices(name)
+        device = devices[0]
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        memory = f", {limit / GB:.1f} GB for programs" if limit else ""
+        yield Line(name, f"{len(devices)} x {device.device_kind}{memory}")
+        error = _error_of_product(device)
+        yield Line("", f"a bfloat16 product has a relative error of {error:.1e}", error < 1e-2)
+
+
+def _error_of_product(device: jax.Device) -> float:
+    """Of the device, against float64 on the host."""
+    draw = np.random.default_rng(0)
+    a, b = (draw.normal(size=(64, 64)).astype(jnp.bfloat16) for _ in range(2))
+    product = jnp.dot(
+        jax.device_put(a, device), jax.device_put(b, device), preferred_element_type=jnp.float32
+    )
+    wanted = a.astype(np.float64) @ b.astype(np.float64)
+    return float(np.linalg.norm(np.asarray(product) - wanted) / np.linalg.norm(wanted))
+
+
+def _compilers() -> Iterator[Line]:
+    for name, package in COMPILERS.items():
+        missing = missing_compiler(name)
+        yield Line(name, missing or f"{package} {version_of(package)}: `jaxpage plan` can be asked")
+
+
+def _cache(folder: str) -> Iterator[Line]:
+    if not folder:
+        yield Line("folder", "none: every start compiles everything")
+        return
+    root = Path(folder)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe = root / ".probe"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        yield Line("folder", f"{folder} cannot be written: {error}", False)
+        return
+    free = shutil.disk_usage(root).free
+    yield Line("folder", f"{folder}, {free / GB:.1f} GB free", free > FREE_DISK)
+    found = survey(root / "programs")
+    text = f"{found.num_programs} programs, {found.num_bytes / MB:.0f} MB, of {found.num_sets} engines"
+    yield Line("kept", text)
+    for path in found.damaged:
+        yield Line("damaged", f"{path}; it is compiled anew when it is needed", False)
+    for path in found.unsafe:
+        yield Line("not read", f"{path}, because others can write it; chmod o-w it", False)

@@ -1,0 +1,144 @@
+"""A second start finds its programs on disk, and what they depend on is all in the facts they are kept by."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.aot.compile import compile_for
+from jaxpage.build import buckets_of, make_pool_spec, make_step_spec, program_facts
+from jaxpage.config import EngineConfig, load_hf_config
+from jaxpage.kv_groups import group_layers
+from jaxpage.models import registry
+from jaxpage.runner.lowering import ADMIT, Lowerings
+from jaxpage.weights.transform import join_projections, quantize
+from tests import checkpoints
+
+OPTIONS = dict(
+    skip_tokenizer_init=True,
+    dtype="float32",
+    max_model_len=64,
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    num_gpu_blocks_override=16,
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2")))
+
+
+@pytest.fixture
+def fresh_cache():
+    """No program comes from the cache that the tests share: `LLM` sets up one of its own."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def start(path, cache, **options) -> tuple[dict[str, str], list[int], LLM]:
+    """Where each program came from, and what they compute."""
+    llm = LLM(path, compilation_cache_dir=str(cache), **(OPTIONS | options))
+    output = llm.generate([list(range(3, 12))], GREEDY, use_tqdm=False)[0].outputs[0]
+    llm.wait_until_warm()
+    ready = llm._engine.runner.programs.ready
+    return {name: program.origin for name, program in ready.items()}, output.token_ids, llm
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing_and_computes_the_same(path, tmp_path, caplog, fresh_cache):
+    first, tokens, _ = start(path, tmp_path)
+    assert "kept" not in first.values()
+    second, again, llm = start(path, tmp_path)
+    assert set(second.values()) == {"kept"} and second.keys() == first.keys()
+    assert again == tokens and llm._engine.runner.num_recompiles == 0
+    with caplog.at_level(logging.INFO, "jaxpage"):
+        other, _, _ = start(path, tmp_path, num_gpu_blocks_override=17)
+    assert "kept" not in other.values()
+    assert "are not for this start: KV pool: ..." in caplog.text
+    assert "num_blocks=16" in caplog.text and "num_blocks=17" in caplog.text
+
+
+@pytest.mark.slow
+def test_compile_prepares_a_start_from_config_json_alone(path, tmp_path, capsys, fresh_cache):
+    options = {k: v for k, v in OPTIONS.items() if k != "num_gpu_blocks_override"}
+    compile_for(options | {"model": f"{path}/config.json"}, tmp_path, None)
+    assert "programs for 9 KV blocks" in capsys.readouterr().out
+    origins, _, llm = start(path, tmp_path, num_gpu_blocks_override=None)
+    assert set(origins.values()) == {"kept"}
+    assert llm.config.num_gpu_blocks_override == 9  # two sequences of 64 tokens, and the null block
+
+
+def engine_of(path, **options) -> tuple[dict[str, str], Lowerings]:
+    hf_config = load_hf_config(path, options.get("hf_overrides"))
+    config = EngineConfig.from_options(model=path, **(OPTIONS | options)).resolve(
+        hf_config, platform="cpu", device_kind="cpu", device_memory=None
+    )
+    model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
+    join_projections(model)
+    if config.quantization == "int8":
+        quantize(model)
+    groups = group_layers(model.config.windows, config.max_model_len)
+    pool = make_pool_spec(config, model.config, groups, "cpu")
+    pool = replace(pool, num_blocks=config.num_gpu_blocks_override)
+    lowerings = Lowerings(
+        model,
+        buckets=buckets_of(config),
+        pool_spec=pool,
+        step_spec=make_step_spec(config, model.config, groups),
+        moves_blocks=config.swap_space > 0,
+    )
+    return program_facts(config, model, pool), lowerings
+
+
+VARIATIONS = (
+    {"dtype": "bfloat16"},
+    {"max_model_len": 48},
+    {"block_size": 8},
+    {"num_gpu_blocks_override": 17},
+    {"kv_cache_dtype": "int8"},
+    {"max_num_seqs": 4},
+    {"decode_steps": 2},
+    {"swap_space": 0.001},
+    {"quantization": "int8"},
+    {"max_logprobs": 3},
+    {"logprobs_mode": "processed"},
+    {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}},
+)
+
+
+@pytest.mark.slow
+def test_whatever_changes_a_program_changes_the_facts(path):
+    """And what changes none does not, or a start would compile for nothing."""
+    facts, lowerings = engine_of(path)
+    names = [ADMIT, "decode R=2", "forward T=16", "sample R=2"]
+
+    def texts(lowerings):
+        return [
+            lowerings.programs[name]().as_text() if name in lowerings.programs else ""
+            for name in names
+        ]
+
+    before = texts(lowerings)
+    for options in VARIATIONS:
+        other_facts, other = engine_of(path, **options)
+        changed = texts(other) != before or other.programs.keys() != lowerings.programs.keys()
+        assert changed and other_facts != facts, options
+    for options in (
+        {"seed": 5},
+        {"enable_prefix_caching": False},
+        {"scheduling_policy": "priority"},
+    ):
+        other_facts, other = engine_of(path, **options)
+        assert texts(other) == before and other_facts == facts, options
+    assert jax.default_backend() == "cpu"
