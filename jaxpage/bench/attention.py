@@ -1,0 +1,216 @@
+"""How fast attention is on the device that is here: decoding by bytes, prompts by operations, peers in turns with it.
+
+Knows what is timed and which bars there are. What takes part is in `attention_peers.py`, torch in `torch_peers.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+from jaxpage.bench import attention_peers, device_time, exact
+from jaxpage.bench.attention_peers import Inputs, Peer, Work
+from jaxpage.bench.children import Child
+from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
+
+TORCH = "torch SDPA"
+CALLS = 8  # of attention in one launch
+POOLS = 2  # each larger than any cache
+SHARE = {True: Bar(">=", 0.8), False: Bar(">=", 0.6)}  # of bandwidth; of the matrix product rate
+SLOW = 0.5  # seconds: so long one peer keeps the others waiting
+FASTER = Bar(">=", 1.0)
+RIGHT = Bar("<=", 1e-2)
+
+
+def decode(context: Context) -> Iterator[Result]:
+    """64 rows of 4,096 tokens, each with one query."""
+    yield from _both(context, batch=64, length=4096, decode=True)
+
+
+def prefill(context: Context) -> Iterator[Result]:
+    """4 prompts of 2,048 tokens, causal."""
+    yield from _both(context, batch=4, length=2048, decode=False)
+
+
+def _both(context: Context, *, batch: int, length: int, decode: bool) -> Iterator[Result]:
+    platform = jax.devices()[0].platform
+    block_size = {"cpu": 16, "gpu": 64, "tpu": 128}[platform]  # the engine's defaults
+    heads: tuple[tuple[int, int], ...] = ((16, 2), (32, 8))
+    if context.tiny:
+        batch, length, heads = 2, 64, ((4, 2),)
+    for num_heads, num_kv_heads in heads:
+        work = Work(
+            batch=batch,
+            length=length,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=32 if context.tiny else 128,
+            block_size=block_size,
+            decode=decode,
+        )
+        yield from Comparison(work, context).results()
+
+
+class Launch:
+    """CALLS calls of a peer's attention, each on the result of the one before, in one program."""
+
+    def __init__(self, peer: Peer, given: Inputs, calls: int = CALLS) -> None:
+        attend = jax.jit(peer.attend)  # traced and lowered once for all calls
+
+        def run(q: Any, kv: Any, rows: Any) -> Any:
+            kv = list(kv)
+            for i in range(calls):
+                q, kv[i % len(kv)] = attend(q, kv[i % len(kv)], *rows)
+            return q, kv if peer.writes else None
+
+        # What is written must be its own; the others share their pools.
+        compiled = jax.jit(run, donate_argnums=(0, 1) if peer.writes else ())
+        kv, rows = peer.kv(given), given.rows()
+
+        def launch(carry: Any) -> Any:
+            return compiled(carry[0], carry[1] if peer.writes else kv, rows)
+
+        self.name, self._launch, self._calls = peer.name, launch, calls
+        self._carry = (given.q.copy(), kv) if peer.writes else (given.q, None)
+
+    def seconds(self, *, tiny: bool) -> float:
+        """Of one call, median."""
+        options = {"at_least": 0.0 if tiny else 0.02, "samples": 1 if tiny else 5}
+        taken, self._carry = device_time.seconds(self._launch, self._carry, within=SLOW, **options)
+        return statistics.median(taken) / self._calls
+
+
+class Comparison:
+    """One amount of work through everything that can do it, in turns."""
+
+    def __init__(self, work: Work, context: Context) -> None:
+        self.work, self.context = work, context
+        self.device = jax.devices()[0].device_kind
+        self.platform = jax.devices()[0].platform
+        self.name = f"{work.num_heads}/{work.num_kv_heads} heads"
+        self.given = attention_peers.inputs(work, num_pools=POOLS)
+        self.rounds = 1 if context.tiny else 3
+        self.peers, self.absent = attention_peers.peers(work, self.platform)
+
+    def results(self) -> Iterator[Result]:
+        """The error of ours, the time of each, what share of the ceiling ours takes, and how it stands to the best."""
+        share, faster = f"{self.name}, share of {self._ceiling}", f"{self.name}, speed to the best"
+        _, absent = attention_peers.kernels_of(jax.devices()[0])
+        if reason := absent.get(self.platform):  # a GPU that is not the kernel's
+            yield missing(share, "", reason, SHARE[self.work.decode])
+            yield missing(faster, "x", reason, FASTER)
+            return
+        ours, *others = self.peers
+        launches: list[Launch] = []
+        try:
+            error = self.error(ours[0])
+            yield measured(f"{self.name}, relative error", error, "", RIGHT)
+            launches.append(Launch(ours[0], self.given))
+            launches[0].seconds(tiny=True)
+        except Exception as problem:  # whatever a compiler or a device comes up with
+            for name, bar in ((share, SHARE[self.work.decode]), (faster, FASTER)):
+                yield failed(name, last_line(problem), bar)
+            return
+        for variants in others:
+            launches += self._fastest(variants)
+        with contextlib.ExitStack() as stack:
+            times = self._rounds(launches, self._torch(stack))
+        for name, reason in self.absent.items():
+            yield missing(f"{self.name}, {name}", "us", reason)
+        best_times = {name: min(taken) for name, taken in times.items()}
+        medians = {name: statistics.median(taken) for name, taken in times.items()}
+        for name, seconds in medians.items():
+            details = {"best": best_times[name] * 1e6, "samples": [t * 1e6 for t in times[name]]}
+            yield measured(f"{self.name}, {name}", seconds * 1e6, "us", **details)
+        yield self._share(share, medians[launches[0].name])
+        yield self._against_best(faster, medians, launches[0].name)
+
+    @property
+    def _ceiling(self) -> str:
+        return "bandwidth" if self.work.decode else "matrix product rate"
+
+    def error(self, peer: Peer) -> float:
+        """Of its attention in the first pool: the worst of the first and the last row, their last 16 queries."""
+        work, given = self.work, self.given
+        out, kv = jax.jit(peer.attend)(given.q, peer.kv(given)[0], *given.rows())
+        shape = given.pools[0].shape
+        arguments = {
+            "q": given.q,
+            "pool": kv.reshape(shape) if peer.writes else given.pools[0],
+            "block_table": given.table,
+            "kv_lens": given.kv_lens,
+            "query_starts": given.query_starts,
+            "scale": work.scale,
+        }
+        expected = exact.attention(arguments, (0, work.batch - 1), queries=16)
+        return exact.worst_row(out, given.query_starts, expected)
+
+    def _fastest(self, variants: list[Peer]) -> list[Launch]:
+        """Of the variants that run; none if none does."""
+        launches: dict[float, Launch] = {}
+        problem = ""
+        for variant in variants:
+            try:
+                launch = Launch(variant, self.given)
+                launches[launch.seconds(tiny=True)] = launch
+            except Exception as error:  # whatever a compiler or a device comes up with
+                problem = last_line(error)
+        if not launches:
+            self.absent[variants[0].name] = problem
+            return []
+        return [launches[min(launches)]]
+
+    def _torch(self, stack: contextlib.ExitStack) -> Child | None:
+        """A process with torch, if there is torch and it sees the device that we see."""
+        if self.platform == "tpu":
+            self.absent[TORCH] = "it has no TPU here"
+            return None
+        child = stack.enter_context(Child("jaxpage.bench.torch_peers:Attention"))
+        try:
+            versions = child.ask("setup", asdict(self.work), self.context.tiny, timeout=120)
+        except (RuntimeError, TimeoutError) as error:
+            self.absent[TORCH] = last_line(str(error))
+            return None
+        if (versions["device"] == "cuda") != (self.platform == "gpu"):
+            self.absent[TORCH] = f"torch sees {versions['device']}, jax {self.platform}"
+            return None
+        return child
+
+    def _rounds(self, launches: list[Launch], torch: Child | None) -> dict[str, list[float]]:
+        """Seconds of one call by name, in each round; all take part in every round."""
+        times: dict[str, list[float]] = {launch.name: [] for launch in launches}
+        for _ in range(self.rounds):
+            for launch in launches:
+                times[launch.name].append(launch.seconds(tiny=self.context.tiny))
+            try:
+                theirs = {} if torch is None else torch.ask("seconds", timeout=120)
+            except (RuntimeError, TimeoutError) as error:
+                self.absent[TORCH], torch, theirs = last_line(str(error)), None, {}
+            for name, seconds in theirs.items():
+                if isinstance(seconds, str):  # why it cannot
+                    self.absent[name] = seconds
+                else:
+                    times.setdefault(name, []).append(seconds)
+        return times
+
+    def _share(self, name: str, seconds: float) -> Result:
+        decode, bar = self.work.decode, SHARE[self.work.decode]
+        ceiling = self.context.bandwidth if decode else self.context.matmul
+        if ceiling is None:
+            return missing(name, "", f"the {self._ceiling} was not measured", bar)
+        amount = self.work.kv_bytes if decode else self.work.flops
+        details = {("bytes" if decode else "flops"): amount, "ceiling": ceiling}
+        return measured(name, amount / seconds / ceiling, "", bar, device=self.device, **details)
+
+    def _against_best(self, name: str, medians: dict[str, float], ours: str) -> Result:
+        others = {peer: seconds for peer, seconds in medians.items() if peer != ours}
+        if not others:
+            return missing(name, "x", "nothing to compare with is here", FASTER)
+        best = min(others, key=lambda peer: others[peer])
+        ratio = others[best] / medians[ours]
+        return measured(name, ratio, "x", FASTER, device=self.device, best=best)

@@ -1,0 +1,257 @@
+"""The attentions that the suite times against one another: ours, JAX's own kernels, and what they are given.
+
+Each is a function (q, kv, table, kv_lens, query_starts) -> (out, kv), where kv is the pool in a form of its own. Knows
+their signatures; must not know how anything is timed. torch's is in `torch_peers.py`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention.gpu_layout import why_not_on
+
+Attend = Callable[..., tuple[jax.Array, Any]]
+KERNELS = ("gpu", "tpu")  # modules of an operation that need such a device
+OURS_GPU, OURS_TPU, XLA = "our GPU kernel", "our TPU kernel", "our XLA path"
+TRITON, CUDNN = "JAX's Triton kernel", "jax.nn.dot_product_attention (cuDNN)"
+RAGGED = "JAX's ragged paged attention"
+
+
+def kernels_of(device: jax.Device) -> tuple[str, dict[str, str]]:
+    """Which of KERNELS serves the device, "cpu" if none does; and why the others do not."""
+    platform = device.platform
+    needs = {name: f"it needs a {name.upper()}; this is a {platform.upper()}" for name in KERNELS}
+    if platform not in KERNELS:
+        return "cpu", needs
+    absent = {name: reason for name, reason in needs.items() if name != platform}
+    if platform == "gpu" and (reason := why_not_on(getattr(device, "compute_capability", None))):
+        return "cpu", absent | {"gpu": reason}
+    return platform, absent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Attention of one layer: `batch` rows of `length` tokens, with one query each or with as many as tokens."""
+
+    batch: int
+    length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    decode: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Queries."""
+        return self.batch * (1 if self.decode else self.length)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool, the null block included."""
+        return 1 + self.batch * math.ceil(self.length / self.block_size)
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of all tokens in bfloat16, each read once."""
+        return self.batch * self.length * 2 * self.num_kv_heads * self.head_dim * 2
+
+    @property
+    def flops(self) -> int:
+        """Of both products, for the keys that a query sees: causal."""
+        seen = self.length if self.decode else self.length * (self.length + 1) // 2
+        return 4 * self.batch * seen * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all of them compute: queries, and several pools, so that no cache holds what the next launch reads."""
+
+    q: jax.Array  # bfloat16[T, H, D]
+    pools: tuple[jax.Array, ...]  # bfloat16[N, S, 2 * K, D], K and V interleaved
+    table: jax.Array  # int32[R, M], blocks in random order
+    kv_lens: jax.Array
+    query_starts: jax.Array
+
+    def rows(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.table, self.kv_lens, self.query_starts
+
+
+def inputs(work: Work, *, num_pools: int) -> Inputs:
+    """Normal random numbers; every block but the null block is some row's."""
+    keys = jax.random.split(jax.random.key(0), num_pools + 1)
+    shape = (work.num_blocks, work.block_size, 2 * work.num_kv_heads, work.head_dim)
+    blocks = np.random.default_rng(0).permutation(work.num_blocks - 1) + 1
+    per_row = 1 if work.decode else work.length
+    return Inputs(
+        jax.random.normal(keys[0], (work.num_tokens, work.num_heads, work.head_dim), jnp.bfloat16),
+        tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:]),
+        jnp.asarray(blocks.reshape(work.batch, -1), jnp.int32),
+        jnp.full(work.batch, work.length, jnp.int32),
+        jnp.arange(work.batch + 1, dtype=jnp.int32) * per_row,
+    )
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One attention, ready to be compiled."""
+
+    name: str
+    attend: Attend
+    kv: Callable[[Inputs], list[Any]]  # the pools as it reads them
+    writes: bool = False  # into kv, which its launches therefore own
+
+
+def peers(work: Work, platform: str) -> tuple[list[list[Peer]], dict[str, str]]:
+    """Ours first. Each is a list of variants, the fastest of which counts; and why others cannot take part."""
+    found, absent = [[_ours(work, platform)]], {}
+    if platform != "cpu":
+        found.append([_xla(work)])
+    this = f"this is a {platform.upper()}"
+    if platform == "tpu":
+        found.append([_ragged(work)])
+    else:
+        absent[RAGGED] = f"it needs a TPU; {this}"
+    if platform != "gpu":
+        absent[TRITON] = absent[CUDNN] = f"it needs a GPU; {this}"
+        return found, absent
+    found.append([_cudnn(work)])
+    if not work.decode:
+        absent[TRITON] = "it takes one query a row, so decoding only"
+        return found, absent
+    try:
+        found.append(triton(work))
+    except ImportError as error:
+        absent[TRITON] = f"jax {jax.__version__} has it no more ({error})"
+    return found, absent
+
+
+def _pools(given: Inputs) -> list[Any]:
+    return list(given.pools)
+
+
+def _ours(work: Work, platform: str) -> Peer:
+    if platform == "tpu":
+        return _tpu(work)
+    if platform == "cpu":
+        return _xla(work)
+    from pallas_kernels.paged_attention import gpu
+    from pallas_kernels.paged_attention.tune import tuned_sizes
+
+    attend = partial(
+        gpu.paged_attention,
+        scale=work.scale,
+        one_query_per_row=work.decode,
+        sizes=tuned_sizes(jax.devices()[0].device_kind),  # as the engine has them
+    )
+    return Peer(OURS_GPU, lambda q, pool, *rows: (attend(q, pool, *rows), pool), _pools)
+
+
+def _xla(work: Work) -> Peer:
+    from pallas_kernels.paged_attention import xla
+
+    attend = partial(xla.paged_attention, scale=work.scale, one_query_per_row=work.decode)
+    return Peer(XLA, lambda q, pool, *rows: (attend(q, pool, *rows), pool), _pools)
+
+
+def _tpu(work: Work) -> Peer:
+    """It writes keys and values as well: what it is given as new ones are some of the queries."""
+    from pallas_kernels.paged_attention import tpu
+    from pallas_kernels.paged_attention.tpu_layout import to_tpu
+
+    attend = partial(tpu.paged_attention, scale=work.scale, one_query_per_row=work.decode)
+
+    def run(q, pool, *rows):
+        new = q[:, : work.num_kv_heads]
+        return attend(q, new, new, pool, *rows)
+
+    return Peer(OURS_TPU, run, lambda given: [to_tpu(x) for x in given.pools], writes=True)
+
+
+def _ragged(work: Work) -> Peer:
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    def run(q, pool, table, kv_lens, query_starts):
+        num_rows = jnp.full(1, table.shape[0], jnp.int32)
+        out = ragged_paged_attention(
+            q, pool, kv_lens, table, query_starts, num_rows, sm_scale=work.scale
+        )
+        return out, pool
+
+    return Peer(RAGGED, run, _pools)
+
+
+def triton(work: Work, *, interpret: bool = False) -> list[Peer]:
+    """JAX's, with keys in parts of several lengths, and so many splits. Raises ImportError where JAX has none.
+
+    It has no scale and gets the queries as they are, which costs it nothing. It wants K and V in pools of their own,
+    head by head.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    def kv(given: Inputs) -> list[Any]:
+        by_head = [x.transpose(2, 0, 1, 3) for x in given.pools]  # [2 * K, N, S, D]
+        return [(x[0::2].copy(), x[1::2].copy()) for x in by_head]
+
+    def peer(keys: int, splits: int) -> Peer:
+        pages = max(1, min(keys // work.block_size, blocks // splits))
+
+        def run(q, kv, table, kv_lens, query_starts):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # once more, while it is traced
+                out = paged_attention(
+                    q,
+                    *kv,
+                    table,
+                    kv_lens,
+                    pages_per_compute_block=pages,
+                    k_splits=splits,
+                    num_warps=4 if keys == 64 else 8,
+                    interpret=interpret,
+                )
+            return out, kv
+
+        return Peer(f"{TRITON}, {pages * work.block_size} keys at once, {splits} splits", run, kv)
+
+    blocks = (work.num_blocks - 1) // work.batch
+    fitting = [
+        (keys, splits) for keys in (64, 128) for splits in (4, 8, 16) if blocks % splits == 0
+    ]
+    return [peer(keys, splits) for keys, splits in fitting] or [peer(64, 1)]
+
+
+def _cudnn(work: Work) -> Peer:
+    """On contiguous keys and values, which a paged pool would first have to be made into."""
+
+    def kv(given: Inputs) -> list[Any]:
+        return [contiguous(work, pool, given.table) for pool in given.pools]
+
+    def run(q, kv, *rows):
+        queries = q.reshape(work.batch, -1, work.num_heads, work.head_dim)
+        out = jax.nn.dot_product_attention(
+            queries, *kv, scale=work.scale, is_causal=not work.decode, implementation="cudnn"
+        )
+        return out.reshape(q.shape), kv
+
+    return Peer(CUDNN, run, kv)
+
+
+def contiguous(work: Work, pool: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """K and V, each [R, L, K, D]."""
+    kv = pool[table].reshape(work.batch, -1, 2 * work.num_kv_heads, work.head_dim)[:, : work.length]
+    return kv[:, :, 0::2], kv[:, :, 1::2]

@@ -1,0 +1,96 @@
+"""Attention and products in float64 with NumPy, straight from their formulas: what kernels are held against.
+
+Shares no code with the kernels, nor with their definitions. Must not know any kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.kv_write.xla import Pool, from_storage
+
+Rows = dict[int, np.ndarray]  # row: queries [Q, H, D]
+
+
+def attention(
+    arguments: Mapping[str, Any], rows: Iterable[int] | None = None, *, queries: int | None = None
+) -> Rows:
+    """The attention of those rows (None: of all that have queries), of the last `queries` of each (None: of all).
+
+    `arguments` are those of `pallas_kernels.paged_attention.reference.paged_attention`, whose docstring is the
+    definition. Only blocks that the rows hold are brought to the host.
+    """
+    table, kv_lens, starts = (
+        np.asarray(arguments[name]) for name in ("block_table", "kv_lens", "query_starts")
+    )
+    chosen = range(len(kv_lens)) if rows is None else rows
+    out = {}
+    for row in chosen:
+        count = starts[row + 1] - starts[row]
+        if count == 0:
+            continue
+        count = min(count, queries or count)
+        q = np.asarray(arguments["q"][starts[row + 1] - count : starts[row + 1]], np.float64)
+        kv = _read(arguments["pool"], table[row], kv_lens[row], arguments["q"].dtype)
+        out[row] = _row(q, kv, arguments)
+    return out
+
+
+def _read(pool: Pool, blocks: np.ndarray, length: int, dtype) -> np.ndarray:
+    """K and V of a row's positions, float64[L, 2 * K, D]."""
+    block_size = pool.shape[1]
+    held = jnp.asarray(blocks[: -(-length // block_size)])
+    values = from_storage(jax.tree.map(lambda x: x[held], pool), jnp.dtype(dtype))
+    kv = np.asarray(values.astype(jnp.float32), np.float64)
+    return kv.reshape(-1, *kv.shape[2:])[:length]
+
+
+def _row(q: np.ndarray, kv: np.ndarray, arguments: Mapping[str, Any]) -> np.ndarray:
+    """The last queries [Q, H, D] of a row of as many positions as kv [L, 2 * K, D] has."""
+    (count, num_heads, head_dim), length = q.shape, kv.shape[0]
+    num_kv_heads = kv.shape[1] // 2
+    key = np.arange(length)
+    query = np.arange(length - count, length)[:, None]
+    visible = key <= query
+    if (window := arguments.get("window")) is not None:
+        visible &= key > query - window
+    kv = np.where(visible.any(axis=0)[:, None, None], kv, 0.0)  # 0 * NaN would be NaN
+    grouped = q.reshape(count, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)  # [K, G, Q, D]
+    keys, values = kv[:, 0::2].transpose(1, 2, 0), kv[:, 1::2].transpose(1, 0, 2)
+    scores = arguments["scale"] * (grouped @ keys[:, None])  # [K, G, Q, L]
+    if (cap := arguments.get("soft_cap")) is not None:
+        scores = cap * np.tanh(scores / cap)
+    scores = np.where(visible, scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if (sinks := arguments.get("sinks")) is not None:
+        sink = np.asarray(sinks, np.float64).reshape(num_kv_heads, -1, 1, 1)
+        total = total + np.exp(sink - top)
+    out = (weights / total) @ values[:, None]
+    return out.transpose(2, 0, 1, 3).reshape(count, num_heads, head_dim)
+
+
+def worst_row(out: jax.Array, starts: jax.Array, expected: Rows) -> float:
+    """The largest |out - expected| / |expected| of a row's queries together; inf for what is not finite.
+
+    out: [T, H, D]; `expected` has the last queries of a row, and all of those are compared.
+    """
+    ends = np.asarray(starts)[1:]
+    errors = [
+        relative(np.asarray(out[ends[row] - len(want) : ends[row]].astype(jnp.float32)), want)
+        for row, want in expected.items()
+    ]
+    return max(errors, default=0.0)
+
+
+def relative(out: np.ndarray, expected: np.ndarray) -> float:
+    """|out - expected| / |expected| (Euclidean), or |out| if all of `expected` is 0; inf if anything is not finite."""
+    difference = float(np.linalg.norm(np.asarray(out, np.float64) - expected))
+    error = difference / (float(np.linalg.norm(expected)) or 1.0)
+    return error if np.isfinite(error) else float("inf")

@@ -1,0 +1,296 @@
+"""Is every kernel right on the device that is here? Each against float64 on the host, NaN in all that it may not read.
+
+Knows which module serves which platform, and what arguments are worth a try. Must not know how a kernel works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.bench import attention_peers, exact
+from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
+from pallas_kernels.block_copy import cases as copy_cases
+from pallas_kernels.grouped_matmul import cases as grouped_cases
+from pallas_kernels.kv_write.quantized import QuantizedPool
+from pallas_kernels.kv_write.xla import to_storage, write_kv
+from pallas_kernels.paged_attention import cases as attention_cases
+from pallas_kernels.paged_attention.cases import Case
+from pallas_kernels.paged_attention.tune import tuned_sizes
+from pallas_kernels.quant_matmul import cases as matmul_cases
+from pallas_kernels.quant_matmul import reference as matmul_definition
+from pallas_kernels.quant_matmul.quantized import round_rows
+
+BAR = Bar("<=", 1e-2)  # relative, in bfloat16
+SAME = Bar("<=", 0)
+OPERATIONS = ("paged_attention", "quant_matmul", "grouped_matmul", "block_copy", "kv_write")
+ROWS = ("q", "pool", "block_table", "kv_lens", "query_starts")
+THREADS = 8  # that compile
+
+# Rows of one query; the last has none. Lengths around the edges of blocks, tiles and splits.
+DECODE = dict(query_lens=(1,) * 9 + (0,), kv_lens=(1, 63, 64, 65, 128, 511, 512, 513, 1100, 0))
+MIXED = dict(query_lens=(1, 150, 1, 33, 0, 1, 2), kv_lens=(700, 150, 1, 300, 0, 513, 129))
+TINY_DECODE = dict(query_lens=(1, 1, 0), kv_lens=(17, 64, 0))
+TINY_MIXED = dict(query_lens=(1, 9, 0, 2), kv_lens=(33, 20, 0, 5))
+
+
+@dataclass
+class Check:
+    """One program and how wrong it is: `run` is compiled for `arguments`, `error` judges what comes out."""
+
+    name: str
+    run: Callable[..., Any]
+    arguments: tuple
+    error: Callable[[Any], float]
+    bar: Bar = BAR
+    unit: str = ""
+    compiled: Any = field(default=None)
+
+
+def measure(context: Context) -> Iterator[Result]:
+    """One result for each check; those of kernels for other platforms say so."""
+    platform, absent = attention_peers.kernels_of(jax.devices()[0])
+    for operation in OPERATIONS:
+        for module, reason in absent.items():
+            if _spec(operation, module):
+                yield missing(f"{operation} ({module})", "", reason)
+    checks = [*_attention_checks(platform, context.tiny), *_matmul_checks(platform, context.tiny)]
+    checks += _grouped_checks(platform)
+    checks += [*_copy_checks(platform, context.tiny), *_write_checks(context.tiny)]
+    # Compiled side by side, since that is what takes the time; run one by one, in their order.
+    with ThreadPoolExecutor(THREADS) as pool:
+        compiled = [pool.submit(_compile, check) for check in checks]
+        for check, future in zip(checks, compiled, strict=True):
+            try:
+                out = jax.block_until_ready(future.result()(*check.arguments))
+                yield measured(check.name, check.error(out), check.unit, check.bar)
+            except NotImplementedError as refusal:  # the kernel's own: it does not claim to serve
+                yield missing(check.name, check.unit, str(refusal), check.bar)
+            except Exception as error:  # whatever a compiler or a device comes up with
+                yield failed(check.name, last_line(error), check.bar)
+
+
+def _compile(check: Check) -> Any:
+    return jax.jit(check.run).lower(*check.arguments).compile()
+
+
+def _spec(operation: str, module: str) -> bool:
+    return importlib.util.find_spec(f"pallas_kernels.{operation}.{module}") is not None
+
+
+def _modules(operation: str, platform: str) -> list[tuple[str, ModuleType]]:
+    """The platform's own kernel, if the operation has one, and what XLA makes of it."""
+    return [
+        (name, importlib.import_module(f"pallas_kernels.{operation}.{name}"))
+        for name in (platform, "xla")
+        if _spec(operation, name)
+    ]
+
+
+def attention_table(tiny: bool) -> list[Case]:
+    """Head dims, head counts, pools and masks; each for rows of one query and for mixed rows."""
+    no_rows = partial(Case, name="", query_lens=(), kv_lens=(), block_size=64, dtype="bfloat16")
+    if tiny:
+        small = no_rows(num_heads=4, num_kv_heads=2, head_dim=64)
+        return [
+            small,
+            replace(small, format="int8"),
+            replace(small, window=20, soft_cap=5.0, sinks=True),
+        ]
+    wide = no_rows(num_heads=16, num_kv_heads=2, head_dim=128)
+    table = [replace(wide, head_dim=dim) for dim in (64, 96, 128, 192, 256)]
+    table += [replace(wide, num_heads=32, num_kv_heads=8, head_dim=dim) for dim in (64, 128)]
+    table += [
+        replace(wide, format=format, head_dim=dim)
+        for format in ("int8", "fp8_e4m3", "int4")
+        for dim in (64, 128)
+    ]
+    table += [replace(wide, num_heads=32, num_kv_heads=8, format="int8")]
+    masks = ({"window": 100}, {"soft_cap": 5.0}, {"sinks": True})
+    return [*table, *(replace(wide, **mask) for mask in masks)]
+
+
+def _attention_checks(platform: str, tiny: bool) -> Iterator[Check]:
+    (module_name, module), *_ = _modules("paged_attention", platform)
+    for shape in attention_table(tiny):
+        for kind in ("decode", "mixed"):
+            decode = kind == "decode"
+            lens = (TINY_DECODE if decode else TINY_MIXED) if tiny else DECODE if decode else MIXED
+            # Decoding, query r is row r's: one for the empty row too.
+            case = replace(shape, **lens, num_padding_tokens=1 if decode else 9)
+            if platform == "tpu":
+                case = replace(case, block_size=128)  # the engine's default there
+            name = f"paged_attention ({module_name}) {kind}, {_describe(case)}"
+            yield _attention_check(name, module, attention_cases.arguments(case), decode)
+
+
+def _describe(case: Case) -> str:
+    parts = [f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}"]
+    parts += [case.format or case.dtype]
+    parts += [f"window {case.window}"] if case.window else []
+    parts += [f"soft cap {case.soft_cap:g}"] if case.soft_cap else []
+    parts += ["sinks"] if case.sinks else []
+    return ", ".join(parts)
+
+
+def _attention_check(name: str, module: ModuleType, arguments: dict, decode: bool) -> Check:
+    options = {k: arguments[k] for k in ("scale", "window", "soft_cap")}
+    if module.__name__.endswith(".gpu"):
+        options["sizes"] = tuned_sizes(jax.devices()[0].device_kind)  # as the engine has them
+    attend = partial(module.paged_attention, one_query_per_row=decode, **options)
+    given = {name: arguments[name] for name in ROWS}
+    if "sinks" in arguments:
+        given["sinks"] = arguments["sinks"]
+    expected = arguments
+    if module.__name__.endswith(".tpu"):
+        attend, given, expected = _writing(attend, arguments, given)
+
+    def error(out: jax.Array) -> float:
+        return exact.worst_row(out, arguments["query_starts"], exact.attention(expected))
+
+    return Check(name, lambda given: attend(**given), (given,), error)
+
+
+def _writing(attend: Callable[..., Any], arguments: dict, given: dict) -> tuple:
+    """A TPU's kernel writes keys and values too: random ones, which float64 finds in its pool as well."""
+    from pallas_kernels.paged_attention.tpu_layout import to_tpu
+
+    q, pool = arguments["q"], arguments["pool"]
+    if isinstance(pool, QuantizedPool) and pool.scale_zero is not None:  # bits, as on a CPU
+        pool = replace(pool, scale_zero=jax.lax.bitcast_convert_type(pool.scale_zero, q.dtype))
+    shape = (q.shape[0], pool.shape[2] // 2, q.shape[2])
+    k, v = (jax.random.normal(jax.random.key(i), shape, q.dtype) for i in (1, 2))
+    table, kv_lens, starts = (
+        np.asarray(arguments[name]) for name in ("block_table", "kv_lens", "query_starts")
+    )
+    slots = np.full(q.shape[0], pool.shape[0] * pool.shape[1], np.int32)  # padding: dropped
+    for row, kv_len in enumerate(kv_lens):
+        tokens = np.arange(starts[row], starts[row + 1])
+        at = kv_len - (starts[row + 1] - tokens)
+        slots[tokens] = table[row, at // pool.shape[1]] * pool.shape[1] + at % pool.shape[1]
+    written = arguments | {"pool": write_kv(pool, k, v, jnp.asarray(slots))}
+    given = given | {"k": k, "v": v, "pool": to_tpu(pool)}
+    return lambda **given: attend(**given)[0], given, written
+
+
+def _matmul_checks(platform: str, tiny: bool) -> Iterator[Check]:
+    cases = list(matmul_cases.SMALL)
+    if not tiny:
+        cases += [
+            matmul_cases.Case(
+                name=f"{format}-{num_in}-to-{num_out}",
+                num_tokens=64,
+                num_in=num_in,
+                num_out=num_out,
+                format=format,
+                group_size=128 if format == "int4" else None,
+            )
+            for num_in, num_out in matmul_cases.LAYERS["3b"][2:]
+            for format in ("int8", "int4", "fp8_e4m3")
+        ]
+    inputs = [(case, *matmul_cases.arguments(case)) for case in cases]
+    for module_name, module in _modules("quant_matmul", platform):
+        for case, x, weight in inputs:
+
+            def error(out, x=x, weight=weight, case=case) -> float:
+                if case.round_x:
+                    integers, scale = round_rows(x)
+                    x = integers.astype(jnp.float32) * scale
+                w = np.asarray(matmul_definition.dequantize(weight), np.float64)
+                rows = np.asarray(x.astype(jnp.float32), np.float64)
+                return exact.relative(np.asarray(out, np.float64), rows @ w[:, : rows.shape[1]].T)
+
+            run = partial(module.quant_matmul, round_x=case.round_x)
+            yield Check(f"quant_matmul ({module_name}) {case.name}", run, (x, weight), error)
+
+
+def _grouped_checks(platform: str) -> Iterator[Check]:
+    """Experts with many rows, with few and with none; NaN in the rows of no expert, which must come out as 0."""
+    for module_name, module in _modules("grouped_matmul", platform):
+        for case in grouped_cases.SMALL:
+            arguments = grouped_cases.arguments(case)
+
+            def error(out, case=case, arguments=arguments) -> float:
+                x, weights = (
+                    np.asarray(arguments[name].astype(jnp.float32), np.float64)
+                    for name in ("x", "weights")
+                )
+                expected, ends = np.zeros(out.shape), np.cumsum(case.group_sizes)
+                for size, end, weight in zip(case.group_sizes, ends, weights, strict=True):
+                    expected[end - size : end] = x[end - size : end] @ weight.T
+                return exact.relative(np.asarray(out, np.float64), expected)
+
+            name = f"grouped_matmul ({module_name}) {case.name}"
+            yield Check(name, module.grouped_matmul, tuple(arguments.values()), error)
+
+
+def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
+    """All lists of copies, padded to one length, in pools of every kind: no byte may differ."""
+    for module_name, module in _modules("block_copy", platform):
+        kinds = [pool for pool in copy_cases.POOLS if pool.lanes == (module_name == "tpu")]
+        for pool in kinds[:1] if tiny else kinds:
+            layers = copy_cases.layers(pool)
+            longest = max(len(copies.pairs) for copies in copy_cases.COPIES)
+            pairs = np.zeros((len(copy_cases.COPIES), longest, 2), np.int32)
+            for row, copies in zip(pairs, copy_cases.COPIES, strict=True):
+                row[: len(copies.pairs)] = copies.pairs
+
+            def run(layers, pairs, module=module):
+                return [module.copy_blocks(layers, p[:, 0], p[:, 1]) for p in pairs]
+
+            def error(out, layers=layers, pairs=pairs) -> float:
+                total = 0
+                for number, now in enumerate(out):
+                    for new, old in zip(jax.tree.leaves(now), jax.tree.leaves(layers), strict=True):
+                        want = _bits(old)
+                        want[pairs[number, :, 1]] = want[pairs[number, :, 0]]
+                        total += int((want[1:] != _bits(new)[1:]).sum())  # but the null block
+                return float(total)
+
+            name = f"block_copy ({module_name}) {pool.name}"
+            yield Check(name, run, (layers, jnp.asarray(pairs)), error, SAME, "bytes differ")
+
+
+def _write_checks(tiny: bool) -> Iterator[Check]:
+    """Slots out of order get what `to_storage` makes of keys and values, and no other slot changes."""
+    for format in (None, "int8") if tiny else (None, "int8", "int4", "fp8_e4m3", "fp8_e5m2"):
+        case = Case(name="", query_lens=(1,), kv_lens=(400,), dtype="bfloat16", format=format)
+        pool = attention_cases.arguments(case)["pool"]
+        shape = (50, case.num_kv_heads, case.head_dim)
+        k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (1, 2))
+        num_slots = pool.shape[0] * pool.shape[1]
+        slots = np.random.default_rng(0).permutation(num_slots)[: shape[0]].astype(np.int32)
+
+        def error(out, k=k, v=v, pool=pool, slots=slots, shape=shape) -> float:
+            kv = jnp.stack([k, v], axis=2).reshape(shape[0], -1, shape[2])
+            total = 0
+            stored = jax.jit(to_storage)(kv, pool)
+            trees = map(jax.tree.leaves, (out, pool, stored))
+            for new, old, kv_bits in zip(*map(list, trees), strict=True):
+                want = _bits(old).reshape(num_slots_of(old), -1)
+                want[slots] = _bits(kv_bits).reshape(len(slots), -1)
+                total += int((want.reshape(-1) != _bits(new).reshape(-1)).sum())
+            return float(total)
+
+        name = f"kv_write (xla) {format or case.dtype}"
+        arguments = (pool, k, v, jnp.asarray(slots))
+        yield Check(name, write_kv, arguments, error, SAME, "bytes differ")
+
+
+def num_slots_of(pool: jax.Array) -> int:
+    return pool.shape[0] * pool.shape[1]
+
+
+def _bits(x: jax.Array) -> np.ndarray:
+    """A copy of the bytes: [N, ...] with the last axis in bytes. NaN equals itself."""
+    return np.array(x).view(np.uint8)

@@ -1,0 +1,167 @@
+"""`jaxpage bench suite`: everything that has a bar on an H200, checked and measured in one call.
+
+Knows the parts, their order and how long each may take; what a part does is in its own module. Each runs in a process
+of its own, so that what crashes, hangs or fills the device's memory costs no other part its results. Imports no jax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxpage.bench.children import ROOT, Child
+from jaxpage.bench.results import Context, Result, failed, last_line, missing, table
+
+# In the order of their run: what the bars refer to, whether it is right, then speed.
+PARTS = {  # name: the function, and the seconds that it may take at most
+    "ceilings": ("jaxpage.bench.ceilings:measure", 60),
+    "kernels": ("jaxpage.bench.kernels:measure", 180),
+    "decode": ("jaxpage.bench.attention:decode", 100),
+    "prefill": ("jaxpage.bench.attention:prefill", 100),
+    "table": ("jaxpage.bench.serving:table", 100),
+    "steps": ("jaxpage.bench.serving:steps", 220),
+    "warm-up": ("jaxpage.bench.serving:warm_up", 200),
+}
+CEILINGS = "ceilings"
+SHORTEST = 10  # seconds: with less no part begins
+# JAX would take three quarters of the device's memory at once, and torch's processes need some too.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteBench:
+    """Check and measure everything that has a bar, part by part."""
+
+    json: Path | None = None  # all results go to this file, after each of them
+    # ceilings, kernels, decode, prefill, table, steps, warm-up; none: all. Ceilings are always measured.
+    only: tuple[str, ...] = ()
+    tiny: bool = False  # sizes for a CPU, to see that everything runs
+    time_limit: float = 570  # seconds for all parts together
+    commit: str | None = None  # that is measured, where this folder is no git checkout
+
+
+class Part:
+    """In a part's process: what it finds, one by one."""
+
+    def start(self, target: str, context: dict[str, Any]) -> dict[str, str]:
+        """The device it runs on. Whatever it finds comes by `next`."""
+        import jax
+
+        module, name = target.split(":")
+        function = getattr(importlib.import_module(module), name)
+        self._results: Iterator[Result] = function(Context(**context))
+        device = jax.devices()[0]
+        return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
+
+    def next(self) -> dict[str, Any] | None:
+        result = next(self._results, None)
+        return None if result is None else result.as_dict()
+
+
+def main(bench: SuiteBench) -> int:
+    """Run the parts, print each result as it comes and all bars at the end. 1 if something failed."""
+    if unknown := set(bench.only) - set(PARTS):
+        raise ValueError(f"no part {sorted(unknown)}; there are {', '.join(PARTS)}")
+    report = Report(bench)
+    with tempfile.TemporaryDirectory(prefix="jaxpage-suite-") as folder:
+        context = Context(tiny=bench.tiny, folder=folder)
+        for part in PARTS:
+            if part == CEILINGS or not bench.only or part in bench.only:
+                for result in _run(part, context, report):
+                    report.add(part, result)
+                    context = _with_ceiling(context, part, result)
+    print("\n" + table(report.results), flush=True)
+    return int(any(result["passed"] is False for result in report.results))
+
+
+def _run(part: str, context: Context, report: Report) -> Iterator[Result]:
+    """What a part finds, until it is done, dead or out of time."""
+    target, limit = PARTS[part]
+    left = report.seconds_left()
+    if left < SHORTEST:
+        yield missing("all of it", "", f"only {left:.0f} s were left; name it with --only")
+        return
+    limit = min(limit, left)
+    start = time.monotonic()
+    with Child("jaxpage.bench.suite:Part", environment=ENVIRONMENT) as child:
+        try:
+            report.device = child.ask("start", target, asdict(context), timeout=limit)
+            while True:
+                used = time.monotonic() - start
+                result = child.ask("next", timeout=max(0.0, limit - used))
+                if result is None:
+                    break
+                yield Result(**result)
+        except TimeoutError:
+            yield failed("the rest of it", f"stopped after {limit:.0f} s")
+        except RuntimeError as error:
+            print(error, flush=True)
+            yield failed("the rest of it", last_line(str(error)))
+    print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _with_ceiling(context: Context, part: str, result: Result) -> Context:
+    if part != CEILINGS or result.value is None:
+        return context
+    factor = {"GB/s": ("bandwidth", 1e9), "TFLOP/s": ("matmul", 1e12)}
+    name, unit = factor[result.unit]
+    return replace(context, **{name: result.value * unit})
+
+
+class Report:
+    """All results so far, each with where it came from; printed and written as they come."""
+
+    def __init__(self, bench: SuiteBench) -> None:
+        self.results: list[dict[str, Any]] = []
+        self.device: dict[str, str] = {}  # of the part that runs
+        self._bench = bench
+        self._begin = time.monotonic()
+        self._commit = bench.commit or _commit()
+
+    def seconds_left(self) -> float:
+        return self._bench.time_limit - (time.monotonic() - self._begin)
+
+    def add(self, part: str, result: Result) -> None:
+        print(f"{part}: {result}", flush=True)
+        command = ["jaxpage", "bench", "suite", "--only", part]
+        command += ["--tiny"] if self._bench.tiny else []
+        self.results.append(
+            {"part": part}
+            | result.as_dict()
+            | {"command": shlex.join(command), "commit": self._commit}
+            | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+            | {key: self.device.get(key) for key in ("device", "platform", "jax")}
+        )
+        self._write()
+
+    def _write(self) -> None:
+        """All of it or what was there before: the process may be killed at any time."""
+        path = self._bench.json
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(json.dumps({"results": self.results}, indent=1) + "\n")
+        os.replace(draft, path)
+
+
+def _commit() -> str:
+    """Of this checkout, with a mark if files differ from it; "unknown" where there is no git."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        git = ["git", "-C", str(ROOT)]
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+        head = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain"], **options).stdout.strip()
+        return head + (" with changes" if changed else "")
+    return "unknown"
