@@ -97,6 +97,9 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         platform=device.platform,
         num_devices=1,
         table=(config.max_num_seqs, -(-config.max_model_len // config.block_size)),
+        num_heads=model.config.num_heads,
+        device_kind=device.device_kind,
+        compute_capability=getattr(device, "compute_capability", None),  # of GPUs
     )
     if reason:
         logger.warning("attention runs in plain XLA: %s", reason)
@@ -106,7 +109,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         load(model, config.model, use_tqdm=use_tqdm)
     join_projections(model)
     if config.quantization == "int8":
-        quantize(model)
+        quantize(model, platform=device.platform)
     config, runner = _make_runner(config, model, groups, pool, device)
     if config.fit_max_model_len:
         _check_same_ropes(hf_config, config, model)

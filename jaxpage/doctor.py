@@ -110,7 +110,9 @@ def _cache(folder: str) -> Iterator[Line]:
     free = shutil.disk_usage(root).free
     yield Line("folder", f"{folder}, {free / GB:.1f} GB free", free > FREE_DISK)
     found = survey(root / "programs")
-    text = f"{found.num_programs} programs, {found.num_bytes / MB:.0f} MB, of {found.num_sets} engines"
+    text = (
+        f"{found.num_programs} programs, {found.num_bytes / MB:.0f} MB, of {found.num_sets} engines"
+    )
     yield Line("kept", text)
     for path in found.damaged:
         yield Line("damaged", f"{path}; it is compiled anew when it is needed", False)

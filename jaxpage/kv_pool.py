@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
+from pallas_kernels.paged_attention import gpu_layout
 
 Layer = jax.Array | QuantizedPool
 KVPool = list[Layer]
@@ -38,6 +39,7 @@ class KVPoolSpec:
     sharded: bool = False  # a share of the heads is on each device of the mesh
     platform: str | None = None  # "cpu", "gpu" or "tpu", where it will lie; None: jax's default
     lanes: bool = False  # a slot's heads side by side in one row, see `paged_attention.tpu_layout`
+    gpu_sizes: gpu_layout.Sizes | None = None  # with which `paged_attention.gpu` reads it; else XLA
 
     def __post_init__(self) -> None:
         if self.format == "int4" and self.head_dim % 2:

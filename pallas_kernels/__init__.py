@@ -1,9 +1,14 @@
 """Kernels by operation: each folder defines one operation and exports it once per platform, with one signature.
 
-| folder | operation | reference | CPU (XLA) |
-| --- | --- | --- | --- |
-| paged_attention | ragged attention over a paged KV pool | yes | yes |
-| kv_write | new K and V into their slots of the pool; block copies | yes (XLA) | yes |
+| folder | operation | CPU | TPU | Hopper |
+| --- | --- | --- | --- | --- |
+| paged_attention | ragged attention over a paged KV pool | XLA | kernel | kernel |
+| kv_write | new K and V into their slots of the pool | XLA | in the kernel above | XLA |
+| block_copy | whole blocks onto blocks, to and from the host | XLA | kernel | XLA |
+| quant_matmul | products with weights in int8, int4, fp8 | XLA | kernel | kernel |
+| grouped_matmul | rows with the weights of their experts | XLA | JAX's megablox | kernel |
+
+Each has a reference too, which is its definition.
 
 This package imports jax and nothing of jaxpage: it states mechanisms and chooses nothing.
 """

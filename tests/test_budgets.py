@@ -19,10 +19,9 @@ FORBIDDEN_FOLDERS = re.compile(r"v\d+|experimental|legacy|old|utils|helpers|comm
 PAGED_ATTENTION = "pallas_kernels/paged_attention/xla.py"
 _CONTRACT = "five arrays say what is read and where it lies, the rest is what models vary"
 RAISED: dict[tuple[str, str], tuple[int, str]] = {
-    ("parameters", f"{PAGED_ATTENTION}:paged_attention"): (9, _CONTRACT),
-    ("parameters", f"{PAGED_ATTENTION}:_attend"): (9, _CONTRACT),
+    ("parameters", f"{PAGED_ATTENTION}:paged_attention"): (10, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/reference.py:paged_attention"): (9, _CONTRACT),
-    ("parameters", "pallas_kernels/paged_attention/gpu.py:paged_attention"): (11, _CONTRACT),
+    ("parameters", "pallas_kernels/paged_attention/gpu.py:paged_attention"): (12, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/tpu.py:paged_attention"): (13, _CONTRACT),
     ("fields", "jaxpage/config.py:EngineConfig"): (31, "quantization and KV memory, as in vLLM"),
 }

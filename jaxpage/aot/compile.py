@@ -143,13 +143,16 @@ def _prepare(
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
     join_projections(model)
     if config.quantization == "int8":
-        quantize(model)
+        quantize(model, platform=device.platform)
     groups = group_layers(model.config.windows, config.max_model_len)
     pool, _ = choose(
         make_pool_spec(config, model.config, groups, device.platform),
         platform=device.platform,
         num_devices=1,
         table=(config.max_num_seqs, -(-config.max_model_len // config.block_size)),
+        num_heads=model.config.num_heads,
+        device_kind=device.device_kind,
+        compute_capability=getattr(device, "compute_capability", None),  # of GPUs
     )
     return _Engine(config, model, pool, mesh)
 

@@ -44,7 +44,7 @@ def missing_compiler(platform: str) -> str | None:
             "the compiler of GPUs is not installed: pip install jax-cuda13-plugin and jax-cuda13-pjrt of "
             "the version of jax, and nvidia-cuda-nvcc"
         )
-    return None if _cuda_folder() else "there is no ptxas: pip install nvidia-cuda-nvcc"
+    return None if cuda_folder() else "there is no ptxas: pip install nvidia-cuda-nvcc"
 
 
 def _is_installed(module: str) -> bool:
@@ -60,7 +60,7 @@ def environment(target: Target) -> list[str]:
     else:
         # Autotuning would run candidates on the device.
         variables["XLA_FLAGS"] = (
-            f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={_cuda_folder()}"
+            f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={cuda_folder()}"
         )
     return [f"{name}={value}" for name, value in variables.items()]
 
@@ -88,7 +88,7 @@ def _devices(target: Target) -> list:
     ).devices
 
 
-def _cuda_folder() -> Path | None:
+def cuda_folder() -> Path | None:
     """That of a CUDA toolkit, or of the wheel with its assembler."""
     wheels = [Path(path) / "nvidia" / "cu13" for path in sys.path]
     on_path = shutil.which("ptxas")

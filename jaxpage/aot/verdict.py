@@ -78,21 +78,17 @@ def _seconds(measured: dict[str, Any], chip: dict[str, Any], batch: int, num_blo
 
 def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
     """What would make one sequence of max_model_len fit, from sizes alone: nothing is compiled for it."""
-    config, block, weights = measured["config"], measured["block_bytes"], measured["weight_bytes"]
+    block, weights = measured["block_bytes"], measured["weight_bytes"]
     found = []
     room = _pool_bytes(measured, weights)
     shorter = next((n for n, count in measured["longest"] if (count + 1) * block <= room), None)
     if shorter:
         found.append(f"--max-model-len {shorter}")
-    two_bytes = config["dtype"] != "float32"
-    if (
-        config["kv_cache_dtype"] == config["dtype"]
-        and two_bytes
-        and (wanted + 1) * block * 0.54 <= room
-    ):
+    in_int8 = measured["in_int8"]
+    if in_int8["block_bytes"] is not None and (wanted + 1) * in_int8["block_bytes"] <= room:
         found.append("--kv-cache-dtype int8")
-    if config["quantization"] is None and two_bytes:
-        if (wanted + 1) * block <= _pool_bytes(measured, int(weights * 0.52)):
+    if in_int8["weight_bytes"] is not None:
+        if (wanted + 1) * block <= _pool_bytes(measured, in_int8["weight_bytes"]):
             found.append("--quantization int8")
     for times in (2, 4, 8):
         if (wanted + 1) * block / times <= _pool_bytes(measured, weights // times):

@@ -1,8 +1,8 @@
 """Paged attention for a step: write the new keys and values, then attend. Chooses the implementation, and shards it.
 
 On a mesh each device has its own heads: query heads, the KV heads that they read, and those heads of the pool.
-How the pool is laid out says who reads it: a TPU's kernel wants it in its own way, so `choose` is asked before there is
-a pool.
+Who reads a pool is settled before there is one: `choose` says it in the pool's spec. A TPU's kernel wants it laid out
+in its own way and writes it too; the kernel of Hopper GPUs reads what XLA's scatter has written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
-from pallas_kernels.paged_attention import tpu_layout, xla
+from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
+from pallas_kernels.paged_attention.tune import tuned_sizes
 
 # XLA inlines them; as jits of their own they are traced and lowered once for all layers that are alike.
 _OPTIONS = ("scale", "window", "soft_cap", "one_query_per_row")
@@ -35,20 +36,46 @@ def _tpu_attention():
     return jax.jit(tpu.paged_attention, static_argnames=_OPTIONS)
 
 
+@cache
+def _gpu_attention():
+    from pallas_kernels.paged_attention import gpu
+
+    return jax.jit(gpu.paged_attention, static_argnames=(*_OPTIONS, "sizes"))
+
+
 def choose(
-    spec: KVPoolSpec, *, platform: str, num_devices: int, table: tuple[int, int]
+    spec: KVPoolSpec,
+    *,
+    platform: str,
+    num_devices: int,
+    table: tuple[int, int],
+    num_heads: int | None = None,
+    device_kind: str = "",
+    compute_capability: str | None = None,
 ) -> tuple[KVPoolSpec, str | None]:
     """The pool as the kernel of the platform reads it; or as it was, for XLA, and why the kernel cannot serve.
 
-    table: the largest block table, [R, M].
+    table: the largest block table, [R, M]. Of GPUs more counts: num_heads, the query heads of the model; device_kind
+    and compute_capability, as jax tells them of a device: "NVIDIA H200", "9.0".
     """
-    if platform != "tpu":
-        return spec, None
-    lanes = replace(spec, lanes=True)
-    kv_heads = spec.num_kv_heads // (num_devices if spec.sharded else 1)
-    share = replace(lanes, num_blocks=1, num_arrays=1, num_kv_heads=kv_heads).abstract()[0]
-    reason = tpu_layout.why_not(spec.dtype, share, kv_heads, spec.head_dim, table)
-    return (spec, reason) if reason else (lanes, None)
+    sharing = num_devices if spec.sharded else 1
+    kv_heads = spec.num_kv_heads // sharing
+
+    def share(spec: KVPoolSpec) -> Layer:  # of one device, in shapes
+        return replace(spec, num_blocks=1, num_arrays=1, num_kv_heads=kv_heads).abstract()[0]
+
+    if platform == "tpu":
+        lanes = replace(spec, lanes=True)
+        reason = tpu_layout.why_not(spec.dtype, share(lanes), kv_heads, spec.head_dim, table)
+        return (spec, reason) if reason else (lanes, None)
+    if platform == "gpu":
+        heads = (num_heads or spec.num_kv_heads) // sharing
+        q = jax.ShapeDtypeStruct((1, heads, spec.head_dim), spec.dtype)
+        reason = gpu_layout.why_not_on(compute_capability) or gpu_layout.why_not(q, share(spec))
+        if reason is None:
+            return replace(spec, gpu_sizes=tuned_sizes(device_kind)), None
+        return spec, reason
+    return spec, None
 
 
 class PagedAttention:
@@ -56,8 +83,8 @@ class PagedAttention:
 
     Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, `places` says of each layer which
     KV-cache group and which array are its; a call replaces that array, and the step returns the list when the model
-    is done. K and V of all rows are written before any row reads, so a request may hit blocks which another computes
-    in the same step.
+    is done. `gpu_sizes` as `choose` left it in the pool's spec. K and V of all rows are written before any row reads,
+    so a request may hit blocks which another computes in the same step.
     """
 
     def __init__(
@@ -68,12 +95,14 @@ class PagedAttention:
         *,
         one_query_per_row: bool,
         mesh: Mesh | None = None,
+        gpu_sizes: gpu_layout.Sizes | None = None,
     ):
         self.kv_pool = list(kv_pool)
         self._batch = batch
         self._places = places
         self._one_query_per_row = one_query_per_row
         self._mesh = mesh
+        self._gpu_sizes = gpu_sizes
 
     def __call__(
         self,
@@ -85,8 +114,9 @@ class PagedAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """q [T, H, D] and k, v [T, K, D] after RoPE → [T, H, D]."""
+        """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
         batch, (group, array) = self._batch, self._places[layer]
         attend = partial(
             _write_and_attend,
@@ -94,6 +124,7 @@ class PagedAttention:
             window=window,
             soft_cap=soft_cap,
             one_query_per_row=self._one_query_per_row,
+            gpu_sizes=self._gpu_sizes,
         )
         pool = self.kv_pool[array]
         if self._mesh is not None and heads_of_pool(q.shape[1], k.shape[1], self._mesh.size):
@@ -111,6 +142,7 @@ class PagedAttention:
             batch.block_tables[group],
             batch.kv_lens,
             batch.query_starts,
+            sinks,
         )
         return out
 
@@ -133,14 +165,21 @@ def _write_and_attend(
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
-    *where: jax.Array,
+    *where_and_sinks: jax.Array | None,
+    gpu_sizes: gpu_layout.Sizes | None,
     **options,
 ) -> tuple[Layer, jax.Array]:
-    """The pool with k and v in it, and the attention of q: `where` are block table, kv_lens and query_starts."""
+    """The pool with k and v in it, and the attention of q.
+
+    `where_and_sinks` are block table, kv_lens and query_starts, then the sinks or None.
+    """
+    *where, options["sinks"] = where_and_sinks
     if len(pool.shape) == 3:  # as `choose` laid it out for a TPU
         out, pool = _tpu_attention()(q, k, v, pool, *where, **options)
         return pool, out
     pool = _write_kv(pool, k, v, slot_mapping)
+    if gpu_sizes is not None:
+        return pool, _gpu_attention()(q, pool, *where, sizes=gpu_sizes, **options)
     return pool, _paged_attention(q, pool, *where, **options)
 
 
@@ -161,7 +200,7 @@ def _sharded(attend, mesh: Mesh, num_kv_heads: int, pool: Layer):
     return jax.shard_map(
         attend_own,
         mesh=mesh,
-        in_specs=(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P()),
+        in_specs=(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P(), P(TENSOR)),
         out_specs=(pool_by_head, by_head),
         check_vma=False,  # the loops' carries start as constants
     )

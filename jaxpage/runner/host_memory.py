@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxpage.ops.blocks import gather_blocks, scatter_blocks
 from jaxpage.plan import NULL_BLOCK
-from pallas_kernels.kv_write.xla import put_blocks
 
 MOVE_BLOCKS = 16  # blocks that one program moves; padding moves the null block
 
@@ -74,24 +74,15 @@ class HostMemory:
 
 def read_blocks(pool: Any, block_ids: jax.Array) -> list[list[jax.Array]]:
     """The contents of blocks int32[C], one after another."""
-    stacks = jax.tree.leaves(
-        jax.tree.map(lambda *arrays: jnp.stack([x[block_ids] for x in arrays], axis=1), *pool)
-    )  # each [C, L, ...]
+    stacks = jax.tree.leaves(gather_blocks(pool, block_ids))  # each [C, L, ...]
     return [[stack[i] for stack in stacks] for i in range(block_ids.shape[0])]
 
 
 def write_blocks(pool: Any, block_ids: jax.Array, contents: list[list[jax.Array]]) -> Any:
     """The pool with those contents in blocks int32[C]; the inverse of `read_blocks`."""
-    stacks = [jnp.stack(parts, axis=1) for parts in zip(*contents, strict=True)]  # [L, C, ...]
-    written = []
-    for index, layer in enumerate(pool):
-        leaves, treedef = jax.tree.flatten(layer)
-        leaves = [
-            put_blocks(leaf, block_ids, stack[index])
-            for leaf, stack in zip(leaves, stacks, strict=True)
-        ]
-        written.append(jax.tree.unflatten(treedef, leaves))
-    return written
+    stacks = [jnp.stack(parts) for parts in zip(*contents, strict=True)]  # [C, L, ...]
+    structure = jax.tree.structure(pool[0])
+    return scatter_blocks(pool, block_ids, jax.tree.unflatten(structure, stacks))
 
 
 def content_shapes(pool: Any) -> list[jax.ShapeDtypeStruct]:

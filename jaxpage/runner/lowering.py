@@ -48,7 +48,11 @@ class Lowerings:
     ):
         graphdef, state = nnx.split(model)
         self._step = Step(
-            graphdef=graphdef, treedef=jax.tree.structure(state), spec=step_spec, mesh=mesh
+            graphdef=graphdef,
+            treedef=jax.tree.structure(state),
+            spec=step_spec,
+            mesh=mesh,
+            gpu_sizes=pool_spec.gpu_sizes,
         )
         self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
         self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)

@@ -169,7 +169,9 @@ def survey(root: Path) -> Survey:
         num_sets=len(folders),
         num_programs=len(programs),
         num_bytes=sum(path.stat().st_size for path in programs),
-        damaged=tuple(str(path) for path in programs if not _is_whole(path.stem, path.read_bytes())),
+        damaged=tuple(
+            str(path) for path in programs if not _is_whole(path.stem, path.read_bytes())
+        ),
         unsafe=tuple(str(folder) for folder in folders if not _is_private(folder)),
     )
 

@@ -22,13 +22,14 @@ from jax.typing import DTypeLike
 from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
 from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPool
-from jaxpage.ops.attention import PagedAttention
+from jaxpage.ops.attention import PagedAttention, heads_of_pool
+from jaxpage.ops.blocks import copy_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK, NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
 from jaxpage.sampling.sampler import Sampled, sample, stops
-from pallas_kernels.kv_write.xla import copy_blocks
+from pallas_kernels.paged_attention.gpu_layout import Sizes
 
 # Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
 _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode"))
@@ -125,6 +126,7 @@ class Step:
     treedef: jax.tree_util.PyTreeDef
     spec: StepSpec
     mesh: Mesh | None = None  # of devices that share weights and heads
+    gpu_sizes: Sizes | None = None  # see `KVPoolSpec`
 
     def forward(
         self,
@@ -139,7 +141,7 @@ class Step:
 
         A fork has no tokens of its own: its last token is that of the row before it.
         """
-        kv_pool, state, rows = _begin(layout, kv_pool, state, packed)
+        kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
         kv_pool, batch, hidden = self._hidden(bucket, leaves, kv_pool, state, rows)
         return kv_pool, state, hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
 
@@ -168,7 +170,7 @@ class Step:
         packed: jax.Array,
     ) -> tuple[KVPool, RequestState, DeviceResult]:
         """Up to `num_steps` steps of rows with one token each, fewer if every row's sequence has ended."""
-        kv_pool, state, rows = _begin(layout, kv_pool, state, packed)
+        kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
 
         def more(carry):
             index, _, state, _ = carry
@@ -192,6 +194,22 @@ class Step:
         _, kv_pool, state, result = lax.while_loop(more, one_more, carry)
         return kv_pool, state, result
 
+    def _begin(
+        self,
+        layout: Layout,
+        leaves: list[jax.Array],
+        kv_pool: KVPool,
+        state: RequestState,
+        packed: jax.Array,
+    ) -> tuple[KVPool, RequestState, Rows]:
+        """Before the rows run, and before anything is written: copy-on-write; blocks that rows gained."""
+        rows = layout.unpack(packed)
+        config, mesh = self._model(leaves).config, self.mesh
+        shared = mesh and heads_of_pool(config.num_heads, config.num_kv_heads, mesh.size)
+        copies = (rows["copy_sources"], rows["copy_destinations"])
+        kv_pool = copy_blocks(kv_pool, *copies, mesh=mesh, by_head=bool(shared))
+        return kv_pool, _update_tables(state, rows), rows
+
     def _model(self, leaves: list[jax.Array]) -> Any:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
@@ -207,7 +225,12 @@ class Step:
         batch = _unpack_batch(state, rows, bucket, self.spec)
         places = self.spec.groups.places
         attention = PagedAttention(
-            kv_pool, batch, places, one_query_per_row=bucket.decode, mesh=self.mesh
+            kv_pool,
+            batch,
+            places,
+            one_query_per_row=bucket.decode,
+            mesh=self.mesh,
+            gpu_sizes=self.gpu_sizes,
         )
         model = self._model(leaves)
         hidden = model.hidden_states(batch.token_ids, batch.positions, attention)
@@ -237,25 +260,6 @@ class Step:
             )
         sampled = choose(logits, state, slots, position, rows["features"])
         return _append(state, slots, samples, sampled.token_ids, position), sampled, samples
-
-
-def _begin(
-    layout: Layout, kv_pool: KVPool, state: RequestState, packed: jax.Array
-) -> tuple[KVPool, RequestState, Rows]:
-    """Before the rows run: blocks that they gained, blocks that are copied for them."""
-    rows = layout.unpack(packed)
-    return _copy_blocks(kv_pool, rows), _update_tables(state, rows), rows
-
-
-def _copy_blocks(kv_pool: KVPool, rows: Rows) -> KVPool:
-    """Copy-on-write, before anything is written. Most steps copy nothing."""
-    sources, destinations = rows["copy_sources"], rows["copy_destinations"]
-    return lax.cond(
-        sources.any(),
-        lambda pool: [copy_blocks(layer, sources, destinations) for layer in pool],
-        lambda pool: pool,
-        kv_pool,
-    )
 
 
 def _update_tables(state: RequestState, rows: Rows) -> RequestState:

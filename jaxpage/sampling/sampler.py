@@ -21,7 +21,7 @@ from jaxpage.sampling.constraints import constrain, is_set
 from jaxpage.sampling.keys import gumbel_noise
 from jaxpage.sampling.logprobs import log_normaliser, ranks
 from jaxpage.sampling.penalties import penalise
-from jaxpage.sampling.truncation import truncate
+from jaxpage.sampling.truncation import find_best, truncate
 
 LOGPROBS_MODES = ("raw", "temperature", "processed")
 
@@ -90,8 +90,8 @@ def sample(
     if num_top_logprobs:
         top, top_ids = lax.cond(
             _any(features, Feature.TOP_LOGPROBS),
-            lambda: lax.top_k(scored, num_top_logprobs),
-            lambda: [top, top_ids],
+            lambda: find_best(scored, num_top_logprobs),
+            lambda: (top, top_ids),
         )
         top = top - normaliser[:, None]
     return Sampled(

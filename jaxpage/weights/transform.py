@@ -14,13 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.models.decoder import MLP, CausalLM, SelfAttention
-from jaxpage.models.layers import Linear, to_int8
+from jaxpage.models.layers import Linear
+from jaxpage.ops.matmul import choose
+from pallas_kernels.quant_matmul import quantized
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
 
 @jax.jit
-def _to_int8(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    rounded, scale = to_int8(weight)
-    return rounded, scale[:, 0]
+def _to_int8(weight: jax.Array) -> QuantizedWeight:
+    return quantized.quantize(weight, "int8")
 
 
 def join_projections(model: CausalLM) -> None:
@@ -39,9 +41,10 @@ def join_projections(model: CausalLM) -> None:
             del module.gate_proj, module.up_proj
 
 
-def quantize(model: CausalLM) -> None:
+def quantize(model: CausalLM, *, platform: str, num_devices: int = 1) -> None:
     """Round the weight of every linear layer to int8 in place, one scale per output; embedding and norms stay.
 
+    On `platform`, divided among `num_devices`, somebody has to compute their products: `ops.matmul.choose` says who.
     A tied head becomes a layer of its own: the embedding must stay exact, and the head is read at every token.
     """
     if model.lm_head is None:
@@ -58,7 +61,14 @@ def quantize(model: CausalLM) -> None:
         model.lm_head = nnx.data(head)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            _quantize(module)
+            weight = _quantize(module)
+            module.implementation, _ = choose(
+                weight,
+                platform=platform,
+                num_devices=num_devices,
+                dtype=model.config.dtype,
+                round_x=True,
+            )
 
 
 def _now(function: Callable[..., Any], *arrays: Any) -> Any:
@@ -92,9 +102,10 @@ def _joined(parts: list[Linear]) -> Linear:
     return joined
 
 
-def _quantize(layer: Linear) -> None:
+def _quantize(layer: Linear) -> QuantizedWeight:
     metadata = layer.weight.get_metadata()
-    weight, scale = _now(_to_int8, layer.weight.get_value())
-    layer.weight.set_value(weight)
+    weight = _now(_to_int8, layer.weight.get_value())
+    layer.weight.set_value(weight.data)
     axes, units = metadata["axes"][:1], metadata["units"][:1]
-    layer.scale = nnx.data(nnx.Param(scale, axes=axes, units=units, init=metadata["init"]))
+    layer.scale = nnx.data(nnx.Param(weight.scale, axes=axes, units=units, init=metadata["init"]))
+    return weight

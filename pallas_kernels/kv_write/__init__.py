@@ -1,1 +1,1 @@
-"""Writes into the pool of KV blocks: new keys and values into slots, and whole blocks onto blocks."""
+"""Writes into the pool of KV blocks: new keys and values into slots, rounded if the pool is quantised."""

@@ -1,7 +1,7 @@
-"""Scatter of new keys and values into the pool, and copies of whole blocks, in plain XLA.
+"""Scatter of new keys and values into the pool, in plain XLA.
 
-On a donated pool both stay in place (the compiled step's alias bytes equal the pool's bytes; tested for every bucket).
-A layer's pool is one array, or a `QuantizedPool` of two, which are written and copied alike.
+On a donated pool it stays in place (the compiled step's alias bytes equal the pool's bytes; tested for every bucket).
+A layer's pool is one array, or a `QuantizedPool` of two, which are written alike.
 """
 
 from __future__ import annotations
@@ -34,35 +34,6 @@ def write_kv(
         return slots.at[slot_mapping].set(new, mode="drop").reshape(array.shape)
 
     return jax.tree.map(write, pool, to_storage(kv, pool))
-
-
-def copy_blocks(pool: Pool, sources: Int[Array, " C"], destinations: Int[Array, " C"]) -> Pool:
-    """The pool with block `destinations[i]` a copy of block `sources[i]`. Padding: (0, 0), the null block onto itself.
-
-    All sources are read before any destination is written.
-    """
-    return jax.tree.map(lambda x: put_blocks(x, destinations, x[sources]), pool)
-
-
-def put_blocks(
-    array: Shaped[Array, "N ..."], block_ids: Int[Array, " C"], contents: Shaped[Array, "C ..."]
-) -> Shaped[Array, "N ..."]:
-    """An array of the pool with those contents in its blocks; of ids that come twice the content is one of the two.
-
-    At once, but for TPUs one by one: for a scatter of bytes they would have the whole pool in another tiling, and copy
-    it there and back (1.05 GB for as large a pool on a v6e; so 0.2 MB).
-    """
-
-    def one_by_one(array, block_ids, contents):
-        def put(i, array):
-            return lax.dynamic_update_index_in_dim(array, contents[i], block_ids[i], 0)
-
-        return lax.fori_loop(0, block_ids.shape[0], put, array)
-
-    def at_once(array, block_ids, contents):
-        return array.at[block_ids].set(contents, mode="drop")
-
-    return lax.platform_dependent(array, block_ids, contents, tpu=one_by_one, default=at_once)
 
 
 @overload

@@ -28,6 +28,7 @@ class Case:
     num_padding_tokens: int = 0
     dtype: str = "float32"
     format: str | None = None  # of a quantised pool
+    sinks: bool = False
 
 
 SMALL = (
@@ -50,6 +51,16 @@ SMALL = (
     Case(name="odd-head-dim", query_lens=(1, 5), kv_lens=(17, 5), head_dim=24),
     Case(name="block-size-64", query_lens=(1, 30), kv_lens=(130, 65), block_size=64),
     Case(name="block-size-4", query_lens=(1, 30), kv_lens=(130, 65), block_size=4),
+    Case(name="sinks", query_lens=(1, 50, 0, 1), kv_lens=(200, 150, 0, 1), sinks=True),
+    Case(
+        name="sinks-of-a-window",
+        query_lens=(1, 9),
+        kv_lens=(60, 90),
+        num_heads=6,
+        window=20,
+        soft_cap=5.0,
+        sinks=True,
+    ),
     Case(name="bfloat16", query_lens=(1, 30), kv_lens=(130, 65), dtype="bfloat16"),
 )
 QUANTIZED = tuple(
@@ -84,6 +95,8 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
             pool[block, position % case.block_size] = rng.standard_normal(shape[2:])
     num_tokens = sum(case.query_lens) + case.num_padding_tokens
     q = rng.standard_normal((num_tokens, case.num_heads, case.head_dim))
+    # From sinks that take nearly all to one that a float32 cannot tell from none.
+    sinks = np.linspace(9.0, -40.0, case.num_heads, dtype=np.float32)
     return {
         "q": jnp.asarray(q, case.dtype),
         "pool": _stored(jnp.asarray(pool, case.dtype), case.format),
@@ -93,6 +106,7 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
         "scale": case.head_dim**-0.5,
         "window": case.window,
         "soft_cap": case.soft_cap,
+        **({"sinks": jnp.asarray(sinks)} if case.sinks else {}),
     }
 
 

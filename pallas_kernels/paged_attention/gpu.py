@@ -3,11 +3,12 @@
 Two kernels share the contract of `reference.paged_attention`, and a third sums up:
 
 - **Rows with one query** (`_decode`) are bound by the pool's bytes. A row's keys are cut at multiples of `SPLIT`,
-  whatever shares the batch, so its result never depends on the batch; `_combine` adds the parts in their order. A grid
-  of as many programs as the chip holds walks a list of (row, split, KV head). The *keys* are the 64 rows of wgmma and
-  the G query heads of a KV head its columns: S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a
-  few registers. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at
-  D = 128 three programs an SM with two stages of 64 keys (32 KB) have 96 to 192 KB.
+  whatever shares the batch, so its result never depends on the batch; `_combine` adds the parts in their order. Where
+  all parts would take more than `PARTS_BYTES`, some rows come after others. A grid of as many programs as the chip
+  holds walks a list of (row, split, KV head). The *keys* are the 64 rows of wgmma and the G query heads of a KV head
+  its columns: S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. To keep an
+  H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three programs an SM
+  with two stages of 64 keys (32 KB) have 96 to 192 KB.
 - **Rows with more queries** (`_prefill`) are bound by the tensor cores. 128 rows of wgmma are 128 / G queries times G
   heads, so that a KV head's keys are read once for its group. Two warpgroups compute on 64 rows each, a third copies.
   Only tiles on the diagonal or on the window's edge are masked.
@@ -43,38 +44,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
+from pallas_kernels.paged_attention import gpu_layout
+from pallas_kernels.paged_attention.gpu_layout import ROWS, Sizes
 
-SPLIT = 512  # keys of a row that one program of `_decode` reads; results depend on it, so it is one number
-NUM_SMS = 132  # of H100 and H200. More programs than fit wait for their turn, fewer leave SMs idle.
-SMEM_BYTES = 227 * 1024  # of an SM, the most that one program may have
 TILE_DECODE = 64  # keys: the rows of one wgmma
-ROWS = 128  # of a query tile: two warpgroups of 64
 MASKED = -1e30  # where the running maximum begins
 LOG2E = math.log2(math.e)
-HEAD_DIMS = (64, 96, 128, 192, 256)
-
-
-def why_not(q: jax.Array, pool: Pool) -> str | None:
-    """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"jax is {jax.__version__}; the kernels are written for Mosaic GPU as of 0.11.2"
-    quantised = isinstance(pool, QuantizedPool)
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or pool.dtype == q.dtype):
-        other = "" if quantised else f" and the pool {pool.dtype}"
-        return f"q is {q.dtype}{other}; they must be bfloat16 or float16, and the same"
-    if q.shape[2] not in HEAD_DIMS:
-        return f"head dim {q.shape[2]} is none of {HEAD_DIMS}"
-    if pool.shape[1] not in (8, 16, 32) and pool.shape[1] % 64:
-        return f"block size {pool.shape[1]} is neither 8, 16, 32 nor a multiple of 64"
-    group = q.shape[1] // (pool.shape[2] // 2)
-    if group > 64:
-        return f"{group} query heads per KV head are more than 64"
-    if isinstance(pool, QuantizedPool):
-        if q.shape[2] == 256 or pool.data.shape[3] % 32:
-            return f"head dim {q.shape[2]} in {pool.format} does not fit wgmma's tiles or memory"
-        if pool.scale_zero is not None and pool.shape[2] % 4:
-            return f"{pool.shape[2] // 2} KV heads are odd: the scales of two are copied at once"
-    return None
+DEFAULT = Sizes()
 
 
 def paged_attention(
@@ -89,29 +65,35 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     one_query_per_row: bool = False,
+    sizes: Sizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T H D"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
 
     q and the pool are both bfloat16 or both float16, or the pool is quantised: its keys and values are rounded to q's
-    dtype where wgmma reads them. Products are summed in float32. `sinks` are logits that take part in the
-    softmax of each head and have no value. Raises NotImplementedError with `why_not`'s reason.
-    `interpret` takes `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
+    dtype where wgmma reads them. Products are summed in float32. `sinks` are logits that take part in the softmax of
+    each head and have no value. `sizes` are the device's, the same in all calls of an engine. Raises
+    NotImplementedError with the reason of `gpu_layout.why_not`. `interpret` takes `plgpu.InterpretGPUParams`
+    (jax >= 0.11.2), None compiles.
     """
-    if reason := why_not(q, pool):
+    if reason := gpu_layout.why_not(q, pool):
         raise NotImplementedError(reason)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32) * LOG2E
-    options = _Options(scale, window, soft_cap, sinks, interpret)
+    options = _Options(scale, window, soft_cap, sinks, sizes, interpret)
     if one_query_per_row:
         return _decode(q, pool, block_table, kv_lens, options)
 
-    first, query_lens = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     out = _prefill(q, pool, block_table, kv_lens, query_starts, options)
-    single_lens = jnp.where(query_lens == 1, kv_lens, 0)
-    queries = jnp.take(q, first, axis=0, mode="clip")
-    single = _decode(queries, pool, block_table, single_lens, options)
-    return out.at[jnp.where(query_lens == 1, first, q.shape[0])].set(single, mode="drop")
+    num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
+    single, rows = query_starts[1:] - query_starts[:-1] == 1, jnp.arange(num_rows)
+    if num_tokens < num_rows:  # no more than so many rows have a query
+        (rows,) = jnp.nonzero(single, size=num_tokens, fill_value=num_rows)
+    lens = jnp.where(single, kv_lens, 0).at[rows].get(mode="fill", fill_value=0)
+    first = jnp.where(single, query_starts[:-1], num_tokens)
+    first = first.at[rows].get(mode="fill", fill_value=num_tokens)
+    queries, table = (x.at[i].get(mode="clip") for x, i in ((q, first), (block_table, rows)))
+    return out.at[first].set(_decode(queries, pool, table, lens, options), mode="drop")
 
 
 @dataclass(frozen=True)
@@ -120,6 +102,7 @@ class _Options:
     window: int | None
     soft_cap: float | None
     sinks: jax.Array | None  # float32[H], in units of log2
+    sizes: Sizes
     interpret: Any
 
 
@@ -215,19 +198,26 @@ class _Source:
         data, *scale_zero = (x.dtype.itemsize for x in self.arrays)
         return self.width * data + 8 * sum(scale_zero)
 
-    def fetch(self, refs, block_of, start, column, stages, stage, ready):
-        """Copy the blocks of positions `start` on. `column`: 2 * head for K, 2 * head + 1 for V."""
+    def rows(self, tile: int) -> int:
+        """Of a tile that lie together in the pool."""
+        return min(self.block_size, tile)
+
+    def slot(self, block_of, tile: int, start, row: int):
+        """Where those begin that hold position `start + row` and what follows."""
+        slot = lax.rem(start + row, jnp.int32(self.block_size))
+        return pl.multiple_of(block_of(start + row) * self.block_size + slot, self.rows(tile))
+
+    def fetch(self, refs, slot_of, column, stages, stage, ready):
+        """Copy a tile whose row i stands in slot `slot_of(i)`. `column`: 2 * head for K, 2 * head + 1 for V."""
         tile = stages[0].shape[1]
-        rows = min(self.block_size, tile)
+        rows = self.rows(tile)
         columns = [pl.ds(pl.multiple_of(column * self.width, self.width), self.width)]
         # Scales and zeros of two heads are the 16 bytes that TMA copies at least.
         columns.append(pl.ds(pl.multiple_of(lax.div(column, jnp.int32(4)) * 8, 8), 8))
-        for offset in range(0, tile, rows):
-            position = start + offset
-            slot = lax.rem(position, jnp.int32(self.block_size))
-            slot = pl.multiple_of(block_of(position) * self.block_size + slot, rows)
+        for row in range(0, tile, rows):
+            slot = slot_of(row)
             for ref, smem, of_head in zip(refs, stages, columns, strict=False):
-                into = smem.at[stage, pl.ds(offset, rows)]
+                into = smem.at[stage, pl.ds(row, rows)]
                 plgpu.copy_gmem_to_smem(ref.at[pl.ds(slot, rows), of_head], into, ready.at[stage])
 
     def widen(self, stages, stage, column, into, start, inside):
@@ -284,29 +274,55 @@ def _clear_outside(v_smem, start, low, high):
 
 def _decode(q, pool, block_table, kv_lens, options: _Options):
     """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, D]; zeros for rows of length 0."""
+    num_rows, num_heads, _ = q.shape
+    num_kv_heads, num_keys = pool.shape[2] // 2, block_table.shape[1] * pool.shape[1]
+    rows, columns = _part_shape(num_heads // num_kv_heads, q.shape[2])
+    of_row = 4 * rows * columns * num_kv_heads * gpu_layout.most_splits(num_keys, options.window)
+    at_once = gpu_layout.rows_at_once(num_rows, of_row)
+    if at_once == num_rows:
+        return _decode_rows(q, pool, block_table, kv_lens, options)
+
+    def turn(some):
+        return _decode_rows(some[0], pool, some[1], some[2], options)
+
+    def in_turns(x):
+        x = jnp.pad(x, ((0, -num_rows % at_once), *((0, 0) for _ in x.shape[1:])))
+        return x.reshape(-1, at_once, *x.shape[1:])
+
+    out = lax.map(turn, (in_turns(q), in_turns(block_table), in_turns(kv_lens)))
+    return out.reshape(-1, *q.shape[1:])[:num_rows]
+
+
+def _pieces(head_dim: int) -> list[tuple[int, int]]:
+    """V' is the left operand of wgmma, whose rows are multiples of 64: of 96 columns the first and the last 64."""
+    return [(0, head_dim)] if head_dim % 64 == 0 else [(0, 64), (head_dim - 64, 64)]
+
+
+def _part_shape(group: int, head_dim: int) -> tuple[int, int]:
+    """Of a part's sum, O': D, and G as wgmma pads it."""
+    return sum(width for _, width in _pieces(head_dim)), pl.cdiv(group, 8) * 8
+
+
+def _decode_rows(q, pool, block_table, kv_lens, options: _Options):
     num_rows, num_heads, head_dim = q.shape
     source, block_size, num_kv_heads = _Source.of(pool), pool.shape[1], pool.shape[2] // 2
     group = num_heads // num_kv_heads
-    columns = pl.cdiv(group, 8) * 8
-    # V' is the left operand of wgmma, whose rows are multiples of 64: of 96 columns the first and the last 64.
-    pieces = [(0, head_dim)] if head_dim % 64 == 0 else [(0, 64), (head_dim - 64, 64)]
-    rows = sum(width for _, width in pieces)
+    pieces, (rows, columns) = _pieces(head_dim), _part_shape(group, head_dim)
     tile, swizzle = TILE_DECODE, _swizzle(head_dim * q.dtype.itemsize)
     stage_bytes = 2 * tile * source.bytes_per_key()
     own_bytes = columns * (head_dim + tile) * q.dtype.itemsize + 4096  # q, p, barriers, reductions
     if source.format is not None:
         own_bytes += tile * head_dim * q.dtype.itemsize
-    per_sm = max(1, min(3, SMEM_BYTES // (2 * stage_bytes + own_bytes)))
-    num_stages = (SMEM_BYTES // per_sm - own_bytes) // stage_bytes
-
-    splits = jnp.maximum(pl.cdiv(kv_lens, SPLIT), 1)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(splits, dtype=jnp.int32)])
-    max_items = num_rows * pl.cdiv(block_table.shape[1] * block_size, SPLIT)
-    item = jnp.arange(max_items, dtype=jnp.int32)
-    row_of = jnp.searchsorted(starts[1:], item, side="right", method="compare_all")
-    row_of = jnp.minimum(row_of, num_rows - 1).astype(jnp.int32)
-    first_of = (item - starts[row_of]) * SPLIT
-    num_programs = min(per_sm * NUM_SMS, max_items * num_kv_heads)
+    fitting = gpu_layout.SM_BYTES // (2 * stage_bytes + own_bytes + gpu_layout.RESERVED_BYTES)
+    if len(source.arrays) > 1:  # scales and zeros: more registers than a third of an SM's
+        fitting = min(fitting, 2)
+    per_sm = max(1, min(options.sizes.programs_per_sm, fitting))
+    share = gpu_layout.SM_BYTES // per_sm - gpu_layout.RESERVED_BYTES
+    num_stages = min((share - own_bytes) // stage_bytes, gpu_layout.SPLIT // tile)
+    num_keys = block_table.shape[1] * block_size
+    starts, row_of, first_of = gpu_layout.splits(kv_lens, num_keys, options.window)
+    max_items = row_of.shape[0]
+    num_programs = min(per_sm * gpu_layout.NUM_SMS, max_items * num_kv_heads)
     heads_by_kv = ((0, 0), (0, 0), (0, columns - group), (0, 0))
     queries = jnp.pad(q.reshape(num_rows, num_kv_heads, group, head_dim), heads_by_kv)
 
@@ -320,7 +336,7 @@ def _decode(q, pool, block_table, kv_lens, options: _Options):
             item, head = lax.div(index, jnp.int32(num_kv_heads)), lax.rem(index, num_kv_heads)
             row, low = row_ref[item], first_ref[item]
             kv_len = len_ref[row]
-            high = jnp.minimum(low + SPLIT, kv_len)
+            high = jnp.minimum(low + gpu_layout.SPLIT, kv_len)
             if options.window is not None:
                 low = jnp.minimum(jnp.maximum(low, kv_len - options.window), high)
             first = lax.div(low, jnp.int32(tile)) * tile
@@ -333,9 +349,11 @@ def _decode(q, pool, block_table, kv_lens, options: _Options):
                 return table_ref[row, lax.div(inside, jnp.int32(block_size))]
 
             def fetch(i, stage):
+                start, rows = first + i * tile, range(0, tile, source.rows(tile))
+                # All are looked up before a copy waits for the first.
+                slots = {row: source.slot(block_of, tile, start, row) for row in rows}
                 for column, (stages, ready) in ((2 * head, k), (2 * head + 1, v)):
-                    start = first + i * tile
-                    source.fetch(pool_refs, block_of, start, column, stages, stage, ready)
+                    source.fetch(pool_refs, slots.__getitem__, column, stages, stage, ready)
 
             for stage in range(num_stages):
                 pl.when(stage < num_tiles)(lambda stage=stage: fetch(jnp.int32(stage), stage))
@@ -395,9 +413,9 @@ def _decode(q, pool, block_table, kv_lens, options: _Options):
         num_turns = pl.cdiv(starts_ref[num_rows] * num_kv_heads - program, num_programs)
         lax.fori_loop(0, num_turns, attend, None)
 
-    chunk = _chunk(rows, columns)
-    parts = jax.ShapeDtypeStruct((num_kv_heads, max_items + chunk, rows, columns), jnp.float32)
-    stats = jax.ShapeDtypeStruct((num_kv_heads, max_items + chunk, 2, columns), jnp.float32)
+    parts = jax.ShapeDtypeStruct((num_kv_heads, max_items, rows, columns), jnp.float32)
+    # Rows 2 and 3 are not used; TMA copies to multiples of 128 bytes.
+    stats = jax.ShapeDtypeStruct((num_kv_heads, max_items, 4, columns), jnp.float32)
     tiled = partial(_tiled, dtype=q.dtype, swizzle=swizzle)
     kernel = plgpu.kernel(
         body,
@@ -434,12 +452,12 @@ def _product(a, b):
 
 
 def _chunk(rows: int, columns: int) -> int:
-    """Parts that `_combine` reads at once: up to 64 KB."""
+    """Parts that are on their way to `_combine` at once: up to 64 KB."""
     return max(1, min(16, 65536 // (4 * rows * columns)))
 
 
 def _combine(parts, stats, starts, dtype, options: _Options):
-    """Parts [K, items, D, G] and their maxima and sums [K, items, 2, G], row r's from starts[r] on → [R, K, G, D]."""
+    """Parts [K, items, D, G] and their maxima and sums [K, items, 4, G], row r's from starts[r] on → [R, K, G, D]."""
     num_kv_heads, _, rows, columns = parts.shape
     num_rows = starts.shape[0] - 1
     chunk, sinks = _chunk(rows, columns), options.sinks
@@ -449,20 +467,21 @@ def _combine(parts, stats, starts, dtype, options: _Options):
     by_head = plgpu.Layout.WGMMA.reduce(0)
 
     def body(part_ref, stats_ref, starts_ref, *rest):
-        *sinks_ref, out_ref, part_smem, stats_smem, part_ready, stats_ready = rest
+        *sinks_ref, out_ref, part_smem, stats_smem, ready = rest
         row, head = lax.axis_index("row"), lax.axis_index("head")
         begin, end = starts_ref[row], starts_ref[row + 1]
 
         def add_chunk(turn, carry):
             item = begin + turn * chunk
-            items = pl.ds(item, chunk)
-            plgpu.copy_gmem_to_smem(part_ref.at[head, items], part_smem, part_ready)
-            plgpu.copy_gmem_to_smem(stats_ref.at[head, items], stats_smem, stats_ready)
-            plgpu.barrier_wait(part_ready)
-            plgpu.barrier_wait(stats_ready)
+            num_parts = jnp.minimum(end - item, chunk)
+
+            def fetch(i, _):
+                for ref, smem in ((part_ref, part_smem), (stats_ref, stats_smem)):
+                    plgpu.copy_gmem_to_smem(ref.at[head, item + i], smem.at[i], ready.at[i])
 
             def add(i, carry):
                 acc, m, total = carry
+                plgpu.barrier_wait(ready.at[i])
                 part = _load(part_smem.at[i], layout=plgpu.Layout.WGMMA)
                 part_m = _load(stats_smem.at[i, 0], layout=by_head)
                 part_total = _load(stats_smem.at[i, 1], layout=by_head)
@@ -472,7 +491,9 @@ def _combine(parts, stats, starts, dtype, options: _Options):
                 acc = acc + part * lax.broadcast_in_dim(new, acc.shape, [1])
                 return acc, m_new, total * old + part_total * new
 
-            return lax.fori_loop(0, jnp.minimum(end - item, chunk), add, carry)
+            plgpu.commit_smem()  # what was read before is copied over
+            lax.fori_loop(0, num_parts, fetch, None)
+            return lax.fori_loop(0, num_parts, add, carry)
 
         nothing = (
             _filled((rows, columns), 0.0, plgpu.Layout.WGMMA),
@@ -493,9 +514,8 @@ def _combine(parts, stats, starts, dtype, options: _Options):
         grid_names=("head", "row"),
         scratch_types=(
             plgpu.SMEM((chunk, rows, columns), jnp.float32),
-            plgpu.SMEM((chunk, 2, columns), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
+            plgpu.SMEM((chunk, 4, columns), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=chunk),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=options.interpret,
@@ -514,9 +534,8 @@ def _prefill(q, pool, block_table, kv_lens, query_starts, options: _Options):
     q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, wide - head_dim)))
     padded_tokens, swizzle = q.shape[0], _swizzle(head_dim * q.dtype.itemsize)
     width, window, sinks = swizzle // q.dtype.itemsize, options.window, options.sinks
-    # What fits into shared memory beside the queries, which are there twice, as copied and as wgmma reads them.
-    tile, num_k, num_v = (128, 2, 2) if head_dim <= 128 else (64, 2, 2 if head_dim <= 192 else 1)
-    items = _query_tiles(query_starts, kv_lens, num_tokens, tile_q)
+    tile, num_k, num_v = _tile_and_stages(head_dim, options.sizes)
+    items = gpu_layout.query_tiles(query_starts, kv_lens, num_tokens, tile_q)
     if sinks is not None:  # of each row of wgmma
         row = jnp.minimum(jnp.arange(ROWS) // tile_q, group - 1)
         sinks = sinks.reshape(num_kv_heads, group)[:, row]
@@ -551,12 +570,13 @@ def _prefill(q, pool, block_table, kv_lens, query_starts, options: _Options):
                 return table_ref[row, lax.div(inside, jnp.int32(block_size))]
 
             def fetch(i, _):
+                # Not all are looked up at once: there are few registers.
+                slot_of = partial(source.slot, block_of, tile, (first + i) * tile)
                 for which, of in enumerate((key_stages, value_stages)):
                     num_stages, stages, ready, done = of
                     pl.when(i >= num_stages)(partial(release, i, None, num_stages, done))
                     stage = lax.rem(i, jnp.int32(num_stages))
-                    start, column = (first + i) * tile, 2 * head + which
-                    source.fetch(pool_refs, block_of, start, column, stages, stage, ready)
+                    source.fetch(pool_refs, slot_of, 2 * head + which, stages, stage, ready)
 
             def release(i, _, num_stages, done):
                 plgpu.barrier_wait(done.at[lax.rem(i, jnp.int32(num_stages))])
@@ -706,6 +726,16 @@ def _prefill(q, pool, block_table, kv_lens, query_starts, options: _Options):
     return kernel(q, block_table, *items, *source.arrays, *extra)[:num_tokens, :, :head_dim]
 
 
+def _tile_and_stages(head_dim: int, sizes: Sizes) -> tuple[int, int, int]:
+    """Keys of a tile, stages of K and of V: what fits into shared memory beside the queries.
+
+    Which are there twice, as copied and as wgmma reads them.
+    """
+    if head_dim > 128:
+        return 64, 2, 2 if head_dim <= 192 else 1
+    return sizes.tile_kv, sizes.stages, sizes.stages
+
+
 def _visible(shape: tuple[int, ...], position, start, window: int | None):
     """Which of the keys from `start` on the queries at `position` [64] may see."""
     key = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -737,27 +767,6 @@ def _write_queries(smem, out_ref, first_head, group: int, tile_q: int, tokens):
         lax.fori_loop(skipped, skipped + count, lambda i, _: write(i, 1), None)
 
     plgpu.wait_smem_to_gmem(0)
-
-
-def _query_tiles(query_starts, kv_lens, num_tokens: int, tile_q: int):
-    """What each query tile is, int32 each: its row, first token, number of queries (0: nothing), first position.
-
-    Rows with one query have none. The tokens of padding are a row without keys. Prompts' last tiles, which have most
-    to read, come first.
-    """
-    num_rows = kv_lens.shape[0]
-    lens = query_starts[1:] - query_starts[:-1]
-    padding = jnp.maximum(num_tokens - query_starts[-1:], 0)
-    lens = jnp.append(jnp.where(lens == 1, 0, lens), padding).astype(jnp.int32)
-    ends = jnp.cumsum(pl.cdiv(lens, tile_q), dtype=jnp.int32)
-    item = ends[-1] - 1 - jnp.arange(num_tokens // tile_q + num_rows + 1, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
-    first = (item - ends[row] + pl.cdiv(lens[row], tile_q)) * tile_q
-    count = jnp.where(item >= 0, jnp.minimum(lens[row] - first, tile_q), 0)
-    position = jnp.where(
-        row < num_rows, jnp.append(kv_lens, 0)[row] - lens[row] + first, -num_tokens
-    )
-    return row, query_starts[row].astype(jnp.int32) + first, count, position.astype(jnp.int32)
 
 
 def _accumulated(acc, a, b):

@@ -10,6 +10,8 @@ G = H / K query heads per KV head, Q and B the query and key tile.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -35,6 +37,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
     one_query_per_row: bool = False,
 ) -> Float[Array, "T H D"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
@@ -47,14 +50,14 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     grouped = (pool.shape[2] // 2, num_heads // (pool.shape[2] // 2), head_dim)  # K, G, D
+    mask = _Mask(scale, window, soft_cap, sinks)
 
     def attend(queries, tile_kv, *of_rows):
         """queries: the bits of [R, Q, H * D]; of_rows: block table [R, M], kv_lens, positions [R]."""
-        options = dict(tile_kv=tile_kv, scale=scale, window=window, soft_cap=soft_cap)
         values = from_storage(queries, q.dtype).reshape(*queries.shape[:2], *grouped)
         if isinstance(pool, QuantizedPool):
             values = values.astype(jnp.float32)  # rounding tiles to bf16 costs more than it saves
-        out = _attend(pool, values, *of_rows, **options)
+        out = _attend(pool, values, *of_rows, tile_kv=tile_kv, mask=mask)
         return _bits(out.reshape(queries.shape).astype(q.dtype))
 
     flat = _bits(q.reshape(num_tokens, -1))
@@ -71,6 +74,16 @@ def paged_attention(
     single = _attend_groups(attend, queries, block_table, single_lens)
     out = out.at[jnp.where(is_single, first, num_tokens)].set(single, mode="drop")
     return from_storage(out, q.dtype).reshape(q.shape)
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What becomes of a score, and of the softmax over them."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: jax.Array | None  # [H]
 
 
 def _bits(x):
@@ -124,9 +137,10 @@ def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_len
     return lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(padded))[:num_tokens]
 
 
-def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv, scale, window, soft_cap):
+def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv: int, mask: _Mask):
     """Attention of Q consecutive queries per row, the first at `positions`: q [R, Q, K, G, D] → float32, same shape."""
     num_rows, num_queries, num_kv_heads, group, head_dim = q.shape
+    window, soft_cap = mask.window, mask.soft_cap
     tile_blocks = max(1, min(tile_kv // pool.shape[1], block_table.shape[1]))
     tile_kv = tile_blocks * pool.shape[1]
     # Whole tiles only: a slice that ran over the table's end would be shifted back, onto the wrong positions.
@@ -143,7 +157,7 @@ def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv, scale, window,
         if window is not None:  # what no query of the row sees may be somebody else's by now
             valid &= key_position[None] > positions[:, None] - window
         keys, values = _read_tile(pool, blocks, valid, q.dtype)
-        scores = scale * jnp.einsum(
+        scores = mask.scale * jnp.einsum(
             "rkqd,rksd->rkqs", queries, keys, preferred_element_type=jnp.float32
         )
         if soft_cap is not None:
@@ -167,11 +181,14 @@ def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv, scale, window,
         return acc, new_top, total * rescale + weights.sum(axis=-1)
 
     rows = (num_rows, num_kv_heads, group * num_queries)
-    carry = (
-        jnp.zeros((*rows, head_dim), jnp.float32),
-        jnp.full(rows, -jnp.inf, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-    )
+    top, total = jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+    if (
+        mask.sinks is not None
+    ):  # as if a key of weight exp(sink - top) = 1 and no value had been seen
+        sinks = jnp.repeat(mask.sinks.astype(jnp.float32), num_queries)
+        top = jnp.broadcast_to(sinks.reshape(1, *rows[1:]), rows)
+        total = jnp.ones(rows, jnp.float32)
+    carry = (jnp.zeros((*rows, head_dim), jnp.float32), top, total)
     first_tile = jnp.int32(0)
     if window is not None:
         first_key = jnp.where(kv_lens > 0, positions - window + 1, jnp.iinfo(jnp.int32).max)

@@ -7,19 +7,25 @@ CUDA toolkit bring. No driver, no GPU, no other nvidia wheel is needed.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
+import re
+import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jaxpage.aot.topology import H200
+from jaxpage.aot.topology import H200, cuda_folder, missing_compiler
 
+ROOT = Path(__file__).parents[2]
+
+TENSOR = "tensor"  # the engine's name of the mesh axis along which heads are shared
+COLLECTIVE = re.compile(
+    r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
 # name: heads, KV heads, head dim, block size, dtype, what else the call says
 GQA = dict(heads=16, kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -36,30 +42,25 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "fp8": GQA | dict(format="fp8_e4m3"),
     "int8-head-dim-192": GQA | dict(format="int8", head_dim=192),
     "window-soft-cap-sinks": GQA | dict(window=1000, soft_cap=30.0, sinks=True),
+    # 64 rows of 256 parts: 512 MB of them, so that rows take turns.
+    "long-table": GQA | dict(heads=32, kv_heads=8, block_size=64, keys=1 << 17),
+    "other-sizes": GQA | dict(sizes=dict(tile_kv=64, stages=4, programs_per_sm=4)),
 }
 
 
-def toolkit() -> Path | None:
-    """The folder with bin/ptxas and nvvm/libdevice: of the wheels, or of the CUDA toolkit whose nvcc is in PATH."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = [Path(p) / "cu13" for p in (spec and spec.submodule_search_locations) or ()]
-    if nvcc := shutil.which("nvcc"):
-        folders.append(Path(nvcc).resolve().parents[1])
-    return next((f for f in folders if (f / "bin" / "ptxas").exists()), None)
-
-
-def missing() -> str | None:
-    """What this environment lacks, in words; None if it can compile."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return "jax-cuda13-plugin, which has the compiler, is not installed"
-    if toolkit() is None:
-        return "there is no ptxas: install nvidia-cuda-nvcc and nvidia-nvvm, or a CUDA toolkit"
-    return None
+@cache
+def compile_all(target: str) -> list[dict]:
+    """What the compiler says of each program, compiled in another process. Raises RuntimeError if it ends badly."""
+    command = [sys.executable, "-m", "tests.aot.gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {target} failed:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def main() -> None:
-    folder = toolkit()
-    assert folder is not None, missing()
+    folder = cuda_folder()
+    assert folder is not None, missing_compiler("gpu")
     os.environ.update(
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder}",
@@ -74,11 +75,18 @@ def main() -> None:
     from jax.sharding import Mesh
 
     xla_bridge.discover_pjrt_plugins()
-    devices = topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", target_config=H200, topology="1x1x1"
-    ).devices
-    with jax.set_mesh(Mesh(np.array(devices), ("x",))):
-        print(json.dumps({"name": "device", "kind": devices[0].device_kind}))
+    names = ("1x1x1", "1x1x2")
+    one, two = (
+        topologies.get_topology_desc(
+            platform="cuda", topology_name=name, target_config=H200, topology=name
+        ).devices
+        for name in names
+    )
+    capability = one[0].compute_capability
+    print(json.dumps({"name": "device", "kind": one[0].device_kind, "capability": capability}))
+    with jax.set_mesh(Mesh(np.array(two), (TENSOR,))):
+        compile_one("two-devices", two_devices)
+    with jax.set_mesh(Mesh(np.array(one), ("x",))):
         for name, options in ATTENTION.items():
             for one_query_per_row in (True, False):
                 shapes = dict(rows=64, tokens=64 if one_query_per_row else 8192)
@@ -95,8 +103,14 @@ def compile_one(name: str, program) -> None:
         sys.stdout.flush()
         os.dup2(log.fileno(), 1)  # ptxas' report goes there
         try:
-            memory = program().compile().memory_analysis()
-            result = {"temp": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
+            compiled = program().compile()
+            memory = compiled.memory_analysis()
+            result = {
+                "temp": memory.temp_size_in_bytes,
+                "arguments": memory.argument_size_in_bytes,
+                "alias": memory.alias_size_in_bytes,
+                "collectives": sorted(set(COLLECTIVE.findall(compiled.as_text()))),
+            }
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"}
         finally:
@@ -108,12 +122,12 @@ def compile_one(name: str, program) -> None:
     print(json.dumps({"name": name, "seconds": seconds, "ptxas": report, **result}), flush=True)
 
 
-def spec(shape, dtype):
+def spec(shape, dtype, *axes):
     import jax
     from jax.sharding import PartitionSpec
 
     return jax.ShapeDtypeStruct(
-        shape, dtype, sharding=jax.NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+        shape, dtype, sharding=jax.NamedSharding(jax.sharding.get_mesh(), PartitionSpec(*axes))
     )
 
 
@@ -128,15 +142,17 @@ def attention(
     dtype,
     format=None,
     sinks=False,
+    keys=4096,
+    sizes=None,
     **options,
 ):
-    """Lowered for `rows` rows of up to 4096 keys, and a pool twice as large as they need."""
+    """Lowered for `rows` rows of up to `keys` keys, and a pool twice as large as they need."""
     import jax
 
     from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
-    from pallas_kernels.paged_attention import gpu
+    from pallas_kernels.paged_attention import gpu, gpu_layout
 
-    width = 4096 // block_size
+    width = keys // block_size
     slots = 2 * rows * width, block_size, 2 * kv_heads
     pool: Any = spec((*slots, head_dim), dtype)
     if format is not None:
@@ -153,8 +169,50 @@ def attention(
     }
     if sinks:
         arguments["sinks"] = spec((heads,), "float32")
-    function = partial(gpu.paged_attention, scale=0.1, one_query_per_row=tokens == rows, **options)
+    options |= dict(sizes=gpu_layout.Sizes(**sizes or {}), one_query_per_row=tokens == rows)
+    function = partial(gpu.paged_attention, scale=0.1, **options)
     return jax.jit(function).lower(**arguments)
+
+
+def two_devices():
+    """A step's attention with its write, as the engine has it where two devices share the heads."""
+    import jax
+
+    from jaxpage.batch import StepBatch
+    from jaxpage.ops.attention import PagedAttention
+    from pallas_kernels.paged_attention.gpu_layout import Sizes
+
+    mesh, rows, width, block_size = jax.sharding.get_mesh(), 64, 64, 64
+
+    def step(pool, q, k, v, sinks, lens, starts, slots, table):
+        batch = StepBatch(
+            slots=lens,
+            query_starts=starts,
+            kv_lens=lens,
+            token_ids=lens,
+            positions=lens,
+            slot_mappings=slots[None],
+            block_tables=table[None],
+        )
+        options = dict(one_query_per_row=False, mesh=mesh, gpu_sizes=Sizes())
+        attention = PagedAttention([pool], batch, ((0, 0),), **options)
+        out = attention(0, q, k, v, scale=0.1, window=None, soft_cap=None, sinks=sinks)
+        return attention.kv_pool[0], out
+
+    tokens, heads, kv_heads, head_dim = 256, 16, 4, 128
+    return jax.jit(step, donate_argnums=0).lower(
+        spec(
+            (2 * rows * width, block_size, 2 * kv_heads, head_dim), "bfloat16", None, None, TENSOR
+        ),
+        spec((tokens, heads, head_dim), "bfloat16", None, TENSOR),
+        spec((tokens, kv_heads, head_dim), "bfloat16", None, TENSOR),
+        spec((tokens, kv_heads, head_dim), "bfloat16", None, TENSOR),
+        spec((heads,), "float32", TENSOR),
+        spec((rows,), "int32"),
+        spec((rows + 1,), "int32"),
+        spec((tokens,), "int32"),
+        spec((rows, width), "int32"),
+    )
 
 
 def greedy():

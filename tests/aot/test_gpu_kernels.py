@@ -5,15 +5,13 @@ Needs jax >= 0.11.2 (Python 3.12): with an older one there is nothing to collect
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
 
+from jaxpage.aot.topology import missing_compiler
+from pallas_kernels.paged_attention import gpu_layout
 from tests.aot import gpu
 
 __test__ = jax.__version_info__ >= (0, 11, 2)
@@ -27,19 +25,15 @@ SPILLED = {"head-dim-192-mixed", "head-dim-256-mixed", "mqa-mixed"}
 @pytest.fixture(scope="module")
 def compiled():
     """What the compiling process said, by program."""
-    if reason := gpu.missing():
+    if reason := missing_compiler("gpu"):
         pytest.skip(reason)
-    root = Path(__file__).parents[2]
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.aot.gpu"], cwd=root, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    return {line["name"]: line for line in lines}
+    return {each["name"]: each for each in gpu.compile_all("h200")}
 
 
 def test_the_target_is_an_h200(compiled):
-    assert compiled["device"]["kind"] == "NVIDIA H200"
+    device = compiled["device"]
+    assert device["kind"] == "NVIDIA H200"
+    assert gpu_layout.why_not_on(device["capability"]) is None
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -55,6 +49,22 @@ def test_attention_compiles_and_copies_no_pool(compiled, name):
         assert [int(spilled) for spilled, _ in kernels] == [0] * len(kernels)
     # The parts of long rows, and at head dim 96 padded queries; the pool is nearly all of the arguments.
     assert program["temp"] < 0.2 * program["arguments"]
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_the_parts_of_long_rows_stay_within_their_bytes(compiled, kind):
+    """Of 64 rows that may have 131,072 keys, with 8 KV heads: in two turns."""
+    program = compiled[f"long-table-{kind}"]
+    assert "error" not in program, program["error"]
+    assert gpu_layout.PARTS_BYTES < program["temp"] < 1.1 * gpu_layout.PARTS_BYTES
+
+
+def test_devices_that_share_the_heads_exchange_nothing(compiled):
+    program = compiled["two-devices"]
+    assert "error" not in program, program["error"]
+    assert program["collectives"] == []
+    share = 2 * 64 * 64 * 64 * 4 * 128 * 2  # of the pool, which stays in place
+    assert program["alias"] == share and program["temp"] < share // 4
 
 
 def test_more_shared_memory_than_the_chip_has_is_refused(compiled):

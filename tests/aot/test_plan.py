@@ -51,6 +51,7 @@ def check_programs(found: dict) -> None:
         pool_bytes = 0 if program["name"].startswith("sample") else found["pool_bytes"]
         assert program["alias_bytes"] >= found["state_bytes"] + pool_bytes, program
         assert program["temp_bytes"] < 64 << 20 < found["pool_bytes"] / 4, program
+        assert program["pool_copies"] == [], program
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -59,7 +60,7 @@ def test_one_device_of_two_kinds(config, kv_cache_dtype, capsys):
     assert code == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("v6e:2x2") and lines[2].startswith("h200")
-    assert [each["attention"] for each in found] == ["kernel", "plain XLA"]
+    assert [each["attention"] for each in found] == ["kernel", "kernel"]
     for each, block_size in zip(found, (128, 64), strict=True):
         quantised = kv_cache_dtype == "int8"  # a byte each, and scale and zero for 64 of them
         of_block = block_size * BLOCK_BYTES

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from pallas_kernels.paged_attention.tpu import VMEM_BYTES
 from tests.aot import tpu
 
 pytestmark = pytest.mark.aot
@@ -32,8 +33,9 @@ def programs(request) -> dict[str, dict]:
 
 def test_every_program_compiles(programs):
     assert list(programs) == [program.name for program in tpu.PROGRAMS]
-    assert {each["name"]: each["kernel_calls"] for each in programs.values()} == {
-        program.name: program.num_layers for program in tpu.PROGRAMS
+    # The kernel asks for less VMEM than any chip has, and gets it.
+    assert {each["name"]: each["limits"] for each in programs.values()} == {
+        program.name: [VMEM_BYTES] * program.num_layers for program in tpu.PROGRAMS
     }
 
 
@@ -49,14 +51,3 @@ def test_heads_on_several_chips_need_no_collective(programs):
     assert {
         each["name"]: each["collectives"] for each in programs.values() if each["collectives"]
     } == {}
-
-
-def test_a_copy_of_the_pool_would_be_found():
-    text = """
-      %pool.1 = bf16[64,128,256]{2,1,0:T(8,128)(2,1)} parameter(0)
-      %copy.2 = bf16[64,2,128,128]{3,1,2,0:T(8,128)(2,1)} copy(%pool.1)
-      %copy-start.1 = (u8[64,128,256]{2,1,0:T(8,128)(4,1)S(1)}, u32[]{:S(2)}) copy-start(%pool.1)
-      %small.1 = bf16[64,128]{1,0} copy(%other)
-    """
-    found = tpu.copies_of_size(text, [(64, 128, 256)])
-    assert [line.split()[0] for line in found] == ["%copy.2", "%copy-start.1"]

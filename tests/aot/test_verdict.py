@@ -39,6 +39,7 @@ def measured(**changes):
         "flops_per_token": 3 * GB,
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
+        "in_int8": {"weight_bytes": 2 * GB, "block_bytes": 10**6 // 2},
         "most_blocks": None,
         "blocks": {"1000": 10, "100000": 1000},
         "longest": [[50_000, 500], [25_000, 250], [100, 1]],
@@ -76,11 +77,12 @@ def test_what_does_not_fit_says_what_would():
     assert verdict.changes == ("--max-model-len 25000", "--quantization int8", "--tp 2")
     kv = judge(measured(blocks={"100000": 5000}, longest=[]))
     assert kv.changes == ("--kv-cache-dtype int8", "--quantization int8", "--tp 2")
-    hopeless = judge(measured(weight_bytes=100 * GB))
-    assert hopeless.num_blocks == 0 and "larger chip" in hopeless.changes[0]
-    smaller = measured(
-        weight_bytes=7.5 * GB, config={"dtype": "float32", "kv_cache_dtype": "float32"}
+    hopeless = judge(
+        measured(weight_bytes=100 * GB, in_int8={"weight_bytes": 50 * GB, "block_bytes": 10**6})
     )
+    assert hopeless.num_blocks == 0 and "larger chip" in hopeless.changes[0]
+    already = {"weight_bytes": None, "block_bytes": None}
+    smaller = measured(weight_bytes=7.5 * GB, in_int8=already)
     assert judge(smaller).changes == ("--max-model-len 25000", "--tp 2")
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+
+from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
+from jaxpage.aot.targets import parse_target
+from jaxpage.aot.topology import environment
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -74,16 +77,13 @@ PROGRAMS = (
 )
 
 
+@cache
 def compile_all(topology: str) -> list[dict]:
     """What the compiler says of each program, compiled in another process. Raises RuntimeError if it ends badly."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
-    environment = kept | {
-        "JAX_PLATFORMS": "cpu",  # stays the default backend
-        "TPU_SKIP_MDS_QUERY": "1",  # nobody looks for a TPU VM's metadata server
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # no chip is held, so several processes may compile
-    }
+    told = dict(each.split("=", 1) for each in environment(parse_target(topology)))
     command = [sys.executable, "-m", "tests.aot.tpu", topology]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compiling for {topology} failed:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -178,22 +178,10 @@ def _compile(program: Program, topology: str) -> dict:
         "alias_bytes": memory.alias_size_in_bytes,
         "q_bytes": math.prod(arguments[0].shape) * dtype.itemsize // len(mesh.devices),
         "temp_bytes": memory.temp_size_in_bytes,
-        "kernel_calls": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        "limits": [limit for _, limit in kernel_calls(text)],
         "copies": list(copies_of_size(text, [x.sharding.shard_shape(x.shape) for x in leaves])),
-        "collectives": re.findall(r"\b(all-\w+|collective-\w+|reduce-scatter)\(", text),
+        "collectives": collectives(text),
     }
-
-
-def copies_of_size(text: str, shapes: list[tuple[int, ...]]) -> Iterator[str]:
-    """Instructions of an HLO text that make an array as large as one of the shapes, in any layout, out of another."""
-    sizes = {math.prod(shape) for shape in shapes}
-    free = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple", "while")
-    for line in text.splitlines():
-        found = re.search(r"= (.*?) ([a-z][\w-]*)\(%", line)
-        if found and found[2] not in free:
-            made = re.findall(r"\w\[([\d,]+)\]", found[1])
-            if any(math.prod(map(int, shape.split(","))) in sizes for shape in made):
-                yield line.strip()[:200]
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def engine_of(path, **options) -> tuple[dict[str, str], Lowerings]:
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
     join_projections(model)
     if config.quantization == "int8":
-        quantize(model)
+        quantize(model, platform="cpu")
     groups = group_layers(model.config.windows, config.max_model_len)
     pool = make_pool_spec(config, model.config, groups, "cpu")
     pool = replace(pool, num_blocks=config.num_gpu_blocks_override)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write.quantized import FORMATS, LEVELS, QuantizedPool
-from pallas_kernels.kv_write.xla import copy_blocks, from_storage, to_storage, write_kv
+from pallas_kernels.kv_write.xla import from_storage, to_storage, write_kv
 
 
 @pytest.mark.parametrize("storage", [jnp.float32, jnp.bfloat16, jnp.uint16])
@@ -55,19 +55,3 @@ def test_a_quantised_pool_keeps_what_was_written_and_all_other_bits(format, dtyp
     assert read.dtype == kv_dtype
     error = np.abs(np.asarray(read - kv.reshape(3, 6, 8), np.float32)).max()
     assert error < {"int8": 0.04, "int4": 0.25, "fp8_e4m3": 0.2, "fp8_e5m2": 0.35}[format]
-
-
-def test_copies_read_before_any_write():
-    pool = jnp.arange(6 * 2 * 2 * 1, dtype=jnp.float32).reshape(6, 2, 2, 1)
-    source, destination = jnp.asarray([1, 2, 0], jnp.int32), jnp.asarray([2, 3, 0], jnp.int32)
-    copied = np.asarray(jax.jit(copy_blocks)(pool, source, destination))
-    np.testing.assert_array_equal(copied, np.asarray(pool)[[0, 1, 1, 2, 4, 5]])
-
-
-@pytest.mark.parametrize("format", ["int4", "fp8_e5m2"])
-def test_a_copy_of_a_quantised_block_is_whole(format):
-    pool = random_pool(format, jnp.uint16)
-    source, destination = jnp.asarray([1, 2, 0], jnp.int32), jnp.asarray([2, 3, 0], jnp.int32)
-    copied = jax.jit(copy_blocks)(pool, source, destination)
-    for got, old in zip(*map(jax.tree.leaves, (copied, pool)), strict=True):
-        np.testing.assert_array_equal(got, np.asarray(old)[[0, 1, 1, 2]])

@@ -1,14 +1,25 @@
 """Every implementation of paged attention against its definition, on pools poisoned with NaN."""
 
+import json
+import re
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
 
+from jaxpage.batch import StepBatch
+from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.models.attention import DenseAttention
+from jaxpage.ops.attention import PagedAttention, choose, heads_of_pool
+from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels.kv_write.quantized import FLOATS, FORMATS, QuantizedPool
-from pallas_kernels.paged_attention import cases, reference, xla
+from pallas_kernels.paged_attention import cases, gpu_layout, reference, tune, xla
 
 
 def as_floats(pool):
@@ -48,8 +59,13 @@ def dense_attention(case, arguments):
         visible = (j <= i) & (j > i - (case.window or kv_len + 1))
         v = np.where(visible.any(axis=0)[:, None, None], v, 0)  # NaN stands where nobody looks
         scores = np.where(visible[None], scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        sinks = np.full(case.num_heads, -np.inf)
+        if case.sinks:
+            sinks = np.asarray(arguments["sinks"], np.float64)
+        sinks = sinks[:, None, None]
+        top = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        weights = np.exp(scores - top)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
         out[starts[row] : starts[row + 1]] = np.einsum("hqs,shd->qhd", weights, v)
     return out[: sum(case.query_lens)]
 
@@ -81,13 +97,14 @@ def test_paged_attention_reads_its_own_keys_and_nothing_else(implementation, cas
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantised_pools_are_read_alike(format):
-    """Rows of one token and of many, an empty one, a window and a soft cap; all cases are in the slow suite."""
+    """Rows of one token and of many, an empty one, a window, a soft cap and sinks; all cases are in the slow suite."""
     case = cases.Case(
         name="",
         query_lens=(1, 0, 9, 1),
         kv_lens=(129, 0, 40, 16),
         window=30,
         soft_cap=5.0,
+        sinks=True,
         num_padding_tokens=2,
         dtype="bfloat16",
         format=format,
@@ -103,8 +120,9 @@ def test_quantised_pools_are_read_alike_in_every_case(case):
 
 
 @pytest.mark.parametrize("name", ["decode", "decode-long", "block-edges"])
-def test_one_query_per_row_gives_the_general_result(name):
-    case = next(c for c in cases.SMALL if c.name == name)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_one_query_per_row_gives_the_general_result(name, sinks):
+    case = replace(next(c for c in cases.SMALL if c.name == name), sinks=sinks)
     arguments = cases.arguments(case)
     fast = run(partial(xla.paged_attention, one_query_per_row=True), arguments)
     np.testing.assert_allclose(fast, run(xla.paged_attention, arguments), atol=1e-6)
@@ -123,3 +141,163 @@ def test_a_longer_table_costs_no_temporaries():
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporaries[1] <= temporaries[0] + 4 * 2 * 4096 * 4  # the padded table itself
     assert temporaries[1] < 1_000_000
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (8, 1)])
+def test_sinks_go_with_their_heads_to_several_devices(num_heads, num_kv_heads):
+    """Two devices, each with its KV head, or with the only one: as on one device, where the definition is right."""
+    case = cases.Case(
+        name="",
+        query_lens=(1, 9, 1),
+        kv_lens=(40, 20, 1),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        sinks=True,
+    )
+    arguments = cases.arguments(case, poison=False)
+    mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
+    pool = arguments["pool"]
+    rng = np.random.default_rng(0)
+    shape = (sum(case.query_lens), num_kv_heads, case.head_dim)
+    k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in "kv")
+    table, starts = np.asarray(arguments["block_table"]), np.cumsum((0, *case.query_lens))
+    slots = np.concatenate(
+        [
+            table[row, position // case.block_size] * case.block_size + position % case.block_size
+            for row, (queries, keys) in enumerate(zip(case.query_lens, case.kv_lens, strict=True))
+            for position in [np.arange(keys - queries, keys)]
+        ]
+    )
+    unused = jnp.zeros(0, jnp.int32)
+    batch = StepBatch(
+        slots=unused,
+        query_starts=jnp.asarray(starts, jnp.int32),
+        kv_lens=arguments["kv_lens"],
+        token_ids=unused,
+        positions=unused,
+        slot_mappings=jnp.asarray(slots, jnp.int32)[None],
+        block_tables=arguments["block_table"][None],
+    )
+
+    def attend(mesh, pool, q, sinks):
+        attention = PagedAttention([pool], batch, ((0, 0),), one_query_per_row=False, mesh=mesh)
+        options = dict(scale=arguments["scale"], window=None, soft_cap=None, sinks=sinks)
+        return attention(0, q, k, v, **options), attention.kv_pool[0]
+
+    operands = pool, arguments["q"], arguments["sinks"]
+    want, written = jax.jit(partial(attend, None))(*operands)
+    np.testing.assert_allclose(
+        want, dense_attention(case, arguments | {"pool": written}), atol=2e-6, rtol=2e-6
+    )
+    heads = heads_of_pool(num_heads, num_kv_heads, 2)
+    of_each = jnp.repeat(pool.reshape(*pool.shape[:2], num_kv_heads, -1), heads // num_kv_heads, 2)
+    operands = of_each.reshape(*pool.shape[:2], 2 * heads, -1), *operands[1:]
+    result, _ = jax.jit(partial(attend, mesh))(*operands)
+    np.testing.assert_allclose(result, want, atol=2e-6)
+
+
+def test_a_model_without_a_pool_gives_sinks_the_same_share():
+    case = cases.Case(name="", query_lens=(19,), kv_lens=(19,), window=9, soft_cap=5.0, sinks=True)
+    arguments = cases.arguments(case)
+    blocks = arguments["pool"][arguments["block_table"][0]]
+    kv = blocks.reshape(-1, case.num_kv_heads, 2, case.head_dim)[:19]
+    options = {name: arguments[name] for name in ("scale", "window", "soft_cap", "sinks")}
+    attend = DenseAttention(jnp.arange(19, dtype=jnp.int32))
+    result = attend(0, arguments["q"], kv[:, :, 0], kv[:, :, 1], **options)
+    np.testing.assert_allclose(result, dense_attention(case, arguments), atol=2e-6, rtol=2e-6)
+
+
+def spec_of_a_gpu(**changes) -> KVPoolSpec:
+    fields = dict(num_arrays=2, num_blocks=0, block_size=64, num_kv_heads=2, head_dim=64)
+    return KVPoolSpec(**fields, dtype=jnp.dtype(jnp.bfloat16), platform="gpu", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "reason"),
+    [
+        ({}, {}, None),
+        (dict(num_kv_heads=4, sharded=True, format="int8"), dict(num_devices=2), None),
+        ({}, dict(compute_capability="8.0"), r"of compute capability 9\.0; this device's is 8\.0"),
+        ({}, dict(compute_capability=None), "this device's is unknown"),
+        ({}, dict(num_heads=130), "65 query heads per KV head are more than 64"),
+        (
+            dict(num_kv_heads=2, sharded=True, format="int8"),
+            dict(num_devices=2),
+            "KV heads are odd",
+        ),
+    ],
+)
+def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(changes, asked, reason):
+    spec = replace(spec_of_a_gpu(), **changes)
+    options = dict(num_devices=1, num_heads=8, compute_capability="9.0") | asked
+    chosen, why = choose(spec, platform="gpu", table=(4, 9), device_kind="NVIDIA H200", **options)
+    oldest, newest = gpu_layout.JAX_VERSIONS
+    if not oldest <= jax.__version_info__ < newest and "compute_capability" not in asked:
+        reason = r"the kernels need jax >= 0\.11\.2 and < 0\.12, and this is"
+    if reason is None:
+        assert why is None and chosen == replace(spec, gpu_sizes=tune.tuned_sizes("NVIDIA H200"))
+    else:
+        assert chosen == spec
+        assert why is not None and re.search(reason, why)
+
+
+def test_a_cpu_has_no_kernel_and_needs_no_reason():
+    spec = spec_of_a_gpu()
+    assert choose(spec, platform="cpu", num_devices=1, table=(4, 9)) == (spec, None)
+
+
+splits = jax.jit(gpu_layout.splits, static_argnums=(1, 2))
+
+
+@given(
+    kv_lens=st.lists(st.integers(0, 5000), min_size=5, max_size=5),
+    window=st.sampled_from([None, 1, 512, 513, 514, 3000]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_splits_of_rows_are_all_that_a_query_sees_and_within_their_number(kv_lens, window):
+    """Cut where nothing but the row says: every seen key once, and each item of a row in its own place."""
+    num_keys = 5120
+    starts, rows, firsts = map(np.asarray, splits(jnp.asarray(kv_lens), num_keys, window))
+    assert starts[-1] <= rows.size == len(kv_lens) * gpu_layout.most_splits(num_keys, window)
+    for row, kv_len in enumerate(kv_lens):
+        items = slice(starts[row], starts[row + 1])
+        assert (rows[items] == row).all() and rows[items].size > 0
+        low = max(0, kv_len - (window or kv_len))
+        seen = range(low // gpu_layout.SPLIT * gpu_layout.SPLIT, max(kv_len, 1), gpu_layout.SPLIT)
+        assert list(firsts[items]) == list(seen)
+
+
+def test_sizes_are_those_that_were_measured_on_a_kind_of_device(tmp_path):
+    assert tune.tuned_sizes("NVIDIA H200", tmp_path) == gpu_layout.Sizes()
+    sizes = gpu_layout.Sizes(tile_kv=64, stages=3, programs_per_sm=2)
+    path = tune.write("NVIDIA H200", sizes, {"tile_kv=64": 1e-3}, tmp_path)
+    assert path.name == "nvidia_h200.json"
+    assert tune.tuned_sizes("NVIDIA H200", tmp_path) == sizes
+    assert tune.tuned_sizes("NVIDIA H100 PCIe", tmp_path) == gpu_layout.Sizes()
+    path.write_text(path.read_text().replace("stages", "stage"))
+    with pytest.raises(ValueError, match="nvidia_h200.json: sizes are"):
+        tune.tuned_sizes("NVIDIA H200", tmp_path)
+    for path in tune.FOLDER.glob("*.json"):  # what was really measured, if anything
+        kind = json.loads(path.read_text())["device_kind"]
+        assert path == tune.path_of(kind) and tune.tuned_sizes(kind).stages > 0
+
+
+def test_tuning_takes_the_fastest_of_what_fits(monkeypatch):
+    def seconds(sizes, *work):
+        if sizes.tile_kv * sizes.stages > 256:
+            raise ValueError("Mosaic GPU kernel exceeds available shared memory")
+        return abs(sizes.programs_per_sm - 2) + 100.0 / (sizes.tile_kv * sizes.stages)
+
+    monkeypatch.setattr(tune, "_arguments", lambda *work: work)
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    best, found = tune.tune()
+    assert best == gpu_layout.Sizes(programs_per_sm=2, tile_kv=64, stages=4)
+    assert found["programs_per_sm=1"] > found["programs_per_sm=2"]
+    assert "tile_kv=128 stages=4" not in found
+
+
+def test_tuning_refuses_a_machine_without_such_a_gpu():
+    with pytest.raises(
+        SystemExit, match=r"nothing to tune on cpu \(cpu\): .* this device's is unknown"
+    ):
+        tune.main()

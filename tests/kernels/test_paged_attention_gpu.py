@@ -2,12 +2,24 @@
 
 The interpreter needs jax >= 0.11.2 (Python 3.12): with an older one there is nothing to collect, and CI has an
 environment for it. It checks every access against its buffer, fills fresh memory with NaN, and detects races.
+
+On a GPU the kernels run in a process of their own, `python -m tests.kernels.test_paged_attention_gpu CHECK...`, and
+one that crashes or never ends costs its own check only: the next has a new process. So one run tells all.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +27,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
-from pallas_kernels.paged_attention import cases, gpu, reference, xla
+from pallas_kernels.paged_attention import cases, gpu, gpu_layout, reference, xla
 from pallas_kernels.paged_attention.cases import Case
 
 __test__ = jax.__version_info__ >= (0, 11, 2)
@@ -39,6 +51,8 @@ DECODE = (
     SMALL(name="head-dim-96", query_lens=(1,), kv_lens=(70,), head_dim=96, dtype="float16"),
     SMALL(name="head-dim-128", query_lens=(1,), kv_lens=(70,), head_dim=128, block_size=64),
     SMALL(name="head-dim-256", query_lens=(1,), kv_lens=(70,), head_dim=256, block_size=128),
+    SMALL(name="window-of-splits", query_lens=(1,) * 2, kv_lens=(1300, 40), window=600),
+    SMALL(name="sinks", query_lens=(1,) * 3, kv_lens=(530, 1, 0), num_heads=6, sinks=True),
 )
 MIXED = (
     SMALL(
@@ -47,6 +61,12 @@ MIXED = (
         kv_lens=(33, 200, 0, 90, 1),
         num_padding_tokens=70,
     ),
+    SMALL(
+        name="fewer-tokens-than-rows",
+        query_lens=(0, 1, 0, 0, 2, 0, 0, 1, 0),
+        kv_lens=(0, 40, 0, 0, 30, 0, 0, 5, 0),
+        num_padding_tokens=1,
+    ),
     SMALL(name="window", query_lens=(7, 150), kv_lens=(150, 400), window=40),
     SMALL(name="window-one", query_lens=(4,), kv_lens=(30,), window=1),
     SMALL(name="soft-cap", query_lens=(12,), kv_lens=(140,), soft_cap=5.0, block_size=64),
@@ -54,6 +74,7 @@ MIXED = (
     SMALL(name="group-of-three", query_lens=(50,), kv_lens=(129,), num_heads=3, num_kv_heads=1),
     SMALL(name="head-dim-96", query_lens=(5,), kv_lens=(130,), head_dim=96, dtype="float16"),
     SMALL(name="head-dim-256", query_lens=(5,), kv_lens=(130,), head_dim=256, num_heads=2),
+    SMALL(name="sinks", query_lens=(1, 5, 1), kv_lens=(530, 70, 1), sinks=True),
     SMALL(name="nothing", query_lens=(0, 0), kv_lens=(0, 0), num_padding_tokens=2),
 )
 QUANTISED = tuple(
@@ -74,11 +95,6 @@ def run(function, arguments, **options):
     return np.asarray(jax.jit(partial(function, **static, **options))(**arrays), np.float64)
 
 
-def padded(case: Case) -> Case:
-    """With a query for each row of no length, as a step that only decodes has them."""
-    return replace(case, num_padding_tokens=len(case.query_lens) - sum(case.query_lens))
-
-
 def expected(arguments, implementation=reference):
     """By the definition or what is tested against it, with q and pool in float32."""
     wide = {"q": arguments["q"].astype(jnp.float32), "pool": arguments["pool"]}
@@ -86,24 +102,6 @@ def expected(arguments, implementation=reference):
         wide["pool"] = wide["pool"].astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         return run(implementation.paged_attention, arguments | wide)
-
-
-def expected_with_sinks(case: Case, arguments, sinks):
-    """NumPy in float64, row by row: a sink is one more score, of a key whose value is zero."""
-    pool, q, table = (np.asarray(arguments[k]) for k in ("pool", "q", "block_table"))
-    out, first = np.zeros(q.shape), 0
-    group = case.num_heads // case.num_kv_heads
-    for row, (query_len, kv_len) in enumerate(zip(case.query_lens, case.kv_lens, strict=True)):
-        kv = pool[table[row]].reshape(-1, *pool.shape[2:])[:kv_len].astype(np.float64)
-        for i in range(query_len):
-            keys = kv[: kv_len - query_len + i + 1]
-            for head in range(case.num_heads):
-                k, v = keys[:, head // group * 2], keys[:, head // group * 2 + 1]
-                scores = k @ q[first + i, head].astype(np.float64) * arguments["scale"]
-                weights = np.exp(np.append(scores, sinks[head]) - scores.max())
-                out[first + i, head] = weights[:-1] @ v / weights.sum()
-        first += query_len
-    return out
 
 
 def check(case: Case, result, want) -> None:
@@ -134,17 +132,9 @@ def test_rows_of_any_number_of_queries(case):
     check(case, result, expected(arguments))
 
 
-def test_sinks_take_their_share_of_every_softmax():
-    case = SMALL(name="", query_lens=(1, 5, 1), kv_lens=(530, 70, 1))
-    arguments = cases.arguments(case)
-    sinks = np.linspace(-2, 6, case.num_heads, dtype=np.float32)
-    result = run(gpu.paged_attention, arguments | {"sinks": sinks}, interpret=interpreter())
-    check(case, result, expected_with_sinks(case, arguments, sinks))
-
-
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_no_two_warpgroups_touch_the_same_memory_unordered(format, monkeypatch, capsys):
-    """More tiles than stages, both kernels, rows that share a program. wgmma reads as a load would."""
+    """More tiles than stages, all three kernels, rows that share a program. wgmma reads as a load would."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     wgmma = gpu_callbacks.wgmma
@@ -161,9 +151,13 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(format, monkeypatch, 
         return wgmma(**operands)
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
+    monkeypatch.setattr(gpu_layout, "SPLIT", 384)
+    monkeypatch.setattr(gpu, "_chunk", lambda rows, columns: 1)
     case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450, format=format)
     arguments = cases.arguments(case)
-    result = run(gpu.paged_attention, arguments, interpret=interpreter(detect_races=True))
+    sizes = gpu_layout.Sizes(programs_per_sm=4)  # and so fewer stages
+    interpret = interpreter(detect_races=True)
+    result = run(gpu.paged_attention, arguments, sizes=sizes, interpret=interpret)
     # Not `get_races().races_found`, which knows the last kernel only.
     assert "RACE DETECTED" not in capsys.readouterr().out
     check(case, result, expected(arguments))
@@ -173,7 +167,7 @@ def test_a_row_does_not_depend_on_its_batch(monkeypatch):
     """Bit for bit: alone in a narrow table, and among others in a wide one, by programs with several rows each."""
     case = SMALL(name="", query_lens=(1, 1, 20), kv_lens=(600, 30, 90))
     arguments = cases.arguments(case)
-    monkeypatch.setattr(gpu, "NUM_SMS", 1)
+    monkeypatch.setattr(gpu_layout, "NUM_SMS", 1)
     together = run(gpu.paged_attention, arguments, interpret=interpreter())
     for row, queries in ((0, slice(0, 1)), (2, slice(2, 22))):
         width = -(-case.kv_lens[row] // case.block_size)
@@ -205,23 +199,143 @@ def test_what_the_kernels_cannot_do_they_refuse_with_the_reason(change, reason):
         gpu.paged_attention(**arguments)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [*map(decoding, DECODE), *MIXED, *QUANTISED], ids=str)
-def test_on_a_real_gpu(case):
-    """As compiled: probabilities in registers, accumulators that begin at a value, approximate exp2 and division."""
+def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
+    """Bit for bit what they are at once; and parts beyond those that one turn of the last kernel reads."""
+    case = SMALL(name="", query_lens=(1,) * 5, kv_lens=(511, 10, 1500, 1100, 3), block_size=32)
     arguments = cases.arguments(case)
-    check(case, run(gpu.paged_attention, arguments), expected(arguments))
+    options = dict(one_query_per_row=True, interpret=interpreter())
+    at_once = run(gpu.paged_attention, arguments, **options)
+    check(case, at_once, expected(arguments))
+    bytes_per_row = 4 * 64 * 8 * 2 * 4  # D, G as wgmma pads it, K, splits of the table's 49 blocks
+    monkeypatch.setattr(gpu_layout, "PARTS_BYTES", 2 * bytes_per_row)
+    assert gpu_layout.rows_at_once(5, bytes_per_row) == 2
+    monkeypatch.setattr(gpu, "_chunk", lambda rows, columns: 2)
+    np.testing.assert_array_equal(run(gpu.paged_attention, arguments, **options), at_once)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (32, 8)])
-@pytest.mark.parametrize("query_len", [1, 300])
-def test_on_a_real_gpu_at_the_size_of_a_model(heads, kv_heads, query_len):
-    """Many programs an SM at once, twice: the second result is the first, bit for bit."""
-    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=128)
+def check_on_gpu(case: Case, **options) -> None:
+    """As compiled: probabilities in registers, accumulators that begin at a value, approximate exp2 and division.
+
+    Twice, the second result the first, bit for bit. What is expected is computed on the CPU.
+    """
+    with jax.default_device(jax.devices("cpu")[0]):
+        arguments = cases.arguments(case)
+        want = expected(arguments, xla if sum(case.kv_lens) > 10_000 else reference)
+    arguments = jax.tree.map(
+        lambda x: jax.device_put(x, jax.devices("gpu")[0]) if isinstance(x, jax.Array) else x,
+        arguments,
+    )
+    result = run(gpu.paged_attention, arguments, **options)
+    check(case, result, want)
+    np.testing.assert_array_equal(run(gpu.paged_attention, arguments, **options), result)
+
+
+def check_alone_on_gpu() -> None:
+    """Each row alone in a narrow table gives what it gives among the others."""
+    case = SMALL(name="", query_lens=(1, 1, 20, 1), kv_lens=(1600, 30, 90, 513))
+    arguments = cases.arguments(case)
+    together = run(gpu.paged_attention, arguments)
+    starts = np.cumsum((0, *case.query_lens))
+    for row, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+        width = -(-case.kv_lens[row] // case.block_size)
+        alone = arguments | {
+            "q": arguments["q"][first:last],
+            "block_table": arguments["block_table"][row : row + 1, :width],
+            "kv_lens": arguments["kv_lens"][row : row + 1],
+            "query_starts": jnp.asarray([0, last - first], jnp.int32),
+        }
+        np.testing.assert_array_equal(run(gpu.paged_attention, alone), together[first:last])
+
+
+def check_turns_on_gpu() -> None:
+    case = SMALL(name="", query_lens=(1,) * 40, kv_lens=tuple(range(3, 6003, 150)), head_dim=128)
+    gpu_layout.PARTS_BYTES = 1 << 20  # of 4 MB
+    check_on_gpu(case, one_query_per_row=True)
+
+
+def of_a_model(query_len: int, heads: int, kv_heads: int, **options) -> Case:
+    """Many programs an SM at once."""
     lens = tuple(range(300, 4300, 250))
-    case = SMALL(name="", query_lens=(query_len,) * len(lens), kv_lens=lens, **shape)
-    arguments = cases.arguments(case)
-    result = run(gpu.paged_attention, arguments)
-    np.testing.assert_array_equal(run(gpu.paged_attention, arguments), result)
-    check(case, result, expected(arguments, xla))
+    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=128)
+    return SMALL(name="", query_lens=(query_len,) * len(lens), kv_lens=lens, **shape, **options)
+
+
+SIZES = gpu_layout.Sizes(tile_kv=64, stages=3, programs_per_sm=2)
+# The simplest first: where everything fails these tell most.
+ON_GPU: dict[str, Callable[[], None]] = {
+    **{
+        f"decode-{case.name}": partial(check_on_gpu, decoding(case), one_query_per_row=True)
+        for case in DECODE
+    },
+    **{f"mixed-{case.name}": partial(check_on_gpu, case) for case in MIXED},
+    **{f"quantised-{case.name}": partial(check_on_gpu, case) for case in QUANTISED},
+    "alone": check_alone_on_gpu,
+    "turns": check_turns_on_gpu,
+    "other-sizes": partial(check_on_gpu, MIXED[0], sizes=SIZES),
+    "model-decode-16-2": partial(check_on_gpu, of_a_model(1, 16, 2), one_query_per_row=True),
+    "model-decode-32-8": partial(check_on_gpu, of_a_model(1, 32, 8), one_query_per_row=True),
+    "model-prompts-16-2": partial(check_on_gpu, of_a_model(300, 16, 2)),
+    "model-prompts-32-8": partial(check_on_gpu, of_a_model(300, 32, 8)),
+    "model-int8": partial(check_on_gpu, of_a_model(30, 16, 2, format="int8")),
+}
+SECONDS_A_CHECK, SECONDS_IN_ALL = 45, 225
+
+
+def main(names: list[str]) -> None:
+    """Run checks and print what became of each; one that takes too long ends the process."""
+    for name in names:
+        faulthandler.dump_traceback_later(SECONDS_A_CHECK, exit=True)
+        print(json.dumps({"name": name, "error": "the process ended in it"}), flush=True)
+        error = None
+        try:
+            ON_GPU[name]()
+        except Exception:
+            error = traceback.format_exc()[-3000:]
+        print(json.dumps({"name": name, "error": error}), flush=True)
+        if error:
+            (
+                jnp.ones(8) + 1
+            ).block_until_ready()  # raises after an illegal access: nothing runs any more
+        faulthandler.cancel_dump_traceback_later()
+
+
+def run_all(names: list[str]) -> dict[str, str | None]:
+    """By check its error, None where there was none. As many processes as it takes."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    end = time.monotonic() + SECONDS_IN_ALL
+    errors: dict[str, str | None] = {}
+    while pending := [name for name in names if name not in errors]:
+        command = [sys.executable, "-m", "tests.kernels.test_paged_attention_gpu", *pending]
+        process = subprocess.Popen(
+            ["timeout", str(max(1, int(end - time.monotonic()))), *command],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        stdout, stderr = process.communicate()
+        lines = [json.loads(line) for line in stdout.splitlines() if line.startswith('{"name"')]
+        errors |= {line["name"]: line["error"] for line in lines}
+        if lines and lines[-1]["error"] == "the process ended in it":
+            code = f"exit status {process.returncode}"
+            errors[lines[-1]["name"]] = f"the process ended in it, {code}: {stderr[-3000:]}"
+        if not lines or time.monotonic() > end:
+            why = stderr[-3000:] if not lines else f"{SECONDS_IN_ALL} s were over before"
+            return dict.fromkeys(names, f"not run: {why}") | errors
+    return errors
+
+
+@pytest.fixture(scope="module")
+def on_gpu():
+    return run_all(list(ON_GPU))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_on_a_real_gpu(name, on_gpu):
+    assert on_gpu[name] is None, on_gpu[name]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpage.models.layers import matmul, to_int8
 from jaxpage.models.registry import build
+from jaxpage.ops.matmul import XLA, quant_matmul
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.transform import join_projections, quantize
+from pallas_kernels.quant_matmul import quantized
 from tests import checkpoints
 
 FAMILIES = [
@@ -55,7 +56,7 @@ def test_int8_weights_are_close_and_small(family, tmp_path):
     model = model_of(family, tmp_path)
     expected = logits(model)
     join_projections(model)
-    quantize(model)
+    quantize(model, platform="cpu")
     weights = {name: x for name, x in parameters(model).items() if name.endswith("proj.weight")}
     assert weights and {x.dtype for x in weights.values()} == {jnp.dtype(jnp.int8)}
     error = np.abs(logits(model) - expected).max() / expected.std()
@@ -65,16 +66,17 @@ def test_int8_weights_are_close_and_small(family, tmp_path):
 def test_an_int8_product_is_the_exact_product_of_what_was_rounded():
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(5, 64)).astype(np.float32), rng.normal(size=(9, 64)).astype(np.float32)
-    weight, scale = to_int8(jnp.asarray(w))
-    rounded, row_scale = (np.asarray(a, np.float64) for a in to_int8(jnp.asarray(x)))
-    expected = (rounded * row_scale) @ (np.asarray(weight, np.float64) * np.asarray(scale)).T
-    got = matmul(jnp.asarray(x), weight, scale[:, 0])
+    weight = quantized.quantize(jnp.asarray(w), "int8")
+    rounded, row_scale = (np.asarray(a, np.float64) for a in quantized.round_rows(jnp.asarray(x)))
+    data, scale = np.asarray(weight.data, np.float64), np.asarray(weight.scale)
+    expected = (rounded * row_scale) @ (data * scale[:, None]).T
+    got = quant_matmul(jnp.asarray(x), weight, implementation=XLA, round_x=True)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rounding_is_within_half_a_scale_and_knows_zero():
     x = jnp.asarray([[0.0, 0.0], [3.0, -5.0], [1e-30, 2e-30]], jnp.float32)
-    rounded, scale = (np.asarray(part, np.float32) for part in to_int8(x))
+    rounded, scale = (np.asarray(part, np.float32) for part in quantized.round_rows(x))
     np.testing.assert_array_equal(rounded[0], [0, 0])
     assert np.abs(rounded * scale - x).max() <= scale.max() / 2
     assert np.abs(rounded[1:]).max(axis=1).tolist() == [127, 127]

@@ -1,0 +1,189 @@
+"""Moves of whole blocks on TPUs (Mosaic): DMAs within HBM, of all layers in one kernel.
+
+Knows arrays [N, ...] whose blocks are contiguous, as `paged_attention.tpu_layout` has them. No register is touched and
+no VMEM is used. XLA does the same in more: it copies padding too, a copy goes through an array of as many blocks as
+there might be copies, layer after layer, and for a gather it may bring all scales of a layer to VMEM.
+
+Letters: L layers, C copies, N blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int
+
+IN_FLIGHT = 8  # blocks of each array whose DMAs are under way at once
+
+Interpret = pltpu.InterpretParams | bool
+
+
+def copy_blocks(
+    layers: Sequence[Any],
+    sources: Int[Array, " C"],
+    destinations: Int[Array, " C"],
+    *,
+    interpret: Interpret = False,
+) -> list[Any]:
+    """`reference.copy_blocks`, in place. The null block is not written, nor a block onto itself.
+
+    A block that is both a destination and a source must be read before it is written: copies onto such blocks go
+    through a second array, all others directly. (A scheduler comes to that: one sequence gets a copy of a shared block,
+    the other one gives way, and the block goes to a third for its own copy.)
+    """
+    arrays, structure = jax.tree.flatten(list(layers))
+    per_layer = len(arrays) // len(layers)
+    wanted = (destinations != 0) & (sources != destinations)
+    clashes = (destinations[:, None] == jnp.where(wanted, sources, 0)[None]).any(axis=1)
+    ways = jnp.where(wanted, jnp.where(clashes, 2, 1), 0).astype(jnp.int32)
+    scalars = [sources, destinations, ways, (ways == 2).any().astype(jnp.int32)[None]]
+    num_copies = sources.shape[0]
+    # Memory that is not touched unless copies clash; of one layer.
+    stages = [jax.ShapeDtypeStruct((num_copies, *x.shape[1:]), x.dtype) for x in arrays[:per_layer]]
+
+    def kernel(sources, destinations, ways, any_staged, *refs):
+        pools, stages = refs[len(arrays) : 2 * len(arrays)], refs[2 * len(arrays) : -1]
+        sems = refs[-1]
+
+        def direct(i):
+            return [(pool.at[sources[i]], pool.at[destinations[i]]) for pool in pools]
+
+        _move(num_copies, lambda i: ways[i] == 1, direct, sems)
+
+        def staged(pool, stage):
+            def is_staged(i):
+                return ways[i] == 2
+
+            _move(num_copies, is_staged, lambda i: [(pool.at[sources[i]], stage.at[i])], sems)
+            _move(num_copies, is_staged, lambda i: [(stage.at[i], pool.at[destinations[i]])], sems)
+
+        @pl.when(any_staged[0] != 0)
+        def _():
+            for index, pool in enumerate(pools):
+                staged(pool, stages[index % per_layer])
+
+    results = _call(kernel, "copy_blocks", scalars, arrays, [], stages, interpret)
+    return jax.tree.unflatten(structure, results[: len(arrays)])
+
+
+def gather_blocks(
+    layers: Sequence[Any], block_ids: Int[Array, " C"], *, interpret: Interpret = False
+) -> Any:
+    """`reference.gather_blocks`."""
+    arrays, _ = jax.tree.flatten(list(layers))
+    structure = jax.tree.structure(layers[0])
+    num_layers, per_layer, num_blocks = len(layers), structure.num_leaves, block_ids.shape[0]
+    made = [
+        jax.ShapeDtypeStruct((num_blocks, num_layers, *x.shape[1:]), x.dtype)
+        for x in arrays[:per_layer]
+    ]
+
+    def kernel(block_ids, *refs):
+        pools, contents, sems = refs[: len(arrays)], refs[len(arrays) : -1], refs[-1]
+
+        def read(i):
+            return [
+                (pool.at[block_ids[i]], contents[index % per_layer].at[i, index // per_layer])
+                for index, pool in enumerate(pools)
+            ]
+
+        _move(num_blocks, lambda i: True, read, sems)
+
+    if not interpret:  # or XLA may bring scales to VMEM as a whole
+        arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+    contents = _call(kernel, "gather_blocks", [block_ids], [], arrays, made, interpret)
+    return jax.tree.unflatten(structure, contents)
+
+
+def scatter_blocks(
+    layers: Sequence[Any],
+    block_ids: Int[Array, " C"],
+    contents: Any,
+    *,
+    interpret: Interpret = False,
+) -> list[Any]:
+    """`reference.scatter_blocks`, in place. The null block is not written."""
+    arrays, structure = jax.tree.flatten(list(layers))
+    given = jax.tree.leaves(contents)
+    per_layer, num_blocks = len(given), block_ids.shape[0]
+
+    def kernel(block_ids, *refs):
+        first = len(arrays) + per_layer
+        given, pools, sems = refs[len(arrays) : first], refs[first:-1], refs[-1]
+
+        def write(i):
+            return [
+                (given[index % per_layer].at[i, index // per_layer], pool.at[block_ids[i]])
+                for index, pool in enumerate(pools)
+            ]
+
+        _move(num_blocks, lambda i: block_ids[i] != 0, write, sems)
+
+    pools = _call(kernel, "scatter_blocks", [block_ids], arrays, given, [], interpret)
+    return jax.tree.unflatten(structure, pools)
+
+
+def _call(
+    kernel: Callable,
+    name: str,
+    scalars: list[jax.Array],
+    in_place: list[jax.Array],
+    inputs: list[jax.Array],
+    made: list,
+    interpret: Interpret,
+) -> list[jax.Array]:
+    """The kernel, with references to the scalars, the arrays (twice those `in_place`: given and returned), semaphores.
+
+    Returns the arrays in place and those that it made.
+    """
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(1,),
+            in_specs=[in_hbm] * (len(in_place) + len(inputs)),
+            out_specs=[in_hbm] * (len(in_place) + len(made)),
+            scratch_shapes=[pltpu.SemaphoreType.DMA((IN_FLIGHT,))],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place] + made,
+        input_output_aliases={len(scalars) + i: i for i in range(len(in_place))},
+        interpret=interpret,
+        name=name,
+    )(*scalars, *in_place, *inputs)
+
+
+def _move(num_turns: int, wanted: Callable, pairs: Callable, sems) -> None:
+    """Copies what `pairs(i)` lists, (from, to), in each turn that is `wanted(i)`; returns when all has arrived.
+
+    Those of IN_FLIGHT turns are under way together and may arrive in any order.
+    """
+
+    def copies(i):
+        sem = sems.at[i % IN_FLIGHT]
+        return [pltpu.make_async_copy(source, into, sem) for source, into in pairs(i)]
+
+    def turn(i, _):
+        done = jnp.maximum(i - IN_FLIGHT, 0)
+
+        @pl.when((i >= IN_FLIGHT) & wanted(done))
+        def _():
+            for copy in copies(done):
+                copy.wait()
+
+        begun = jnp.minimum(i, num_turns - 1)
+
+        @pl.when((i < num_turns) & wanted(begun))
+        def _():
+            for copy in copies(begun):
+                copy.start()
+
+        return 0
+
+    lax.fori_loop(0, num_turns + IN_FLIGHT, turn, 0)

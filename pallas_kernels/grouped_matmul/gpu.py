@@ -1,0 +1,171 @@
+"""The grouped product for Hopper GPUs (sm_90a) in Mosaic GPU.
+
+A kernel of our own, because XLA has none (`xla.py` says what it does instead), and JAX's example, ragged_dot_mgpu,
+returns x's dtype and imports jax's tests. A loop in XLA copies an expert's weights for each tile of rows that it
+multiplies and waits for the host to count turns; here they are read once for each tile that they touch, by TMA straight
+from where they lie, and the tiles of all experts are worked on at once.
+
+A program has a tile of rows of one group, the rows of wgmma, and COLUMNS outputs. It adds up over the inputs in their
+order whatever shares the batch: a row's result depends on nothing but the row and its expert. Rows of a tile that are
+another group's are multiplied too, and not stored. Few rows are bound by the weights' bytes: to keep an H200's memory
+busy 36 KB must be on their way to each SM, and two programs an SM with three stages ahead have 96.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+COLUMNS = 128  # outputs of a program
+DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
+STORED = 32  # outputs that are stored at once
+ALIGNED = 8  # rows: tiles begin at multiples, as the swizzled tiles in shared memory do
+
+
+def why_not(x: jax.Array, weights: jax.Array) -> str | None:
+    """Why the kernel cannot serve such arguments, in one line; None if it can. Shapes and dtypes suffice."""
+    if jax.__version_info__ < (0, 11, 2):
+        return f"jax is {jax.__version__}; the kernel is written for Mosaic GPU as of 0.11.2"
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
+        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16 or float16, and the same"
+    _, num_outputs, num_inputs = weights.shape
+    if num_inputs % DEPTH or num_outputs % COLUMNS:
+        return (
+            f"weights of {num_outputs} outputs and {num_inputs} inputs; they must be multiples of "
+            f"{COLUMNS} and {DEPTH}"
+        )
+    return None
+
+
+def grouped_matmul(
+    x: Float[Array, "T E"],
+    weights: Float[Array, "G F E"],
+    group_sizes: Int[Array, " G"],
+    *,
+    interpret: Any = None,
+) -> Float[Array, "T F"]:
+    """`reference.grouped_matmul`; sums in float32. Raises NotImplementedError with `why_not`'s reason.
+
+    `interpret` takes `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
+    """
+    if reason := why_not(x, weights):
+        raise NotImplementedError(reason)
+    num_rows, num_groups = x.shape[0], weights.shape[0]
+    few = num_rows <= 64 * num_groups
+    tile, num_stages = (64, 4) if few else (128, 3)  # 104 and 112 KB: two programs an SM
+    padding = max(tile - num_rows, -num_rows % ALIGNED)
+    x = jnp.pad(x, ((0, padding), (0, 0)))
+    out = _call(x, weights, _tiles(group_sizes, num_rows, tile), tile, num_stages, interpret)
+    is_row = jnp.arange(num_rows, dtype=jnp.int32) < group_sizes.sum(dtype=jnp.int32)
+    return jnp.where(is_row[:, None], out[:num_rows], 0.0)  # rows of no group are not written
+
+
+def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> tuple[jax.Array, ...]:
+    """Of each tile its group, where it begins, and its group's rows in it, [first, end); none of tiles too many."""
+    num_groups = group_sizes.shape[0]
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    firsts = ends - group_sizes
+    begins = firsts // ALIGNED * ALIGNED
+    counts = jnp.where(group_sizes > 0, -(-(ends - begins) // tile), 0)
+    tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
+    most_groups = min(num_groups, num_rows)
+    most = (num_rows + most_groups * (ALIGNED - 1)) // tile + most_groups
+    index = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.searchsorted(tile_ends, index, side="right", method="compare_all")
+    group = jnp.minimum(group, num_groups - 1).astype(jnp.int32)
+    begin = begins[group] + (index - (tile_ends - counts)[group]) * tile
+    first, end = jnp.maximum(firsts[group], begin), jnp.minimum(ends[group], begin + tile)
+    return group, begin, first, end
+
+
+def _call(x, weights, tiles, tile: int, num_stages: int, interpret: Any) -> jax.Array:
+    """float32[T, F]; rows of no tile as they were in memory."""
+    num_rows, num_inputs = x.shape
+    num_outputs, num_turns = weights.shape[1], num_inputs // DEPTH
+    num_stages = min(num_stages, num_turns)
+
+    def body(*refs):
+        x_ref, weights_ref, group_ref, begin_ref, first_ref, end_ref, out_ref, *memory = refs
+        x_smem, weights_smem, out_smem, ready = memory
+        index, column = lax.axis_index("tile"), lax.axis_index("column") * COLUMNS
+        group, first, end = group_ref[index], first_ref[index], end_ref[index]
+        # A tile that would end beyond the last row begins earlier, with rows that are not its own.
+        row = pl.multiple_of(jnp.minimum(begin_ref[index], num_rows - tile), ALIGNED)
+        columns = pl.ds(pl.multiple_of(column, COLUMNS), COLUMNS)
+
+        def fetch(turn, stage):
+            inputs = pl.ds(pl.multiple_of(turn * DEPTH, DEPTH), DEPTH)
+            rows = x_ref.at[pl.ds(row, tile), inputs]
+            plgpu.copy_gmem_to_smem(rows, x_smem.at[stage], ready.at[stage])
+            of_group = weights_ref.at[group, columns, inputs]
+            plgpu.copy_gmem_to_smem(of_group, weights_smem.at[stage], ready.at[stage])
+
+        def multiply(acc):
+            def step(turn, _):
+                stage = lax.rem(turn, jnp.int32(num_stages))
+                plgpu.barrier_wait(ready.at[stage])
+                plgpu.wgmma(acc, x_smem.at[stage], weights_smem.at[stage].transpose((1, 0)))
+                plgpu.wgmma_wait(1)  # the one before has read its stage
+                before = turn - 1
+
+                @pl.when((turn > 0) & (before + num_stages < num_turns))
+                def _():
+                    fetch(before + num_stages, lax.rem(before, jnp.int32(num_stages)))
+
+            lax.fori_loop(0, num_turns, step, None)
+            return acc[...]
+
+        @pl.when(first < end)
+        def _():
+            for stage in range(num_stages):
+                fetch(jnp.int32(stage), stage)
+            acc = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile, COLUMNS), jnp.float32))
+            for part in range(0, COLUMNS, STORED):
+                out_smem[...] = acc[:, part : part + STORED]
+                plgpu.commit_smem()
+                at = pl.ds(pl.multiple_of(column + part, STORED), STORED)
+                _store(out_smem, out_ref, (row, first, end), at)
+
+    def stages(rows):
+        transforms = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
+        return plgpu.SMEM((num_stages, rows, DEPTH), x.dtype, transforms=transforms)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
+        # Programs that share weights are neighbours in time: the second reads them from L2.
+        grid=(num_outputs // COLUMNS, tiles[0].shape[0]),
+        grid_names=("column", "tile"),
+        scratch_types=(
+            stages(tile),
+            stages(COLUMNS),
+            plgpu.SMEM((tile, STORED), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        ),
+        interpret=interpret,
+    )
+    return kernel(x, weights, *tiles)
+
+
+def _store(smem, out_ref, rows, columns):
+    """`rows`: where the tile begins, and which rows are its own, [first, end)."""
+    row, first, end = rows
+    tile = smem.shape[0]
+
+    def store(first, num_rows):
+        out = out_ref.at[pl.ds(row + first, num_rows), columns]
+        plgpu.copy_smem_to_gmem(smem.at[pl.ds(first, num_rows)], out)
+
+    pl.when(end - first == tile)(lambda: store(0, tile))
+
+    @pl.when(end - first < tile)
+    def _():
+        lax.fori_loop(first - row, end - row, lambda i, _: store(i, 1), None)
+
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,128 @@
+"""What surrounds the paged attention kernels of `gpu.py`: what they cannot do, sizes, and lists of what there is to do.
+
+Plain jnp, which XLA computes once for all layers. Knows nothing of copies, barriers and products. Letters as in
+`gpu.py`: T packed query tokens, R rows, M blocks per row, N blocks, S block size, H query heads, K KV heads, D head
+dim, G = H / K query heads per KV head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.kv_write.quantized import QuantizedPool
+from pallas_kernels.kv_write.xla import Pool
+
+SPLIT = 512  # keys of a row that one program reads; sums are cut there, so it is never tuned
+PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
+NUM_SMS = 132  # of H100 and H200. More programs than fit wait for their turn, fewer leave SMs idle.
+SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
+RESERVED_BYTES = 1024  # and each takes besides what it asks for
+ROWS = 128  # of a query tile: two warpgroups of 64
+HEAD_DIMS = (64, 96, 128, 192, 256)
+CAPABILITY = "9.0"  # of Hopper
+# From the first jax that has all of what the kernels use, to the first with which they were not seen to compile.
+JAX_VERSIONS = ((0, 11, 2), (0, 12))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What may differ from one kind of device to another (`tune.py`), but not within an engine.
+
+    tile_kv: keys that a tile of queries meets at once, up to head dim 128; stages: such tiles under way or in use, of
+    K as of V; programs_per_sm: the most that share an SM where rows have one query.
+    """
+
+    tile_kv: int = 128
+    stages: int = 2
+    programs_per_sm: int = 3
+
+
+def why_not_on(compute_capability: str | None) -> str | None:
+    """Why these kernels cannot run on a device of such a compute capability, in one line; None if they can."""
+    if compute_capability == CAPABILITY:
+        return None
+    has = compute_capability or "unknown"
+    return f"the kernels are for Hopper GPUs, of compute capability {CAPABILITY}; this device's is {has}"
+
+
+def why_not(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:
+    """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
+    oldest, newest = JAX_VERSIONS
+    if not oldest <= jax.__version_info__ < newest:
+        names = [".".join(map(str, version)) for version in JAX_VERSIONS]
+        return f"the kernels need jax >= {names[0]} and < {names[1]}, and this is {jax.__version__}"
+    quantised = isinstance(pool, QuantizedPool)
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or pool.dtype == q.dtype):
+        other = "" if quantised else f" and the pool {pool.dtype}"
+        return f"q is {q.dtype}{other}; they must be bfloat16 or float16, and the same"
+    if q.shape[2] not in HEAD_DIMS:
+        return f"head dim {q.shape[2]} is none of {HEAD_DIMS}"
+    if pool.shape[1] not in (8, 16, 32) and pool.shape[1] % 64:
+        return f"block size {pool.shape[1]} is neither 8, 16, 32 nor a multiple of 64"
+    group = q.shape[1] // (pool.shape[2] // 2)
+    if group > 64:
+        return f"{group} query heads per KV head are more than 64"
+    if isinstance(pool, QuantizedPool):
+        if q.shape[2] == 256 or pool.data.shape[3] % 32:
+            return f"head dim {q.shape[2]} in {pool.format} does not fit wgmma's tiles or memory"
+        if pool.scale_zero is not None and pool.shape[2] % 4:
+            return f"{pool.shape[2] // 2} KV heads are odd: the scales of two are copied at once"
+    return None
+
+
+def most_splits(num_keys: int, window: int | None) -> int:
+    """Of a row of `num_keys` keys, of which the last `window` are seen: pieces of SPLIT with a key that is seen."""
+    splits = -(-num_keys // SPLIT)
+    return splits if window is None else min(splits, -(-(window - 1) // SPLIT) + 1)
+
+
+def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
+    """Rows whose parts fit into PARTS_BYTES, in turns of equally many."""
+    most = max(1, PARTS_BYTES // bytes_per_row)
+    return -(-num_rows // -(-num_rows // most))
+
+
+def splits(
+    kv_lens: Int[Array, " R"], num_keys: int, window: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `_decode` has to do, int32 each: [R + 1] where a row's items start, and of each item row and first key.
+
+    A row without keys has one item, that has nothing to read. What lies behind a window is no item.
+    """
+    num_rows = kv_lens.shape[0]
+    first = jnp.zeros_like(kv_lens)
+    if window is not None:
+        first = jnp.maximum(kv_lens - window, 0) // SPLIT
+    counts = jnp.maximum(-(-kv_lens // SPLIT) - first, 1)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    item = jnp.arange(num_rows * most_splits(num_keys, window), dtype=jnp.int32)
+    row = jnp.searchsorted(starts[1:], item, side="right", method="compare_all")
+    row = jnp.minimum(row, num_rows - 1).astype(jnp.int32)
+    return starts, row, ((item - starts[row] + first[row]) * SPLIT).astype(jnp.int32)
+
+
+def query_tiles(
+    query_starts: Int[Array, " R+1"], kv_lens: Int[Array, " R"], num_tokens: int, tile_q: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What each query tile is, int32 each: its row, first token, number of queries (0: nothing), first position.
+
+    Rows with one query have none. The tokens of padding are a row without keys. Prompts' last tiles, which have most
+    to read, come first.
+    """
+    num_rows = kv_lens.shape[0]
+    lens = query_starts[1:] - query_starts[:-1]
+    padding = jnp.maximum(num_tokens - query_starts[-1:], 0)
+    lens = jnp.append(jnp.where(lens == 1, 0, lens), padding).astype(jnp.int32)
+    ends = jnp.cumsum(-(-lens // tile_q), dtype=jnp.int32)
+    item = ends[-1] - 1 - jnp.arange(num_tokens // tile_q + num_rows + 1, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
+    first = (item - ends[row] + -(-lens[row] // tile_q)) * tile_q
+    count = jnp.where(item >= 0, jnp.minimum(lens[row] - first, tile_q), 0)
+    position = jnp.where(
+        row < num_rows, jnp.append(kv_lens, 0)[row] - lens[row] + first, -num_tokens
+    )
+    return row, query_starts[row].astype(jnp.int32) + first, count, position.astype(jnp.int32)

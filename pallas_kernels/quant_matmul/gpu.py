@@ -1,0 +1,273 @@
+"""Products with quantised weights for Hopper GPUs (sm_90a) in Mosaic GPU. Knows no engine, and chooses nothing.
+
+wgmma takes its left operand from registers, so it is the weight: a program computes the transposed result of ROWS
+outputs and a tile of tokens, which pads to 8 and not to 64. Bytes come by TMA, CHUNK bytes of each output at a time,
+several chunks on their way, and are widened in registers to integers that bfloat16 holds exactly, or to fp8's numbers:
+nothing of a weight is rounded. int4's groups are products of their own, whose float32 sums are multiplied by the scale;
+the other formats' scales are left to XLA, which multiplies by them where it reads the result anyway.
+
+Layers with few outputs have fewer tiles than the chip has SMs: their inputs are split, and the parts are added in
+order. How many there are follows from the weight's shape alone, and so does the order of all sums: a row's result does
+not depend on how many rows there are.
+
+The interpreter of jax 0.11.2 has neither wgmma with its left operand in registers nor accumulators that begin at a
+value; under `interpret` widened weights go through shared memory and products are added. All else is the same.
+
+Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
+
+ROWS = 128  # outputs of a program
+CHUNK = 128  # bytes of an output that come at once
+NUM_SMS = 132  # of H100 and H200; results depend on it, so it is one number
+MOST_SPLITS = 8
+ENOUGH_PROGRAMS = 100  # from so many on, each takes all splits of its outputs, in turn
+SMEM_BYTES = 100 * 1024  # of a program, so that two share an SM: one widens, the other multiplies
+MOST_STAGES = 6
+GROUP_SIZES = (32, 64, 128)
+
+
+def why_not(dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False) -> str | None:
+    """Why the kernel cannot serve x of such a dtype, in one line; None if it can. Shapes and dtypes suffice."""
+    if jax.__version_info__ < (0, 11, 2):
+        return f"jax is {jax.__version__}; the kernel is written for Mosaic GPU as of 0.11.2"
+    if dtype != jnp.bfloat16:
+        return f"x is {dtype}; the kernel reads bfloat16"
+    if round_x and weight.format != "int8":
+        return f"x is rounded for int8 weights, and this one is {weight.format}"
+    num_out, width = weight.data.shape
+    if num_out % ROWS:
+        return f"{num_out} outputs are no multiple of {ROWS}"
+    if weight.format == "int4" and weight.group_size not in GROUP_SIZES:
+        return f"groups have {weight.group_size} inputs, none of {GROUP_SIZES}"
+    if width % CHUNK:
+        return f"{weight.shape[1]} inputs of {weight.format} are no multiple of {CHUNK} bytes"
+    return None
+
+
+def quant_matmul(
+    x: Float[Array, "T E"],
+    weight: QuantizedWeight,
+    *,
+    round_x: bool = False,
+    interpret: Any = None,
+) -> Float[Array, "T F"]:
+    """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with `why_not`'s reason.
+
+    `interpret` takes `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
+    """
+    if reason := why_not(x.dtype, weight, round_x=round_x):
+        raise NotImplementedError(reason)
+    num_tokens, x = x.shape[0], padded(x, weight)
+    row_scale = None
+    if round_x:
+        x, row_scale = round_rows(x)
+    most = 64 if weight.format == "int4" else 128  # columns of float32 sums that registers hold
+    tile = next(n for n in (8, 16, 32, 64, 128) if n >= min(num_tokens, most))
+    x = jnp.pad(x, ((0, -num_tokens % tile), (0, 0)))
+    parts = _parts(x, weight, tile, interpret)[:, :num_tokens]
+    out = parts[0]
+    for part in parts[1:]:
+        out = out + part
+    if weight.format == "int4":
+        return out
+    out = out.astype(jnp.float32)
+    return (out if row_scale is None else out * row_scale) * weight.scale[None]
+
+
+def _parts(x: jax.Array, weight: QuantizedWeight, tile: int, interpret: Any) -> jax.Array:
+    """x [T, E], T a multiple of `tile` -> float32 or, of integers, int32 [parts, T, F], to be added in order."""
+    num_out, width = weight.data.shape
+    num_chunks, group = width // CHUNK, weight.group_size
+    num_splits = max(1, min(NUM_SMS // (num_out // ROWS), MOST_SPLITS, num_chunks // 4))
+    num_programs = num_out // ROWS * (x.shape[0] // tile)
+    num_parts = num_splits if num_programs < ENOUGH_PROGRAMS else 1
+    is_int4, sum_dtype = weight.format == "int4", jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    inputs = 2 * CHUNK if is_int4 else CHUNK  # of a chunk
+    by_group = jax.tree.leaves((weight.scale, weight.zero)) if is_int4 else []
+    num_groups = inputs // group if is_int4 else 0  # of a chunk
+    group_bytes = num_groups * ROWS * sum(each.dtype.itemsize for each in by_group)
+    stage_bytes = ROWS * CHUNK + tile * inputs * x.dtype.itemsize + group_bytes
+    num_stages = min(MOST_STAGES, SMEM_BYTES // stage_bytes)
+    data = lax.bitcast_convert_type(weight.data, jnp.int8) if is_int4 else weight.data
+
+    def body(x_ref, data_ref, *rest):
+        group_refs, rest = rest[: len(by_group)], rest[len(by_group) :]
+        out_ref, x_smem, data_smem, group_smem, wide_smem, ready = rest
+        rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * ROWS, ROWS), ROWS)
+        tokens = pl.ds(pl.multiple_of(lax.axis_index("tile") * tile, tile), tile)
+
+        def fetch(chunk, stage):
+            def of(size):
+                return pl.ds(pl.multiple_of(chunk * size, size), size)
+
+            copies = [
+                (x_ref.at[tokens, of(inputs)], x_smem),
+                (data_ref.at[rows, of(CHUNK)], data_smem),
+            ]
+            copies += [
+                (ref.at[of(num_groups), rows], smem)
+                for ref, smem in zip(group_refs, group_smem, strict=True)
+            ]
+            for source, smem in copies:
+                plgpu.copy_gmem_to_smem(source, smem.at[stage], ready.at[stage])
+
+        def step(i, acc, first, num_steps):
+            stage = lax.rem(i, jnp.int32(num_stages))
+            plgpu.barrier_wait(ready.at[stage])
+            x_stage, data_stage = x_smem.at[stage], data_smem.at[stage]
+            if x.dtype == jnp.int8:
+                acc = _add(acc, data_stage, x_stage.transpose((1, 0)), interpret)
+            elif is_int4:
+                stages = [smem.at[stage] for smem in group_smem]
+                acc = _add_groups(acc, x_stage, data_stage, stages, group, wide_smem)
+            else:
+                wide = _held(_widen(data_stage), wide_smem)
+                acc = _add(acc, wide, x_stage.transpose((1, 0)), interpret)
+            plgpu.commit_smem()  # all have read the stage
+            pl.when(i + num_stages < num_steps)(lambda: fetch(first + i + num_stages, stage))
+            return acc
+
+        def sum_of(split):
+            first = lax.div(split * num_chunks, jnp.int32(num_splits))
+            num_steps = lax.div((split + 1) * num_chunks, jnp.int32(num_splits)) - first
+            for stage in range(num_stages):
+                pl.when(stage < num_steps)(partial(fetch, first + stage, stage))
+            zeros = plgpu.layout_cast(jnp.zeros((ROWS, tile), sum_dtype), plgpu.Layout.WGMMA)
+            add = partial(step, first=first, num_steps=num_steps)
+            # In the transposed layout a thread's pairs of values lie along outputs, as they do in memory.
+            transposed = plgpu.Layout.WGMMA_TRANSPOSED
+            return plgpu.layout_cast(lax.fori_loop(0, num_steps, add, zeros), transposed)
+
+        def to_memory(split):
+            return out_ref.at[split, tokens, rows].transpose((1, 0))
+
+        if num_parts == num_splits:
+            split = lax.axis_index("split")
+            to_memory(split)[...] = sum_of(split)
+            return
+
+        def add_next(split, _):
+            part, out = sum_of(split), to_memory(0)
+
+            @pl.when(split == 0)
+            def _():
+                out[...] = part
+
+            @pl.when(split > 0)
+            def _():  # a thread reads what it wrote itself
+                out[...] = _load(out, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False) + part
+
+        lax.fori_loop(0, num_splits, add_next, None)
+
+    # No tile of shared memory may have more than a group in it.
+    small = group if is_int4 else CHUNK
+    tiled = partial(_tiled, swizzle=min(128, small * x.dtype.itemsize))
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_parts, x.shape[0], num_out), sum_dtype),
+        grid=(num_parts, num_out // ROWS, x.shape[0] // tile),
+        grid_names=("split", "rows", "tile"),
+        scratch_types=(
+            tiled(num_stages, tile, inputs, dtype=x.dtype),
+            _tiled(num_stages, ROWS, CHUNK, dtype=data.dtype, swizzle=small),
+            [plgpu.SMEM((num_stages, num_groups, ROWS), each.dtype) for each in by_group],
+            None if interpret is None else tiled(ROWS, CHUNK, dtype=jnp.bfloat16),
+            plgpu.Barrier(num_arrivals=2 + len(by_group), num_barriers=num_stages),
+        ),
+        interpret=interpret,
+    )
+    return kernel(x, data, *by_group)
+
+
+def _tiled(*shape: int, dtype, swizzle: int):
+    """Shared memory as wgmma reads it: swizzled tiles of 8 rows, whose length is `swizzle` bytes."""
+    tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
+
+
+def _load(ref, *, layout, optimized: bool = True):
+    """Shared memory, or with `optimized=False` any memory, into registers."""
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue] (jax 0.10)
+
+
+def _held(a, wide_smem):
+    """`a` for wgmma: in registers, or for the interpreter in shared memory."""
+    if wide_smem is None:
+        return a
+    wide_smem[:, pl.ds(0, a.shape[1])] = a
+    plgpu.commit_smem()
+    return wide_smem.at[:, pl.ds(0, a.shape[1])]
+
+
+def _add(acc, a, b, interpret):
+    """acc + a @ b; a and b in shared memory, a perhaps in registers."""
+    if interpret is not None:
+        return acc + _product(a, b, acc.dtype)
+
+    def multiply(ref):
+        plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
+
+
+def _product(a, b, dtype):
+    def multiply(ref):
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), dtype))
+
+
+def _widen(data_smem):
+    """int8 or fp8 [F, E] -> the same numbers in bfloat16, as wgmma wants its left operand."""
+    data = _load(data_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    if data.dtype == jnp.int8:
+        return plgpu.layout_cast(data.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+    half = plgpu.layout_cast(
+        data.astype(jnp.float16), plgpu.Layout.WGMMA
+    )  # one instruction for two
+    return half.astype(jnp.float32).astype(jnp.bfloat16)
+
+
+def _add_groups(acc, x_smem, data_smem, group_smem, group: int, wide_smem):
+    """acc + the products of a chunk of int4: 128 bytes, or 256 inputs, of each output."""
+    by_out = plgpu.Layout.WGMMA.reduce(1)
+    scale_smem, *zero_smem = group_smem
+
+    def add_pair(pair, acc):
+        def part_of(index, size):
+            return pl.ds(pl.multiple_of(index * size, size), size)
+
+        data = _load(data_smem.at[:, part_of(pair, group)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        # Signed bytes become bfloat16 fast, and four of them are one register: q, and 16 (q - 8) without a shift.
+        low, high = data & jnp.int8(15), (data & jnp.int8(-16)) ^ jnp.int8(-128)
+        for half, (q, middle, unit) in enumerate(((low, 0, 1), (high, MIDDLE, 16))):
+            number = 2 * pair + half
+            w = plgpu.layout_cast(q.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+            if zero_smem:
+                zero = _load(zero_smem[0].at[number], layout=by_out, optimized=False)
+                zero = (zero.astype(jnp.float32) - middle) * unit
+                w = w - lax.broadcast_in_dim(zero.astype(jnp.bfloat16), w.shape, [0])
+            elif middle != MIDDLE:
+                w = w - jnp.bfloat16(MIDDLE)
+            x = x_smem.at[:, part_of(number, group)].transpose((1, 0))
+            part = _product(_held(w, wide_smem), x, jnp.float32)
+            scale = _load(scale_smem.at[number], layout=by_out, optimized=False) * (1 / unit)
+            acc = acc + part * lax.broadcast_in_dim(scale, part.shape, [0])
+        return acc
+
+    return lax.fori_loop(0, CHUNK // group, add_pair, acc)

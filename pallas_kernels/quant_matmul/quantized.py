@@ -1,0 +1,121 @@
+"""Weights of linear layers in 8 or 4 bits: how they are rounded, packed, and read back. Knows no kernel and no model.
+
+Letters: E what a layer reads, F what it gives, J groups of E / J neighbouring inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+FORMATS = ("int8", "int4", "fp8_e4m3")
+FP8 = jnp.float8_e4m3fn
+MIDDLE = 8  # the zero of int4 weights that have none of their own
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A weight [F, E], as checkpoints store linear layers. Its format is that of `data`.
+
+    - int8: int8[F, E]; the weight is data * scale.
+    - fp8_e4m3: float8_e4m3fn[F, E]; likewise.
+    - int4: uint8[F, E / 2]. Group j has inputs [j g, (j + 1) g), and the weight is (q - zero[j]) * scale[j] for q in
+      0..15. Of each two groups the first has the low halves of bytes, the second the high ones: byte p g + i holds
+      q[2 p g + i] + 16 q[(2 p + 1) g + i]. So a kernel unpacks whole groups and moves nothing. J is even; of an odd
+      number the last group is padding with scale 0, and E here is more than x has.
+    """
+
+    data: jax.Array
+    scale: jax.Array  # float32[F]; int4: float32[J, F]
+    zero: jax.Array | None = None  # int4 only: uint8[J, F]; None is 8 everywhere
+
+    @property
+    def format(self) -> str:
+        return {"int8": "int8", "uint8": "int4"}.get(self.data.dtype.name, "fp8_e4m3")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(F, E), E with the padding of int4."""
+        num_out, width = self.data.shape
+        return num_out, width * (2 if self.format == "int4" else 1)
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // (self.scale.shape[0] if self.format == "int4" else 1)
+
+
+def quantize(weight: jax.Array, format: str, group_size: int | None = None) -> QuantizedWeight:
+    """`weight` [F, E] to the nearest numbers of the format, from its greatest ones: in float32, for checkpoints that
+    are not quantised, and tests.
+
+    int8 and fp8 are symmetric: scale = max |w| / 127 or 448, per output. int4 is asymmetric, per output and group, as
+    AWQ (arXiv:2306.00978): scale = (max(w, 0) - min(w, 0)) / 15, zero = round(-min(w, 0) / scale).
+    Raises ValueError where E is not a multiple of `group_size`.
+    """
+    w = weight.astype(jnp.float32)
+    if format != "int4":
+        most = 127.0 if format == "int8" else float(jnp.finfo(FP8).max)
+        largest = jnp.abs(w).max(axis=1)
+        scale = jnp.where(largest == 0.0, 1.0, largest / most)
+        w = w / scale[:, None]
+        data = jnp.round(w).astype(jnp.int8) if format == "int8" else w.astype(FP8)
+        return QuantizedWeight(data=data, scale=scale)
+    if group_size is None or w.shape[1] % group_size:
+        raise ValueError(f"{w.shape[1]} inputs are not divided into groups of {group_size}")
+    groups = w.reshape(w.shape[0], -1, group_size)
+    low = jnp.minimum(groups.min(axis=2), 0.0)
+    scale = (jnp.maximum(groups.max(axis=2), 0.0) - low) / 15.0
+    scale = jnp.where(scale == 0.0, 1.0, scale)
+    zero = jnp.round(-low / scale)
+    q = jnp.clip(jnp.round(groups / scale[:, :, None]) + zero[:, :, None], 0.0, 15.0)
+    q = q.astype(jnp.uint8).reshape(w.shape)
+    return pack(q, scale.T, zero.T.astype(jnp.uint8))
+
+
+def pack(q: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> QuantizedWeight:
+    """uint8[F, E] of 0..15, float32[J, F] and uint8[J, F] (None: 8) as a QuantizedWeight."""
+    (num_out, _), num_groups = q.shape, scale.shape[0]
+    groups = q.reshape(num_out, num_groups, -1)
+    if num_groups % 2:
+        groups = jnp.pad(groups, ((0, 0), (0, 1), (0, 0)))
+        scale = jnp.pad(scale, ((0, 1), (0, 0)))
+        zero = None if zero is None else jnp.pad(zero, ((0, 1), (0, 0)))
+    data = groups[:, 0::2] | (groups[:, 1::2] << 4)
+    return QuantizedWeight(data=data.reshape(num_out, -1), scale=scale, zero=zero)
+
+
+def unpack(weight: QuantizedWeight) -> jax.Array:
+    """q - zero of an int4 weight, int8[F, J, E / J]; the inverse of `pack` but for padding and zeros."""
+    pairs = weight.data.reshape(weight.shape[0], -1, 1, weight.group_size)
+    q = jnp.concatenate([pairs & 15, pairs >> 4], axis=2)
+    q = q.reshape(weight.shape[0], -1, weight.group_size).astype(jnp.int8)
+    if weight.zero is None:
+        return q - jnp.int8(MIDDLE)
+    return q - weight.zero.T[:, :, None].astype(jnp.int8)
+
+
+def round_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x [T, E] -> int8[T, E] and float32[T, 1], whose product is x to within half a scale; the largest is 127.
+
+    In float32: scale = max |x| / 127, or 1 for zeros, and integers = round(x / scale), ties to even.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(axis=1, keepdims=True)
+    scale = jnp.where(largest == 0.0, 1.0, largest / 127.0)
+    return jnp.round(x / scale).astype(jnp.int8), scale
+
+
+def padded(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """x with zeros for the padding of an int4 weight. Raises ValueError if it does not fit the weight."""
+    missing = weight.shape[1] - x.shape[1]
+    if missing == 0:
+        return x
+    if weight.format != "int4" or missing != weight.group_size:
+        raise ValueError(
+            f"x has {x.shape[1]} inputs and the {weight.format} weight {weight.shape[1]}"
+        )
+    return jnp.pad(x, ((0, 0), (0, missing)))

@@ -1,0 +1,33 @@
+"""The definition of a product with a quantised weight: plain jnp, in float32, or in float64 where that is enabled."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, padded, round_rows, unpack
+
+
+def dequantize(weight: QuantizedWeight) -> Float[Array, "F E"]:
+    """What the weight stands for. float32's products are exact to its last bit."""
+    if weight.format == "int4":
+        values = unpack(weight).astype(jnp.float32) * weight.scale.T[:, :, None]
+        return values.reshape(weight.shape)
+    return weight.data.astype(jnp.float32) * weight.scale[:, None]
+
+
+def quant_matmul(
+    x: Float[Array, "T E"], weight: QuantizedWeight, *, round_x: bool = False
+) -> Float[Array, "T F"]:
+    """x times the transposed weight, float32[T, F].
+
+    With `round_x` x is rounded to int8 first, each row with a scale of its own: x = integers * scale, with the scale
+    max |x| / 127 (vector-wise quantisation, LLM.int8(), arXiv:2208.07339, section 3.1). It is meant for int8
+    weights. Raises ValueError if x does not fit the weight.
+    """
+    x, w = padded(x, weight).astype(jnp.float32), dequantize(weight)
+    if round_x:
+        integers, scale = round_rows(x)
+        x = integers.astype(jnp.float32) * scale
+    return jnp.matmul(x, w.T, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,43 @@
+"""A product with a quantised weight by XLA alone: every platform, every format, every size, sharded as XLA likes.
+
+Whether a row's result depends on the number of rows is up to XLA: its products take other ways for one row than for
+many. Only `round_x` is exact, since integers are summed.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, padded, round_rows, unpack
+
+_LAST = (((1,), (1,)), ((), ()))
+
+
+def quant_matmul(
+    x: Float[Array, "T E"], weight: QuantizedWeight, *, round_x: bool = False
+) -> Float[Array, "T F"]:
+    """Same contract as `reference.quant_matmul`. Weights are rounded to x's dtype, sums are float32.
+
+    int8 and fp8 are exact in bfloat16, and their scale comes last; an int4 weight is rounded with its scale in it.
+    """
+    if round_x:
+        return _int8_product(x, weight)
+    x = padded(x, weight)
+    if weight.format == "int4":
+        w = unpack(weight).astype(jnp.float32) * weight.scale.T[:, :, None]
+        w = w.astype(x.dtype).reshape(weight.shape)
+        return lax.dot_general(x, w, _LAST, preferred_element_type=jnp.float32)
+    w = weight.data.astype(x.dtype)
+    return lax.dot_general(x, w, _LAST, preferred_element_type=jnp.float32) * weight.scale[None]
+
+
+def _int8_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """Both sides are integers and their sum is exact (vector-wise, LLM.int8(), arXiv:2208.07339, section 3.1)."""
+    if weight.format != "int8":
+        raise ValueError(f"x is rounded for int8 weights, and this one is {weight.format}")
+    integers, row_scale = round_rows(padded(x, weight))
+    total = lax.dot_general(integers, weight.data, _LAST, preferred_element_type=jnp.int32)
+    return total.astype(jnp.float32) * row_scale * weight.scale[None]

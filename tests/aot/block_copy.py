@@ -1,0 +1,159 @@
+"""Compiles moves of whole blocks for a chip that is not there: `python -m tests.aot.block_copy v6e:2x2`.
+
+Judges nothing: a JSON object a line to the standard output for each program. A process of its own, with the variables
+of `jaxpage.aot.topology.environment`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+from jaxpage.aot.targets import parse_target
+from jaxpage.aot.topology import environment, missing_compiler
+
+ROOT = Path(__file__).parents[2]
+NUM_BLOCKS = 401  # a prime: nothing else is as large as an array of the pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Of a model's heads."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    format: str | None = None
+    dtype: str = "bfloat16"
+    num_devices: int = 1  # that share the heads
+
+
+_LLAMA_8B = Pool(name="llama-8b", num_layers=32, num_kv_heads=8, head_dim=128)
+POOLS = (
+    Pool(name="qwen-0.5b", num_layers=24, num_kv_heads=2, head_dim=64),
+    replace(_LLAMA_8B, name="llama-8b-int8", format="int8"),
+    replace(_LLAMA_8B, name="llama-8b-fp8", num_layers=4, format="fp8_e4m3"),
+    Pool(name="qwen-3b-int4", num_layers=4, num_kv_heads=2, head_dim=128, format="int4"),
+    Pool(name="float32", num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32"),
+    # Of each device: one KV head, whose scales are four rows.
+    Pool(name="tp4", num_layers=4, num_kv_heads=4, head_dim=128, format="int8", num_devices=4),
+)
+# Of what makes an array of the pool: these do it where it stands, as the aliases say.
+_in_place = re.compile(r"scatter|conditional\(|dynamic-update-slice")
+# The last two as a host moves them, from one device, with separate arrays for separate blocks.
+MOVES = ("copy", "gather", "scatter", "read", "write")
+NUM_COPIES, NUM_MOVED = 64, 16
+
+
+@cache
+def compile_all(target: str) -> list[dict]:
+    """What the compiler says of each program. Raises RuntimeError if it ends badly."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
+    told = dict(each.split("=", 1) for each in environment(parse_target(target)))
+    command = [sys.executable, "-m", "tests.aot.block_copy", target]
+    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {target} failed:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def missing(target: str) -> str | None:
+    return missing_compiler(parse_target(target).chip.platform)
+
+
+def _compile(pool: Pool, move: str, target: str) -> dict:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from jaxpage.aot.topology import mesh_of
+    from jaxpage.kv_pool import KVPoolSpec
+    from jaxpage.ops import blocks
+    from jaxpage.parallel.sharding import sharding
+    from jaxpage.runner.host_memory import read_blocks, write_blocks
+    from tests.aot.tpu import copies_of_size
+
+    platform = parse_target(target).chip.platform
+    mesh = mesh_of(parse_target(target), pool.num_devices)
+    spec = KVPoolSpec(
+        num_arrays=pool.num_layers,
+        num_blocks=NUM_BLOCKS,
+        block_size=128 if platform == "tpu" else 64,
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        dtype=jnp.dtype(pool.dtype),
+        format=pool.format,
+        sharded=pool.num_devices > 1,
+        platform=platform,
+        lanes=platform == "tpu",
+    )
+
+    def placed(x, *place):
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*place))
+        )
+
+    arrays = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, spec.axes_of(x))),
+        spec.abstract(),
+    )
+    ids = placed(np.empty(NUM_COPIES if move == "copy" else NUM_MOVED, np.int32))
+    options = dict(mesh=mesh, by_head=spec.sharded)
+    arguments, donated = (arrays, ids), 0
+    if move in ("read", "write"):
+        function = read_blocks if move == "read" else write_blocks
+        contents = jax.tree.map(placed, jax.eval_shape(read_blocks, arrays, ids))
+    else:
+        function = partial(getattr(blocks, f"{move}_blocks"), **options)
+        contents = jax.eval_shape(blocks.gather_blocks, arrays, ids)
+        axes = [(None, *x.sharding.spec) for x in jax.tree.leaves(arrays[0])]
+        leaves = [placed(x, *each) for x, each in zip(jax.tree.leaves(contents), axes, strict=True)]
+        contents = jax.tree.unflatten(jax.tree.structure(contents), leaves)
+    if move == "copy":
+        arguments = (arrays, ids, ids)
+    elif move in ("scatter", "write"):
+        arguments = (arrays, ids, contents)
+    else:
+        donated = ()
+    with jax.set_mesh(mesh):  # Pallas asks it for which chip to lower
+        compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    shapes = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(arrays)]
+    sizes = [
+        math.prod(s) * x.dtype.itemsize
+        for s, x in zip(shapes, jax.tree.leaves(arrays), strict=True)
+    ]
+    return {
+        "name": f"{pool.name}-{move}",
+        "pool_bytes": sum(sizes),
+        "block_bytes": sum(sizes) // NUM_BLOCKS,  # of all layers
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "kernel_calls": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        "loops": len(re.findall(r" while\(", text)),
+        "copies": [line for line in copies_of_size(text, shapes) if not _in_place.search(line)],
+        "collectives": re.findall(r"\b(all-\w+|collective-\w+|reduce-scatter)\(", text),
+    }
+
+
+def main(target: str) -> None:
+    is_gpu = parse_target(target).chip.platform == "gpu"
+    for pool in POOLS:
+        for move in MOVES:
+            by_host = move in ("read", "write")
+            if (pool.num_devices > 1 and is_gpu) or (by_host and pool is not POOLS[0]):
+                continue
+            print(json.dumps(_compile(pool, move, target)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,186 @@
+"""Every default step program of three models, compiled for TPUs and an H200 on a machine that has neither.
+
+What is proven, and at which depth:
+  - here (`-m aot`, in CI): every program of every place's manifest once, of one model after another, with 2 layers;
+    for each place the smallest and largest decode step and the largest forward of one model with all layers (for
+    v6e:2x2 TP 4 just these, and what has no layers; see `steps.some`);
+  - `-m "aot and slow"`: every program of every model, with all layers, everywhere.
+
+That a program compiles says that its kernels keep within VMEM and scalar memory, or shared memory and registers: the
+compilers refuse what needs more (`test_tpu_kernels`, `test_gpu_kernels` show it).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage.runner.buckets import Bucket
+from pallas_kernels.paged_attention.tpu import VMEM_BYTES
+from tests.aot.steps import (
+    FEW,
+    MODELS,
+    PLACES,
+    Place,
+    attention_calls,
+    compile_all,
+    compile_everywhere,
+    missing,
+)
+
+pytestmark = pytest.mark.aot
+
+MIB = 2**20
+# A defect: on these XLA wants weights in tiles of (16, 128), gets them in tiles of (8, 128), and so copies all of them
+# once a launch, before the loop over decode steps. Weights that lie in such tiles are not copied.
+COPIES_WEIGHTS = ("tpu7x:2x2x1",)
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: place.name)
+def place(request) -> Place:
+    if reason := missing(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+def test_every_program_of_the_manifest_is_there_once(place):
+    found = compile_everywhere()[place]
+    names = [each["name"] for each in found]
+    assert len(set(names)) == len(names)
+    whole = [each for each in found if each["num_layers"] != FEW]
+    assert {(each["model"], each["num_layers"]) for each in whole} == {
+        (place.whole, MODELS[place.whole]["num_hidden_layers"])
+    }
+    assert [each["bucket"]["decode"] for each in whole] == [True, True, False]
+    if place.every:
+        assert len(names) == found[0]["num_programs"]
+        assert {each["model"] for each in found if each["num_layers"] == FEW} == set(MODELS)
+    else:
+        assert len(names) == len(whole) + 3  # admit, two of sample
+
+
+def test_pool_and_state_stay_where_they_are(place):
+    check_places(compile_everywhere()[place])
+
+
+def test_temporaries(place):
+    """`jaxpage plan` compiles the largest of each kind whole, and takes all others for smaller."""
+    found = compile_everywhere()[place]
+    check_temporaries(place, found)
+    of_model = [each for each in found if each["model"] == place.whole]
+    planned = max(each["temp_bytes"] for each in of_model if each["num_layers"] != FEW)
+    assert planned == max(each["temp_bytes"] for each in of_model)
+
+
+def test_attention_is_the_kernel_wherever_there_is_one(place):
+    check_kernels(place, compile_everywhere()[place])
+
+
+def test_registers_suffice(place):
+    check_registers(place, compile_everywhere()[place])
+
+
+def test_devices_exchange_what_tensor_parallelism_needs_and_no_more(place):
+    check_collectives(place, compile_everywhere()[place])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_all_programs_of_a_model_with_all_layers(place, model):
+    found = compile_all(place, model)
+    assert len({each["name"] for each in found}) == found[0]["num_programs"]
+    assert {each["num_layers"] for each in found} == {MODELS[model]["num_hidden_layers"]}
+    check_places(found)
+    check_temporaries(place, found)
+    check_kernels(place, found)
+    check_registers(place, found)
+    check_collectives(place, found)
+    buckets = [each["bucket"] for each in found if each["bucket"]]
+    largest = {f"sample R={found[0]['max_num_seqs']}"}
+    for is_decode in (True, False):
+        of_kind = [bucket for bucket in buckets if bucket["decode"] is is_decode]
+        largest.add(name_of(max(of_kind, key=lambda bucket: bucket["num_tokens"])))
+    planned = max(each["temp_bytes"] for each in found if each["name"] in largest)
+    assert planned == max(each["temp_bytes"] for each in found)
+
+
+def check_places(found: list[dict]) -> None:
+    """Donated arrays become results, and nothing as large as an array of the pool is made besides."""
+    for each in found:
+        stays = {"admit": (0, 1), "sample": (0, 1), "read": (0, 0), "write": (1, 0)}
+        has_pool, has_state = stays.get(each["name"].split()[0], (1, 1))
+        alias_bytes = has_pool * each["pool_bytes"] + has_state * each["state_bytes"]
+        # The compiler's tiles are padded: rows of the state to 128 numbers, but nothing of the pool.
+        assert alias_bytes <= each["alias_bytes"] <= alias_bytes + has_state * 4 * MIB, each
+        assert each["pool_copies"] == [], each
+        assert has_pool == 0 or each["array_bytes"] > 64 * MIB
+
+
+def check_temporaries(place: Place, found: list[dict]) -> None:
+    """No more than some arrays of all logits, where a program samples, and the MLP's of all tokens.
+
+    XLA lets more of them live at once on a GPU; and parts of attention, or what XLA's gathers for it.
+    """
+    is_gpu = place.target == "h200"
+    for each in found:
+        model = MODELS[each["model"]]
+        logits = num_sampled(each) * model["vocab_size"] * 4
+        mlp = num_tokens(each) * model["intermediate_size"] * 2 // place.num_devices
+        most = 10 * logits + (10 if is_gpu else 4) * mlp + each["num_layers"] * 2 * MIB
+        most += (512 if is_gpu else 64) * MIB
+        is_decode = each["bucket"] and each["bucket"]["decode"]
+        copied = each["weight_bytes"] if is_decode and place.target in COPIES_WEIGHTS else 0
+        assert copied <= each["temp_bytes"] < copied + most, (each, copied, most)
+
+
+def check_kernels(place: Place, found: list[dict]) -> None:
+    """On TPUs one for each layer, with the VMEM that it asks for. A GPU's steps all have as many for a layer."""
+    for each in found:
+        calls = attention_calls(each)
+        if not each["bucket"]:
+            assert calls == [], each
+        elif place.target != "h200":
+            assert calls == [VMEM_BYTES] * each["num_layers"], each
+    for is_decode in (True, False):
+        steps = [each for each in found if each["bucket"] and each["bucket"]["decode"] is is_decode]
+        assert len({len(attention_calls(each)) / each["num_layers"] for each in steps}) == 1
+
+
+def check_registers(place: Place, found: list[dict]) -> None:
+    """No kernel of a GPU, XLA's own included, puts registers into memory. One that two programs share is told once."""
+    spilled = [num_bytes for each in found for num_bytes in each["spilled"]]
+    assert (len(spilled) > 100) is (place.target == "h200")
+    assert set(spilled) <= {0}, {each["name"]: max(each["spilled"], default=0) for each in found}
+
+
+def check_collectives(place: Place, found: list[dict]) -> None:
+    """A sum after each MLP, the embedding and, if devices have their own heads, each attention; once all logits.
+
+    Sizes are those of the largest: hidden states of all tokens, logits of all rows.
+    """
+    for each in found:
+        model = MODELS[each["model"]]
+        expected = {}
+        if place.num_devices > 1 and each["bucket"]:
+            has_own_heads = model["num_attention_heads"] % place.num_devices == 0
+            number = (1 + has_own_heads) * each["num_layers"] + 1
+            largest = num_tokens(each) * model["hidden_size"]
+            expected["all-reduce"] = {"count": number, "largest": largest}
+        if place.num_devices > 1 and num_sampled(each):
+            largest = num_sampled(each) * model["vocab_size"]
+            expected["all-gather"] = {"count": 1, "largest": largest}
+        assert each["collectives"] == expected, each
+
+
+def name_of(bucket: dict) -> str:
+    return Bucket(**bucket).name
+
+
+def num_tokens(each: dict) -> int:
+    """That go through the layers."""
+    return each["bucket"]["num_tokens"] if each["bucket"] else 0
+
+
+def num_sampled(each: dict) -> int:
+    """Rows that a program samples a token for."""
+    kind, _, size = each["name"].partition("=")
+    return int(size) if kind in ("decode R", "sample R") else 0

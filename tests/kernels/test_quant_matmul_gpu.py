@@ -1,0 +1,154 @@
+"""The Mosaic GPU kernel of products with quantised weights against the definition: interpreted anywhere, and for real
+with `-m gpu`.
+
+The interpreter needs jax >= 0.11.2 (Python 3.12): with an older one there is nothing to collect, and CI has an
+environment for it. It checks every access against its buffer, fills fresh memory with NaN, and detects races.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.quant_matmul import cases, gpu, reference
+from pallas_kernels.quant_matmul.cases import Case
+
+__test__ = jax.__version_info__ >= (0, 11, 2)
+pytestmark = pytest.mark.slow
+
+ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x")
+# Of a model's depth, so that inputs are split: 3 and 4 chunks a program.
+SPLIT = (
+    Case(name="int8-split", num_in=1408, num_out=128, num_tokens=3),
+    Case(name="int8-rounded-x-split", num_in=1408, num_out=128, num_tokens=3, round_x=True),
+    Case(name="fp8-split", num_in=1408, num_out=128, num_tokens=3, format="fp8_e4m3"),
+    Case(name="int4-split", num_in=2816, num_out=128, num_tokens=3, format="int4", group_size=128),
+)
+
+
+def interpreter(**options):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(**options)
+
+
+def run(x, weight, *, round_x: bool = False, **options) -> np.ndarray:
+    return np.asarray(jax.jit(partial(gpu.quant_matmul, round_x=round_x, **options))(x, weight))
+
+
+def check(case: Case, **options) -> None:
+    """Weights and x are not rounded, so only the order of float32's sums differs."""
+    x, weight = cases.arguments(case)
+    out = run(x, weight, round_x=case.round_x, **options)
+    want = np.asarray(jax.jit(partial(reference.quant_matmul, round_x=case.round_x))(x, weight))
+    assert out.shape == want.shape and out.dtype == np.float32
+    error = np.linalg.norm(out - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 5e-6
+
+
+class NumPyThatSumsInFloat64:
+    """And rounds to what is asked for."""
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def matmul(self, a, b, dtype):
+        return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in cases.SMALL if case.name == name)
+
+
+@pytest.mark.parametrize("case", cases.SMALL + SPLIT, ids=lambda c: c.name)
+def test_every_case(case):
+    check(case, interpret=interpreter())
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_no_two_copies_touch_the_same_memory_unordered(name, monkeypatch, capsys):
+    """More chunks than stages. wgmma reads as a load would, but needs no fence before a copy over what it has read."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    wgmma = gpu_callbacks.wgmma
+
+    def checked(**operands):  # the interpreter's own leaves wgmma out when it looks for races
+        where = {k: operands[k] for k in ("token", "mesh_location", "thread", "source_info")}
+        for side in "ab":
+            key, transforms = (
+                operands[f"{side}_{what}"] for what in ("allocation_key_as_array", "transforms")
+            )
+            gpu_callbacks._get(allocation_key_as_array=key, transforms=transforms, **where)
+        return wgmma(**operands)
+
+    monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
+    monkeypatch.setattr(gpu, "MOST_STAGES", 2)
+    case = replace(case_of(name), num_in=1024, num_out=128, num_tokens=9)
+    check(case, interpret=interpreter(detect_races=True))
+    # Not `get_races().races_found`, which knows the last kernel only.
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", [*map(case_of, ONE_OF_EACH), *SPLIT], ids=lambda c: c.name)
+def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(case, monkeypatch):
+    """Also where one program takes all splits. How a chunk is summed is up to the GPU: here it is rounded correctly,
+    and int4's scales are powers of two. (NumPy's order depends on the shape, and XLA:CPU rounds a product before it is
+    added or not, as it likes.)
+    """
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    monkeypatch.setattr(gpu_callbacks, "np", NumPyThatSumsInFloat64())
+    x, weight = cases.arguments(replace(case, num_tokens=64))
+    weight = replace(weight, scale=jnp.exp2(jnp.round(jnp.log2(weight.scale))))
+    options = dict(round_x=case.round_x, interpret=interpreter())
+    out = run(x, weight, **options)
+    for rows in (slice(0, 1), slice(3, 11)):
+        np.testing.assert_array_equal(run(x[rows], weight, **options), out[rows])
+    monkeypatch.setattr(gpu, "ENOUGH_PROGRAMS", 1)
+    np.testing.assert_array_equal(run(x, weight, **options), out)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(dtype="float32"), "x is float32; the kernel reads bfloat16"),
+        (dict(num_out=200), "200 outputs are no multiple of 128"),
+        (dict(num_in=448), "448 inputs of int8 are no multiple of 128 bytes"),
+        (dict(num_in=384, format="int4", group_size=64), "384 inputs of int4 are no multiple"),
+        (dict(format="int4", group_size=256), "groups have 256 inputs, none of"),
+        (dict(format="fp8_e4m3", round_x=True), "x is rounded for int8 weights"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
+    case = Case(name="", **change)
+    x, weight = cases.arguments(case)
+    with pytest.raises(NotImplementedError, match=reason):
+        gpu.quant_matmul(x, weight, round_x=case.round_x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.SMALL + SPLIT, ids=lambda c: c.name)
+def test_on_a_real_gpu(case):
+    """As compiled: widened weights in registers, accumulators that begin at a value."""
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", [(3584, 37888), (18944, 3584), (4864, 896)], ids=str)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_on_a_real_gpu_a_row_of_a_model_s_layer_does_not_depend_on_the_others(name, layer):
+    case = replace(case_of(name), num_in=layer[0], num_out=layer[1], num_tokens=2048)
+    check(case)
+    x, weight = cases.arguments(case)
+    out = run(x, weight, round_x=case.round_x)
+    np.testing.assert_array_equal(run(x, weight, round_x=case.round_x), out)
+    for num_tokens in (1, 8, 64, 100):
+        np.testing.assert_array_equal(
+            run(x[:num_tokens], weight, round_x=case.round_x), out[:num_tokens]
+        )

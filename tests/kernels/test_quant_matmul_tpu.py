@@ -1,0 +1,100 @@
+"""The TPU kernel of products with quantised weights, interpreted on the CPU, against the definition.
+
+The interpreter simulates the pipeline's DMAs, fills uninitialised memory with NaN, and finds races.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.quant_matmul import cases, reference, tpu
+from pallas_kernels.quant_matmul.cases import Case
+
+INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+
+
+@cache
+def program(round_x: bool):
+    return jax.jit(partial(tpu.quant_matmul, round_x=round_x, interpret=INTERPRETED))
+
+
+def run(x, weight, round_x: bool = False) -> np.ndarray:
+    """The kernel's result; no race was seen."""
+    out = np.asarray(program(round_x)(x, weight))
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+    return out
+
+
+def check(case: Case) -> None:
+    """Weights and x are not rounded, so only the order of float32's sums differs."""
+    x, weight = cases.arguments(case)
+    out = run(x, weight, case.round_x)
+    want = np.asarray(jax.jit(partial(reference.quant_matmul, round_x=case.round_x))(x, weight))
+    assert out.shape == want.shape and out.dtype == np.float32
+    error = np.linalg.norm(out - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 2e-6
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in cases.SMALL if case.name == name)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_two_formats(name):
+    check(case_of(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)
+def test_every_case(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "int8-rounded-x"])
+def test_several_tiles_and_parts_of_tiles(name):
+    """Two tiles of tokens and of outputs, the last ones with less than a tile in them."""
+    check(replace(case_of(name), num_tokens=300, num_out=700, num_in=1280))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "int8-rounded-x"])
+def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(name):
+    """With scales and zeros that are powers of two: XLA:CPU rounds a product before it is added or not, as it likes."""
+    case = replace(case_of(name), num_tokens=64)
+    x, weight = cases.arguments(case)
+    weight = replace(weight, scale=jnp.exp2(jnp.round(jnp.log2(weight.scale))))
+    if weight.zero is not None:
+        weight = replace(weight, zero=jnp.uint8(1) << (weight.zero & 3))
+    out = run(x, weight, case.round_x)
+    for rows in (slice(0, 1), slice(3, 11)):
+        np.testing.assert_array_equal(run(x[rows], weight, case.round_x), out[rows])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(dtype="float32"), "x is float32; the kernel reads bfloat16"),
+        (dict(num_in=448), "448 inputs are no multiple of 128"),
+        (dict(num_in=384, format="int4", group_size=64), "384 inputs are no multiple of 256"),
+        (dict(format="int4", group_size=256), "groups have 256 inputs, none of"),
+        (dict(num_in=49152, num_out=8), "49152 inputs of a tile do not fit into VMEM"),
+        (dict(format="fp8_e4m3", round_x=True), "x is rounded for int8 weights"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
+    case = Case(name="", **change)
+    x, weight = jax.eval_shape(lambda: cases.arguments(case))
+    assert reason in (tpu.why_not(x.dtype, weight, round_x=case.round_x) or "")
+    with pytest.raises(NotImplementedError, match=reason):
+        tpu.quant_matmul(jnp.zeros(x.shape, x.dtype), weight, round_x=case.round_x)
