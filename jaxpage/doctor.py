@@ -17,6 +17,8 @@ import numpy as np
 
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.config import compiler_flags, resolve_cache_dir
+from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.ops.attention import choose
 from jaxpage.runner.facts import version_of
 from jaxpage.runner.program_store import survey
 
@@ -73,8 +75,34 @@ def _devices() -> Iterator[Line]:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = f", {limit / GB:.1f} GB for programs" if limit else ""
         yield Line(name, f"{len(devices)} x {device.device_kind}{memory}")
+        reason = _why_no_kernel(device)
+        kernel = f"plain XLA: {reason}" if reason else "plain XLA" if name == "cpu" else "kernel"
+        yield Line("", f"attention of a model such as Qwen2.5-3B: {kernel}")
         error = _error_of_product(device)
         yield Line("", f"a bfloat16 product has a relative error of {error:.1e}", error < 1e-2)
+
+
+def _why_no_kernel(device: jax.Device) -> str | None:
+    """Why XLA has to serve 16 query heads on 2 KV heads there, if there is a reason."""
+    pool = KVPoolSpec(
+        num_arrays=1,
+        num_blocks=2,
+        block_size=64 if device.platform == "gpu" else 128,
+        num_kv_heads=2,
+        head_dim=128,
+        dtype=jnp.dtype(jnp.bfloat16),
+        platform=device.platform,
+    )
+    _, reason = choose(
+        pool,
+        platform=device.platform,
+        num_devices=1,
+        table=(256, 256),
+        num_heads=16,
+        device_kind=device.device_kind,
+        compute_capability=getattr(device, "compute_capability", None),
+    )
+    return reason
 
 
 def _error_of_product(device: jax.Device) -> float:

@@ -32,6 +32,7 @@ def test_a_machine_that_is_well(capsys, cache):
     code, text = run(capsys, cache)
     assert code == 0, text
     assert f"jax                {jax.__version__}" in text
+    assert "such as Qwen2.5-3B: plain XLA\n" in text
     assert "8 x cpu" in text and "1 programs" in text and "all is well" in text
 
 
@@ -63,3 +64,9 @@ def test_a_device_that_computes_nonsense_is_told(capsys, cache, monkeypatch):
     monkeypatch.setattr(doctor, "_error_of_product", lambda device: 0.5)
     code, text = run(capsys, cache)
     assert code == 1 and "relative error of 5.0e-01" in text
+
+
+def test_why_a_device_has_no_kernel_is_told(capsys, cache, monkeypatch):
+    monkeypatch.setattr(doctor, "choose", lambda pool, **options: (pool, "it is too old"))
+    code, text = run(capsys, cache)
+    assert code == 0 and "plain XLA: it is too old" in text

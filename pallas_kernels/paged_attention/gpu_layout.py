@@ -67,7 +67,9 @@ def why_not(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:
     if group > 64:
         return f"{group} query heads per KV head are more than 64"
     if isinstance(pool, QuantizedPool):
-        if q.shape[2] == 256 or pool.data.shape[3] % 32:
+        # Each half of a byte is stored as columns of its own, in tiles of 64.
+        tile = 64 if pool.format == "int4" else 32
+        if q.shape[2] == 256 or pool.data.shape[3] % tile:
             return f"head dim {q.shape[2]} in {pool.format} does not fit wgmma's tiles or memory"
         if pool.scale_zero is not None and pool.shape[2] % 4:
             return f"{pool.shape[2] // 2} KV heads are odd: the scales of two are copied at once"

@@ -78,7 +78,14 @@ MIXED = (
     SMALL(name="nothing", query_lens=(0, 0), kv_lens=(0, 0), num_padding_tokens=2),
 )
 QUANTISED = tuple(
-    SMALL(name=format, query_lens=(1, 20, 0), kv_lens=(80, 140, 0), window=100, format=format)
+    SMALL(
+        name=format,
+        query_lens=(1, 20, 0),
+        kv_lens=(80, 140, 0),
+        window=100,
+        format=format,
+        head_dim=128 if format == "int4" else 64,
+    )
     for format in FORMATS
 )
 
@@ -190,6 +197,7 @@ def test_a_row_does_not_depend_on_its_batch(monkeypatch):
         (dict(num_heads=128, num_kv_heads=1), "128 query heads per KV head are more than 64"),
         (dict(format="int8", num_kv_heads=1), "1 KV heads are odd"),
         (dict(format="int4", head_dim=96), "head dim 96 in int4 does not fit"),
+        (dict(format="int4", head_dim=64), "head dim 64 in int4 does not fit"),
     ],
     ids=lambda x: str(x)[:20],
 )
