@@ -10,7 +10,7 @@ long as with 24. So without a model named `some` chooses:
     that they have at full depth, so a layer's write, attention and exchange are what they are there;
   - of one model the smallest and the largest decode step and the largest forward with all layers, instead;
   - of a place that is not `every` only these and what has no layers.
-Places begin with different models, so that on one TPU or another each model has each program.
+Places begin with different models.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Place:
 # Two processes at a time finish together in this order.
 PLACES = (
     Place("v5e:2x2", 4, "7B"),
-    Place("tpu7x:2x2x1", 1, "0.5B"),
+    Place("tpu7x:2x2x1", 1, "0.5B", every=False),  # v6e's, of a larger chip
     Place("v6e:2x2", 1, "0.5B"),
     Place("h200", 1, "7B", every=False),  # a program with the kernel in it takes half a minute
     Place("v6e:2x2", 4, "3B", every=False),  # the others are v5e's with more memory

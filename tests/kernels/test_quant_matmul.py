@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpage.aot.hlo import collectives
-from jaxpage.models.layers import matmul
 from jaxpage.ops import matmul as ops
 from pallas_kernels.quant_matmul import cases, reference, xla
 from pallas_kernels.quant_matmul.cases import Case
@@ -115,15 +114,6 @@ def test_the_first_of_two_groups_has_the_low_halves_of_bytes():
     np.testing.assert_array_equal(weight.data, [[0x20, 0x31, 0x04, 0x05]])
     assert (weight.shape, weight.group_size) == ((1, 8), 2)
     np.testing.assert_array_equal(reference.dequantize(weight)[0], [-2, -1, 0, 1, 2, 3, 0, 0])
-
-
-def test_rounded_x_is_what_the_models_multiply_already():
-    case = Case(name="", num_tokens=9, round_x=True)
-    x, weight = cases.arguments(case)
-    np.testing.assert_array_equal(
-        jax.jit(partial(xla.quant_matmul, round_x=True))(x, weight),
-        jax.jit(matmul)(x, weight.data, weight.scale),
-    )
 
 
 @pytest.mark.parametrize(("by_out", "expected"), [(True, {}), (False, {"all-reduce": 1})])
