@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import hashlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -23,37 +22,27 @@ from jaxpage.config import (
     default_sampling,
     eos_token_ids,
     load_generation_config,
-    load_hf_config,
 )
+from jaxpage.draft import Draft, make_draft
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.scheduler import Scheduler
-from jaxpage.kv_groups import KVGroups, Windows, group_layers
-from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
-from jaxpage.models.config import ModelConfig
-from jaxpage.models.decoder import CausalLM
-from jaxpage.ops.attention import choose
 from jaxpage.runner.block_store import BlockStore, fingerprint
-from jaxpage.runner.buckets import Bucket, make_buckets
+from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.facts import machine_facts
 from jaxpage.runner.host_memory import HostMemory, content_shapes
-from jaxpage.runner.memory import Room, check_fits, pool_bytes, size_pool
+from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
 from jaxpage.runner.program_store import NUM_BLOCKS, ProgramStore, Sizes
-from jaxpage.runner.programs import use_persistent_cache
+from jaxpage.runner.programs import compile_program, step_bytes, use_persistent_cache
 from jaxpage.runner.runner import Runner
-from jaxpage.runner.step import StepSpec
 from jaxpage.tokenizer import Detokenizer, load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
-from jaxpage.weights.spec import specs
-from jaxpage.weights.transform import join_projections, quantize
 from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from jaxpage.request import Request
 
 logger = logging.getLogger("jaxpage")
@@ -79,40 +68,23 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     """
     _print_unless_configured()
     device = jax.local_devices()[0]
-    hf_config = load_hf_config(options.model, options.hf_overrides)
-    generation_config = load_generation_config(options)
     memory = (device.memory_stats() or {}).get("bytes_limit")
-    config = options.resolve(
-        hf_config,
-        platform=device.platform,
-        device_kind=device.device_kind,
-        device_memory=memory,
-    )
+    draft = make_draft(options, device=device, device_memory=memory)
+    config, model = draft.config, draft.model
+    generation_config = load_generation_config(options)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
     use_persistent_cache(config.compilation_cache_dir)
-    model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
-    groups = group_layers(model.config.windows, config.max_model_len)
-    pool, reason = choose(
-        make_pool_spec(config, model.config, groups, device.platform),
-        platform=device.platform,
-        num_devices=1,
-        table=(config.max_num_seqs, -(-config.max_model_len // config.block_size)),
-        num_heads=model.config.num_heads,
-        device_kind=device.device_kind,
-        compute_capability=getattr(device, "compute_capability", None),  # of GPUs
-    )
-    if reason:
-        logger.warning("attention runs in plain XLA: %s", reason)
+    if draft.why_not_kernel:
+        logger.warning("attention runs in plain XLA: %s", draft.why_not_kernel)
     if config.load_format == "dummy":
         initialise(model, seed=config.seed)
     else:
         load(model, config.model, use_tqdm=use_tqdm)
-    join_projections(model)
-    if config.quantization == "int8":
-        quantize(model, platform=device.platform)
-    config, runner = _make_runner(config, model, groups, pool, device)
+    draft.transform_weights()
+    draft, runner = _make_runner(draft)
+    config = draft.config
     if config.fit_max_model_len:
-        _check_same_ropes(hf_config, config, model)
+        _check_same_ropes(draft)
     scheduler = _make_scheduler(config, runner, tokenizer)
     logger.info("%s", config.describe())
     runner.warmup()
@@ -121,7 +93,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         # Exit functions run in the reverse order of their registration: this one before jax's own.
         atexit.register(_save_prefix_cache, weakref.ref(engine))
     vocab_size = model.config.vocab_size
-    eos = eos_token_ids(hf_config, generation_config, tokenizer)
+    eos = eos_token_ids(draft.hf_config, generation_config, tokenizer)
     return Built(
         engine=engine,
         config=config,
@@ -146,54 +118,37 @@ def _print_unless_configured() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _make_runner(
-    config: ResolvedConfig, model: CausalLM, groups: KVGroups, pool: KVPoolSpec, device: jax.Device
-) -> tuple[ResolvedConfig, Runner]:
-    """The runner with its pool sized, and the config with what the sizing decided."""
-    machine = machine_facts(device, compiler_flags())
-    root = programs_folder(config)
-
-    def runner_of(
-        config: ResolvedConfig,
-        buckets: tuple[Bucket, ...],
-        num_blocks: int,
-        host_memory: HostMemory | None = None,
-        store: ProgramStore | None = None,
-    ) -> Runner:
-        return Runner(
-            model,
-            buckets=buckets,
-            pool_spec=dataclasses.replace(pool, num_blocks=num_blocks),
-            step_spec=make_step_spec(config, model.config, groups),
-            ahead_of_time=not config.enforce_eager,
-            host_memory=host_memory,
-            store=store,
-        )
-
-    def temp_bytes(bucket: Bucket) -> int:
-        # The pool's size does not matter to the temporaries; the smallest is enough to ask.
-        return runner_of(config, (bucket,), 2).bytes_besides_pool(bucket)
+def _make_runner(draft: Draft) -> tuple[Draft, Runner]:
+    """The runner with its pool sized, and the draft with what the sizing made of its config."""
+    machine = machine_facts(draft.device, compiler_flags())
+    root = programs_folder(draft.config)
 
     def available(temp_bytes: int) -> int:
         return pool_bytes(
-            (device,),
-            utilization=config.gpu_memory_utilization,
+            (draft.device,),
+            utilization=draft.config.gpu_memory_utilization,
             temp_bytes=temp_bytes,
-            share_of_free=config.cache_max_entry_count,
+            share_of_free=draft.config.cache_max_entry_count,
         )
 
-    sizes = Sizes(root, machine | program_facts(config, model, pool))
-    config = size_kv(config, pool, groups.windows, available, temp_bytes, sizes)
-    assert config.num_gpu_blocks_override is not None
-    sized = dataclasses.replace(pool, num_blocks=config.num_gpu_blocks_override)
+    sizes = Sizes(root, machine | draft.facts(0))
+    sized, num_blocks = size_kv(draft, available, sizes)
     store = None
     if root is not None:
-        store = ProgramStore(root, machine | program_facts(config, model, sized), [device])
+        store = ProgramStore(root, machine | sized.facts(num_blocks), [sized.device])
         reason = store.why_empty()
         if reason:
             logger.info("the programs in %s are not for this start: %s", root, reason)
-    memory = _make_host_memory(config, model, groups, pool, device)
-    return config, runner_of(config, buckets_of(config), sized.num_blocks, memory, store)
+    runner = Runner(
+        sized.model,
+        buckets=sized.buckets,
+        pool_spec=sized.pool_of(num_blocks),
+        step_spec=sized.step_spec,
+        ahead_of_time=not sized.config.enforce_eager,
+        host_memory=_make_host_memory(sized),
+        store=store,
+    )
+    return sized, runner
 
 
 def programs_folder(config: ResolvedConfig) -> Path | None:
@@ -203,31 +158,9 @@ def programs_folder(config: ResolvedConfig) -> Path | None:
     return Path(config.compilation_cache_dir) / "programs"
 
 
-def program_facts(config: ResolvedConfig, model: CausalLM, pool: KVPoolSpec) -> dict[str, str]:
-    """What the programs of an engine depend on besides the machine, as text."""
-    groups = group_layers(model.config.windows, config.max_model_len)
-    parameters = [f"{path}: {spec.shape} {spec.dtype}" for path, spec in specs(model).items()]
-    return {
-        "model": repr(model.config),
-        "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
-        "KV pool": repr(pool),
-        "steps": repr(make_step_spec(config, model.config, groups)),
-        "rows": str(buckets_of(config)[-1].num_rows),
-        "moves blocks": str(config.swap_space > 0),
-    }
-
-
-def buckets_of(config: ResolvedConfig) -> tuple[Bucket, ...]:
-    """The padded sizes of its steps."""
-    return make_buckets(
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-    )
-
-
-def _make_host_memory(
-    config: ResolvedConfig, model: Any, groups: KVGroups, pool: KVPoolSpec, device: jax.Device
-) -> HostMemory | None:
+def _make_host_memory(draft: Draft) -> HostMemory | None:
     """Host blocks of `swap_space`, and the store on disk behind them."""
+    config, device, pool = draft.config, draft.device, draft.pool
     if config.swap_space == 0:
         return None
     num_blocks = int(config.swap_space * 2**30) // pool.bytes_per_block
@@ -237,48 +170,40 @@ def _make_host_memory(
         )
     store = None
     if config.kv_offload_dir is not None:
-        shapes = content_shapes(dataclasses.replace(pool, num_blocks=2).abstract())
-        facts = [repr(model.config), repr(groups), repr(pool)]
-        parameters = jax.tree.leaves(nnx.state(model))
+        shapes = content_shapes(draft.pool_of(2).abstract())
+        facts = [repr(draft.model.config), repr(draft.groups), repr(pool)]
+        parameters = jax.tree.leaves(nnx.state(draft.model))
         folder = Path(config.kv_offload_dir) / fingerprint(facts, map(np.asarray, parameters))
         store = BlockStore(folder, [x.shape for x in shapes], [x.dtype for x in shapes])
     return HostMemory(num_blocks, device=None if device.platform == "cpu" else device, store=store)
 
 
-def size_kv(
-    config: ResolvedConfig,
-    pool: KVPoolSpec,
-    windows: Windows,
-    available: Callable[[int], int],
-    temp_bytes: Callable[[Bucket], int],
-    sizes: Sizes,
-) -> ResolvedConfig:
-    """The config with the number of KV blocks, and with what it makes of the two token limits.
+def size_kv(draft: Draft, available: Callable[[int], int], sizes: Sizes) -> tuple[Draft, int]:
+    """The number of KV blocks, and the draft with what it makes of the two token limits. Raises ValueError.
 
-    `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a step needs besides: compiled for
-    this unless `sizes` knows it. Programs are for a number of blocks, so that of the last time is taken again if it
-    fits and is not much smaller than what would.
+    `available(temp_bytes)` are the bytes for the pool beside a step that needs so many: compiled to be asked, unless
+    `sizes` knows it. Programs are for a number of blocks, so that of the last time is taken again if it fits and is
+    not much smaller than what would.
     """
-    room = Room(
-        windows=windows,
-        block_size=config.block_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
+    config, bytes_per_block = draft.config, draft.pool.bytes_per_block
+    room = draft.room
     num_blocks = config.num_gpu_blocks_override
     if num_blocks is None and config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // pool.bytes_per_block
+        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
     if num_blocks is None:
         num_blocks, room = size_pool(
             available=available,
-            temp_bytes=lambda bucket: sizes.remember(bucket.name, lambda: temp_bytes(bucket)),
-            bytes_per_block=pool.bytes_per_block,
+            temp_bytes=lambda bucket: sizes.remember(
+                bucket.name, lambda: bytes_besides_pool(draft, bucket)
+            ),
+            bytes_per_block=bytes_per_block,
             room=room,
             max_model_len=config.max_model_len,
             must_fit=not config.fit_max_model_len,
             max_num_seqs=config.max_num_seqs,
         )
         num_blocks = sizes.settle(NUM_BLOCKS, num_blocks)
-    if pool.lanes:  # their kernel's block tables can name no more
+    if draft.pool.lanes:  # their kernel's block tables can name no more
         num_blocks = min(num_blocks, MOST_BLOCKS)
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
@@ -289,60 +214,41 @@ def size_kv(
             room,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
-            available=num_blocks * pool.bytes_per_block,
+            available=num_blocks * bytes_per_block,
         )
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         num_gpu_blocks_override=num_blocks,
         max_num_batched_tokens=room.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
+    return dataclasses.replace(draft, config=config), num_blocks
 
 
-def _check_same_ropes(hf_config: PretrainedConfig, config: ResolvedConfig, model: Any) -> None:
+def bytes_besides_pool(draft: Draft, bucket: Bucket) -> int:
+    """What a device must hold besides weights and pool: request state, temporaries and results of one step.
+
+    Compiles it, with the smallest pool: its size does not matter to the temporaries.
+    """
+    lowerings = draft.lowerings(2, (bucket,))
+    with draft.on_target():
+        programs = [
+            compile_program(name, lowerings.programs[name])
+            for name in bucket.programs(bucket.num_rows)
+        ]
+    return lowerings.state_bytes + step_bytes(programs)
+
+
+def _check_same_ropes(draft: Draft) -> None:
     """Some RoPE types depend on max_model_len, which may have been fitted after the model was made."""
+    config = draft.config
     length = config.max_model_len
-    fitted = registry.build(hf_config, dtype=config.dtype, max_model_len=length)
-    if fitted.config.ropes != model.config.ropes:
+    fitted = registry.build(draft.hf_config, dtype=config.dtype, max_model_len=length)
+    if fitted.config.ropes != draft.model.config.ropes:
         raise ValueError(
             f'max_model_len="auto" came to {length}, and the RoPE of this model depends on it; '
             f"pass max_model_len={length}"
         )
-
-
-def make_pool_spec(
-    config: ResolvedConfig, model: ModelConfig, groups: KVGroups, platform: str | None = None
-) -> KVPoolSpec:
-    """The pool of a model, as yet without a block. Raises ValueError for a head_dim that int4 cannot pack."""
-    return KVPoolSpec(
-        num_arrays=groups.num_arrays,
-        num_blocks=0,
-        block_size=config.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=jax.numpy.dtype(config.dtype),
-        format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
-        platform=platform,
-    )
-
-
-def make_step_spec(config: ResolvedConfig, model: ModelConfig, groups: KVGroups) -> StepSpec:
-    vocab_size = model.vocab_size
-    return StepSpec(
-        block_size=config.block_size,
-        max_model_len=config.max_model_len,
-        num_blocks_per_row=-(-config.max_model_len // config.block_size),
-        groups=groups,
-        num_slots=config.max_num_seqs + 1,
-        vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        dtype=model.dtype,
-        decode_steps=config.decode_steps,
-        num_top_logprobs=vocab_size
-        if config.max_logprobs == -1
-        else min(config.max_logprobs, vocab_size),
-        logprobs_mode=config.logprobs_mode,
-    )
 
 
 def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> Scheduler:

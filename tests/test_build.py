@@ -47,7 +47,7 @@ def test_kv_memory_in_bytes_is_taken_as_it_is_and_nothing_is_measured(path, monk
     def measured(*args, **options):
         raise AssertionError("compiled or asked for memory, to size a pool of known size")
 
-    for name in ("pool_bytes", "size_pool", "Runner.bytes_besides_pool"):
+    for name in ("pool_bytes", "size_pool", "bytes_besides_pool"):
         monkeypatch.setattr(f"jaxpage.build.{name}", measured)
     llm = make_llm(path, kv_cache_memory_bytes=20 * 16 * 4 * 8 * 4 * 2)
     assert llm.config.num_gpu_blocks_override == 20

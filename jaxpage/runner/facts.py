@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -55,13 +56,20 @@ def version_of(package: str) -> str:
 
 @cache
 def code_hash() -> str:
-    """Of the source of jaxpage and its kernels: whatever of it changed may have changed a program. 16 hex digits."""
-    state = hashlib.sha256()
+    """Of jaxpage and its kernels, see `hash_of`."""
+    folders = []
     for name in ("jaxpage", "pallas_kernels"):
         spec = find_spec(name)
         assert spec is not None and spec.submodule_search_locations
-        folder = Path(next(iter(spec.submodule_search_locations)))
-        for path in sorted(folder.rglob("*.py")):
+        folders.append(Path(next(iter(spec.submodule_search_locations))))
+    return hash_of(folders)
+
+
+def hash_of(folders: Iterable[Path]) -> str:
+    """Of source and of sizes measured for kernels: whatever of it changed may have changed a program. 16 hex digits."""
+    state = hashlib.sha256()
+    for folder in folders:
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("tuned/*.json")]):
             state.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return state.hexdigest()[:16]
 

@@ -24,7 +24,7 @@ from jaxpage.runner.host_memory import HostMemory, padded, portions
 from jaxpage.runner.lowering import ADMIT, READ, WRITE, Lowerings
 from jaxpage.runner.pack import pack_admission, pack_rows, pack_step
 from jaxpage.runner.program_store import ProgramStore
-from jaxpage.runner.programs import CompilationCounter, Programs, compile_program, step_bytes
+from jaxpage.runner.programs import CompilationCounter, Programs
 from jaxpage.runner.step import DeviceResult, StepSpec, allocate_request_state
 
 
@@ -100,17 +100,6 @@ class Runner:
     def state_bytes(self) -> int:
         """Bytes of the request state."""
         return self._lowerings.state_bytes
-
-    def bytes_besides_pool(self, bucket: Bucket) -> int:
-        """What the device must hold besides weights and pool: request state, temporaries and results of one step.
-
-        Compiles the step; for sizing, before warm-up.
-        """
-        lowerings = self._lowerings.programs
-        names = bucket.programs(bucket.num_rows)
-        return self.state_bytes + step_bytes(
-            [compile_program(name, lowerings[name]) for name in names]
-        )
 
     @property
     def num_recompiles(self) -> int:

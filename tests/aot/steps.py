@@ -28,10 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import environment, missing_compiler
+
+if TYPE_CHECKING:
+    from jaxpage.aot.worker import Trial
 
 ROOT = Path(__file__).parents[2]
 FEW = 2  # layers
@@ -146,50 +149,51 @@ def some(place: Place, names: list[str], whole: list[str]) -> Iterator[tuple[str
 def main(target: str, num_devices: str, *models: str) -> None:
     (place,) = (p for p in PLACES if (p.target, p.num_devices) == (target, int(num_devices)))
     with tempfile.TemporaryDirectory() as folder:
-        drafts = {model: _drafts(place, model, Path(folder)) for model in models or MODELS}
+        trials = {model: _trials(place, model, Path(folder)) for model in models or MODELS}
         if models:
             (model,) = models
-            chosen = [(model, True, name) for name in drafts[model][True].lowerings.programs]
+            chosen = [(model, True, name) for name in trials[model][True].lowerings.programs]
         else:
-            draft = drafts[place.whole][True]
-            decode = [b.name for b in draft.buckets if b.decode]
-            whole = [decode[0], decode[-1], draft.buckets[-1].name]
-            chosen = some(place, list(draft.lowerings.programs), whole)
+            trial = trials[place.whole][True]
+            buckets = trial.draft.buckets
+            decode = [b.name for b in buckets if b.decode]
+            whole = [decode[0], decode[-1], buckets[-1].name]
+            chosen = some(place, list(trial.lowerings.programs), whole)
         for model, is_whole, name in chosen:
-            print(json.dumps(_compile(drafts[model][is_whole], model, name)), flush=True)
+            print(json.dumps(_compile(trials[model][is_whole], model, name)), flush=True)
 
 
-def _drafts(place: Place, model: str, folder: Path) -> dict[bool, Any]:
+def _trials(place: Place, model: str, folder: Path) -> dict[bool, Trial]:
     """By whether it has all layers. With few the pool has as many blocks."""
-    from jaxpage.aot.worker import draft
+    from jaxpage.aot.worker import make_trial
 
     path = folder / f"{model}.json"
     path.write_text(json.dumps(MODELS[model]))
     # Blocks move to and from host memory on one device only, as yet.
     options = {"model": str(path), "swap_space": 1.0 if place.num_devices == 1 else 0.0}
     where = parse_target(place.target), place.num_devices
-    whole = draft(options, *where)
+    whole = make_trial(options, *where)
     few = {
         "hf_overrides": {"num_hidden_layers": FEW},
-        "num_gpu_blocks_override": whole.pool.num_blocks,
+        "num_gpu_blocks_override": whole.num_blocks,
     }
-    return {True: whole, False: draft(options | few, *where)}
+    return {True: whole, False: make_trial(options | few, *where)}
 
 
-def _compile(draft: Any, model: str, name: str) -> dict[str, Any]:
+def _compile(trial: Trial, model: str, name: str) -> dict[str, Any]:
     from jaxpage.aot.worker import examine
 
+    draft = trial.draft
     bucket = next((b for b in draft.buckets if b.name == name), None)
-    config = draft.config
-    num_bytes = [math.prod(s) * draft.pool.dtype.itemsize for s in draft.pool_shapes]
-    return examine(draft, name) | {
+    num_bytes = [math.prod(s) * draft.pool.dtype.itemsize for s in trial.pool_shapes]
+    return examine(trial, name) | {
         "model": model,
         "num_layers": draft.model.config.num_layers,
         "bucket": bucket and dataclasses.asdict(bucket),
-        "max_num_seqs": config.max_num_seqs,
-        "num_programs": len(draft.lowerings.programs),
-        "weight_bytes": sum(draft.weights.values()),
-        "state_bytes": draft.lowerings.state_bytes,
+        "max_num_seqs": draft.config.max_num_seqs,
+        "num_programs": len(trial.lowerings.programs),
+        "weight_bytes": sum(trial.weights.values()),
+        "state_bytes": trial.lowerings.state_bytes,
         "pool_bytes": sum(num_bytes),
         "array_bytes": max(num_bytes),
     }

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.aot.compile import compile_for
-from jaxpage.build import buckets_of, make_pool_spec, make_step_spec, program_facts
-from jaxpage.config import EngineConfig, load_hf_config
-from jaxpage.kv_groups import group_layers
-from jaxpage.models import registry
+from jaxpage.config import EngineConfig
+from jaxpage.draft import make_draft
 from jaxpage.runner.lowering import ADMIT, Lowerings
-from jaxpage.weights.transform import join_projections, quantize
 from tests import checkpoints
 
 OPTIONS = dict(
@@ -33,17 +28,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2")))
-
-
-@pytest.fixture
-def fresh_cache():
-    """No program comes from the cache that the tests share: `LLM` sets up one of its own."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
 
 
 def start(path, cache, **options) -> tuple[dict[str, str], list[int], LLM]:
@@ -79,26 +63,28 @@ def test_compile_prepares_a_start_from_config_json_alone(path, tmp_path, capsys,
     assert llm.config.num_gpu_blocks_override == 9  # two sequences of 64 tokens, and the null block
 
 
+@pytest.mark.slow
+def test_compile_and_start_agree_on_windows_that_a_fitted_length_does_not_reach(
+    tmp_path, fresh_cache, capsys
+):
+    """Layers are grouped by the model's length, whatever then fits into the pool."""
+    longer = dict(max_position_embeddings=2048, sliding_window=512)
+    path = str(checkpoints.build("gemma3", 1, tmp_path / "gemma3", **longer))
+    options = dict(max_model_len="auto", num_gpu_blocks_override=None, kv_cache_memory_bytes=30_000)
+    compile_for(OPTIONS | options | {"model": f"{path}/config.json"}, tmp_path / "kept", None)
+    origins, tokens, llm = start(path, tmp_path / "kept", **options)
+    assert set(origins.values()) == {"kept"}
+    windows = llm._engine.runner.groups.windows
+    assert len(windows) > 1 and llm.config.max_model_len < min(w for w in windows if w)
+    assert tokens == start(path, "off", **options)[1]
+
+
 def engine_of(path, **options) -> tuple[dict[str, str], Lowerings]:
-    hf_config = load_hf_config(path, options.get("hf_overrides"))
-    config = EngineConfig.from_options(model=path, **(OPTIONS | options)).resolve(
-        hf_config, platform="cpu", device_kind="cpu", device_memory=None
-    )
-    model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
-    join_projections(model)
-    if config.quantization == "int8":
-        quantize(model, platform="cpu")
-    groups = group_layers(model.config.windows, config.max_model_len)
-    pool = make_pool_spec(config, model.config, groups, "cpu")
-    pool = replace(pool, num_blocks=config.num_gpu_blocks_override)
-    lowerings = Lowerings(
-        model,
-        buckets=buckets_of(config),
-        pool_spec=pool,
-        step_spec=make_step_spec(config, model.config, groups),
-        moves_blocks=config.swap_space > 0,
-    )
-    return program_facts(config, model, pool), lowerings
+    engine = EngineConfig.from_options(model=path, **(OPTIONS | options))
+    draft = make_draft(engine, device=jax.devices("cpu")[0], device_memory=None)
+    draft.transform_weights()
+    num_blocks = draft.config.num_gpu_blocks_override
+    return draft.facts(num_blocks), draft.lowerings(num_blocks)
 
 
 VARIATIONS = (

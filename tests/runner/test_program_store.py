@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxpage.runner.facts import hash_of
 from jaxpage.runner.program_store import ProgramStore, Sizes, survey
 from jaxpage.runner.programs import compile_program
+
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 FACTS = {"code": "1", "jax": "0.10.2", "KV pool": "num_blocks=4"}
 NAME = "decode R=2"
@@ -23,17 +26,6 @@ def store_in(root, facts=FACTS) -> ProgramStore:
 def lowering():
     x = jnp.arange(4, dtype=jnp.float32)
     return jax.jit(lambda pool, y: (pool + y, {"sum": y.sum()}), donate_argnums=0).lower(x, x)
-
-
-@pytest.fixture(autouse=True)
-def no_other_cache():
-    """What jax's own cache has is not kept."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
 
 
 def never():
@@ -173,3 +165,20 @@ def test_what_comes_from_jax_own_cache_is_not_kept(tmp_path):
     assert compile_program(NAME, lowering, store_in(tmp_path / "b")).origin == "cached"
     assert store_in(tmp_path / "b").load(NAME) is None
     assert store_in(tmp_path / "a").load(NAME) is not None
+
+
+def test_measured_sizes_are_of_the_code(tmp_path):
+    """A kernel with other tiles is another program."""
+    (tmp_path / "kernel" / "tuned").mkdir(parents=True)
+    (tmp_path / "kernel" / "gpu.py").write_text("TILE = 64")
+    hashes = [hash_of([tmp_path])]
+    for name, text in (
+        ("gpu.py", "TILE = 128"),
+        ("tuned/h200.json", "1"),
+        ("tuned/h200.json", "2"),
+    ):
+        (tmp_path / "kernel" / name).write_text(text)
+        hashes.append(hash_of([tmp_path]))
+    assert len(set(hashes)) == 4
+    (tmp_path / "kernel" / "notes.txt").write_text("nothing")
+    assert hash_of([tmp_path]) == hashes[-1]

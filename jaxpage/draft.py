@@ -1,0 +1,186 @@
+"""What an engine is before it has weights: everything that its programs follow from, from config.json alone.
+
+Knows which shapes model, pool and steps have on a device, or on those of a mesh that may not be here. Must not know
+where weights come from, how many blocks fit, or when programs are compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpage.config import EngineConfig, ResolvedConfig, load_hf_config
+from jaxpage.kv_groups import KVGroups, group_layers
+from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.models import registry
+from jaxpage.models.decoder import CausalLM
+from jaxpage.ops.attention import choose, heads_of_pool
+from jaxpage.runner.buckets import Bucket, make_buckets
+from jaxpage.runner.lowering import Lowerings
+from jaxpage.runner.memory import Room
+from jaxpage.runner.step import StepSpec
+from jaxpage.weights.spec import specs
+from jaxpage.weights.transform import join_projections, quantize
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """The parts of an engine whose shapes are settled.
+
+    `config` may be replaced by one with fewer tokens, once it is known how many blocks fit; the groups stay.
+    """
+
+    config: ResolvedConfig
+    hf_config: PretrainedConfig
+    device: jax.Device  # or one of those of the mesh: all are of a kind
+    mesh: Mesh | None  # None: the device that is here
+    model: CausalLM  # of shapes, until somebody loads it
+    groups: KVGroups
+    pool: KVPoolSpec  # as yet without a block
+    why_not_kernel: str | None  # why attention is XLA's, where a kernel could have served
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def room(self) -> Room:
+        """What its sequences need of the pool."""
+        return Room(
+            windows=self.groups.windows,
+            block_size=self.config.block_size,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+        )
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The padded sizes of its steps."""
+        config = self.config
+        return make_buckets(
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+
+    @cached_property
+    def step_spec(self) -> StepSpec:
+        config, model = self.config, self.model.config
+        size = model.vocab_size
+        return StepSpec(
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            num_blocks_per_row=_blocks_per_row(config),
+            groups=self.groups,
+            num_slots=config.max_num_seqs + 1,
+            vocab_size=size,
+            hidden_size=model.hidden_size,
+            dtype=model.dtype,
+            decode_steps=config.decode_steps,
+            num_top_logprobs=size if config.max_logprobs == -1 else min(config.max_logprobs, size),
+            logprobs_mode=config.logprobs_mode,
+        )
+
+    def transform_weights(self) -> None:
+        """What is done to the model, with weights or without, before its programs are lowered."""
+        if self.num_devices == 1:  # a joined weight has no even split
+            join_projections(self.model)
+        if self.config.quantization == "int8":
+            quantize(self.model, platform=self.device.platform, num_devices=self.num_devices)
+
+    def pool_of(self, num_blocks: int) -> KVPoolSpec:
+        return replace(self.pool, num_blocks=num_blocks)
+
+    def lowerings(self, num_blocks: int, buckets: tuple[Bucket, ...] = ()) -> Lowerings:
+        """Its programs, or those of other `buckets`, with a pool of so many blocks. Lower them inside `on_target`."""
+        return Lowerings(
+            self.model,
+            buckets=buckets or self.buckets,
+            pool_spec=self.pool_of(num_blocks),
+            step_spec=self.step_spec,
+            moves_blocks=self.config.swap_space > 0,
+            mesh=self.mesh,
+        )
+
+    def on_target(self) -> AbstractContextManager[Any]:
+        """Where Pallas, which asks the mesh for which chip to lower, lowers for it; else it sees this machine."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def facts(self, num_blocks: int) -> dict[str, str]:
+        """What its programs depend on besides the machine, as text; see `runner.program_store`."""
+        parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(self.model).items()]
+        return {
+            "model": repr(self.model.config),
+            "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
+            "KV pool": repr(self.pool_of(num_blocks)),
+            "steps": repr(self.step_spec),
+            "rows": str(self.buckets[-1].num_rows),
+            "moves blocks": str(self.config.swap_space > 0),
+        }
+
+
+def make_draft(
+    options: EngineConfig,
+    *,
+    device: jax.Device,
+    device_memory: int | None,
+    mesh: Mesh | None = None,
+) -> Draft:
+    """Reads config.json and no other file. Raises ValueError for what cannot be served.
+
+    `device_memory`: bytes of the device, None if it does not tell; `mesh`: of devices like `device`.
+    """
+    hf_config = load_hf_config(options.model, options.hf_overrides)
+    config = options.resolve(
+        hf_config,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        device_memory=device_memory,
+    )
+    model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
+    groups = group_layers(model.config.windows, config.max_model_len)
+    num_devices = 1 if mesh is None else mesh.size
+    num_heads, num_kv_heads = model.config.num_heads, model.config.num_kv_heads
+    of_pool = heads_of_pool(num_heads, num_kv_heads, num_devices)
+    pool = KVPoolSpec(
+        num_arrays=groups.num_arrays,
+        num_blocks=0,
+        block_size=config.block_size,
+        num_kv_heads=of_pool or num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=jnp.dtype(config.dtype),
+        format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
+        sharded=of_pool > 0,
+        platform=device.platform,
+    )
+    pool, reason = choose(
+        pool,
+        platform=device.platform,
+        num_devices=num_devices,
+        table=(config.max_num_seqs, _blocks_per_row(config)),
+        num_heads=num_heads,
+        device_kind=device.device_kind,
+        compute_capability=getattr(device, "compute_capability", None),  # of GPUs
+    )
+    return Draft(
+        config=config,
+        hf_config=hf_config,
+        device=device,
+        mesh=mesh,
+        model=model,
+        groups=groups,
+        pool=pool,
+        why_not_kernel=reason,
+    )
+
+
+def _blocks_per_row(config: ResolvedConfig) -> int:
+    """Of a block table."""
+    return -(-config.max_model_len // config.block_size)
