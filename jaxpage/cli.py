@@ -1,4 +1,4 @@
-"""The command line: `jaxpage demo`, `chat`, `generate` and `bench`.
+"""The command line, `jaxpage COMMAND`; USAGE has them all.
 
 Knows flags, exit codes and what is printed. What a command needs is imported when it runs, so that
 `--help` is quick. Must not know how anything is done.

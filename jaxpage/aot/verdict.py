@@ -92,7 +92,10 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
             found.append("--quantization int8")
     for times in (2, 4, 8):
         if (wanted + 1) * block / times <= _pool_bytes(measured, weights // times):
-            found.append(f"--tp {times * measured['num_devices']}")
+            num_devices = times * measured["num_devices"]
+            is_there = num_devices <= measured["target_devices"]
+            where = "" if is_there else " on a target with as many devices"
+            found.append(f"--tp {num_devices}{where}")
             break
     return tuple(found) or (
         "a larger chip: none of a shorter length, int8 or 8 times the devices is enough",

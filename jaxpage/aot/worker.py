@@ -103,6 +103,7 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
     return {
         "target": target.name,
         "num_devices": num_devices,
+        "target_devices": target.num_devices,
         "config": _facts(config),
         "chip": dataclasses.asdict(target.chip),
         "weight_bytes": sum(weights.values()),

@@ -32,6 +32,7 @@ def measured(**changes):
         "target": "chip:2x2",
         "attention": "kernel",
         "num_devices": 1,
+        "target_devices": 4,
         "config": config | changes.pop("config", {}),
         "chip": chip,
         "weight_bytes": 4 * GB,
@@ -77,6 +78,8 @@ def test_what_does_not_fit_says_what_would():
     assert verdict.changes == ("--max-model-len 25000", "--quantization int8", "--tp 2")
     kv = judge(measured(blocks={"100000": 5000}, longest=[]))
     assert kv.changes == ("--kv-cache-dtype int8", "--quantization int8", "--tp 2")
+    alone = judge(measured(weight_bytes=7.5 * GB, target_devices=1))
+    assert alone.changes[-1] == "--tp 2 on a target with as many devices"
     hopeless = judge(
         measured(weight_bytes=100 * GB, in_int8={"weight_bytes": 50 * GB, "block_bytes": 10**6})
     )
