@@ -71,6 +71,8 @@ def _compile(options: dict[str, Any], output: Path, target: Target | None) -> No
     facts = machine | draft.facts(num_blocks)
     store = ProgramStore(root, facts, [draft.device] if target is None else [])
     lowerings = draft.lowerings(num_blocks)
+    if draft.why_not_kernel:
+        print(f"attention runs in plain XLA: {draft.why_not_kernel}")
     print(f"{len(lowerings.programs)} programs for {num_blocks} KV blocks", flush=True)
     for name, lowering in lowerings.programs.items():
         with draft.on_target():
