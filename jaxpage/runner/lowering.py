@@ -28,6 +28,11 @@ from jaxpage.runner.step import Step, StepSpec, abstract_request_state, make_adm
 ADMIT = "admit"
 READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory
 
+# Of XLA, by platform. Weights lie in memory in tiles of (8, 128). From TPU7x on a loop would have what it carries in
+# 16 bits in tiles of (16, 128), and each launch of decode steps would begin with a copy of all weights; its products
+# want tiles of (8, 128) even so. Programs for older TPUs are the same with and without.
+_DECODE_OPTIONS = {"tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}}
+
 
 class Lowerings:
     """The programs of an engine: `programs` by name, and what goes up to each, `layouts` and `admission`.
@@ -55,6 +60,7 @@ class Lowerings:
             gpu_sizes=pool_spec.gpu_sizes,
         )
         self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
+        self._platform = _platform(self._leaves)
         self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
         self._state = _structs(abstract_request_state(step_spec), mesh)
         self._spec, self._mesh = step_spec, mesh
@@ -87,8 +93,11 @@ class Lowerings:
 
     def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         layout = self.layouts[bucket.name]
-        step = self._step.decode if bucket.decode else self._step.forward
-        return jax.jit(partial(step, bucket, layout), donate_argnums=(1, 2)).lower(
+        step, options = self._step.forward, None
+        if bucket.decode:
+            step, options = self._step.decode, _DECODE_OPTIONS.get(self._platform)
+        program = partial(step, bucket, layout)
+        return jax.jit(program, donate_argnums=(1, 2), compiler_options=options).lower(
             self._leaves, self._pool, self._state, self._integers(layout.size)
         )
 
@@ -122,6 +131,14 @@ def num_bytes(tree: Any) -> int:
     """Of all arrays of a tree, or of what stands for them."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _platform(leaves: list[jax.ShapeDtypeStruct]) -> str:
+    """Of the devices that programs are for: those of the parameters, or else jax's own choice."""
+    for leaf in leaves:
+        if leaf.sharding is not None:
+            return next(iter(leaf.sharding.device_set)).platform
+    return jax.default_backend()
 
 
 def _parameter(variable: nnx.Variable, mesh: Mesh | None) -> jax.ShapeDtypeStruct:

@@ -192,7 +192,6 @@ def _compile(trial: Trial, model: str, name: str) -> dict[str, Any]:
         "bucket": bucket and dataclasses.asdict(bucket),
         "max_num_seqs": draft.config.max_num_seqs,
         "num_programs": len(trial.lowerings.programs),
-        "weight_bytes": sum(trial.weights.values()),
         "state_bytes": trial.lowerings.state_bytes,
         "pool_bytes": sum(num_bytes),
         "array_bytes": max(num_bytes),
