@@ -80,7 +80,8 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         initialise(model, seed=config.seed)
     else:
         load(model, config.model, use_tqdm=use_tqdm)
-    draft.transform_weights()
+    for reason in draft.transform_weights():
+        logger.warning("products of int8 run in plain XLA: %s", reason)
     draft, runner = _make_runner(draft)
     config = draft.config
     if config.fit_max_model_len:

@@ -88,12 +88,16 @@ class Draft:
             logprobs_mode=config.logprobs_mode,
         )
 
-    def transform_weights(self) -> None:
-        """What is done to the model, with weights or without, before its programs are lowered."""
+    def transform_weights(self) -> set[str]:
+        """What is done to the model, with weights or without, before its programs are lowered.
+
+        Returns why products of int8 are XLA's, where a kernel could have served.
+        """
         if self.num_devices == 1:  # a joined weight has no even split
             join_projections(self.model)
         if self.config.quantization == "int8":
-            quantize(self.model, platform=self.device.platform, num_devices=self.num_devices)
+            return quantize(self.model, self.device, num_devices=self.num_devices)
+        return set()
 
     def pool_of(self, num_blocks: int) -> KVPoolSpec:
         return replace(self.pool, num_blocks=num_blocks)

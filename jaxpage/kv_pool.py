@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
-from pallas_kernels.paged_attention import gpu_layout
+from pallas_kernels.paged_attention import gpu_layout, tpu_layout
 
 Layer = jax.Array | QuantizedPool
 KVPool = list[Layer]
+KernelSizes = gpu_layout.Sizes | tpu_layout.Sizes  # of the kernel that reads the pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class KVPoolSpec:
     sharded: bool = False  # a share of the heads is on each device of the mesh
     platform: str | None = None  # "cpu", "gpu" or "tpu", where it will lie; None: jax's default
     lanes: bool = False  # a slot's heads side by side in one row, see `paged_attention.tpu_layout`
-    gpu_sizes: gpu_layout.Sizes | None = None  # with which `paged_attention.gpu` reads it; else XLA
+    scale_rows: int = 4  # in lanes: rows of scales and zeros for each KV head
+    kernel_sizes: KernelSizes | None = None  # with which a kernel reads it; None: XLA
 
     def __post_init__(self) -> None:
         if self.format == "int4" and self.head_dim % 2:
@@ -91,7 +93,7 @@ class KVPoolSpec:
         num_blocks, block_size = self.array_shape[:2]
         shape = (num_blocks, block_size, 2 * self.num_kv_heads, 2)
         if self.lanes:
-            shape = (num_blocks, 4 * self.num_kv_heads, block_size)
+            shape = (num_blocks, self.scale_rows * self.num_kv_heads, block_size)
         return QuantizedPool(
             data=make(self.array_shape, jnp.uint8),
             scale_zero=make(shape, scale_zero_dtype) if self.format in LEVELS else None,

@@ -71,8 +71,6 @@ def _compile(options: dict[str, Any], output: Path, target: Target | None) -> No
     facts = machine | draft.facts(num_blocks)
     store = ProgramStore(root, facts, [draft.device] if target is None else [])
     lowerings = draft.lowerings(num_blocks)
-    if draft.why_not_kernel:
-        print(f"attention runs in plain XLA: {draft.why_not_kernel}")
     print(f"{len(lowerings.programs)} programs for {num_blocks} KV blocks", flush=True)
     for name, lowering in lowerings.programs.items():
         with draft.on_target():
@@ -90,7 +88,10 @@ def _draft(options: dict[str, Any], target: Target | None) -> Draft:
         device, memory = mesh.devices.flat[0], target.chip.num_bytes
     engine = EngineConfig.from_options(**options)
     draft = make_draft(engine, device=device, device_memory=memory, mesh=mesh)
-    draft.transform_weights()
+    if draft.why_not_kernel:
+        print(f"attention runs in plain XLA: {draft.why_not_kernel}")
+    for reason in draft.transform_weights():
+        print(f"products of int8 run in plain XLA: {reason}")
     return draft
 
 

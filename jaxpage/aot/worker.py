@@ -162,7 +162,7 @@ def _in_int8(trial: Trial) -> dict[str, int | None]:
     weights = block = None
     if draft.config.quantization is None:
         model = nnx.clone(draft.model)
-        quantize(model, platform=draft.device.platform, num_devices=mesh.size)
+        quantize(model, draft.device, num_devices=mesh.size)
         weights = sum(_weights(model, mesh).values())
     if draft.pool.format is None:
         block = _block_bytes(dataclasses.replace(draft.pool, format="int8"), mesh.size)

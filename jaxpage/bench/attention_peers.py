@@ -155,7 +155,7 @@ def _ours(work: Work, platform: str) -> Peer:
         gpu.paged_attention,
         scale=work.scale,
         one_query_per_row=work.decode,
-        sizes=tuned_sizes(jax.devices()[0].device_kind),  # as the engine has them
+        sizes=tuned_sizes("gpu", jax.devices()[0].device_kind),  # as the engine has them
     )
     return Peer(OURS_GPU, lambda q, pool, *rows: (attend(q, pool, *rows), pool), _pools)
 
@@ -171,8 +171,14 @@ def _tpu(work: Work) -> Peer:
     """It writes keys and values as well: what it is given as new ones are some of the queries."""
     from pallas_kernels.paged_attention import tpu
     from pallas_kernels.paged_attention.tpu_layout import to_tpu
+    from pallas_kernels.paged_attention.tune import tuned_sizes
 
-    attend = partial(tpu.paged_attention, scale=work.scale, one_query_per_row=work.decode)
+    attend = partial(
+        tpu.paged_attention,
+        scale=work.scale,
+        one_query_per_row=work.decode,
+        sizes=tuned_sizes("tpu", jax.devices()[0].device_kind),
+    )
 
     def run(q, pool, *rows):
         new = q[:, : work.num_kv_heads]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_write.xla import Pool, from_storage
+from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 
 Rows = dict[int, np.ndarray]  # row: queries [Q, H, D]
 
@@ -23,11 +23,12 @@ def attention(
     """The attention of those rows (None: of all that have queries), of the last `queries` of each (None: of all).
 
     `arguments` are those of `pallas_kernels.paged_attention.reference.paged_attention`, whose docstring is the
-    definition. Only blocks that the rows hold are brought to the host.
+    definition; but what a quantised pool holds is not rounded to q's dtype. Nothing is compiled.
     """
     table, kv_lens, starts = (
         np.asarray(arguments[name]) for name in ("block_table", "kv_lens", "query_starts")
     )
+    pool = jax.tree.map(np.asarray, arguments["pool"])
     chosen = range(len(kv_lens)) if rows is None else rows
     out = {}
     for row in chosen:
@@ -35,19 +36,30 @@ def attention(
         if count == 0:
             continue
         count = min(count, queries or count)
-        q = np.asarray(arguments["q"][starts[row + 1] - count : starts[row + 1]], np.float64)
-        kv = _read(arguments["pool"], table[row], kv_lens[row], arguments["q"].dtype)
-        out[row] = _row(q, kv, arguments)
+        q = float64(np.asarray(arguments["q"])[starts[row + 1] - count : starts[row + 1]])
+        blocks = table[row, : -(-kv_lens[row] // pool.shape[1])]
+        kv = _read(pool, blocks, arguments["q"].dtype)
+        out[row] = _row(q, kv.reshape(-1, *kv.shape[2:])[: kv_lens[row]], arguments)
     return out
 
 
-def _read(pool: Pool, blocks: np.ndarray, length: int, dtype) -> np.ndarray:
-    """K and V of a row's positions, float64[L, 2 * K, D]."""
-    block_size = pool.shape[1]
-    held = jnp.asarray(blocks[: -(-length // block_size)])
-    values = from_storage(jax.tree.map(lambda x: x[held], pool), jnp.dtype(dtype))
-    kv = np.asarray(values.astype(jnp.float32), np.float64)
-    return kv.reshape(-1, *kv.shape[2:])[:length]
+def _read(pool: Any, held: np.ndarray, dtype: Any) -> np.ndarray:
+    """K and V of those blocks of the pool, float64[M, S, 2 * K, D], by the formulas of `kv_write.quantized`."""
+    blocks = jax.tree.map(lambda x: x[held], pool)
+    if not isinstance(blocks, QuantizedPool):
+        return float64(blocks.view(dtype) if blocks.dtype == np.uint16 else blocks)
+    data, format = np.asarray(blocks.data), blocks.format
+    if format in FLOATS:
+        return float64(data.view(FLOATS[format]))
+    if format == "int4":
+        data = np.concatenate([data & 15, data >> 4], axis=-1)
+    scale, zero = np.split(_read(pool.scale_zero, held, jnp.bfloat16), 2, axis=-1)
+    return (data - zero) * scale
+
+
+def float64(x: Any) -> np.ndarray:
+    """An array of NumPy's or jax's, on the host."""
+    return np.asarray(x).astype(np.float32).astype(np.float64)  # all types have a way to float32
 
 
 def _row(q: np.ndarray, kv: np.ndarray, arguments: Mapping[str, Any]) -> np.ndarray:
@@ -81,9 +93,9 @@ def worst_row(out: jax.Array, starts: jax.Array, expected: Rows) -> float:
 
     out: [T, H, D]; `expected` has the last queries of a row, and all of those are compared.
     """
-    ends = np.asarray(starts)[1:]
+    ends, found = np.asarray(starts)[1:], np.asarray(out)
     errors = [
-        relative(np.asarray(out[ends[row] - len(want) : ends[row]].astype(jnp.float32)), want)
+        relative(float64(found[ends[row] - len(want) : ends[row]]), want)
         for row, want in expected.items()
     ]
     return max(errors, default=0.0)

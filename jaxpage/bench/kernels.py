@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,14 +23,16 @@ from jaxpage.bench import attention_peers, exact
 from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
 from pallas_kernels.block_copy import cases as copy_cases
 from pallas_kernels.grouped_matmul import cases as grouped_cases
+from pallas_kernels.grouped_matmul import tune as grouped_tune
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import to_storage, write_kv
 from pallas_kernels.paged_attention import cases as attention_cases
+from pallas_kernels.paged_attention import tune as attention_tune
 from pallas_kernels.paged_attention.cases import Case
-from pallas_kernels.paged_attention.tune import tuned_sizes
 from pallas_kernels.quant_matmul import cases as matmul_cases
 from pallas_kernels.quant_matmul import reference as matmul_definition
-from pallas_kernels.quant_matmul.quantized import round_rows
+from pallas_kernels.quant_matmul import tune as matmul_tune
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, round_rows
 
 BAR = Bar("<=", 1e-2)  # relative, in bfloat16
 SAME = Bar("<=", 0)
@@ -64,9 +67,17 @@ def measure(context: Context) -> Iterator[Result]:
         for module, reason in absent.items():
             if _spec(operation, module):
                 yield missing(f"{operation} ({module})", "", reason)
-    checks = [*_attention_checks(platform, context.tiny), *_matmul_checks(platform, context.tiny)]
-    checks += _grouped_checks(platform)
-    checks += [*_copy_checks(platform, context.tiny), *_write_checks(context.tiny)]
+    # On the host: the many small programs that make arguments would take minutes to compile for a GPU.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        checks = [
+            *_attention_checks(platform, context.tiny),
+            *_matmul_checks(platform, context.tiny),
+            *_grouped_checks(platform),
+            *_copy_checks(platform, context.tiny),
+            *_write_checks(platform, context.tiny),
+        ]
+    for check in checks:
+        check.arguments = jax.device_put(check.arguments, jax.devices()[0])
     # Compiled side by side, since that is what takes the time; run one by one, in their order.
     with ThreadPoolExecutor(THREADS) as pool:
         compiled = [pool.submit(_compile, check) for check in checks]
@@ -77,6 +88,7 @@ def measure(context: Context) -> Iterator[Result]:
             except NotImplementedError as refusal:  # the kernel's own: it does not claim to serve
                 yield missing(check.name, check.unit, str(refusal), check.bar)
             except Exception as error:  # whatever a compiler or a device comes up with
+                traceback.print_exc()
                 yield failed(check.name, last_line(error), check.bar)
 
 
@@ -95,6 +107,13 @@ def _modules(operation: str, platform: str) -> list[tuple[str, ModuleType]]:
         for name in (platform, "xla")
         if _spec(operation, name)
     ]
+
+
+def _tuned(tune: ModuleType, module_name: str) -> dict[str, Any]:
+    """The sizes that an engine gives the operation's kernel here."""
+    if module_name == "xla":
+        return {}
+    return {"sizes": tune.tuned_sizes(module_name, jax.devices()[0].device_kind)}
 
 
 def attention_table(tiny: bool) -> list[Case]:
@@ -145,8 +164,7 @@ def _describe(case: Case) -> str:
 
 def _attention_check(name: str, module: ModuleType, arguments: dict, decode: bool) -> Check:
     options = {k: arguments[k] for k in ("scale", "window", "soft_cap")}
-    if module.__name__.endswith(".gpu"):
-        options["sizes"] = tuned_sizes(jax.devices()[0].device_kind)  # as the engine has them
+    options |= _tuned(attention_tune, module.__name__.rpartition(".")[2])
     attend = partial(module.paged_attention, one_query_per_row=decode, **options)
     given = {name: arguments[name] for name in ROWS}
     if "sinks" in arguments:
@@ -199,39 +217,42 @@ def _matmul_checks(platform: str, tiny: bool) -> Iterator[Check]:
             for format in ("int8", "int4", "fp8_e4m3")
         ]
     inputs = [(case, *matmul_cases.arguments(case)) for case in cases]
+    expected = [_product(*given) for given in inputs]
     for module_name, module in _modules("quant_matmul", platform):
-        for case, x, weight in inputs:
-
-            def error(out, x=x, weight=weight, case=case) -> float:
-                if case.round_x:
-                    integers, scale = round_rows(x)
-                    x = integers.astype(jnp.float32) * scale
-                w = np.asarray(matmul_definition.dequantize(weight), np.float64)
-                rows = np.asarray(x.astype(jnp.float32), np.float64)
-                return exact.relative(np.asarray(out, np.float64), rows @ w[:, : rows.shape[1]].T)
-
-            run = partial(module.quant_matmul, round_x=case.round_x)
+        sizes = _tuned(matmul_tune, module_name)
+        for (case, x, weight), want in zip(inputs, expected, strict=True):
+            run = partial(module.quant_matmul, round_x=case.round_x, **sizes)
+            error = partial(_error, want)
             yield Check(f"quant_matmul ({module_name}) {case.name}", run, (x, weight), error)
+
+
+def _product(case: matmul_cases.Case, x: jax.Array, weight: QuantizedWeight) -> np.ndarray:
+    """float64[T, num_out]"""
+    if case.round_x:
+        integers, scale = round_rows(x)
+        x = integers.astype(jnp.float32) * scale
+    w = exact.float64(matmul_definition.dequantize(weight))
+    return exact.float64(x) @ w[:, : x.shape[1]].T
+
+
+def _error(expected: np.ndarray, out: jax.Array) -> float:
+    return exact.relative(exact.float64(out), expected)
 
 
 def _grouped_checks(platform: str) -> Iterator[Check]:
     """Experts with many rows, with few and with none; NaN in the rows of no expert, which must come out as 0."""
     for module_name, module in _modules("grouped_matmul", platform):
+        run = partial(module.grouped_matmul, **_tuned(grouped_tune, module_name))
         for case in grouped_cases.SMALL:
             arguments = grouped_cases.arguments(case)
 
-            def error(out, case=case, arguments=arguments) -> float:
-                x, weights = (
-                    np.asarray(arguments[name].astype(jnp.float32), np.float64)
-                    for name in ("x", "weights")
-                )
-                expected, ends = np.zeros(out.shape), np.cumsum(case.group_sizes)
-                for size, end, weight in zip(case.group_sizes, ends, weights, strict=True):
-                    expected[end - size : end] = x[end - size : end] @ weight.T
-                return exact.relative(np.asarray(out, np.float64), expected)
-
+            x, weights = (exact.float64(arguments[name]) for name in ("x", "weights"))
+            ends = np.cumsum(case.group_sizes)
+            want = np.zeros((case.num_rows, case.num_outputs))
+            for size, end, weight in zip(case.group_sizes, ends, weights, strict=True):
+                want[end - size : end] = x[end - size : end] @ weight.T
             name = f"grouped_matmul ({module_name}) {case.name}"
-            yield Check(name, module.grouped_matmul, tuple(arguments.values()), error)
+            yield Check(name, run, tuple(arguments.values()), partial(_error, want))
 
 
 def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
@@ -261,8 +282,9 @@ def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
             yield Check(name, run, (layers, jnp.asarray(pairs)), error, SAME, "bytes differ")
 
 
-def _write_checks(tiny: bool) -> Iterator[Check]:
+def _write_checks(platform: str, tiny: bool) -> Iterator[Check]:
     """Slots out of order get what `to_storage` makes of keys and values, and no other slot changes."""
+    (module_name, module), *_ = _modules("kv_write", platform)
     for format in (None, "int8") if tiny else (None, "int8", "int4", "fp8_e4m3", "fp8_e5m2"):
         case = Case(name="", query_lens=(1,), kv_lens=(400,), dtype="bfloat16", format=format)
         pool = attention_cases.arguments(case)["pool"]
@@ -282,9 +304,9 @@ def _write_checks(tiny: bool) -> Iterator[Check]:
                 total += int((want.reshape(-1) != _bits(new).reshape(-1)).sum())
             return float(total)
 
-        name = f"kv_write (xla) {format or case.dtype}"
+        name = f"kv_write ({module_name}) {format or case.dtype}"
         arguments = (pool, k, v, jnp.asarray(slots))
-        yield Check(name, write_kv, arguments, error, SAME, "bytes differ")
+        yield Check(name, module.write_kv, arguments, error, SAME, "bytes differ")
 
 
 def num_slots_of(pool: jax.Array) -> int:

@@ -94,10 +94,17 @@ def failed(name: str, reason: str, bar: Bar | None = None) -> Result:
 
 
 def last_line(error: BaseException | str) -> str:
-    """What an error says, in one line."""
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    line = (lines[-1] if isinstance(error, str) else lines[0]) if lines else "no message"
+    """What an error says, in one line: the first of its own, or of a printed traceback's that follows the last frame.
+
+    (Notes of an exception come after it: jax adds one that says nothing of the error.)
+    """
+    if isinstance(error, str):
+        lines = error.strip().splitlines()
+        frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+        said = [line for line in lines[frames[-1] :] if line[:1].strip()] if frames else lines[-1:]
+    else:
+        said = f"{type(error).__name__}: {error}".strip().splitlines()
+    line = next((line.strip() for line in said if line.strip()), "no message")
     return line if len(line) <= 300 else line[:300] + " .."
 
 

@@ -53,8 +53,9 @@ class Sizes:
     # Of the two runs whose difference counts: whole launches, and the prompts are done before the shorter one ends.
     num_tokens: tuple[int, int] = (49, 97)
     rounds: int = 2
+    patience: float = 40.0  # seconds, after which no further round begins
     prompt: int = 1848  # tokens, of the table
-    questions: int = 5
+    questions: int = 20
 
 
 FULL = Sizes(config=QWEN25_3B)
@@ -88,17 +89,19 @@ def kv_bytes(config: dict[str, Any]) -> int:
 
 
 def _start(context: Context, sizes: Sizes, **options: Any) -> LLM:
-    """An engine that compiles what it comes to, and nothing else."""
+    """An engine with all its programs. They are kept in the suite's folder, where a later part finds them."""
     folder = _folder(context, sizes)
     given = {
         "load_format": "dummy",
         "max_model_len": sizes.max_model_len,
         "max_num_seqs": sizes.batch,
+        "max_num_batched_tokens": sizes.max_model_len,
         "skip_tokenizer_init": True,
-        "enforce_eager": True,
         "compilation_cache_dir": str(Path(context.folder) / "cache"),
     }
-    return LLM(str(folder), **given, **options)
+    llm = LLM(str(folder), **given, **options)
+    llm.wait_until_warm()
+    return llm
 
 
 def _folder(context: Context, sizes: Sizes) -> Path:
@@ -183,16 +186,22 @@ def _against_transformers(
         try:
             folder = str(_folder(context, sizes))
             versions = child.ask("setup", folder, asdict(options), timeout=120)
-            for number in range(sizes.rounds + 1):  # the first warms up
+            warming = _work(sizes, "warming", sizes.num_tokens[0])
+            _seconds(llm, warming)
+            child.ask("seconds", asdict(warming), timeout=150)
+            start = time.perf_counter()
+            for number in range(sizes.rounds):
+                if number > 0 and time.perf_counter() - start > sizes.patience:
+                    break
                 short, long = (_work(sizes, f"{number} {n}", n) for n in sizes.num_tokens)
-                ours = [_seconds(llm, work) for work in (short, long)]
-                theirs = [child.ask("seconds", asdict(work), timeout=150) for work in (short, long)]
-                if number > 0:
-                    taken["jaxpage"].append(ours)
-                    taken[CONTINUOUS].append(theirs)
+                taken["jaxpage"].append([_seconds(llm, work) for work in (short, long)])
+                taken[CONTINUOUS].append(
+                    [child.ask("seconds", asdict(work), timeout=150) for work in (short, long)]
+                )
         except jax.errors.JaxRuntimeError:
             raise  # ours; whatever happens to them is a plain RuntimeError here
         except (RuntimeError, TimeoutError) as error:
+            print(error, file=sys.stderr)
             yield missing(name, "x", last_line(str(error)), FASTER)
             return
     more = sizes.batch * (sizes.num_tokens[1] - sizes.num_tokens[0])
@@ -223,7 +232,7 @@ def _seconds(llm: LLM, work: Work) -> float:
 
 
 def table(context: Context) -> Iterator[Result]:
-    """A long prompt twice: the second time its blocks are found. Medians over prompts, after one that compiles."""
+    """A long prompt twice: the second time its blocks are found. Medians over prompts, but the first."""
     sizes = TINY if context.tiny else FULL
     llm = _start(context, sizes, enable_prefix_caching=True)
     taken: list[list[float]] = []
@@ -252,6 +261,5 @@ def warm_up(context: Context) -> Iterator[Result]:
         options |= {"max_model_len": 64, "max_num_seqs": 2}
     threads = len(os.sched_getaffinity(0))
     device = jax.devices()[0].device_kind
-    times = starts.measure(_folder(context, sizes), sys.executable, threads, options)
-    for cache, events in times.items():
+    for cache, events in starts.starts(_folder(context, sizes), sys.executable, threads, options):
         yield measured(f"start, {cache}", events["warm"], "s", WARM[cache], device=device, **events)

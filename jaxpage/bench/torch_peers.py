@@ -5,7 +5,6 @@ Imports them where they are used, and neither jax nor the rest of jaxpage. Must 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 import time
@@ -145,37 +144,17 @@ class ContinuousBatching:
         """`folder` needs nothing but config.json; `options` are the fields of `peers.Options`."""
         import torch
         import transformers
-        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         transformers.utils.logging.set_verbosity_error()
-        given, cuda = Options(**options), torch.cuda.is_available()
         config = transformers.AutoConfig.for_model(
             **json.loads((Path(folder) / "config.json").read_text())
         )
         torch.manual_seed(0)
-        with torch.device("cuda" if cuda else "cpu"):
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-        # Pages of its own default size, whose option has another name before 5.18.
-        page_size = getattr(
-            ContinuousBatchingConfig(), "page_size" if "page_size" in known else "block_size"
-        )
-        wanted = {
-            "num_blocks": given.max_num_seqs * -(-given.max_model_len // page_size),
-            "max_batch_tokens": 2048,
-            "max_requests_per_batch": given.max_num_seqs,
-            "allow_block_sharing": given.prefix_caching,
-        }
-        if not cuda and "auto_switch_to_flash" in known:
-            wanted["auto_switch_to_flash"] = False  # there is none for a CPU
-        generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         self.engine = TransformersContinuous()
-        self.engine.manager = model.eval().init_continuous_batching(
-            generation_config=generation,
-            continuous_batching_config=ContinuousBatchingConfig(**wanted),
-        )
-        self.engine.manager.start()
-        return {"transformers": transformers.__version__, "torch": torch.__version__}
+        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        return versions | self.engine.start(model.eval(), Options(**options))
 
     def seconds(self, work: dict[str, Any]) -> float:
         """For the fields of `peers.Work`. Raises RuntimeError if tokens are missing."""

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpage.batch import StepBatch
-from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
+from jaxpage.kv_pool import KernelSizes, KVPool, KVPoolSpec, Layer
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
@@ -33,7 +33,7 @@ _paged_attention = jax.jit(xla.paged_attention, static_argnames=_OPTIONS)
 def _tpu_attention():
     from pallas_kernels.paged_attention import tpu
 
-    return jax.jit(tpu.paged_attention, static_argnames=_OPTIONS)
+    return jax.jit(tpu.paged_attention, static_argnames=(*_OPTIONS, "sizes"))
 
 
 @cache
@@ -55,25 +55,27 @@ def choose(
 ) -> tuple[KVPoolSpec, str | None]:
     """The pool as the kernel of the platform reads it; or as it was, for XLA, and why the kernel cannot serve.
 
-    table: the largest block table, [R, M]. Of GPUs more counts: num_heads, the query heads of the model; device_kind
-    and compute_capability, as jax tells them of a device: "NVIDIA H200", "9.0".
+    table: the largest block table, [R, M]; num_heads: the query heads of the model; device_kind and, of GPUs,
+    compute_capability, as jax tells them of a device: "NVIDIA H200", "9.0".
     """
     sharing = num_devices if spec.sharded else 1
     kv_heads = spec.num_kv_heads // sharing
+    heads = (num_heads or spec.num_kv_heads) // sharing
+    q = jax.ShapeDtypeStruct((1, heads, spec.head_dim), spec.dtype)
 
     def share(spec: KVPoolSpec) -> Layer:  # of one device, in shapes
         return replace(spec, num_blocks=1, num_arrays=1, num_kv_heads=kv_heads).abstract()[0]
 
     if platform == "tpu":
-        lanes = replace(spec, lanes=True)
-        reason = tpu_layout.why_not(spec.dtype, share(lanes), kv_heads, spec.head_dim, table)
+        sizes = tuned_sizes("tpu", device_kind)
+        rows = tpu_layout.scale_rows(kv_heads)
+        lanes = replace(spec, lanes=True, scale_rows=rows, kernel_sizes=sizes)
+        reason = tpu_layout.why_not(q, share(lanes), kv_heads, table, sizes)
         return (spec, reason) if reason else (lanes, None)
     if platform == "gpu":
-        heads = (num_heads or spec.num_kv_heads) // sharing
-        q = jax.ShapeDtypeStruct((1, heads, spec.head_dim), spec.dtype)
         reason = gpu_layout.why_not_on(compute_capability) or gpu_layout.why_not(q, share(spec))
         if reason is None:
-            return replace(spec, gpu_sizes=tuned_sizes(device_kind)), None
+            return replace(spec, kernel_sizes=tuned_sizes("gpu", device_kind)), None
         return spec, reason
     return spec, None
 
@@ -83,8 +85,8 @@ class PagedAttention:
 
     Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, `places` says of each layer which
     KV-cache group and which array are its; a call replaces that array, and the step returns the list when the model
-    is done. `gpu_sizes` as `choose` left it in the pool's spec. K and V of all rows are written before any row reads,
-    so a request may hit blocks which another computes in the same step.
+    is done. `kernel_sizes` as `choose` left it in the pool's spec. K and V of all rows are written before any row
+    reads, so a request may hit blocks which another computes in the same step.
     """
 
     def __init__(
@@ -95,14 +97,14 @@ class PagedAttention:
         *,
         one_query_per_row: bool,
         mesh: Mesh | None = None,
-        gpu_sizes: gpu_layout.Sizes | None = None,
+        kernel_sizes: KernelSizes | None = None,
     ):
         self.kv_pool = list(kv_pool)
         self._batch = batch
         self._places = places
         self._one_query_per_row = one_query_per_row
         self._mesh = mesh
-        self._gpu_sizes = gpu_sizes
+        self._kernel_sizes = kernel_sizes
 
     def __call__(
         self,
@@ -124,7 +126,7 @@ class PagedAttention:
             window=window,
             soft_cap=soft_cap,
             one_query_per_row=self._one_query_per_row,
-            gpu_sizes=self._gpu_sizes,
+            kernel_sizes=self._kernel_sizes,
         )
         pool = self.kv_pool[array]
         if self._mesh is not None and heads_of_pool(q.shape[1], k.shape[1], self._mesh.size):
@@ -166,7 +168,7 @@ def _write_and_attend(
     v: jax.Array,
     slot_mapping: jax.Array,
     *where_and_sinks: jax.Array | None,
-    gpu_sizes: gpu_layout.Sizes | None,
+    kernel_sizes: KernelSizes | None,
     **options,
 ) -> tuple[Layer, jax.Array]:
     """The pool with k and v in it, and the attention of q.
@@ -175,11 +177,11 @@ def _write_and_attend(
     """
     *where, options["sinks"] = where_and_sinks
     if len(pool.shape) == 3:  # as `choose` laid it out for a TPU
-        out, pool = _tpu_attention()(q, k, v, pool, *where, **options)
+        out, pool = _tpu_attention()(q, k, v, pool, *where, sizes=kernel_sizes, **options)
         return pool, out
     pool = _write_kv(pool, k, v, slot_mapping)
-    if gpu_sizes is not None:
-        return pool, _gpu_attention()(q, pool, *where, sizes=gpu_sizes, **options)
+    if kernel_sizes is not None:
+        return pool, _gpu_attention()(q, pool, *where, sizes=kernel_sizes, **options)
     return pool, _paged_attention(q, pool, *where, **options)
 
 

@@ -6,25 +6,34 @@ Must not know how tokens choose experts, nor how they were sorted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pallas_kernels.grouped_matmul import xla
+from pallas_kernels.grouped_matmul.tune import kernel_of, tuned_sizes
+from pallas_kernels.paged_attention.gpu_layout import why_not_on
 
 
-def choose(platform: str, x: Any, weights: Any) -> tuple[Callable, str | None]:
+def choose(
+    platform: str,
+    x: Any,
+    weights: Any,
+    *,
+    device_kind: str = "",
+    compute_capability: str | None = None,
+) -> tuple[Callable, str | None]:
     """`grouped_matmul.reference`'s product on "cpu", "gpu" or "tpu", of one device; and why it is XLA's, if the
     platform has a kernel that cannot serve.
 
-    x [T, E] and weights [G, F, E] may be `jax.ShapeDtypeStruct`s. A row's result depends on the row and its expert
-    alone, so on the platform and on nothing of the batch.
+    x [T, E] and weights [G, F, E] may be `jax.ShapeDtypeStruct`s. device_kind and, of GPUs, compute_capability, as jax
+    tells them: "NVIDIA H200", "9.0". A row's result depends on the row and its expert alone, so on the platform and on
+    nothing of the batch.
     """
-    if platform == "tpu":
-        from pallas_kernels.grouped_matmul import tpu
-
-        return tpu.grouped_matmul, None
+    if platform not in ("tpu", "gpu"):
+        return xla.grouped_matmul, None
+    kernel, reason = kernel_of(platform), None
     if platform == "gpu":
-        from pallas_kernels.grouped_matmul import gpu
-
-        reason = gpu.why_not(x, weights)
-        return (xla.grouped_matmul, reason) if reason else (gpu.grouped_matmul, None)
-    return xla.grouped_matmul, None
+        reason = why_not_on(compute_capability) or kernel.why_not(x, weights)
+    if reason:
+        return xla.grouped_matmul, reason
+    return partial(kernel.grouped_matmul, sizes=tuned_sizes(platform, device_kind)), None

@@ -57,7 +57,7 @@ class Lowerings:
             treedef=jax.tree.structure(state),
             spec=step_spec,
             mesh=mesh,
-            gpu_sizes=pool_spec.gpu_sizes,
+            kernel_sizes=pool_spec.kernel_sizes,
         )
         self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
         self._platform = _platform(self._leaves)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
 from jaxpage.kv_groups import KVGroups
-from jaxpage.kv_pool import KVPool
+from jaxpage.kv_pool import KernelSizes, KVPool
 from jaxpage.ops.attention import PagedAttention, heads_of_pool
 from jaxpage.ops.blocks import copy_blocks
 from jaxpage.parallel.sharding import sharding
@@ -29,7 +29,6 @@ from jaxpage.plan import NULL_BLOCK, NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
 from jaxpage.sampling.sampler import Sampled, sample, stops
-from pallas_kernels.paged_attention.gpu_layout import Sizes
 
 # Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
 _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode"))
@@ -126,7 +125,7 @@ class Step:
     treedef: jax.tree_util.PyTreeDef
     spec: StepSpec
     mesh: Mesh | None = None  # of devices that share weights and heads
-    gpu_sizes: Sizes | None = None  # see `KVPoolSpec`
+    kernel_sizes: KernelSizes | None = None  # see `KVPoolSpec`
 
     def forward(
         self,
@@ -230,7 +229,7 @@ class Step:
             places,
             one_query_per_row=bucket.decode,
             mesh=self.mesh,
-            gpu_sizes=self.gpu_sizes,
+            kernel_sizes=self.kernel_sizes,
         )
         model = self._model(leaves)
         hidden = model.hidden_states(batch.token_ids, batch.positions, attention)

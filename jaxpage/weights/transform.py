@@ -41,11 +41,12 @@ def join_projections(model: CausalLM) -> None:
             del module.gate_proj, module.up_proj
 
 
-def quantize(model: CausalLM, *, platform: str, num_devices: int = 1) -> None:
+def quantize(model: CausalLM, device: jax.Device, *, num_devices: int = 1) -> set[str]:
     """Round the weight of every linear layer to int8 in place, one scale per output; embedding and norms stay.
 
-    On `platform`, divided among `num_devices`, somebody has to compute their products: `ops.matmul.choose` says who.
-    A tied head becomes a layer of its own: the embedding must stay exact, and the head is read at every token.
+    Somebody has to compute their products, on `num_devices` devices like `device`: `ops.matmul.choose` says who.
+    Returns the reasons why it is not the platform's kernel, where it is not. A tied head becomes a layer of its own:
+    the embedding must stay exact, and the head is read at every token.
     """
     if model.lm_head is None:
         embedding = model.model.embed_tokens.weight
@@ -59,16 +60,21 @@ def quantize(model: CausalLM, *, platform: str, num_devices: int = 1) -> None:
         )
         head.weight.set_value(embedding.get_value())
         model.lm_head = nnx.data(head)
+    reasons = set()
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
             weight = _quantize(module)
-            module.implementation, _ = choose(
+            module.implementation, reason = choose(
                 weight,
-                platform=platform,
+                platform=device.platform,
                 num_devices=num_devices,
                 dtype=model.config.dtype,
                 round_x=True,
+                device_kind=device.device_kind,
+                compute_capability=getattr(device, "compute_capability", None),  # of GPUs
             )
+            reasons.add(reason)
+    return reasons - {None}
 
 
 def _now(function: Callable[..., Any], *arrays: Any) -> Any:

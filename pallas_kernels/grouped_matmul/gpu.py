@@ -5,7 +5,7 @@ returns x's dtype and imports jax's tests. A loop in XLA copies an expert's weig
 multiplies and waits for the host to count turns; here they are read once for each tile that they touch, by TMA straight
 from where they lie, and the tiles of all experts are worked on at once.
 
-A program has a tile of rows of one group, the rows of wgmma, and COLUMNS outputs. It adds up over the inputs in their
+A program has a tile of rows of one group, the rows of wgmma, and a tile of outputs. It adds up over the inputs in their
 order whatever shares the batch: a row's result depends on nothing but the row and its expert. Rows of a tile that are
 another group's are multiplied too, and not stored. Few rows are bound by the weights' bytes: to keep an H200's memory
 busy 36 KB must be on their way to each SM, and two programs an SM with three stages ahead have 96.
@@ -13,6 +13,7 @@ busy 36 KB must be on their way to each SM, and two programs an SM with three st
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,16 +23,41 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-COLUMNS = 128  # outputs of a program
+from pallas_kernels.paged_attention.gpu_layout import JAX_VERSIONS
+
+COLUMNS = 128  # outputs of a program, or twice as many
 DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
 STORED = 32  # outputs that are stored at once
 ALIGNED = 8  # rows: tiles begin at multiples, as the swizzled tiles in shared memory do
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What may differ from one kind of device to another (`tune.py`); no result depends on it.
+
+    few_rows: up to so many rows for each group, on average, a program has a tile of 64 rows, few_columns outputs (128,
+    or 256 where the outputs are a multiple) and few_stages, with more a tile of 128 rows, 128 outputs and many_stages.
+    By default these are 104 and 112 KB of shared memory: two programs an SM.
+    """
+
+    few_rows: int = 64
+    few_stages: int = 4
+    few_columns: int = 128
+    many_stages: int = 3
+
+    def __post_init__(self):
+        if min(self.few_stages, self.many_stages) < 2:
+            raise ValueError(f"{self}: a stage is filled while another is read, so there are two")
+
+
+DEFAULT = Sizes()
+
+
 def why_not(x: jax.Array, weights: jax.Array) -> str | None:
     """Why the kernel cannot serve such arguments, in one line; None if it can. Shapes and dtypes suffice."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"jax is {jax.__version__}; the kernel is written for Mosaic GPU as of 0.11.2"
+    oldest, newest = JAX_VERSIONS
+    if not oldest <= jax.__version_info__ < newest:
+        return f"jax is {jax.__version__}; the kernel is for Mosaic GPU from {oldest} to before {newest}"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
         return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16 or float16, and the same"
     _, num_outputs, num_inputs = weights.shape
@@ -48,6 +74,7 @@ def grouped_matmul(
     weights: Float[Array, "G F E"],
     group_sizes: Int[Array, " G"],
     *,
+    sizes: Sizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
     """`reference.grouped_matmul`; sums in float32. Raises NotImplementedError with `why_not`'s reason.
@@ -56,12 +83,15 @@ def grouped_matmul(
     """
     if reason := why_not(x, weights):
         raise NotImplementedError(reason)
-    num_rows, num_groups = x.shape[0], weights.shape[0]
-    few = num_rows <= 64 * num_groups
-    tile, num_stages = (64, 4) if few else (128, 3)  # 104 and 112 KB: two programs an SM
+    num_rows, (num_groups, num_outputs, _) = x.shape[0], weights.shape
+    tile, num_columns, num_stages = 128, COLUMNS, sizes.many_stages
+    if num_rows <= sizes.few_rows * num_groups:
+        num_columns = COLUMNS if num_outputs % sizes.few_columns else sizes.few_columns
+        tile, num_stages = 64, sizes.few_stages
     padding = max(tile - num_rows, -num_rows % ALIGNED)
     x = jnp.pad(x, ((0, padding), (0, 0)))
-    out = _call(x, weights, _tiles(group_sizes, num_rows, tile), tile, num_stages, interpret)
+    tiles = _tiles(group_sizes, num_rows, tile)
+    out = _call(x, weights, tiles, (tile, num_columns), num_stages, interpret)
     is_row = jnp.arange(num_rows, dtype=jnp.int32) < group_sizes.sum(dtype=jnp.int32)
     return jnp.where(is_row[:, None], out[:num_rows], 0.0)  # rows of no group are not written
 
@@ -84,20 +114,20 @@ def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> tuple[jax.Array,
     return group, begin, first, end
 
 
-def _call(x, weights, tiles, tile: int, num_stages: int, interpret: Any) -> jax.Array:
-    """float32[T, F]; rows of no tile as they were in memory."""
-    num_rows, num_inputs = x.shape
+def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret: Any) -> jax.Array:
+    """float32[T, F]; rows of no tile as they were in memory. shape: rows and outputs of a program."""
+    (num_rows, num_inputs), (tile, num_columns) = x.shape, shape
     num_outputs, num_turns = weights.shape[1], num_inputs // DEPTH
     num_stages = min(num_stages, num_turns)
 
     def body(*refs):
         x_ref, weights_ref, group_ref, begin_ref, first_ref, end_ref, out_ref, *memory = refs
         x_smem, weights_smem, out_smem, ready = memory
-        index, column = lax.axis_index("tile"), lax.axis_index("column") * COLUMNS
+        index, column = lax.axis_index("tile"), lax.axis_index("column") * num_columns
         group, first, end = group_ref[index], first_ref[index], end_ref[index]
         # A tile that would end beyond the last row begins earlier, with rows that are not its own.
         row = pl.multiple_of(jnp.minimum(begin_ref[index], num_rows - tile), ALIGNED)
-        columns = pl.ds(pl.multiple_of(column, COLUMNS), COLUMNS)
+        columns = pl.ds(pl.multiple_of(column, num_columns), num_columns)
 
         def fetch(turn, stage):
             inputs = pl.ds(pl.multiple_of(turn * DEPTH, DEPTH), DEPTH)
@@ -125,8 +155,8 @@ def _call(x, weights, tiles, tile: int, num_stages: int, interpret: Any) -> jax.
         def _():
             for stage in range(num_stages):
                 fetch(jnp.int32(stage), stage)
-            acc = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile, COLUMNS), jnp.float32))
-            for part in range(0, COLUMNS, STORED):
+            acc = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+            for part in range(0, num_columns, STORED):
                 out_smem[...] = acc[:, part : part + STORED]
                 plgpu.commit_smem()
                 at = pl.ds(pl.multiple_of(column + part, STORED), STORED)
@@ -140,11 +170,11 @@ def _call(x, weights, tiles, tile: int, num_stages: int, interpret: Any) -> jax.
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
         # Programs that share weights are neighbours in time: the second reads them from L2.
-        grid=(num_outputs // COLUMNS, tiles[0].shape[0]),
+        grid=(num_outputs // num_columns, tiles[0].shape[0]),
         grid_names=("column", "tile"),
         scratch_types=(
             stages(tile),
-            stages(COLUMNS),
+            stages(num_columns),
             plgpu.SMEM((tile, STORED), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         ),

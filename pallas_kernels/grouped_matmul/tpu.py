@@ -7,12 +7,30 @@ larger tiles read them less often.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 LANES = 128
-WIDEST = 1024  # inputs and outputs of a tile of weights: 2 MB, of which two are there at once
-FEW_ROWS, MANY_ROWS = 128, 512  # of a tile
+WIDEST = 2048  # bytes of inputs in a tile. Sums are cut there, so it is never tuned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What may differ from one kind of device to another (`tune.py`); no result depends on it.
+
+    few_rows: up to so many rows in all, tiles have few_tile of them, beyond many_tile, both a multiple of 16.
+    outputs: of a tile of weights at most, which by default has 2 MB and is there twice; for float32 half as many.
+    """
+
+    few_rows: int = 2048
+    few_tile: int = 128
+    many_tile: int = 512
+    outputs: int = 1024
+
+
+DEFAULT = Sizes()
 
 
 def grouped_matmul(
@@ -20,19 +38,24 @@ def grouped_matmul(
     weights: Float[Array, "G F E"],
     group_sizes: Int[Array, " G"],
     *,
+    sizes: Sizes = DEFAULT,
     interpret: bool = False,
 ) -> Float[Array, "T F"]:
-    """`reference.grouped_matmul`; products and sums in float32."""
+    """`reference.grouped_matmul`; sums in float32. Products of float32 are as exact as `jax.default_matmul_precision`
+    asks for.
+    """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    num_rows, num_outputs = x.shape[0], weights.shape[1]
-    tile = FEW_ROWS if num_rows <= 16 * FEW_ROWS else MANY_ROWS
+    num_rows, (_, num_outputs, num_inputs) = x.shape[0], weights.shape
+    tile = sizes.few_tile if num_rows <= sizes.few_rows else sizes.many_tile
+    inputs = _width(num_inputs, WIDEST // x.dtype.itemsize)
+    outputs = _width(num_outputs, sizes.outputs * 2 // x.dtype.itemsize)
     out = gmm(
         jnp.pad(x, ((0, -num_rows % tile), (0, 0))),
         weights,
         group_sizes,
         preferred_element_type=jnp.float32,
-        tiling=(tile, _width(x.shape[1]), _width(num_outputs)),
+        tiling=(tile, inputs, outputs),
         transpose_rhs=True,
         interpret=interpret,
     )[:num_rows]
@@ -40,7 +63,7 @@ def grouped_matmul(
     return jnp.where(is_row[:, None], out, 0.0)  # tiles of no group are not written
 
 
-def _width(size: int) -> int:
+def _width(size: int, most: int) -> int:
     """The widest tile, in whole registers, of which there are no more than there must be."""
-    num_tiles = -(-size // WIDEST)
+    num_tiles = -(-size // most)
     return -(-size // (num_tiles * LANES)) * LANES

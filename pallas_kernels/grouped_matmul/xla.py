@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-TILE_ROWS = (
-    32  # a few rows each have an expert where a step decodes; more rows pay only for long prompts
-)
+# A few rows each have an expert where a step decodes; more rows in a tile pay only for long prompts.
+TILE_ROWS = 32
 
 
 def grouped_matmul(

@@ -12,11 +12,10 @@ from typing import overload
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.quantized import QuantizedPool, dequantize, quantize
-
-Pool = Shaped[Array, "N S 2*K D"] | QuantizedPool
+from pallas_kernels.kv_write.reference import Pool
 
 
 def write_kv(
@@ -25,13 +24,15 @@ def write_kv(
     v: Float[Array, "T K D"],
     slot_mapping: Int[Array, " T"],
 ) -> Pool:
-    """The pool with token t's K and V in slot `slot_mapping[t]` (`block_id * S + offset`); K and V interleaved."""
+    """`reference.write_kv`."""
     num_tokens, num_kv_heads, head_dim = k.shape
     kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
 
     def write(array, new):
         slots = array.reshape(-1, *array.shape[2:])
-        return slots.at[slot_mapping].set(new, mode="drop").reshape(array.shape)
+        # A slot of -1 is none, not the pool's last one.
+        written = slots.at[slot_mapping].set(new, mode="drop", wrap_negative_indices=False)
+        return written.reshape(array.shape)
 
     return jax.tree.map(write, pool, to_storage(kv, pool))
 

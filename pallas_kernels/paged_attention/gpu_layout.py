@@ -21,7 +21,6 @@ PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
 NUM_SMS = 132  # of H100 and H200. More programs than fit wait for their turn, fewer leave SMs idle.
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
-ROWS = 128  # of a query tile: two warpgroups of 64
 HEAD_DIMS = (64, 96, 128, 192, 256)
 CAPABILITY = "9.0"  # of Hopper
 # From the first jax that has all of what the kernels use, to the first with which they were not seen to compile.
@@ -108,23 +107,35 @@ def splits(
 
 
 def query_tiles(
-    query_starts: Int[Array, " R+1"], kv_lens: Int[Array, " R"], num_tokens: int, tile_q: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """What each query tile is, int32 each: its row, first token, number of queries (0: nothing), first position.
+    query_starts: Int[Array, " R+1"],
+    kv_lens: Int[Array, " R"],
+    num_tokens: int,
+    tile_q: int,
+    window: int | None,
+) -> tuple[jax.Array, ...]:
+    """How many query tiles there are, int32[1]; and what each is, int32 each, those with most keys first:
 
-    Rows with one query have none. The tokens of padding are a row without keys. Prompts' last tiles, which have most
-    to read, come first.
+    its row, first token, number of queries, first position, and from where to where its row has positions that one of
+    the row's queries sees. Rows with one query have none. The tokens of padding are a row without keys.
     """
     num_rows = kv_lens.shape[0]
     lens = query_starts[1:] - query_starts[:-1]
     padding = jnp.maximum(num_tokens - query_starts[-1:], 0)
     lens = jnp.append(jnp.where(lens == 1, 0, lens), padding).astype(jnp.int32)
     ends = jnp.cumsum(-(-lens // tile_q), dtype=jnp.int32)
-    item = ends[-1] - 1 - jnp.arange(num_tokens // tile_q + num_rows + 1, dtype=jnp.int32)
+    item = jnp.arange(num_tokens // tile_q + num_rows + 1, dtype=jnp.int32)
     row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, num_rows)
     first = (item - ends[row] + -(-lens[row] // tile_q)) * tile_q
-    count = jnp.where(item >= 0, jnp.minimum(lens[row] - first, tile_q), 0)
-    position = jnp.where(
-        row < num_rows, jnp.append(kv_lens, 0)[row] - lens[row] + first, -num_tokens
-    )
-    return row, query_starts[row].astype(jnp.int32) + first, count, position.astype(jnp.int32)
+    count = jnp.minimum(lens[row] - first, tile_q)
+    ends_at = jnp.append(kv_lens, 0)[row]
+    oldest = ends_at - lens[row]
+    position = jnp.where(row < num_rows, oldest + first, -num_tokens)
+    begin, num_keys = jnp.zeros_like(row), jnp.maximum(position + count, 0)
+    if window is not None:
+        begin = jnp.maximum(oldest - (window - 1), 0)
+        num_keys = jnp.minimum(num_keys, window + count)
+    order = jnp.argsort(jnp.where(item < ends[-1], -num_keys, 1), stable=True)
+    token = query_starts[row].astype(jnp.int32) + first
+    lists = (row, token, count, position, begin, ends_at)
+    return ends[-1:], *(x[order].astype(jnp.int32) for x in lists)

@@ -1,13 +1,14 @@
 """How a TPU keeps the pool, and how the packed tokens of a step are brought to the paged attention kernel.
 
-Plain jnp around the kernel of `tpu.py`, whose letters it shares: layouts, tile sizes, lists of what there is to do, and
-what the kernel cannot do. Knows nothing of copies and of what is computed.
+Plain jnp around the kernel of `tpu.py`, whose letters it shares: layouts, tile sizes, lists of what there is to do and
+how the kernel reads them, and what it cannot do. Knows nothing of copies and of what is computed.
 
 A slot of the pool is one row of lanes, head after head, K before V. With K and V on an axis of their own, as elsewhere,
 XLA turns the layout of any head_dim but 128 and 256 around, so that nothing is padded, and copies the whole pool to
 turn it back for a kernel. As lanes nothing is padded either, and a head is a slice of lanes, not every (2K)-th row.
 A head whose lanes begin or end within a register is read with its neighbours': queries are 0 there, and of the result
-only the head's own lanes are taken. `scale_zero` has the slots as lanes, because scores have their keys there.
+only the head's own lanes are taken. `scale_zero` has the slots as lanes, because scores have their keys there; of each
+head a scale and a zero for K, then for V.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool, quantize
@@ -25,43 +25,77 @@ from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool, quantize
 Pool = Shaped[Array, "N S 2*K*D"] | QuantizedPool  # see `to_tpu`
 
 LANES = 128
-# A: flops that pay for reading a byte of KV. By their data sheets v5e does 240 meanwhile, TPU7x 310, v6e 560.
-TILE_ROWS = 256
-HEAD_ROWS = 4096  # K * A at most, for VMEM's sake
-TILE_KV = 512
-TILE_BYTES = 2 << 20
 MOST_BLOCKS = 1 << 16  # whose ids have 2 bytes
 SMEM_BYTES = 3 << 18  # of a block table; a core has 1 MB
+VMEM_BYTES = 32 << 20  # of 64 MB and more
+BLOCK_BYTES = 4 << 20  # two are in VMEM at once
+KV_BUFFERS = 2
+CHUNK_BUFFERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What may differ from one kind of device to another (`tune.py`), but not within an engine: `tile_kv` and
+    `tile_bytes` say where the sums of a row are cut. Fewer are taken where VMEM would not hold so many.
+
+    tile_rows: A at most, flops that pay for reading a byte of KV. By their data sheets v5e does 240 meanwhile, TPU7x
+    310, v6e 560. head_rows: K * A at most. tile_kv: B at most; tile_bytes: what such a tile has at most.
+    """
+
+    tile_rows: int = 256
+    head_rows: int = 4096
+    tile_kv: int = 512
+    tile_bytes: int = 2 << 20
 
 
 def to_tpu(pool: Array | QuantizedPool) -> Pool:
     """A pool as other platforms have it, `[N, S, 2*K, D]`, as this kernel wants it: `[N, S, 2*K*D]`.
 
-    Beside it, for int8 and int4, `scale_zero` [N, S, 2*K, 2] as `[N, 2*K*2, S]`. For tests; an engine allocates it so.
+    Beside it, for int8 and int4, `scale_zero` [N, S, 2*K, 2] as `[N, scale_rows(K) * K, S]`. For tests; an engine
+    allocates it so.
     """
     if isinstance(pool, QuantizedPool):
         scale_zero = pool.scale_zero
         if scale_zero is not None:
-            flat = scale_zero.reshape(*scale_zero.shape[:2], -1)
+            flat = _scales_of_slots(scale_zero, scale_rows(pool.shape[2] // 2))
             scale_zero = jnp.swapaxes(flat, 1, 2)
         return replace(pool, data=to_tpu(pool.data), scale_zero=scale_zero)
     return pool.reshape(*pool.shape[:2], -1)
 
 
+def scale_rows(num_kv_heads: int) -> int:
+    """Rows of `scale_zero` for each of the KV heads of a device: 4, or twice as many to fill registers of 8 rows.
+
+    Of 12 rows, say, XLA would lay out an array in another order, so that nothing is padded, and turn it for each layer.
+    """
+    return 8 if num_kv_heads > 1 and num_kv_heads % 2 else 4
+
+
+def _scales_of_slots(scale_zero: jax.Array, rows: int) -> jax.Array:
+    """[..., 2*K, 2] → [..., rows * K]."""
+    of_heads = scale_zero.reshape(*scale_zero.shape[:-2], -1, 4)
+    widths = [(0, 0)] * (of_heads.ndim - 1) + [(0, rows - 4)]
+    return jnp.pad(of_heads, widths).reshape(*scale_zero.shape[:-2], -1)
+
+
 def why_not(
-    dtype: DTypeLike, pool: Pool, num_kv_heads: int, head_dim: int, table: tuple[int, ...]
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pool: Pool,
+    num_kv_heads: int,
+    table: tuple[int, ...],
+    sizes: Sizes | None = None,
 ) -> str | None:
     """The reason why the kernel cannot serve, None if it can.
 
-    dtype: of queries and keys; pool: arrays or `jax.ShapeDtypeStruct`s; table: the shape of the block table. All of one
+    q: [T, H, D], of the dtype of keys too; table: the shape of the block table. Shapes and dtypes suffice. All of one
     device's share, if several share the heads.
     """
-    dtype, stored = jnp.dtype(dtype), data(pool).dtype
+    stored, head_dim = data(pool).dtype, q.shape[2]
     format = pool.format if isinstance(pool, QuantizedPool) else None
-    if dtype not in (jnp.bfloat16, jnp.float32) or (format is None and stored != dtype):
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or (format is None and stored != q.dtype):
         return (
             f"the TPU kernel computes in bfloat16 or float32 and reads a pool of the same dtype or a quantised one; "
-            f"queries are {dtype}, the pool is {stored}"
+            f"queries are {q.dtype}, the pool is {stored}"
         )
     width = 2 * num_kv_heads * head_dim // (2 if format == "int4" else 1)
     if len(pool.shape) != 3 or pool.shape[2] != width or width % LANES:
@@ -75,21 +109,34 @@ def why_not(
             f"the TPU kernel needs a block_size that is a power of two and at least {least} for this pool, "
             f"not {block_size}"
         )
-    if (num_bytes := block_size * width * stored.itemsize) > 2 * TILE_BYTES:
+    if (num_bytes := block_size * width * stored.itemsize) > BLOCK_BYTES:
         return (
-            f"the TPU kernel takes two blocks of at most {2 * TILE_BYTES} bytes at once, and one has {num_bytes}; "
+            f"the TPU kernel takes two blocks of at most {BLOCK_BYTES} bytes at once, and one has {num_bytes}; "
             f"lower block_size (it is {block_size})"
         )
+    return _why_no_memory(q, pool, num_kv_heads, table, sizes or Sizes())
+
+
+def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: Sizes) -> str | None:
+    """The same, of what has to fit into the scalar memory and into VMEM."""
+    block_size = pool.shape[1]
     if pool.shape[0] > MOST_BLOCKS:
         return (
             f"the TPU kernel keeps ids of blocks in 2 bytes, and there are {pool.shape[0]} blocks; raise block_size "
             f"(it is {block_size})"
         )
-    if (num_bytes := 2 * math.prod(table)) > SMEM_BYTES:
+    if (num_bytes := 4 * table[0] * -(-table[1] // 2)) > SMEM_BYTES:
         return (
             f"a block table of {table[0]} rows and {table[1]} blocks takes {num_bytes} bytes of the scalar memory, of "
             f"which the TPU kernel gives it {SMEM_BYTES}; raise block_size (it is {block_size}), or lower max_num_seqs "
             f"or max_model_len"
+        )
+    least = shape_of(q, pool, num_kv_heads, table[1], sizes=sizes, one_query_per_row=True)
+    if least.vmem_bytes > VMEM_BYTES:
+        return (
+            f"with {num_kv_heads} KV heads of {q.shape[2]} and blocks of {block_size} the TPU kernel needs "
+            f"{least.vmem_bytes} bytes of VMEM, of which it may have {VMEM_BYTES}; lower block_size, or raise "
+            f"tensor_parallel_size"
         )
     return None
 
@@ -107,7 +154,9 @@ class Shape:
     dtype: jnp.dtype  # of q and of the result
     pool_dtype: jnp.dtype
     format: str | None
+    scale_rows: int  # of a KV head in scale_zero; 0 if there is none
     mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
+    sizes: Sizes
 
     @property
     def num_planes(self) -> int:
@@ -149,9 +198,27 @@ class Shape:
 
     @property
     def tile_kv(self) -> int:
-        """Whole blocks, 2 MB at most; the same for all programs of an engine."""
-        fitting = max(LANES, min(TILE_KV, TILE_BYTES // (self.width * self.pool_dtype.itemsize)))
+        """B: whole blocks; the same for all programs of an engine."""
+        most = self.sizes.tile_bytes // (self.width * self.pool_dtype.itemsize)
+        fitting = max(LANES, min(self.sizes.tile_kv, most))
         return max(self.block_size, 1 << (fitting.bit_length() - 1))
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What the buffers take, and the compiler's room for scores, weights and widened keys of one head."""
+        heads, wide, item = (
+            self.num_kv_heads,
+            self.num_planes * self.read_lanes,
+            self.dtype.itemsize,
+        )
+        # Queries and results; float32 sums; greatest score, sum of weights and sinks in registers of their own.
+        of_row = wide * ((KV_BUFFERS + 2) * item + 4) + 3 * LANES * 4
+        slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * _chunk(self.pool_dtype)
+        total = heads * self.rows * of_row + slots * self.width * self.pool_dtype.itemsize
+        if self.scale_rows:
+            slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * self.block_size
+            total += 4 * (slots * max(16, self.scale_rows * heads) + 8 * self.tile_kv * heads)
+        return total + 4 * self.tile_kv * (3 * self.rows + 2 * wide)
 
 
 def data(pool: Pool) -> jax.Array:
@@ -164,16 +231,65 @@ def _chunk(dtype: jnp.dtype) -> int:
     return 32 // jnp.dtype(dtype).itemsize
 
 
-def tile_q(group: int, num_kv_heads: int) -> int:
-    """A power of two from 16 to 128. The same for all programs with prompts."""
-    rows = min(TILE_ROWS, HEAD_ROWS // num_kv_heads)
-    return 1 << (min(128, max(16, rows // group)).bit_length() - 1)
+def shape_of(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pool: Pool,
+    num_kv_heads: int,
+    blocks_per_row: int,
+    *,
+    sizes: Sizes,
+    mask: tuple[float, int | None, float | None] = (1.0, None, None),
+    one_query_per_row: bool = False,
+) -> Shape:
+    """Of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with prompts."""
+    group = q.shape[1] // num_kv_heads
+    rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
+    tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
+    has_scales = isinstance(pool, QuantizedPool) and pool.scale_zero is not None
+    shape = Shape(
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=q.shape[2],
+        block_size=pool.shape[1],
+        blocks_per_row=blocks_per_row,
+        tile_q=1 if one_query_per_row else tile_q,
+        dtype=jnp.dtype(q.dtype),
+        pool_dtype=data(pool).dtype,
+        format=pool.format if isinstance(pool, QuantizedPool) else None,
+        scale_rows=scale_rows(num_kv_heads) if has_scales else 0,
+        mask=mask,
+        sizes=sizes,
+    )
+    while shape.tile_q > 1 and shape.vmem_bytes > VMEM_BYTES:
+        shape = replace(shape, tile_q=shape.tile_q // 2)
+    return shape
 
 
 def pack_table(table: jax.Array) -> jax.Array:
     """[R, M] → int32[R * ceil(M / 2)] of two ids each, the first in the low half: scalar memory is small."""
     table = jnp.pad(table, ((0, 0), (0, table.shape[1] % 2)))
     return (table[:, ::2] | (table[:, 1::2] << 16)).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the scalar memory holds of the rows."""
+
+    shape: Shape
+    table: jax.Array  # int32[R * ceil(M / 2)], see `pack_table`
+    kv_lens: jax.Array  # int32[R]
+    query_starts: jax.Array  # int32[R+1]
+
+    def block(self, row, number):
+        """The row's block of that number."""
+        words_per_row = (self.shape.blocks_per_row + 1) // 2
+        word = self.table[row * words_per_row + number // 2]
+        return (word >> (number % 2 * 16)) & 0xFFFF
+
+    def queries(self, row):
+        """The row's packed tokens [first, end), and what a token's position is greater than its index by."""
+        first, end = self.query_starts[row], self.query_starts[row + 1]
+        return first, end, self.kv_lens[row] - end
 
 
 def _expand(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -215,18 +331,19 @@ def work(
 def write_sizes(shape: Shape) -> list[int]:
     """Slots that are fetched, merged and put back at once: of the data, and of scales and zeros."""
     sizes = [_chunk(shape.pool_dtype)]
-    return [*sizes, shape.block_size] if shape.format in LEVELS else sizes
+    return [*sizes, shape.block_size] if shape.scale_rows else sizes
 
 
 def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.Array]:
-    """The new tokens as they stand in the pool, with room before and after them: [.., 2*K*D], and [4*K, ..]."""
-    kv = jnp.stack([k, v], axis=2)  # [T, K, 2, D]
+    """The new tokens as they stand in the pool, with room before and after: [.., 2*K*D], and [scale_rows*K, ..]."""
+    kv = jnp.stack([k, v], axis=2)  # [T, K, 2, D]; of [T, 2*K, D] XLA would keep float32 copies
     if isinstance(pool, QuantizedPool):
         stored = None if pool.scale_zero is None else pool.scale_zero.dtype
         data, scale_zero = quantize(kv, pool.format, stored)
         new = [data.reshape(k.shape[0], -1)]
         if scale_zero is not None:
-            new.append(scale_zero.reshape(k.shape[0], -1).T)
+            of_heads = scale_zero.reshape(k.shape[0], -1, 2)
+            new.append(_scales_of_slots(of_heads, shape.scale_rows).T)
     else:
         new = [kv.reshape(k.shape[0], -1)]
 

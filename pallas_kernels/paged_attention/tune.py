@@ -1,139 +1,125 @@
-"""Sizes of the paged attention kernel for one kind of device: found by measuring there, kept in `tuned/`, looked up.
+"""Sizes of the paged attention kernels for one kind of device: found by measuring there, kept in `tuned/`, looked up.
 
-`python -m pallas_kernels.paged_attention.tune` measures each candidate on the GPU that is there and writes
-`tuned/<device kind>.json`, which `tuned_sizes` reads; a kind without a file has the defaults of `Sizes`. The folder is
-empty as long as nobody has measured anything.
+`python -m pallas_kernels.paged_attention.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
+what was measured. The folder is empty as long as nobody has.
 
 Tuned is what changes the speed and, from one kind of device to another, the order of sums. Never tuned is what would
-make a result depend on its batch: `gpu_layout.SPLIT`, where the sums of a row are cut, is one number for all. The TPU
-kernel has no entry: its tiles follow from the shapes (`tpu_layout.Shape`).
+make a result depend on its batch: `gpu_layout.SPLIT`, where the sums of a row are cut, is one number for all; a TPU's
+`tile_kv`, which cuts them too, is one number for an engine, whatever it computes. No size lets a TPU's kernel take more
+VMEM than it may have (`tpu_layout.shape_of`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
-import statistics
-import sys
-import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.gpu_layout import Sizes, why_not, why_not_on
+from pallas_kernels import tuning
+from pallas_kernels.paged_attention import gpu_layout, tpu_layout
 
 FOLDER = Path(__file__).parent / "tuned"
-RUNS = 15
-# heads, KV heads, rows, queries per row, keys per row; head dim 128. Pools of 0.27 GB and more: five times the L2.
-DECODE = ((16, 2, 64, 1, 8192), (32, 8, 64, 1, 4096))
-PREFILL = ((16, 2, 16, 2048, 16384), (32, 8, 4, 2048, 32768))
-# Of each kind of work the sizes that matter to it, so that candidates add up instead of multiplying.
-CANDIDATES: tuple[tuple[tuple, dict[str, tuple[int, ...]]], ...] = (
-    (DECODE, {"programs_per_sm": (1, 2, 3, 4)}),
-    (PREFILL, {"tile_kv": (64, 128), "stages": (2, 3, 4)}),
+BLOCK_SIZE = {"gpu": 64, "tpu": 128}  # as an engine's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Rows that are all alike, in bfloat16 and with a head dim of 128."""
+
+    num_heads: int
+    num_kv_heads: int
+    num_rows: int
+    query_len: int  # of each row, at the end of
+    kv_len: int
+
+
+# Pools of 0.27 GB and more: five times an H200's L2.
+DECODE = (
+    Work(num_heads=16, num_kv_heads=2, num_rows=64, query_len=1, kv_len=8192),
+    Work(num_heads=32, num_kv_heads=8, num_rows=64, query_len=1, kv_len=4096),
 )
+PREFILL = (
+    Work(num_heads=16, num_kv_heads=2, num_rows=16, query_len=2048, kv_len=16384),
+    Work(num_heads=32, num_kv_heads=8, num_rows=4, query_len=2048, kv_len=32768),
+)
+# Of each kind of work the sizes that matter to it, so that candidates add up instead of multiplying.
+CANDIDATES = {
+    "gpu": (
+        (DECODE, {"programs_per_sm": (1, 2, 3, 4)}),
+        (PREFILL, {"tile_kv": (64, 128), "stages": (2, 3, 4)}),
+    ),
+    "tpu": (
+        (PREFILL, {"tile_rows": (128, 256, 512), "head_rows": (2048, 4096)}),
+        (DECODE + PREFILL, {"tile_kv": (256, 512, 1024, 2048), "tile_bytes": (2 << 20, 4 << 20)}),
+    ),
+}
 
 
-def tuned_sizes(device_kind: str, folder: Path = FOLDER) -> Sizes:
-    """What was measured for a kind of device, "NVIDIA H200"; without a measurement the defaults.
+def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
+    """`Sizes` of the platform's kernel, "gpu" or "tpu": what was measured, or the defaults.
 
-    Raises ValueError for a file that says something else than the fields of `Sizes`.
+    device_kind as jax tells it: "NVIDIA H200", "TPU v6 lite". Raises ValueError for a file that says something else.
     """
-    path = path_of(device_kind, folder)
-    if not path.exists():
-        return Sizes()
-    sizes = json.loads(path.read_text(encoding="utf-8"))["sizes"]
-    names = {field.name for field in dataclasses.fields(Sizes)}
-    if set(sizes) != names or not all(type(x) is int and x > 0 for x in sizes.values()):
-        raise ValueError(f"{path}: sizes are {sizes}; wanted are positive numbers for {names}")
-    return Sizes(**sizes)
+    return tuning.read(_layout(platform).Sizes, device_kind, folder)
 
 
-def write(device_kind: str, sizes: Sizes, seconds: dict[str, float], folder: Path = FOLDER) -> Path:
-    """Write what `tuned_sizes` reads. seconds: of each candidate, the median of a call."""
-    path = path_of(device_kind, folder)
-    path.parent.mkdir(exist_ok=True)
-    content = {
-        "device_kind": device_kind,
-        "jax": jax.__version__,
-        "sizes": dataclasses.asdict(sizes),
-        "seconds": seconds,
+def tune(platform: str) -> tuple[Any, dict[str, float]]:
+    """The fastest sizes on the device that is there, and the seconds of all."""
+    return tuning.fastest(
+        _layout(platform).Sizes(), CANDIDATES[platform], partial(_seconds, platform)
+    )
+
+
+def _layout(platform: str) -> ModuleType:
+    return tpu_layout if platform == "tpu" else gpu_layout
+
+
+def _seconds(platform: str, sizes: Any, work: Work) -> float:
+    """Of a call. What comes back is a result, and on a TPU the pool, which the next call is given."""
+    arrays = arguments(work, BLOCK_SIZE[platform])
+    options: dict[str, Any] = dict(
+        scale=128**-0.5, one_query_per_row=work.query_len == 1, sizes=sizes
+    )
+    if platform == "gpu":
+        from pallas_kernels.paged_attention import gpu
+
+        attend = jax.jit(partial(gpu.paged_attention, **options))
+        return tuning.seconds_of(lambda: attend(**arrays))
+    from pallas_kernels.paged_attention import tpu
+
+    step = jax.jit(partial(tpu.paged_attention, **options), donate_argnames="pool")
+    pool = jax.jit(tpu_layout.to_tpu)(arrays.pop("pool"))
+    new = arrays["q"][:, : work.num_kv_heads]
+
+    def launch() -> jax.Array:
+        nonlocal pool
+        out, pool = step(**arrays, k=new, v=new, pool=pool)
+        return out
+
+    return tuning.seconds_of(launch)
+
+
+def arguments(work: Work, block_size: int) -> dict[str, Any]:
+    """Random arrays of a call but for new keys and values, blocks in any order."""
+    width = work.kv_len // block_size
+    of_table, of_q, of_pool = jax.random.split(jax.random.key(0), 3)
+    table = 1 + jax.random.permutation(of_table, work.num_rows * width)
+    shape = (work.num_rows * width + 1, block_size, 2 * work.num_kv_heads, 128)
+    num_tokens = work.num_rows * work.query_len
+    starts = jnp.arange(work.num_rows + 1, dtype=jnp.int32) * work.query_len
+    return {
+        "q": jax.random.normal(of_q, (num_tokens, work.num_heads, 128), jnp.bfloat16),
+        "pool": jax.random.normal(of_pool, shape, jnp.bfloat16),
+        "block_table": table.reshape(work.num_rows, width).astype(jnp.int32),
+        "kv_lens": jnp.full(work.num_rows, work.kv_len, jnp.int32),
+        "query_starts": starts,
     }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return path
-
-
-def tune() -> tuple[Sizes, dict[str, float]]:
-    """The fastest sizes on the device that is there, and the seconds of all. One that does not compile is left out."""
-    best, seconds = Sizes(), {}
-    for works, values in CANDIDATES:
-        arguments = [_arguments(*work) for work in works]
-        times: dict[Sizes, float] = {}
-        for chosen in itertools.product(*values.values()):
-            sizes = dataclasses.replace(best, **dict(zip(values, chosen, strict=True)))
-            name = " ".join(f"{key}={x}" for key, x in zip(values, chosen, strict=True))
-            try:
-                times[sizes] = sum(_seconds(sizes, *each) for each in arguments)
-            except (jax.errors.JaxRuntimeError, ValueError) as error:  # too much shared memory
-                print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr)
-                continue
-            seconds[name] = times[sizes]
-            print(f"{name}: {1e3 * times[sizes]:.3f} ms", file=sys.stderr)
-        if not times:
-            raise RuntimeError("no candidate of these sizes could be run; the reasons stand above")
-        best = min(times, key=times.__getitem__)
-    return best, seconds
-
-
-def _arguments(heads: int, kv_heads: int, rows: int, query_len: int, kv_len: int) -> tuple:
-    """Arrays of a call, and its options."""
-    block_size, head_dim = 64, 128
-    width = kv_len // block_size
-    keys = iter(jax.random.split(jax.random.key(0), 3))
-    shape = (rows * width + 1, block_size, 2 * kv_heads, head_dim)
-    table = 1 + jax.random.permutation(next(keys), rows * width).reshape(rows, width)
-    arrays = {
-        "q": jax.random.normal(next(keys), (rows * query_len, heads, head_dim), jnp.bfloat16),
-        "pool": jax.random.normal(next(keys), shape, jnp.bfloat16),
-        "block_table": table.astype(jnp.int32),
-        "kv_lens": jnp.full(rows, kv_len, jnp.int32),
-        "query_starts": jnp.arange(rows + 1, dtype=jnp.int32) * query_len,
-    }
-    if reason := why_not(arrays["q"], arrays["pool"]):
-        raise SystemExit(reason)
-    return arrays, {"scale": head_dim**-0.5, "one_query_per_row": query_len == 1}
-
-
-def _seconds(sizes: Sizes, arrays: dict[str, Any], options: dict[str, Any]) -> float:
-    """Median of a call after one that compiles."""
-    from pallas_kernels.paged_attention import gpu
-
-    attend = jax.jit(partial(gpu.paged_attention, sizes=sizes, **options))
-    attend(**arrays).block_until_ready()
-    times = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        attend(**arrays).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def path_of(device_kind: str, folder: Path = FOLDER) -> Path:
-    return folder / f"{'_'.join(device_kind.lower().split())}.json"
-
-
-def main() -> None:
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if reason := why_not_on(capability):
-        raise SystemExit(f"nothing to tune on {device.device_kind} ({device.platform}): {reason}")
-    sizes, seconds = tune()
-    print(f"{write(device.device_kind, sizes, seconds)}: {sizes}")
 
 
 if __name__ == "__main__":
-    main()
+    tuning.tune_here(tune, FOLDER)

@@ -18,6 +18,7 @@ Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,22 +29,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.paged_attention.gpu_layout import JAX_VERSIONS
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
 
 ROWS = 128  # outputs of a program
 CHUNK = 128  # bytes of an output that come at once
-NUM_SMS = 132  # of H100 and H200; results depend on it, so it is one number
-MOST_SPLITS = 8
-ENOUGH_PROGRAMS = 100  # from so many on, each takes all splits of its outputs, in turn
-SMEM_BYTES = 100 * 1024  # of a program, so that two share an SM: one widens, the other multiplies
-MOST_STAGES = 6
+NUM_SMS = 132  # of H100 and H200. It and MOST_SPLITS say where sums are cut,
+MOST_SPLITS = 8  # so they are never tuned
 GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What may differ from one kind of device to another (`tune.py`); no result depends on it.
+
+    smem_kib: KiB of shared memory for a program's stages. Of 100, two programs share an SM: one widens, the other
+    multiplies. most_stages: chunks under way at once. enough_programs: from so many on, each takes all splits of its
+    outputs, in turn.
+    """
+
+    smem_kib: int = 100
+    most_stages: int = 6
+    enough_programs: int = 100
+
+
+DEFAULT = Sizes()
 
 
 def why_not(dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False) -> str | None:
     """Why the kernel cannot serve x of such a dtype, in one line; None if it can. Shapes and dtypes suffice."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"jax is {jax.__version__}; the kernel is written for Mosaic GPU as of 0.11.2"
+    oldest, newest = JAX_VERSIONS
+    if not oldest <= jax.__version_info__ < newest:
+        return f"jax is {jax.__version__}; the kernel is for Mosaic GPU from {oldest} to before {newest}"
     if dtype != jnp.bfloat16:
         return f"x is {dtype}; the kernel reads bfloat16"
     if round_x and weight.format != "int8":
@@ -63,6 +80,7 @@ def quant_matmul(
     weight: QuantizedWeight,
     *,
     round_x: bool = False,
+    sizes: Sizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
     """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with `why_not`'s reason.
@@ -78,7 +96,7 @@ def quant_matmul(
     most = 64 if weight.format == "int4" else 128  # columns of float32 sums that registers hold
     tile = next(n for n in (8, 16, 32, 64, 128) if n >= min(num_tokens, most))
     x = jnp.pad(x, ((0, -num_tokens % tile), (0, 0)))
-    parts = _parts(x, weight, tile, interpret)[:, :num_tokens]
+    parts = _parts(x, weight, tile, sizes, interpret)[:, :num_tokens]
     out = parts[0]
     for part in parts[1:]:
         out = out + part
@@ -88,20 +106,22 @@ def quant_matmul(
     return (out if row_scale is None else out * row_scale) * weight.scale[None]
 
 
-def _parts(x: jax.Array, weight: QuantizedWeight, tile: int, interpret: Any) -> jax.Array:
+def _parts(
+    x: jax.Array, weight: QuantizedWeight, tile: int, sizes: Sizes, interpret: Any
+) -> jax.Array:
     """x [T, E], T a multiple of `tile` -> float32 or, of integers, int32 [parts, T, F], to be added in order."""
     num_out, width = weight.data.shape
     num_chunks, group = width // CHUNK, weight.group_size
     num_splits = max(1, min(NUM_SMS // (num_out // ROWS), MOST_SPLITS, num_chunks // 4))
     num_programs = num_out // ROWS * (x.shape[0] // tile)
-    num_parts = num_splits if num_programs < ENOUGH_PROGRAMS else 1
+    num_parts = num_splits if num_programs < sizes.enough_programs else 1
     is_int4, sum_dtype = weight.format == "int4", jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     inputs = 2 * CHUNK if is_int4 else CHUNK  # of a chunk
     by_group = jax.tree.leaves((weight.scale, weight.zero)) if is_int4 else []
     num_groups = inputs // group if is_int4 else 0  # of a chunk
     group_bytes = num_groups * ROWS * sum(each.dtype.itemsize for each in by_group)
     stage_bytes = ROWS * CHUNK + tile * inputs * x.dtype.itemsize + group_bytes
-    num_stages = min(MOST_STAGES, SMEM_BYTES // stage_bytes)
+    num_stages = max(1, min(sizes.most_stages, sizes.smem_kib * 1024 // stage_bytes))
     data = lax.bitcast_convert_type(weight.data, jnp.int8) if is_int4 else weight.data
 
     def body(x_ref, data_ref, *rest):

@@ -14,6 +14,7 @@ Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -26,14 +27,27 @@ from jaxtyping import Array, Float
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
 
 LANES = 128
-TILES_TOKENS = (256, 128)
-TILES_OUT = (512, 256, 128)
 X_BYTES = 12 << 20  # of a tile of x at most
-TILE_BYTES = 5 << 20  # of a weight's tile; two of both and of the result are 40 MB at most
-SEVERAL = 8
-CHUNK = 1024  # inputs that are widened at a time
+TILE_BYTES = 5 << 20  # of a weight's tile at most; two of both and of the result are 40 MB at most
+CHUNK = 1024  # inputs that are widened at a time. Sums are cut there, so it is never tuned
 VMEM_BYTES = 48 << 20  # of 64 MB and more
 GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What may differ from one kind of device to another (`tune.py`); no result depends on it.
+
+    tile_tokens, tile_out: tokens and outputs of a tile, LANES times a power of two; half of it, and so on, where that
+    does not fit. several: of fewer tokens than LANES, tiles of outputs that there are at least.
+    """
+
+    tile_tokens: int = 256
+    tile_out: int = 512
+    several: int = 8
+
+
+DEFAULT = Sizes()
 
 
 def why_not(dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False) -> str | None:
@@ -50,8 +64,7 @@ def why_not(dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False)
             return f"{num_in} inputs are no multiple of {2 * LANES}, in two halves of bytes"
     elif num_in % LANES:
         return f"{num_in} inputs are no multiple of {LANES}"
-    least_bytes = TILES_OUT[-1] * weight.data.shape[1]
-    if least_bytes > TILE_BYTES or TILES_TOKENS[-1] * num_in * 2 > X_BYTES:
+    if LANES * weight.data.shape[1] > TILE_BYTES or LANES * num_in * 2 > X_BYTES:
         return f"{num_in} inputs of a tile do not fit into VMEM"
     return None
 
@@ -61,6 +74,7 @@ def quant_matmul(
     weight: QuantizedWeight,
     *,
     round_x: bool = False,
+    sizes: Sizes = DEFAULT,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "T F"]:
     """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with `why_not`'s reason."""
@@ -72,20 +86,20 @@ def quant_matmul(
         x, row_scale = round_rows(x)
         by_token = [row_scale]
     sublanes = 32 // x.dtype.itemsize
-    most = next(tile for tile in TILES_TOKENS if tile * x.shape[1] * 2 <= X_BYTES)
-    tile_tokens = min(most, pl.cdiv(num_tokens, sublanes) * sublanes)
+    tile_tokens = _tile(sizes.tile_tokens, X_BYTES // (2 * x.shape[1]))
+    tile_tokens = min(tile_tokens, pl.cdiv(num_tokens, sublanes) * sublanes)
     fill = (0, -num_tokens % tile_tokens)
     x, *by_token = (jnp.pad(array, (fill, (0, 0))) for array in (x, *by_token))
     by_out = [weight.scale.reshape(-1, weight.shape[0])]
     if weight.zero is not None:
         by_out.append(weight.zero)
-    return _call(x, by_token, weight, by_out, tile_tokens, interpret)[:num_tokens]
+    tiles = tile_tokens, _tile_out(weight, tile_tokens, sizes)
+    return _call(x, by_token, weight, by_out, tiles, interpret)[:num_tokens]
 
 
-def _call(x, by_token, weight: QuantizedWeight, by_out, tile_tokens: int, interpret):
+def _call(x, by_token, weight: QuantizedWeight, by_out, tiles: tuple[int, int], interpret):
     """x [T, E] and [T, 1] with T a multiple of the tile; what belongs to outputs: [1 or J, F]."""
-    num_out, width = weight.data.shape
-    tile_out = _tile_out(num_out, width, tile_tokens)
+    (num_out, width), (tile_tokens, tile_out) = weight.data.shape, tiles
     body, scratch = _body(x, weight, tile_tokens, tile_out)
     return pl.pallas_call(
         body,
@@ -107,14 +121,22 @@ def _call(x, by_token, weight: QuantizedWeight, by_out, tile_tokens: int, interp
     )(x, *by_token, weight.data, *by_out)
 
 
-def _tile_out(num_out: int, width: int, tile_tokens: int) -> int:
+def _tile_out(weight: QuantizedWeight, tile_tokens: int, sizes: Sizes) -> int:
     """Outputs of a tile: many where the MXU has the most to do. Of few tokens the weight's bytes take the time, and the
     first tile's nothing hides: there shall be several.
     """
-    fitting = [tile for tile in TILES_OUT if tile * width <= TILE_BYTES]
-    if tile_tokens < TILES_TOKENS[-1]:
-        fitting = [tile for tile in fitting if num_out >= SEVERAL * tile] or fitting[-1:]
-    return min(fitting[0], pl.cdiv(num_out, LANES) * LANES)
+    num_out, width = weight.data.shape
+    fitting = TILE_BYTES // width
+    if tile_tokens < LANES:
+        fitting = min(fitting, num_out // sizes.several)
+    return min(_tile(sizes.tile_out, fitting), pl.cdiv(num_out, LANES) * LANES)
+
+
+def _tile(most: int, fitting: int) -> int:
+    """The largest of `most`, its half and so on that fits; LANES at least."""
+    while most > max(LANES, fitting):
+        most //= 2
+    return most
 
 
 def _body(x, weight: QuantizedWeight, tile_tokens: int, tile_out: int) -> tuple[Callable, list]:

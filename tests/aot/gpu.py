@@ -26,6 +26,9 @@ TENSOR = "tensor"  # the engine's name of the mesh axis along which heads are sh
 COLLECTIVE = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 )
+# By kind of step the bytes a thread that may leave the registers: in a program of prompts what it knows of its tile of
+# queries, and nothing in the loops over keys.
+SPILLED = {"decode": 0, "mixed": 32}
 # name: heads, KV heads, head dim, block size, dtype, what else the call says
 GQA = dict(heads=16, kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -194,7 +197,7 @@ def two_devices():
             slot_mappings=slots[None],
             block_tables=table[None],
         )
-        options = dict(one_query_per_row=False, mesh=mesh, gpu_sizes=Sizes())
+        options = dict(one_query_per_row=False, mesh=mesh, kernel_sizes=Sizes())
         attention = PagedAttention([pool], batch, ((0, 0),), **options)
         out = attention(0, q, k, v, scale=0.1, window=None, soft_cap=None, sinks=sinks)
         return attention.kv_pool[0], out

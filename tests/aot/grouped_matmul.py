@@ -6,29 +6,44 @@ of `jaxpage.aot.topology.environment`.
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from jaxpage.aot.targets import parse_target
-from jaxpage.aot.topology import environment, mesh_of
+from jaxpage.aot.topology import cuda_folder, environment, mesh_of
 
 ROOT = Path(__file__).parents[2]
+OTHER_SIZES = {
+    "gpu": dict(few_columns=256, few_stages=3, many_stages=2),
+    "tpu": dict(few_tile=64, outputs=512),
+}
 
 
 def compile_all(target: str) -> list[dict]:
     """What the compiler says of each program. Raises RuntimeError if it ends badly."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
     told = dict(each.split("=", 1) for each in environment(parse_target(target)))
+    if (folder := cuda_folder()) and target == "h200":
+        told |= {"PATH": f"{folder / 'bin'}:{kept['PATH']}", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     command = [sys.executable, "-m", "tests.aot.grouped_matmul", target]
     done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compiling for {target} failed:\n{done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    programs, report = [], []
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            programs.append(json.loads(line) | {"ptxas": "\n".join(report)})
+            report = []
+        else:  # of the program whose line follows
+            report.append(line)
+    return programs
 
 
 def ragged_dot(x, weights, group_sizes):
@@ -46,54 +61,56 @@ def ragged_dot(x, weights, group_sizes):
     )
 
 
-def main(target: str) -> None:
-    import jax
+def programs(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
+    """Name, function, arguments. "Other" is with sizes that are candidates of tuning."""
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpage.ops.experts import choose
-    from pallas_kernels.grouped_matmul import cases
+    from pallas_kernels.grouped_matmul import cases, tune
+    from tests.aot.gpu import spec
+
+    for model, num_tokens in itertools.product(cases.MODELS, cases.TOKENS):
+        rows = num_tokens * model.experts_per_token
+
+        def arguments(dtype=jnp.bfloat16, model=model, rows=rows):
+            weights = model.num_groups, model.num_outputs, model.num_inputs
+            x = spec((rows, model.num_inputs), dtype)
+            return x, spec(weights, dtype), spec((model.num_groups,), jnp.int32)
+
+        name = f"{model.name}-{num_tokens}"
+        # Of a topology jax tells the capability too; ours are Hopper's.
+        ours, reason = choose(platform, *arguments()[:2], compute_capability="9.0")
+        assert reason is None, reason
+        yield f"{name}-ours", ours, arguments()
+        yield f"{name}-ragged_dot", ragged_dot, arguments()
+        kernel = tune.kernel_of(platform)
+        sizes = kernel.Sizes(**OTHER_SIZES[platform])
+        yield f"{name}-other", partial(kernel.grouped_matmul, sizes=sizes), arguments()
+        if platform == "tpu":
+            yield f"{name}-float32", ours, arguments(jnp.float32)
+
+
+def main(target: str) -> None:
+    import jax
+
     from tests.aot.tpu import copies_of_size
 
-    mesh = mesh_of(parse_target(target), 1)
-    place = NamedSharding(mesh, PartitionSpec())
-
-    def array(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    for model in cases.MODELS:
-        for num_tokens in cases.TOKENS:
-            rows, width = num_tokens * model.experts_per_token, model.num_outputs
-            arguments = (
-                array(rows, model.num_inputs),
-                array(model.num_groups, width, model.num_inputs),
-                array(model.num_groups, dtype=jnp.int32),
-            )
-            ours, reason = choose(parse_target(target).chip.platform, *arguments[:2])
-            assert reason is None, reason
-            for function in (ours, ragged_dot):
-                with jax.set_mesh(mesh):  # Pallas asks it for which chip to lower
-                    compiled = jax.jit(function).lower(*arguments).compile()
-                text, weights = compiled.as_text() or "", arguments[1].shape
-                print(
-                    json.dumps(
-                        {
-                            "name": f"{model.name}-{num_tokens}",
-                            "function": function.__name__,
-                            "weight_bytes": 2 * math.prod(weights),
-                            "x_bytes": 2 * rows * model.num_inputs,
-                            "out_bytes": 4 * rows * width,
-                            "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-                            "kernels": len(
-                                re.findall(
-                                    r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text
-                                )
-                            ),
-                            "copies": list(copies_of_size(text, [weights])),
-                        }
-                    ),
-                    flush=True,
-                )
+    platform = parse_target(target).chip.platform
+    with jax.set_mesh(mesh_of(parse_target(target), 1)):  # Pallas asks it for which chip to lower
+        for name, function, arguments in programs(platform):
+            compiled = jax.jit(function).lower(*arguments).compile()
+            (x, weights, _), text = arguments, compiled.as_text() or ""
+            kernels = re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text)
+            result = {
+                "name": name,
+                "weight_bytes": weights.size * weights.dtype.itemsize,
+                "x_bytes": x.size * x.dtype.itemsize,
+                "out_bytes": 4 * x.shape[0] * weights.shape[1],
+                "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+                "kernels": len(kernels),
+                "copies": list(copies_of_size(text, [weights.shape])),
+            }
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

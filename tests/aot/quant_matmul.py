@@ -25,6 +25,10 @@ from tests.aot import gpu
 ROOT = Path(__file__).parents[2]
 FORMATS = ("int8", "int8-rounded-x", "int4", "int4-symmetric", "fp8_e4m3")
 TOKENS = (8, 64, 2048)
+OTHER_SIZES = {
+    "pallas_kernels.quant_matmul.gpu": dict(smem_kib=200, most_stages=8, enough_programs=264),
+    "pallas_kernels.quant_matmul.tpu": dict(tile_tokens=512, tile_out=1024, several=4),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class Program:
     num_out: int
     format: str  # of FORMATS
     group_size: int = 128
+    other_sizes: bool = False  # than the defaults: candidates of tuning
 
 
 def programs() -> Iterator[Program]:
@@ -59,6 +64,9 @@ def programs() -> Iterator[Program]:
             shape = dict(num_in=2048, num_out=2048, num_tokens=num_tokens)
             name = f"3b-int4-groups-of-{group_size}-{num_tokens}"
             yield Program(name=name, format="int4", group_size=group_size, **shape)
+    for format, num_tokens in (("int8-rounded-x", 8), ("int8-rounded-x", 2048), ("int4", 2048)):
+        shape = dict(num_in=3584, num_out=37888, num_tokens=num_tokens, format=format)
+        yield Program(name=f"other-sizes-{format}-{num_tokens}", other_sizes=True, **shape)
 
 
 def arguments(program: Program) -> tuple:
@@ -115,7 +123,9 @@ def lowered(program: Program, target: str):
         from pallas_kernels.quant_matmul import gpu as kernel
     else:
         from pallas_kernels.quant_matmul import tpu as kernel
-    product = jax.jit(partial(kernel.quant_matmul, round_x=program.format == "int8-rounded-x"))
+    sizes = kernel.Sizes(**OTHER_SIZES[kernel.__name__]) if program.other_sizes else kernel.DEFAULT
+    options = dict(round_x=program.format == "int8-rounded-x", sizes=sizes)
+    product = jax.jit(partial(kernel.quant_matmul, **options))
     return product.lower(*arguments(program))
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxpage.aot.targets import parse_target
 from jaxpage.cli import main
 from jaxpage.runner.program_store import survey
-from tests.aot.test_plan import CONFIG
+from tests.aot.tiny import CONFIG
 
 pytestmark = pytest.mark.aot
 

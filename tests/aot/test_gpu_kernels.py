@@ -18,8 +18,9 @@ __test__ = jax.__version_info__ >= (0, 11, 2)
 pytestmark = pytest.mark.aot
 
 PROGRAMS = [f"{name}-{kind}" for name in gpu.ATTENTION for kind in ("decode", "mixed")]
-# Wide accumulators and a wide group: up to 100 bytes a thread, on the diagonal only.
-SPILLED = {"head-dim-192-mixed", "head-dim-256-mixed", "mqa-mixed"}
+# More than `gpu.SPILLED` where accumulators are wide (at head dim 256 a loop reads 13 addresses) or tiles dequantised.
+WIDE = ("head-dim-192", "head-dim-256", "int8", "int4", "fp8", "int8-head-dim-192")
+SPILLED_WIDE = 300
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,9 @@ def test_attention_compiles_and_copies_no_pool(compiled, name):
     assert len(kernels) == (2 if name.endswith("decode") else 3)
     assert program["ptxas"].count("for 'sm_90a'") == len(kernels)
     assert "serialized" not in program["ptxas"], program["ptxas"]  # wgmma that waits for itself
-    if name not in SPILLED:
-        assert [int(spilled) for spilled, _ in kernels] == [0] * len(kernels)
+    shape, kind = name.rsplit("-", 1)
+    most = SPILLED_WIDE if kind == "mixed" and shape in WIDE else gpu.SPILLED[kind]
+    assert max(int(spilled) for spilled, _ in kernels) <= most
     # The parts of long rows, and at head dim 96 padded queries; the pool is nearly all of the arguments.
     assert program["temp"] < 0.2 * program["arguments"]
 

@@ -29,17 +29,29 @@ def target(request) -> str:
 
 
 def test_one_kernel_reads_the_weights_where_they_are(target):
-    ours = [each for each in compiled(target) if each["function"] == "grouped_matmul"]
-    assert len(ours) == len(cases.MODELS) * len(cases.TOKENS)
+    """With the default sizes and with others, and in float32, whose tiles are not to be twice as large."""
+    ours = [each for each in compiled(target) if not each["name"].endswith("ragged_dot")]
+    assert len(ours) == (2 if target == "h200" else 3) * len(cases.MODELS) * len(cases.TOKENS)
     for each in ours:
         assert each["kernels"] == 1 and each["copies"] == [], each
         # Rows are padded to whole tiles, and rows of no group become 0 in a second array.
         assert each["temp_bytes"] <= each["x_bytes"] + each["out_bytes"] + 2**21, each
 
 
+def test_what_a_hopper_gpu_sums_stays_in_registers():
+    """And no product waits for itself, which ptxas would say."""
+    if reason := missing_compiler("gpu"):
+        pytest.skip(reason)
+    for each in compiled("h200"):
+        if each["kernels"]:
+            assert "0 bytes spill stores" in each["ptxas"], each
+            assert each["ptxas"].count("for 'sm_90a'") == 1, each
+            assert "serialized" not in each["ptxas"], each
+
+
 def test_why_it_is_not_jax_s_own(target):
     """With weights as they are stored it copies all of them, on each of these chips; on an H200 more than that."""
     for each in compiled(target):
-        if each["function"] == "ragged_dot":
+        if each["name"].endswith("ragged_dot"):
             assert each["temp_bytes"] > 0.99 * each["weight_bytes"], each
             assert target != "h200" or each["temp_bytes"] > 1.02 * each["weight_bytes"], each

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from pallas_kernels.paged_attention.tpu import VMEM_BYTES
+from pallas_kernels.paged_attention import tune
+from pallas_kernels.paged_attention.tpu_layout import VMEM_BYTES
 from tests.aot import tpu
 
 pytestmark = pytest.mark.aot
@@ -37,6 +38,13 @@ def test_every_program_compiles(programs):
     assert {each["name"]: each["limits"] for each in programs.values()} == {
         program.name: [VMEM_BYTES] * program.num_layers for program in tpu.PROGRAMS
     }
+
+
+def test_tiles_as_large_as_any_that_are_tried_are_among_them():
+    largest = [dict(program.sizes) for program in tpu.PROGRAMS if program.sizes]
+    tried = [values for _, values in tune.CANDIDATES["tpu"]]
+    assert largest == [{k: max(v) for values in tried for k, v in values.items()}] * len(largest)
+    assert len(largest) >= 3
 
 
 def test_the_pool_stays_where_it_is(programs):

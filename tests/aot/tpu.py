@@ -26,7 +26,7 @@ TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One call of the kernel, of a model's heads; blocks of 128."""
+    """One call of the kernel, of a model's heads."""
 
     name: str
     num_heads: int
@@ -40,6 +40,8 @@ class Program:
     sinks: bool = False
     dtype: str = "bfloat16"
     format: str | None = None
+    sizes: tuple[tuple[str, int], ...] = ()  # other than the defaults
+    block_size: int = 128
     num_blocks: int = 4001  # a prime: nothing else is as large as the pool
     num_devices: int = 1  # that share the heads
     num_layers: int = 1
@@ -50,8 +52,12 @@ class Program:
         return self.num_tokens == self.num_rows
 
 
-BLOCK_SIZE = 128
+# Of what `tune.CANDIDATES` has, all at once; a test holds it to that.
+_LARGEST = (("tile_rows", 512), ("head_rows", 4096), ("tile_kv", 2048), ("tile_bytes", 4 << 20))
+_WIDE = Program(name="", num_heads=32, num_kv_heads=32, head_dim=256, num_blocks=1009)
+_PHI_4 = Program(name="", num_heads=40, num_kv_heads=10, head_dim=128)
 _LLAMA_8B = Program(name="llama-8b", num_heads=32, num_kv_heads=8, head_dim=128)
+_F32 = replace(_LLAMA_8B, name="llama-8b-float32", dtype="float32", num_blocks=1009)
 PROGRAMS = (
     Program(name="qwen-0.5b", num_heads=14, num_kv_heads=2, head_dim=64),
     Program(name="qwen-0.5b-decode", num_heads=14, num_kv_heads=2, head_dim=64, num_tokens=64),
@@ -63,8 +69,8 @@ PROGRAMS = (
     replace(_LLAMA_8B, name="llama-8b-int4", format="int4"),
     replace(_LLAMA_8B, name="llama-8b-fp8-e4m3", format="fp8_e4m3"),
     replace(_LLAMA_8B, name="llama-8b-fp8-e5m2-decode", format="fp8_e5m2", num_tokens=64),
-    replace(_LLAMA_8B, name="llama-8b-float32", dtype="float32", num_blocks=1009),
-    replace(_LLAMA_8B, name="llama-8b-256-rows-of-128k", num_rows=256, max_model_len=131072),
+    _F32,
+    replace(_LLAMA_8B, name="full-scalar-memory", num_rows=384, max_model_len=131072),
     replace(_LLAMA_8B, name="llama-8b-tp4", num_devices=4),
     replace(_LLAMA_8B, name="two-layers-in-a-loop", num_tokens=64, num_layers=2, num_steps=8),
     Program(name="phi-3-mini", num_heads=32, num_kv_heads=32, head_dim=96, num_blocks=1009),
@@ -74,6 +80,14 @@ PROGRAMS = (
         name="gemma-2-9b", num_heads=16, num_kv_heads=8, head_dim=256, window=4096, soft_cap=50.0
     ),
     Program(name="gpt-oss", num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True),
+    # Of each chip an odd number of heads, whose scales would not fill registers.
+    replace(_PHI_4, name="phi-4-int8-tp2", num_devices=2, format="int8"),
+    # More than VMEM holds, but for the smaller tiles that are taken.
+    replace(_WIDE, name="32-heads-of-256-int8", format="int8"),
+    replace(_LLAMA_8B, name="blocks-of-16", block_size=16, num_blocks=8009),
+    replace(_WIDE, name="largest-tiles", sizes=_LARGEST),
+    replace(_LLAMA_8B, name="largest-tiles-int4", sizes=_LARGEST, format="int4"),
+    replace(_F32, name="largest-tiles-float32", sizes=_LARGEST),
 )
 
 
@@ -98,7 +112,7 @@ def _compile(program: Program, topology: str) -> dict:
     from jax.sharding import PartitionSpec as P
 
     from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
-    from pallas_kernels.paged_attention import tpu
+    from pallas_kernels.paged_attention import tpu, tpu_layout
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[: program.num_devices]), ("tp",))
@@ -107,15 +121,18 @@ def _compile(program: Program, topology: str) -> dict:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
     heads, kv_heads, head_dim = program.num_heads, program.num_kv_heads, program.head_dim
-    tokens, rows, dtype = program.num_tokens, program.num_rows, jnp.dtype(program.dtype)
+    tokens, dtype = program.num_tokens, jnp.dtype(program.dtype)
     width = 2 * kv_heads * head_dim // (2 if program.format == "int4" else 1)
     by_head, by_lane = (None, "tp"), (None, None, "tp")
     pool = array(
-        (program.num_blocks, BLOCK_SIZE, width), jnp.uint8 if program.format else dtype, *by_lane
+        (program.num_blocks, program.block_size, width),
+        jnp.uint8 if program.format else dtype,
+        *by_lane,
     )
     pool_spec = P(*by_lane)
     if program.format:
-        scales = array((program.num_blocks, 4 * kv_heads, BLOCK_SIZE), dtype, *by_head)
+        rows = tpu_layout.scale_rows(kv_heads // program.num_devices) * kv_heads
+        scales = array((program.num_blocks, rows, program.block_size), dtype, *by_head)
         has_scales = program.format in LEVELS
         pool = QuantizedPool(
             data=pool, scale_zero=scales if has_scales else None, format=program.format
@@ -125,9 +142,9 @@ def _compile(program: Program, topology: str) -> dict:
         array((tokens, heads, head_dim), dtype, *by_head),
         array((tokens, kv_heads, head_dim), dtype, *by_head),
         array((tokens, kv_heads, head_dim), dtype, *by_head),
-        array((rows, program.max_model_len // BLOCK_SIZE), jnp.int32),
-        array((rows,), jnp.int32),
-        array((rows + 1,), jnp.int32),
+        array((program.num_rows, program.max_model_len // program.block_size), jnp.int32),
+        array((program.num_rows,), jnp.int32),
+        array((program.num_rows + 1,), jnp.int32),
         array((heads,), jnp.float32, "tp"),
     ]
 
@@ -139,6 +156,7 @@ def _compile(program: Program, topology: str) -> dict:
             soft_cap=program.soft_cap,
             sinks=sinks if program.sinks else None,
             one_query_per_row=program.one_query_per_row,
+            sizes=tpu_layout.Sizes(**dict(program.sizes)),
         )
 
     specs = [x.sharding.spec for x in arguments]

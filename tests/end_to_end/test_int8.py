@@ -1,5 +1,6 @@
 """`quantization="int8"` through the engine: the tokens of a plain loop over the same rounded weights, no pool."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,7 +34,7 @@ def test_the_engine_computes_what_the_rounded_model_computes(tmp_path):
     model = build(checkpoints.config(path), dtype="float32", max_model_len=64)
     load(model, path, use_tqdm=False)
     join_projections(model)
-    quantize(model, platform="cpu")
+    quantize(model, jax.devices("cpu")[0])
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert len(tokens) == NUM_TOKENS

@@ -10,7 +10,7 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.aot.compile import compile_for
 from jaxpage.aot.targets import parse_target
-from tests.aot.test_plan import CONFIG
+from tests.aot.tiny import CONFIG
 
 pytestmark = pytest.mark.gpu
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import cases, reference, tpu, xla
+from jaxpage.ops import experts
+from pallas_kernels import tuning
+from pallas_kernels.grouped_matmul import cases, gpu, reference, tpu, tune, xla
 
 IMPLEMENTATIONS = {
     "xla": jax.jit(xla.grouped_matmul),
@@ -56,3 +59,78 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company(implementation, dt
             weights = jnp.where(is_own, arguments["weights"], jnp.nan)
             alone = np.asarray(multiply(x=x, weights=weights, group_sizes=sizes))
             np.testing.assert_array_equal(alone[before], together[row])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["odd", "wide", "edges-of-tiles"])
+def test_sizes_of_the_tpu_kernel_change_no_bit(name):
+    arguments = cases.arguments(next(case for case in cases.SMALL if case.name == name))
+    expected = IMPLEMENTATIONS["tpu"](**arguments)
+    for sizes in (tpu.Sizes(few_tile=64, outputs=256), tpu.Sizes(few_rows=8, many_tile=256)):
+        multiply = jax.jit(partial(tpu.grouped_matmul, sizes=sizes, interpret=True))
+        np.testing.assert_array_equal(multiply(**arguments), expected)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_sizes_are_those_that_were_measured_on_a_kind_of_device(platform, tmp_path, monkeypatch):
+    """And an engine has them."""
+    sizes = {"gpu": gpu.Sizes(few_stages=6, few_columns=256), "tpu": tpu.Sizes(few_tile=64)}
+    path = tuning.write("a kind", sizes[platform], {}, tmp_path)
+    assert tune.tuned_sizes(platform, "a kind", tmp_path) == sizes[platform]
+    assert tune.tuned_sizes(platform, "another", tmp_path) == type(sizes[platform])()
+    monkeypatch.setattr(experts, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
+    x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 128), (2, 256, 128)))
+    options = dict(device_kind="a kind", compute_capability="9.0" if platform == "gpu" else None)
+    product, reason = experts.choose(platform, x, weights, **options)
+    if reason is None:
+        assert isinstance(product, partial) and product.keywords == {"sizes": sizes[platform]}
+    else:
+        assert product is xla.grouped_matmul and "the kernel is for Mosaic GPU" in reason
+    path.write_text(path.read_text().replace("few_", "new_"))
+    with pytest.raises(ValueError, match="a_kind.json: sizes are"):
+        tune.tuned_sizes(platform, "a kind", tmp_path)
+    for path in tune.FOLDER.glob("*.json"):  # what was really measured, if anything
+        kind = json.loads(path.read_text())["device_kind"]
+        tune.tuned_sizes("tpu" if "tpu" in path.name else "gpu", kind)
+
+
+def test_other_gpus_than_hopper_s_have_xla_and_a_reason():
+    x, weights = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((2, 256, 128), jnp.bfloat16)
+    for capability, said in (("10.0", "this device's is 10.0"), (None, "is unknown")):
+        product, reason = experts.choose("gpu", x, weights, compute_capability=capability)
+        assert product is xla.grouped_matmul and said in (reason or "")
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
+    best = {name: x[1] for _, stage in tune.CANDIDATES[platform] for name, x in stage.items()}
+    works = []
+
+    def seconds(platform, sizes, work):
+        works.append(work)
+        return 1.0 + sum(getattr(sizes, name) != value for name, value in best.items())
+
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    sizes, _ = tune.tune(platform)
+    assert sizes == tune.kernel_of(platform).Sizes(**best)
+    assert {model for model, _ in works} == set(cases.MODELS)
+
+
+def test_what_is_measured_is_rows_of_all_groups(monkeypatch):
+    """With a small model, on the platform that is here."""
+    small = replace(cases.MODELS[0], num_groups=4, num_inputs=128, num_outputs=128)
+    x, weights, group_sizes = tune._arguments(small, 40)
+    assert x.shape == (40, 128) and weights.shape == (4, 128, 128) and group_sizes.sum() == 40
+    monkeypatch.setattr(tune, "kernel_of", lambda platform: Plain)
+    assert tune._seconds("gpu", None, (small, 40)) > 0
+
+
+class Plain:
+    @staticmethod
+    def grouped_matmul(x, weights, group_sizes, *, sizes):
+        return xla.grouped_matmul(x, weights, group_sizes)
+
+
+def test_stages_are_two_or_more():
+    with pytest.raises(ValueError, match="a stage is filled while another is read"):
+        gpu.Sizes(few_stages=1)

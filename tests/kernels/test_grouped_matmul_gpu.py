@@ -23,11 +23,11 @@ CASES = [
 ]
 
 
-def multiply(arguments, **options):
+def multiply(arguments, sizes=gpu.DEFAULT, **options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    interpreter = plgpu.InterpretGPUParams(**options)
-    return np.asarray(jax.jit(partial(gpu.grouped_matmul, interpret=interpreter))(**arguments))
+    options = dict(sizes=sizes, interpret=plgpu.InterpretGPUParams(**options))
+    return np.asarray(jax.jit(partial(gpu.grouped_matmul, **options))(**arguments))
 
 
 def check(case, got):
@@ -60,6 +60,16 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
                 "group_sizes": jnp.zeros(4, jnp.int32).at[group].set(before + 1),
             }
             np.testing.assert_array_equal(multiply(alone)[before], together[row])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["odd", "wide", "edges-of-tiles"])
+def test_other_sizes_are_right_too(name, capsys):
+    """Twice as many columns, or tiles of 128 rows for few; no more stages than there must be."""
+    case = next(case for case in CASES if case.name == name)
+    for sizes in (gpu.Sizes(few_columns=256, few_stages=2), gpu.Sizes(few_rows=1, many_stages=2)):
+        check(case, multiply(cases.arguments(case), sizes, detect_races=True))
+    assert "RACE DETECTED" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

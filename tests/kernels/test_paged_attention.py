@@ -16,10 +16,20 @@ from jax.sharding import Mesh
 from jaxpage.batch import StepBatch
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.attention import DenseAttention
+from jaxpage.ops import attention
 from jaxpage.ops.attention import PagedAttention, choose, heads_of_pool
 from jaxpage.parallel.sharding import TENSOR
+from pallas_kernels import tuning
 from pallas_kernels.kv_write.quantized import FLOATS, FORMATS, QuantizedPool
-from pallas_kernels.paged_attention import cases, gpu_layout, reference, tune, xla
+from pallas_kernels.paged_attention import (
+    cases,
+    gpu_layout,
+    reference,
+    tpu,
+    tpu_layout,
+    tune,
+    xla,
+)
 
 
 def as_floats(pool):
@@ -235,10 +245,24 @@ def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(changes, a
     if not oldest <= jax.__version_info__ < newest and "compute_capability" not in asked:
         reason = r"the kernels need jax >= 0\.11\.2 and < 0\.12, and this is"
     if reason is None:
-        assert why is None and chosen == replace(spec, gpu_sizes=tune.tuned_sizes("NVIDIA H200"))
+        assert why is None and chosen == replace(
+            spec, kernel_sizes=tune.tuned_sizes("gpu", "NVIDIA H200")
+        )
     else:
         assert chosen == spec
         assert why is not None and re.search(reason, why)
+
+
+@pytest.mark.parametrize(("num_devices", "rows"), [(1, 4), (2, 8), (6, 4)])
+def test_a_tpu_s_share_of_scales_fills_registers(num_devices, rows):
+    """Of six, three or one head a device: 24, 24 with unused ones, or 4 rows."""
+    spec = replace(spec_of_a_gpu(), platform="tpu", num_kv_heads=6, head_dim=128, block_size=128)
+    spec = replace(spec, format="int8", sharded=num_devices > 1)
+    chosen, why = choose(spec, platform="tpu", num_devices=num_devices, table=(4, 9), num_heads=12)
+    assert why is None and chosen.scale_rows == rows
+    pool = chosen.abstract()[0]
+    assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
+    assert pool.scale_zero.shape == (0, 6 * rows, 128)
 
 
 def test_a_cpu_has_no_kernel_and_needs_no_reason():
@@ -267,37 +291,99 @@ def test_the_splits_of_rows_are_all_that_a_query_sees_and_within_their_number(kv
         assert list(firsts[items]) == list(seen)
 
 
-def test_sizes_are_those_that_were_measured_on_a_kind_of_device(tmp_path):
-    assert tune.tuned_sizes("NVIDIA H200", tmp_path) == gpu_layout.Sizes()
-    sizes = gpu_layout.Sizes(tile_kv=64, stages=3, programs_per_sm=2)
-    path = tune.write("NVIDIA H200", sizes, {"tile_kv=64": 1e-3}, tmp_path)
-    assert path.name == "nvidia_h200.json"
-    assert tune.tuned_sizes("NVIDIA H200", tmp_path) == sizes
-    assert tune.tuned_sizes("NVIDIA H100 PCIe", tmp_path) == gpu_layout.Sizes()
-    path.write_text(path.read_text().replace("stages", "stage"))
-    with pytest.raises(ValueError, match="nvidia_h200.json: sizes are"):
-        tune.tuned_sizes("NVIDIA H200", tmp_path)
-    for path in tune.FOLDER.glob("*.json"):  # what was really measured, if anything
+KINDS = {
+    "gpu": ("NVIDIA H200", gpu_layout.Sizes(tile_kv=64, stages=3, programs_per_sm=2)),
+    "tpu": ("TPU v6 lite", tpu_layout.Sizes(tile_rows=128, tile_kv=1024)),
+}
+
+
+@pytest.mark.parametrize("platform", KINDS)
+def test_sizes_are_those_that_were_measured_on_a_kind_of_device(platform, tmp_path):
+    kind, sizes = KINDS[platform]
+    assert tune.tuned_sizes(platform, kind, tmp_path) == type(sizes)()
+    path = tuning.write(kind, sizes, {"tile_kv=64": 1e-3}, tmp_path)
+    assert tune.tuned_sizes(platform, kind, tmp_path) == sizes
+    assert tune.tuned_sizes(platform, f"{kind} PCIe", tmp_path) == type(sizes)()
+    path.write_text(path.read_text().replace("tile_kv", "tile"))
+    with pytest.raises(ValueError, match=f"{path.name}: sizes are"):
+        tune.tuned_sizes(platform, kind, tmp_path)
+
+
+def test_sizes_in_the_folder_are_those_of_their_kind():
+    """What was really measured, if anything."""
+    for path in tune.FOLDER.glob("*.json"):
         kind = json.loads(path.read_text())["device_kind"]
-        assert path == tune.path_of(kind) and tune.tuned_sizes(kind).stages > 0
+        assert path == tuning.path_of(kind, tune.FOLDER)
+        assert tune.tuned_sizes("tpu" if kind.startswith("TPU") else "gpu", kind).tile_kv > 0
 
 
-def test_tuning_takes_the_fastest_of_what_fits(monkeypatch):
-    def seconds(sizes, *work):
+@pytest.mark.parametrize("platform", KINDS)
+def test_a_pool_goes_with_the_sizes_of_its_device(platform, tmp_path, monkeypatch):
+    kind, sizes = KINDS[platform]
+    tuning.write(kind, sizes, {}, tmp_path)
+    monkeypatch.setattr(attention, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
+    monkeypatch.setattr(gpu_layout, "JAX_VERSIONS", ((0,), (99,)))
+    spec = replace(spec_of_a_gpu(), platform=platform)
+    asked = dict(num_devices=1, table=(4, 9), compute_capability="9.0")
+    chosen, why = choose(spec, platform=platform, device_kind=kind, **asked)
+    assert why is None
+    assert chosen == replace(spec, kernel_sizes=sizes, lanes=platform == "tpu")
+
+
+def test_tuning_takes_the_fastest_of_what_fits_a_gpu(monkeypatch):
+    def seconds(platform, sizes, work):
         if sizes.tile_kv * sizes.stages > 256:
             raise ValueError("Mosaic GPU kernel exceeds available shared memory")
         return abs(sizes.programs_per_sm - 2) + 100.0 / (sizes.tile_kv * sizes.stages)
 
-    monkeypatch.setattr(tune, "_arguments", lambda *work: work)
     monkeypatch.setattr(tune, "_seconds", seconds)
-    best, found = tune.tune()
+    best, found = tune.tune("gpu")
     assert best == gpu_layout.Sizes(programs_per_sm=2, tile_kv=64, stages=4)
     assert found["programs_per_sm=1"] > found["programs_per_sm=2"]
     assert "tile_kv=128 stages=4" not in found
 
 
-def test_tuning_refuses_a_machine_without_such_a_gpu():
-    with pytest.raises(
-        SystemExit, match=r"nothing to tune on cpu \(cpu\): .* this device's is unknown"
-    ):
-        tune.main()
+def test_tuning_takes_the_fastest_of_a_tpu(monkeypatch):
+    """By a clock that a launch moves: the kernel and its device are not here."""
+    now, chosen = [0.0], []
+
+    def attend(q, k, v, pool, *, sizes, **options):
+        chosen.append(sizes)
+        return q, pool
+
+    def block_until_ready(launched):
+        now[0] += 1e-3 * abs(chosen[-1].tile_kv - 1024) + 1e-6 * abs(chosen[-1].tile_rows - 512)
+        now[0] += 1e-9 * (chosen[-1].head_rows + chosen[-1].tile_bytes)
+        return launched
+
+    small = {"q": jnp.zeros((2, 4, 128)), "pool": jnp.zeros((1, 1, 4, 128))}
+    monkeypatch.setattr(tune, "arguments", lambda work, block_size: dict(small))
+    monkeypatch.setattr(tune.jax, "jit", lambda function, **_: function)
+    monkeypatch.setattr(tuning.jax, "block_until_ready", block_until_ready)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(tpu, "paged_attention", attend)
+    best, found = tune.tune("tpu")
+    wanted = dict(tile_rows=512, head_rows=2048, tile_kv=1024, tile_bytes=2 << 20)
+    assert best == tpu_layout.Sizes(**wanted)
+    assert len(found) == 6 + 8
+
+
+def test_tuning_refuses_a_machine_without_such_a_device():
+    with pytest.raises(SystemExit, match=r"nothing to tune on cpu \(cpu\)"):
+        tuning.tune_here(tune.tune, tune.FOLDER)
+
+
+@pytest.mark.parametrize("platform", KINDS)
+def test_what_is_tuned_is_what_a_kernel_takes(platform):
+    """In shapes: rows, and queries within what they attend to."""
+    fields = set(KINDS[platform][1].__dataclass_fields__)
+    assert {name for _, values in tune.CANDIDATES[platform] for name in values} == fields
+    for work in (*tune.DECODE, *tune.PREFILL):
+        arrays = jax.eval_shape(lambda work=work: tune.arguments(work, tune.BLOCK_SIZE[platform]))
+        assert arrays["q"].shape[0] == work.num_rows * work.query_len
+        assert arrays["pool"].shape[0] == 1 + arrays["block_table"].size
+        assert work.kv_len == arrays["block_table"].shape[1] * arrays["pool"].shape[1]
+        if platform == "tpu":
+            pool = jax.eval_shape(tpu_layout.to_tpu, arrays["pool"])
+            table = arrays["block_table"].shape
+            assert tpu_layout.why_not(arrays["q"], pool, work.num_kv_heads, table) is None

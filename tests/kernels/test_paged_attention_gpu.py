@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
-from pallas_kernels.paged_attention import cases, gpu, gpu_layout, reference, xla
+from pallas_kernels.paged_attention import cases, gpu, gpu_decode, gpu_layout, reference, xla
 from pallas_kernels.paged_attention.cases import Case
 
 __test__ = jax.__version_info__ >= (0, 11, 2)
@@ -139,9 +140,9 @@ def test_rows_of_any_number_of_queries(case):
     check(case, result, expected(arguments))
 
 
-@pytest.mark.parametrize("format", [None, "int8"])
-def test_no_two_warpgroups_touch_the_same_memory_unordered(format, monkeypatch, capsys):
-    """More tiles than stages, all three kernels, rows that share a program. wgmma reads as a load would."""
+@pytest.mark.parametrize("pool", [{}, {"format": "int8"}, {"head_dim": 192}], ids=str)
+def test_no_two_warpgroups_touch_the_same_memory_unordered(pool, monkeypatch, capsys):
+    """More tiles than stages, all three kernels, much for one program. wgmma reads as a load would."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     wgmma = gpu_callbacks.wgmma
@@ -159,8 +160,9 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(format, monkeypatch, 
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
     monkeypatch.setattr(gpu_layout, "SPLIT", 384)
-    monkeypatch.setattr(gpu, "_chunk", lambda rows, columns: 1)
-    case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450, format=format)
+    monkeypatch.setattr(gpu_layout, "NUM_SMS", 1)
+    monkeypatch.setattr(gpu_decode, "_chunk", lambda rows, columns: 1)
+    case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450, **pool)
     arguments = cases.arguments(case)
     sizes = gpu_layout.Sizes(programs_per_sm=4)  # and so fewer stages
     interpret = interpreter(detect_races=True)
@@ -186,6 +188,33 @@ def test_a_row_does_not_depend_on_its_batch(monkeypatch):
         }
         result = run(gpu.paged_attention, alone, interpret=interpreter())
         np.testing.assert_array_equal(result, together[queries])
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_query_tiles_are_all_queries_but_single_ones_and_the_longest_come_first(window):
+    query_lens, padding, tile_q = (1, 70, 0, 32, 3), 5, 32
+    kv_lens = np.asarray((33, 200, 0, 32, 90), np.int32)
+    starts = np.cumsum((0, *query_lens)).astype(np.int32)
+    num_tokens = starts[-1] + padding
+    number, *lists = gpu_layout.query_tiles(
+        jnp.asarray(starts), jnp.asarray(kv_lens), int(num_tokens), tile_q, window
+    )
+    tiles = np.stack([np.asarray(x) for x in lists], axis=1)[: int(number[0])]
+    assert lists[0].size >= len(tiles) == 3 + 1 + 1 + 1
+    covered, lengths = [], []
+    for row, token, count, position, begin, end in tiles.tolist():
+        covered += range(token, token + count)
+        if row == len(query_lens):  # of padding: before everything
+            assert position + count <= 0
+            lengths.append(0)
+            continue
+        assert end == kv_lens[row] and 0 < count <= tile_q
+        assert position - (token - starts[row]) == kv_lens[row] - query_lens[row]
+        oldest = kv_lens[row] - query_lens[row]
+        assert begin == (0 if window is None else max(0, oldest - window + 1))
+        lengths.append(min(position + count, (window or position) + count))
+    assert sorted(covered) == list(range(1, num_tokens))  # all but the first row's
+    assert lengths == sorted(lengths, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +246,7 @@ def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
     bytes_per_row = 4 * 64 * 8 * 2 * 4  # D, G as wgmma pads it, K, splits of the table's 49 blocks
     monkeypatch.setattr(gpu_layout, "PARTS_BYTES", 2 * bytes_per_row)
     assert gpu_layout.rows_at_once(5, bytes_per_row) == 2
-    monkeypatch.setattr(gpu, "_chunk", lambda rows, columns: 2)
+    monkeypatch.setattr(gpu_decode, "_chunk", lambda rows, columns: 2)
     np.testing.assert_array_equal(run(gpu.paged_attention, arguments, **options), at_once)
 
 
@@ -261,11 +290,11 @@ def check_turns_on_gpu() -> None:
     check_on_gpu(case, one_query_per_row=True)
 
 
-def of_a_model(query_len: int, heads: int, kv_heads: int, **options) -> Case:
-    """Many programs an SM at once."""
+def of_a_model(query_len: int, heads: int, kv_heads: int, **options: Any) -> Case:
+    """Many programs an SM at once, or many tiles a program."""
     lens = tuple(range(300, 4300, 250))
-    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=128)
-    return SMALL(name="", query_lens=(query_len,) * len(lens), kv_lens=lens, **shape, **options)
+    options = {"head_dim": 128, "num_heads": heads, "num_kv_heads": kv_heads, **options}
+    return SMALL(name="", query_lens=(query_len,) * len(lens), kv_lens=lens, **options)
 
 
 SIZES = gpu_layout.Sizes(tile_kv=64, stages=3, programs_per_sm=2)
@@ -284,6 +313,8 @@ ON_GPU: dict[str, Callable[[], None]] = {
     "model-decode-32-8": partial(check_on_gpu, of_a_model(1, 32, 8), one_query_per_row=True),
     "model-prompts-16-2": partial(check_on_gpu, of_a_model(300, 16, 2)),
     "model-prompts-32-8": partial(check_on_gpu, of_a_model(300, 32, 8)),
+    "model-prompts-256": partial(check_on_gpu, of_a_model(130, 16, 2, head_dim=256)),
+    "model-prompts-window": partial(check_on_gpu, of_a_model(130, 16, 2, window=300)),
     "model-int8": partial(check_on_gpu, of_a_model(30, 16, 2, format="int8")),
 }
 SECONDS_A_CHECK, SECONDS_IN_ALL = 45, 225

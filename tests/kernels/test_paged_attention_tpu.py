@@ -6,6 +6,7 @@ Interpreting compiles the simulation, so cases share programs where they can: `b
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache, partial
 
@@ -19,16 +20,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
-from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout
+from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout, tune
 from pallas_kernels.paged_attention.cases import Case
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+EAGER = replace(INTERPRETED, dma_execution_mode="eager")
 TOKENS, ROWS, BLOCKS_PER_ROW, BLOCKS = 256, 6, 24, 110
 
 
 @cache
-def program(**static):
-    return jax.jit(partial(tpu.paged_attention, interpret=INTERPRETED, **static))
+def program(interpret=INTERPRETED, **static):
+    return jax.jit(partial(tpu.paged_attention, interpret=interpret, **static))
 
 
 @cache
@@ -117,13 +119,14 @@ def run(arrays: dict, *, sinks: bool = False, **static):
     return np.asarray(out, np.float32), pool
 
 
-def check(case: Case, arrays: dict, *, sinks: bool = False, one_query_per_row: bool = False):
+def check(case: Case, arrays: dict, *, sinks: bool = False, **options):
+    """options: `one_query_per_row`, `sizes`, `interpret`."""
     static = dict(scale=case.head_dim**-0.5, window=case.window, soft_cap=case.soft_cap)
     names = ("q", "k", "v", "pool", "slot_mapping")
     rows = (arrays[name] for name in ("block_table", "kv_lens", "query_starts"))
     given = arrays["sinks"] if sinks else None
     expected, expected_pool = oracle(**static)(*(arrays[name] for name in names), given, *rows)
-    out, pool = run(arrays, sinks=sinks, one_query_per_row=one_query_per_row, **static)
+    out, pool = run(arrays, sinks=sinks, **static, **options)
     assert np.isfinite(out).all()
     num_tokens = sum(case.query_lens)
     assert (out[num_tokens:] == 0).all()
@@ -163,6 +166,14 @@ def test_quantised_with_a_window_a_soft_cap_and_sinks():
     )
     case = fitting(case, "int4")
     check(case, arrays_of(case), sinks=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "format"), [("mixed", None), ("second-chunk", "int8")])
+def test_copies_may_arrive_as_soon_as_they_start(name, format):
+    """What was overwritten too early would show."""
+    case = fitting(by_name(name), format)
+    check(case, arrays_of(case), interpret=EAGER)
 
 
 @pytest.mark.slow
@@ -281,6 +292,86 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
     np.testing.assert_array_equal(moved[7:27], out[tokens])
 
 
+@pytest.mark.parametrize("name", ["decode-long", "window"])
+def test_other_sizes_give_the_same_result(name):
+    """Tiles of one block and of few queries, so that every row has several; the larger ones are in the slow suite."""
+    case = fitting(replace(by_name(name), sinks=True))
+    sizes = tpu_layout.Sizes(tile_rows=32, head_rows=64, tile_kv=128, tile_bytes=1 << 15)
+    check(case, bucketed(arrays_of(case)), sinks=True, sizes=sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"tile_kv": 2048, "tile_bytes": 4 << 20}, {"tile_rows": 512}])
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_larger_sizes_give_the_same_result(changes, format):
+    case = fitting(replace(by_name("mixed"), kv_lens=(700, 20, 1, 90, 100)), format)
+    check(case, arrays_of(case), sizes=tpu_layout.Sizes(**changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
+def test_an_odd_number_of_heads(format):
+    """Each has eight rows of scales and zeros, four of them unused."""
+    case = fitting(replace(by_name("second-chunk"), num_heads=6, num_kv_heads=3), format)
+    arrays = arrays_of(case)
+    if format == "int8":
+        pool = tpu_layout.to_tpu(arrays["pool"])
+        assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
+        assert pool.scale_zero.shape[1] == 3 * 8
+    check(case, arrays)
+
+
+def test_one_query_per_row_is_that_whatever_the_starts_say():
+    """As XLA's and the GPU's, which do not read them: a row without keys has a query too."""
+    case = fitting(Case(name="", query_lens=(1,) * 4, kv_lens=(20, 1, 5, 33), block_size=16))
+    arrays = arrays_of(case)
+    static = static_of(case) | {"one_query_per_row": True}
+    arrays["kv_lens"] = arrays["kv_lens"].at[1].set(0)
+    expected, expected_pool = run(arrays, **static)
+    arrays["query_starts"] = jnp.asarray([0, 1, 1, 2, 3], jnp.int32)
+    out, pool = run(arrays, **static)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(np.asarray(pool)[1:], np.asarray(expected_pool)[1:])
+    assert (out[1] == 0).all() and (out[[0, 2, 3]] != 0).any(axis=(1, 2)).all()
+
+
+def shapes(*, heads=(8, 2, 64), dtype=jnp.bfloat16, block_size=128, format=None):
+    """Queries and a pool of 9 blocks; heads: H, K, D."""
+    num_heads, num_kv_heads, head_dim = heads
+    q = jax.ShapeDtypeStruct((1, num_heads, head_dim), dtype)
+    width = 2 * num_kv_heads * head_dim // (2 if format == "int4" else 1)
+    pool = jax.ShapeDtypeStruct((9, block_size, width), jnp.uint8 if format else dtype)
+    if format is None:
+        return q, pool
+    rows = tpu_layout.scale_rows(num_kv_heads) * num_kv_heads
+    scale_zero = jax.ShapeDtypeStruct((9, rows, block_size), dtype)
+    return q, QuantizedPool(data=pool, scale_zero=scale_zero, format=format)
+
+
+HEADS = [(8, 1, 128), (14, 2, 64), (32, 8, 128), (71, 1, 128), (128, 8, 128), (64, 64, 64)]
+HEADS += [(32, 32, 96), (16, 16, 256), (32, 32, 256)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_no_candidate_takes_more_memory_than_there_is(heads, dtype, format):
+    """Or the kernel says that it cannot serve; and programs with and without prompts cut sums at the same keys."""
+    q, pool = shapes(heads=heads, dtype=jnp.dtype(dtype), format=format)
+    for _, values in tune.CANDIDATES["tpu"]:
+        for chosen in itertools.product(*values.values()):
+            sizes = tpu_layout.Sizes(**dict(zip(values, chosen, strict=True)))
+            if reason := tpu_layout.why_not(q, pool, heads[1], (64, 256), sizes):
+                assert "bytes" in reason and heads == (32, 32, 256) and dtype == "float32"
+                continue
+            of_kind = [
+                tpu_layout.shape_of(q, pool, heads[1], 256, sizes=sizes, one_query_per_row=one)
+                for one in (True, False)
+            ]
+            assert max(shape.vmem_bytes for shape in of_kind) <= tpu_layout.VMEM_BYTES
+            assert len({shape.tile_kv for shape in of_kind}) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -292,18 +383,19 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
         ({"pool": (9, 16384, 256)}, "one has 8388608"),
         ({"pool": (70000, 16, 256)}, "there are 70000 blocks"),
         ({"table": (256, 2048)}, "takes 1048576 bytes"),
+        ({"table": (1 << 18, 1)}, "takes 1048576 bytes"),  # a word for each row
         ({"pool": (9, 64, 256), "format": "int8"}, "at least 128"),
+        ({"pool": (9, 16, 65536), "num_kv_heads": 64, "head_dim": 512}, "bytes of VMEM"),
     ],
 )
 def test_it_says_why_it_cannot_serve(change, reason):
-    given = (
-        dict(dtype=jnp.bfloat16, pool=(9, 16, 256), num_kv_heads=2, head_dim=64, table=(4, 8))
-        | change
-    )
-    pool, format = given.pop("pool"), given.pop("format", None)
+    given = dict(dtype=jnp.bfloat16, pool=(9, 16, 256), num_kv_heads=2, head_dim=64, table=(4, 8))
+    given |= change
+    pool, format = given["pool"], given.get("format")
     dtype = jnp.uint8 if format else jnp.bfloat16 if given["dtype"] == jnp.bfloat16 else jnp.float16
     array = jax.ShapeDtypeStruct(pool, dtype)
     if format:
         array = QuantizedPool(data=array, scale_zero=array, format=format)
-    heads = (given["num_kv_heads"], given["head_dim"])
-    assert reason in (tpu_layout.why_not(given["dtype"], array, *heads, given["table"]) or "")
+    q = jax.ShapeDtypeStruct((4, 2 * given["num_kv_heads"], given["head_dim"]), given["dtype"])
+    why = tpu_layout.why_not(q, array, given["num_kv_heads"], given["table"])
+    assert why is not None and reason in why

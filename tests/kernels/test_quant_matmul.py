@@ -157,19 +157,24 @@ def test_what_does_not_fit_is_refused():
 
 def test_a_kernel_serves_where_it_can_and_says_why_not_elsewhere():
     _, weight = cases.arguments(Case(name="", num_out=200))
-    assert ops.choose(weight, platform="tpu", num_devices=1) == ("tpu", None)
+    chosen, reason = ops.choose(weight, platform="tpu", num_devices=1)
+    assert chosen.name == "tpu" and reason is None
     for options, reason in (
         (dict(platform="tpu", num_devices=4), "4 devices share the weight"),
         (dict(platform="tpu", num_devices=1, dtype="float32"), "x is float32"),
+        (
+            dict(platform="gpu", num_devices=1, compute_capability="8.0"),
+            r"9\.0; this device's is 8",
+        ),
         (dict(platform="gpu", num_devices=1), r"200 outputs are no multiple of 128|jax is 0\.1"),
     ):
         implementation, said = ops.choose(weight, **options)
-        assert implementation == "xla" and re.search(reason, said or "")
+        assert implementation == ops.XLA and re.search(reason, said or "")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_cpu_has_xla_and_no_reason_is_asked_for(format):
     x, weight = cases.arguments(Case(name="", format=format, group_size=64))
-    assert ops.choose(weight, platform="cpu", num_devices=1) == ("xla", None)
-    product = jax.jit(partial(ops.quant_matmul, implementation="xla"))
+    assert ops.choose(weight, platform="cpu", num_devices=1) == (ops.XLA, None)
+    product = jax.jit(partial(ops.quant_matmul, implementation=ops.XLA))
     np.testing.assert_array_equal(product(x, weight), jax.jit(xla.quant_matmul)(x, weight))

@@ -87,18 +87,17 @@ def test_no_two_copies_touch_the_same_memory_unordered(name, monkeypatch, capsys
         return wgmma(**operands)
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
-    monkeypatch.setattr(gpu, "MOST_STAGES", 2)
     case = replace(case_of(name), num_in=1024, num_out=128, num_tokens=9)
-    check(case, interpret=interpreter(detect_races=True))
+    check(case, sizes=gpu.Sizes(most_stages=2), interpret=interpreter(detect_races=True))
     # Not `get_races().races_found`, which knows the last kernel only.
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("case", [*map(case_of, ONE_OF_EACH), *SPLIT], ids=lambda c: c.name)
 def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(case, monkeypatch):
-    """Also where one program takes all splits. How a chunk is summed is up to the GPU: here it is rounded correctly,
-    and int4's scales are powers of two. (NumPy's order depends on the shape, and XLA:CPU rounds a product before it is
-    added or not, as it likes.)
+    """Also where one program takes all splits, and with fewer stages. How a chunk is summed is up to the GPU: here it
+    is rounded correctly, and int4's scales are powers of two. (NumPy's order depends on the shape, and XLA:CPU rounds a
+    product before it is added or not, as it likes.)
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -109,8 +108,8 @@ def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(case, monkeypatch
     out = run(x, weight, **options)
     for rows in (slice(0, 1), slice(3, 11)):
         np.testing.assert_array_equal(run(x[rows], weight, **options), out[rows])
-    monkeypatch.setattr(gpu, "ENOUGH_PROGRAMS", 1)
-    np.testing.assert_array_equal(run(x, weight, **options), out)
+    for sizes in (gpu.Sizes(enough_programs=1), gpu.Sizes(smem_kib=40, most_stages=1)):
+        np.testing.assert_array_equal(run(x, weight, sizes=sizes, **options), out)
 
 
 @pytest.mark.parametrize(

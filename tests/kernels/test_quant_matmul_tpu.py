@@ -17,18 +17,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.quant_matmul import cases, reference, tpu
 from pallas_kernels.quant_matmul.cases import Case
+from pallas_kernels.quant_matmul.quantized import quantize
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 @cache
-def program(round_x: bool):
-    return jax.jit(partial(tpu.quant_matmul, round_x=round_x, interpret=INTERPRETED))
+def program(round_x: bool, sizes: tpu.Sizes):
+    options = dict(round_x=round_x, sizes=sizes, interpret=INTERPRETED)
+    return jax.jit(partial(tpu.quant_matmul, **options))
 
 
-def run(x, weight, round_x: bool = False) -> np.ndarray:
+def run(x, weight, round_x: bool = False, sizes: tpu.Sizes = tpu.DEFAULT) -> np.ndarray:
     """The kernel's result; no race was seen."""
-    out = np.asarray(program(round_x)(x, weight))
+    out = np.asarray(program(round_x, sizes)(x, weight))
     assert interpret_pallas_call.races is not None
     assert not interpret_pallas_call.races.races_found
     return out
@@ -78,6 +80,34 @@ def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(name):
     out = run(x, weight, case.round_x)
     for rows in (slice(0, 1), slice(3, 11)):
         np.testing.assert_array_equal(run(x[rows], weight, case.round_x), out[rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_sizes_change_no_bit(name):
+    """With scales and zeros that are powers of two, as above. 300 tokens: a whole tile and a part, or three tiles."""
+    x, weight = cases.arguments(replace(case_of(name), num_tokens=300, num_out=1100))
+    weight = replace(weight, scale=jnp.exp2(jnp.round(jnp.log2(weight.scale))))
+    if weight.zero is not None:
+        weight = replace(weight, zero=jnp.uint8(1) << (weight.zero & 3))
+    out = run(x, weight)
+    for sizes in (tpu.Sizes(tile_tokens=128, tile_out=1024), tpu.Sizes(tile_out=128, several=1)):
+        np.testing.assert_array_equal(run(x, weight, sizes=sizes), out)
+
+
+def test_of_few_tokens_there_are_several_tiles_of_outputs_and_all_fit():
+    """Where one tile of 128 outputs is all that fits, it is."""
+    for num_in, num_out, num_tokens, wanted in (
+        (3584, 37888, 8, 512),
+        (3584, 3584, 8, 256),
+        (3584, 896, 8, 128),
+        (3584, 896, 128, 512),
+        (18944, 3584, 2048, 256),
+        (28672, 8192, 2048, 128),
+    ):
+        weight = jax.eval_shape(lambda shape=(num_out, num_in): quantize(jnp.zeros(shape), "int8"))
+        assert tpu._tile_out(weight, num_tokens, tpu.DEFAULT) == wanted
+    assert tpu._tile_out(weight, 2048, tpu.Sizes(tile_out=1024)) == 128
 
 
 @pytest.mark.parametrize(

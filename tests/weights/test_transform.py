@@ -56,7 +56,7 @@ def test_int8_weights_are_close_and_small(family, tmp_path):
     model = model_of(family, tmp_path)
     expected = logits(model)
     join_projections(model)
-    quantize(model, platform="cpu")
+    quantize(model, jax.devices("cpu")[0])
     weights = {name: x for name, x in parameters(model).items() if name.endswith("proj.weight")}
     assert weights and {x.dtype for x in weights.values()} == {jnp.dtype(jnp.int8)}
     error = np.abs(logits(model) - expected).max() / expected.std()

@@ -1,0 +1,88 @@
+"""Sizes of the kernels of the grouped product for one kind of device: measured there, kept in `tuned/`, looked up.
+
+`python -m pallas_kernels.grouped_matmul.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
+what was measured. The folder is empty as long as nobody has. Never tuned is what cuts sums: the inputs of a stage.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import tuning
+from pallas_kernels.grouped_matmul.cases import MODELS, Model
+
+FOLDER = Path(__file__).parent / "tuned"
+Work = tuple[Model, int]  # and rows
+
+
+def _works(*rows_per_group: int) -> list[Work]:
+    """Weights of 0.4 and 0.9 GB: no cache holds them."""
+    return [(model, rows * model.num_groups) for model in MODELS for rows in rows_per_group]
+
+
+FEW, MANY = _works(4, 16), _works(256, 512)
+CANDIDATES = {
+    "gpu": (
+        (FEW, {"few_stages": (2, 3, 4, 6, 8), "few_columns": (128, 256)}),
+        (MANY, {"many_stages": (2, 3, 4, 6)}),
+        (_works(64, 128), {"few_rows": (32, 64, 128)}),
+    ),
+    "tpu": (
+        (FEW, {"few_tile": (64, 128, 256), "outputs": (512, 1024, 2048)}),
+        (MANY, {"many_tile": (256, 512, 1024)}),
+        (
+            [(model, rows) for model in MODELS for rows in (2048, 4096)],
+            {"few_rows": (1024, 2048, 4096)},
+        ),
+    ),
+}
+
+
+def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
+    """`Sizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for a file that says something else."""
+    return tuning.read(kernel_of(platform).Sizes, device_kind, folder)
+
+
+def kernel_of(platform: str) -> ModuleType:
+    if platform == "tpu":
+        from pallas_kernels.grouped_matmul import tpu as kernel
+    else:
+        from pallas_kernels.grouped_matmul import gpu as kernel
+    return kernel
+
+
+def tune(platform: str) -> tuple[Any, dict[str, float]]:
+    """The fastest sizes on the device that is there, and the seconds of all."""
+    return tuning.fastest(
+        kernel_of(platform).Sizes(), CANDIDATES[platform], partial(_seconds, platform)
+    )
+
+
+def _seconds(platform: str, sizes: Any, work: Work) -> float:
+    multiply = jax.jit(partial(kernel_of(platform).grouped_matmul, sizes=sizes))
+    arguments = _arguments(*work)
+    return tuning.seconds_of(lambda: multiply(*arguments))
+
+
+def _arguments(model: Model, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows dealt out to the groups by chance."""
+    shape = model.num_groups, model.num_outputs, model.num_inputs
+    rng = np.random.default_rng(0)
+    group_sizes = rng.multinomial(num_rows, [1 / model.num_groups] * model.num_groups)
+    keys = jax.random.split(jax.random.key(0))
+    return (
+        jax.random.normal(keys[0], (num_rows, model.num_inputs), jnp.bfloat16),
+        jax.random.normal(keys[1], shape, jnp.bfloat16),
+        jnp.asarray(group_sizes, jnp.int32),
+    )
+
+
+if __name__ == "__main__":
+    tuning.tune_here(tune, FOLDER)

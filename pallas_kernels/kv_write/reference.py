@@ -1,0 +1,60 @@
+"""The definition of writes into the pool: plain jnp, obvious, slow. Everything else is compared with it.
+
+Letters: T tokens, N blocks, S block size, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.kv_write.quantized import QuantizedPool, quantize
+
+Pool = Shaped[Array, "N S 2*K D"] | QuantizedPool
+
+
+def write_kv(
+    pool: Pool,
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    slot_mapping: Int[Array, " T"],
+) -> Pool:
+    """The pool with token t's keys and values in slot `slot_mapping[t]`, which is slot `s % S` of block `s // S`.
+
+    KV head h has its key at `2h` and its value at `2h + 1`. The pool says how they are stored: in its own dtype, as the
+    bits of 2-byte floats (uint16), or quantised (`quantized.quantize`). A slot below 0 or beyond the pool: the token
+    is dropped. Slots differ, but for those of block 0, the null block, whose contents mean nothing afterwards.
+    """
+    kv = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2*K, D]
+    if not isinstance(pool, QuantizedPool):
+        return _put(pool, _as(kv, pool.dtype), slot_mapping)
+    if pool.scale_zero is None:
+        data, _ = quantize(kv, pool.format, None)
+        return replace(pool, data=_put(pool.data, data, slot_mapping))
+    stored = pool.scale_zero.dtype
+    data, scale_zero = quantize(kv, pool.format, jnp.bfloat16 if stored == jnp.uint16 else stored)
+    assert scale_zero is not None
+    return replace(
+        pool,
+        data=_put(pool.data, data, slot_mapping),
+        scale_zero=_put(pool.scale_zero, _as(scale_zero, stored), slot_mapping),
+    )
+
+
+def _as(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype) if dtype == jnp.uint16 else x.astype(dtype)
+
+
+def _put(
+    array: Shaped[Array, "N S ..."], new: Shaped[Array, "T ..."], slots: Int[Array, " T"]
+) -> jax.Array:
+    block_size = array.shape[1]
+    for token, slot in enumerate(slots.tolist()):
+        if 0 <= slot < array.shape[0] * block_size:
+            array = array.at[slot // block_size, slot % block_size].set(new[token])
+    return array

@@ -1,0 +1,348 @@
+"""Paged attention of rows with several queries, for Hopper: bound by the tensor cores.
+
+Knows tiles of queries and who of a program's three warpgroups does what. Letters and principles stand in `gpu.py`.
+
+128 rows of wgmma are a tile of 128 / G queries times G heads, so that a KV head's keys are read once for its group. Two
+warpgroups compute on 64 rows each, a third copies. A program walks many tiles, and copies for the next one while this
+one is being finished. Only key tiles on the diagonal or on the window's edge are masked.
+
+The two that compute take turns: one has the tensor cores while the other is busy with exponentials (Shah et al.,
+FlashAttention-3, arXiv:2407.08608). So the second is always half a step behind the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import gpu_layout
+from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Memory, Plan, Tile, memory_of
+from pallas_kernels.paged_attention.gpu_tiles import (
+    MASKED,
+    Options,
+    Source,
+    clear_outside,
+    filled,
+    load,
+    normalised,
+    product,
+    scores,
+    swizzle_of,
+    weights,
+)
+
+
+def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
+    """All rows but those with one query, whose output is left as it was in memory; zeros for tokens of no row."""
+    num_tokens, num_heads, head_dim = q.shape
+    source, num_kv_heads = Source.of(pool), pool.shape[2] // 2
+    group, sinks = num_heads // num_kv_heads, options.sinks
+    tile_q, columns = ROWS // group // 2 * 2, pl.cdiv(head_dim, 64) * 64
+    q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, columns - head_dim)))
+    num_tiles, *lists = gpu_layout.query_tiles(
+        query_starts, kv_lens, num_tokens, tile_q, options.window
+    )
+    plan = Plan(
+        options=options,
+        source=source,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        tile_q=tile_q,
+        last_token=q.shape[0] - tile_q,
+        num_programs=min(gpu_layout.NUM_SMS, num_kv_heads * lists[0].shape[0]),
+    )
+    more = ()
+    if sinks is not None:  # of each row of wgmma
+        row = jnp.minimum(jnp.arange(ROWS) // tile_q, group - 1)
+        more = (sinks.reshape(num_kv_heads, group)[:, row],)
+
+    def paged_prefill(q_ref, table_ref, num_tiles_ref, *rest, **scratch):
+        *rest, out_ref = rest
+        list_refs, rest = rest[: len(lists)], rest[len(lists) :]
+        pool_refs, sinks_ref = rest[: len(source.arrays)], rest[len(source.arrays) :]
+        refs = _Refs(q_ref, table_ref, num_tiles_ref, list_refs, pool_refs, sinks_ref, out_ref)
+        program = _Program(plan, refs, Memory.of(plan, **scratch))
+        pl.when(program.warpgroup == 2)(program.copy)
+        pl.when(program.warpgroup < 2)(program.compute)
+
+    kernel = plgpu.kernel(
+        paged_prefill,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(plan.num_programs,),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=memory_of(plan, columns, q.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=options.interpret,
+    )
+    out = kernel(q, block_table, num_tiles, *lists, *source.arrays, *more)
+    return out[:num_tokens, :, :head_dim]
+
+
+@dataclass(frozen=True)
+class _Refs:
+    """Arrays in the device's memory."""
+
+    queries: Any
+    table: Any
+    num_tiles: Any
+    lists: Any
+    pool: Any
+    sinks: Any  # a list of one or none
+    out: Any
+
+
+class _Program:
+    """One of `num_programs`, traced for each of its three warpgroups."""
+
+    def __init__(self, plan: Plan, refs: _Refs, memory: Memory) -> None:
+        self.plan, self.refs, self.memory = plan, refs, memory
+        self.warpgroup, self.number = lax.axis_index("warpgroup"), lax.axis_index("program")
+        self.half = pl.ds(pl.multiple_of(self.warpgroup * 64, 64), 64)  # of the rows
+        all_tiles = refs.num_tiles[0] * plan.num_kv_heads
+        whole = lax.div(all_tiles, jnp.int32(plan.num_programs))
+        left = lax.rem(all_tiles, jnp.int32(plan.num_programs))
+        self.num_turns = whole + (self._place(whole) < left).astype(jnp.int32)
+
+    def _place(self, turn):
+        """Forth and back: each turn's first tiles are its longest."""
+        last = self.plan.num_programs - 1
+        return jnp.where(lax.rem(turn, 2) == 0, self.number, last - self.number)
+
+    def _tile_of(self, turn) -> Tile:
+        index = turn * self.plan.num_programs + self._place(turn)
+        heads = jnp.int32(self.plan.num_kv_heads)
+        item, head = lax.div(index, heads), lax.rem(index, heads)
+        return Tile.of(self.plan, head, *(ref[item] for ref in self.refs.lists))
+
+    # The warpgroup that copies.
+
+    def copy(self):
+        plgpu.set_max_registers(40, action="decrease")
+        copied = lax.fori_loop(0, self.num_turns, self._copy_tile, jnp.int32(0))
+        # Who waits at a barrier once has to see each of its phases.
+        for ring in (self.memory.keys, self.memory.values):
+            lax.fori_loop(
+                copied, copied + ring.num, lambda i, _, r=ring: r.wait_until_free(i), None
+            )
+        pl.when(self.num_turns > 0)(lambda: plgpu.barrier_wait(self.memory.queries_done))
+
+    def _copy_tile(self, turn, copied):
+        """`copied` tiles of keys came before; returns how many came till now."""
+        plan, refs, memory, at = self.plan, self.refs, self.memory, self._tile_of(turn)
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(memory.queries_done))
+        for g in range(plan.group):
+            queries = refs.queries.at[pl.ds(at.token, plan.tile_q), at.head * plan.group + g]
+            into = memory.arrived.at[pl.ds(g * plan.tile_q, plan.tile_q)]
+            plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
+
+        def block_of(position):
+            inside = jnp.clip(position, at.begin, at.end - 1)
+            return refs.table[at.row, lax.div(inside, jnp.int32(plan.source.block_size))]
+
+        def fetch(i, copied):
+            # Not all are looked up at once: there are few registers.
+            slot_of = partial(plan.source.slot, block_of, plan.tile, (at.first + i) * plan.tile)
+            for which, ring in enumerate((memory.keys, memory.values)):
+                ring.wait_until_free(copied)
+                column, stage = 2 * at.head + which, ring.stage(copied)
+                plan.source.fetch(refs.pool, slot_of, column, ring.stages, stage, ring.ready)
+            return copied + 1
+
+        return lax.fori_loop(0, at.num_keys, fetch, copied)
+
+    # The two that compute.
+
+    def compute(self):
+        plgpu.set_max_registers(232, action="increase")
+        lax.fori_loop(0, self.num_turns, self._attend, jnp.int32(0))
+        pl.when(self.warpgroup == 0)(lambda: plgpu.wait_smem_to_gmem(0))
+
+    def _attend(self, turn, used):
+        """`used` tiles of keys came before; returns how many came till now."""
+        plan, memory, at = self.plan, self.memory, self._tile_of(turn)
+        by_row = plgpu.Layout.WGMMA.reduce(1)
+        plgpu.barrier_wait(memory.queries_ready)
+        for part, by_line in self._parts():
+            arrived = load(memory.arrived.at[part], layout=by_line, optimized=False)
+            memory.queries[part] = arrived
+        plgpu.commit_smem()
+        if plan.early:
+            plgpu.barrier_arrive(memory.queries_done)
+        carry = (
+            filled((64, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
+            filled((64,), MASKED, by_row),
+            filled((64,), 0.0, by_row),
+        )
+        edge, whole = at.unmasked(plan)
+        step = partial(self._step, at=at, used=used)
+        if plan.plain:  # the second lets the first go ahead
+            pl.when(self.warpgroup == 1)(lambda: _meet(memory.in_turn))
+        if plan.options.window is not None:
+            carry = lax.fori_loop(0, edge, partial(step, masked=True), carry)
+        carry = lax.fori_loop(edge, whole, partial(step, masked=False), carry)
+        acc, m, total = lax.fori_loop(whole, at.num_keys, partial(step, masked=True), carry)
+        if plan.plain:
+            pl.when(self.warpgroup == 0)(lambda: _meet(memory.in_turn))
+        sinks = [
+            load(ref.at[at.head, self.half], layout=by_row, optimized=False)
+            for ref in self.refs.sinks
+        ]
+        self._finish(normalised(acc, m, total, sinks, axis=0), at)
+        return used + at.num_keys
+
+    def _step(self, i, carry, *, at: Tile, used, masked: bool):
+        plan, memory, (acc, m, total) = self.plan, self.memory, carry
+        number, start = used + i, (at.first + i) * plan.tile
+        if plan.plain:
+            memory.keys.wait(number)
+            keys, values = memory.keys.tile(number), memory.values.tile(number)
+            started = partial(_meet, memory.in_turn)
+        else:
+            self._widen(number, start, at)
+            (keys, values), started = memory.wide, None
+        s = product(memory.queries.at[self.half], keys.transpose((1, 0)), started)
+        if plan.plain:
+            memory.keys.release(number)
+        s, unit = scores(s, self._visible(at, start) if masked else None, plan.options)
+        m, rescale, p = weights(s, unit, m, axis=1)
+        total = total * rescale + p.sum(axis=1)
+        acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+        p = p.astype(self.refs.out.dtype)
+        if plan.plain:
+            # All of the above belongs before the other's turn.
+            acc, m, total, p = lax.optimization_barrier((acc, m, total, p))
+            plgpu.barrier_arrive(memory.in_turn)
+            memory.values.wait(number)
+            if masked:
+                self._clear(values, start, at)
+            plgpu.barrier_wait(memory.in_turn)
+        if plan.options.interpret is None:
+            acc = _accumulated(acc, p, values)
+        else:
+            memory.weights[self.half] = p
+            plgpu.commit_smem()
+            acc = acc + product(memory.weights.at[self.half], values)
+        if plan.plain:
+            memory.values.release(number)
+        else:
+            _meet(memory.met)  # before another tile is written over this one
+        return acc, m, total
+
+    def _visible(self, at: Tile, start):
+        """Which of the keys from `start` on this half's queries may see."""
+        shape, window = (64, self.plan.tile), self.plan.options.window
+        row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        row = row + self.warpgroup * 64
+        position = (at.bottom - at.skipped) + lax.rem(row, jnp.int32(self.plan.tile_q))
+        query = lax.broadcast_in_dim(position, shape, [0])
+        key = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        return key <= query if window is None else (key <= query) & (key > query - window)
+
+    def _clear(self, values, start, at: Tile):
+        """The first's work: the second reads these values when the first is in its next step."""
+
+        outside = (start < at.begin) | (start + self.plan.tile > at.end)
+
+        @pl.when((self.warpgroup == 0) & outside)
+        def _():
+            for i in range(0, self.plan.tile, 64):
+                clear_outside(values.at[pl.ds(i, 64)], start + i, at.begin, at.end)
+            plgpu.commit_smem()
+
+    def _widen(self, number, start, at: Tile):
+        """One warpgroup dequantises the keys, the other the values."""
+        memory, inside = self.memory, (None, (at.begin, at.end))
+
+        def widen(which, ring):
+            ring.wait(number)
+            self.plan.source.widen(
+                ring.stages,
+                ring.stage(number),
+                2 * at.head + which,
+                memory.wide[which],
+                start,
+                inside[which],
+            )
+            plgpu.commit_smem()
+            ring.release(number)
+
+        for which, ring in enumerate((memory.keys, memory.values)):
+            pl.when(self.warpgroup == which)(partial(widen, which, ring))
+        _meet(memory.met)
+
+    def _finish(self, out, at: Tile):
+        plan, memory, out = self.plan, self.memory, out.astype(self.refs.out.dtype)
+        first = self.warpgroup == 0
+        for part, _ in self._parts():  # where nobody reads queries any more
+            memory.queries[part] = out[:, part[1]]
+        # The output before, which the first has sent, must have left.
+        pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+        _meet(memory.met)
+        for part, by_line in self._parts():
+            memory.output[part] = load(memory.queries.at[part], layout=by_line)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.written)
+
+        @pl.when(first)
+        def _():
+            plgpu.barrier_wait(memory.written)
+            self._write(at)
+            if not plan.early:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        if not plan.early:
+            plgpu.barrier_arrive(memory.queries_done)
+
+    def _parts(self):
+        """This half's rows, in as many columns as wgmma's tiles have; and the registers to copy them by way of.
+
+        There a few threads have a whole line. As wgmma has them, 8 rows would meet in the same banks of `arrived` and
+        `output`, which are not swizzled.
+        """
+        dtype = self.refs.out.dtype
+        swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
+        width = swizzle // dtype.itemsize
+        by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
+        columns = range(0, self.plan.head_dim, width)
+        return [((self.half, slice(i, i + width)), by_line) for i in columns]
+
+    def _write(self, at: Tile):
+        """Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
+        plan = self.plan
+
+        def write(i, num_queries):
+            for g in range(plan.group):
+                head = at.head * plan.group + g
+                to = self.refs.out.at[pl.ds(at.token + i, num_queries), head]
+                part = self.memory.output.at[pl.ds(g * plan.tile_q + i, num_queries)]
+                plgpu.copy_smem_to_gmem(part, to)
+
+        pl.when(at.count == plan.tile_q)(lambda: write(0, plan.tile_q))
+
+        @pl.when(at.count < plan.tile_q)
+        def _():
+            lax.fori_loop(at.skipped, at.skipped + at.count, lambda i, _: write(i, 1), None)
+
+
+def _meet(barrier):
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def _accumulated(acc, a, b):
+    """acc + a @ b in float32, with a in registers and b in shared memory."""
+
+    def multiply(ref):
+        plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))

@@ -1,0 +1,168 @@
+"""What a program of `gpu_prefill.py` works with: what is known before it runs, its shared memory, its tiles of queries.
+
+Knows sizes and barriers; must not know what is computed. Letters as in `gpu.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.gpu_tiles import Options, Source, swizzle_of, tiled
+
+ROWS = 128  # of a query tile: two warpgroups of 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known before a program runs."""
+
+    options: Options
+    source: Source
+    head_dim: int
+    num_kv_heads: int
+    group: int
+    # Queries of a tile: row g * tile_q + i of wgmma is head g of query i, and the rows left over go to waste. An even
+    # number of queries of a multiple of 64 columns begins at a multiple of 128 bytes, as TMA wants it.
+    tile_q: int
+    last_token: int  # where a tile may begin
+    num_programs: int
+
+    @property
+    def plain(self) -> bool:
+        """Stages are as wgmma reads them."""
+        return self.source.format is None
+
+    @property
+    def early(self) -> bool:
+        """There is room for the next tile's queries beside this one's output."""
+        return self.plain and self.head_dim <= 128
+
+    @property
+    def tile_and_stages(self) -> tuple[int, int, int]:
+        """Keys of a tile, stages of K and of V: what fits into shared memory beside queries and output."""
+        sizes = self.options.sizes
+        if self.head_dim > 128:
+            return 64, 2, 2 if self.head_dim <= 192 else 1
+        return sizes.tile_kv, sizes.stages, sizes.stages
+
+    @property
+    def tile(self) -> int:
+        return self.tile_and_stages[0]
+
+
+def memory_of(plan: Plan, columns: int, dtype) -> dict[str, Any]:
+    """Shared memory and barriers of a program; what `Memory` says of them."""
+    tile, *num_stages = plan.tile_and_stages
+    as_wgmma = partial(tiled, dtype=dtype, swizzle=swizzle_of(plan.head_dim * dtype.itemsize))
+    interpreted = plan.options.interpret is not None
+    readers = 2 if plan.plain else 1
+    return {
+        "output": plgpu.SMEM((ROWS, columns), dtype),
+        "arrived": plgpu.SMEM((ROWS, columns), dtype) if plan.early else None,
+        "queries": as_wgmma(ROWS, plan.head_dim),
+        "weights": as_wgmma(ROWS, tile) if interpreted else None,
+        "wide": None if plan.plain else [as_wgmma(tile, plan.head_dim)] * 2,
+        "rings": [
+            (*plan.source.memory(num, tile), plgpu.Barrier(num_arrivals=readers, num_barriers=num))
+            for num in num_stages
+        ],
+        "queries_ready": plgpu.Barrier(num_arrivals=plan.group),
+        **{
+            name: plgpu.Barrier(num_arrivals=2)
+            for name in ("queries_done", "in_turn", "met", "written")
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Memory:
+    output: Any  # [128, columns], row by row
+    arrived: Any  # likewise, queries as they were copied; `output` where there is no room
+    queries: Any  # as wgmma reads them
+    weights: Any  # when interpreted, instead of registers
+    wide: Any  # a tile of K and one of V, dequantised
+    keys: Ring
+    values: Ring
+    queries_ready: Any
+    queries_done: Any  # who computes has taken them
+    in_turn: Any  # who computes: half a step is over
+    met: Any
+    written: Any  # the output
+
+    @classmethod
+    def of(cls, plan: Plan, *, rings, arrived, output, **others) -> Memory:
+        tile, *nums = plan.tile_and_stages
+        keys, values = (Ring(num, *ring) for num, ring in zip(nums, rings, strict=True))
+        arrived = output if arrived is None else arrived
+        return cls(output=output, arrived=arrived, keys=keys, values=values, **others)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Stages of K or of V. Of all tiles that a program copies, number i stands in stage i % num."""
+
+    num: int
+    stages: Any
+    ready: Any  # the tile has come
+    done: Any  # nobody reads it any more
+
+    def stage(self, i):
+        return lax.rem(i, jnp.int32(self.num))
+
+    def tile(self, i):
+        return self.stages[0].at[self.stage(i)]
+
+    def wait(self, i):
+        plgpu.barrier_wait(self.ready.at[self.stage(i)])
+
+    def release(self, i):
+        plgpu.barrier_arrive(self.done.at[self.stage(i)])
+
+    def wait_until_free(self, i):
+        """For tile i; or until tile i - num is done."""
+        pl.when(i >= self.num)(lambda: plgpu.barrier_wait(self.done.at[self.stage(i)]))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of queries for one KV head, all numbers that the kernel computes."""
+
+    row: Any
+    head: Any
+    token: Any  # where `tile_q` queries are read
+    skipped: Any  # so many of them are not the tile's own,
+    count: Any  # so many are, and they begin at position
+    bottom: Any  # which is negative for padding
+    begin: Any  # positions from here
+    end: Any  # to here can be read: of the row, and by no window left behind
+    first: Any  # key tile that its own queries see
+    num_keys: Any  # tiles of keys
+
+    @classmethod
+    def of(cls, plan: Plan, head, row, token, count, bottom, begin, end) -> Tile:
+        window, tile = plan.options.window, plan.tile
+        # A tile that would end beyond the last token begins earlier, with queries that are not its own.
+        start = jnp.minimum(token, plan.last_token)
+        high = jnp.maximum(bottom + count, 0)
+        low = jnp.int32(0) if window is None else jnp.maximum(bottom - (window - 1), 0)
+        first = lax.div(low, jnp.int32(tile))
+        num_keys = jnp.where(low < high, lax.div(high + (tile - 1), jnp.int32(tile)) - first, 0)
+        return cls(row, head, start, token - start, count, bottom, begin, end, first, num_keys)
+
+    def unmasked(self, plan: Plan):
+        """From which of its key tiles on, and up to which, its own queries all see every key."""
+        window, tile = plan.options.window, plan.tile
+        whole = lax.div(jnp.maximum(self.bottom + 1, 0), jnp.int32(tile))
+        edge = jnp.int32(0)
+        if window is not None:
+            top = self.bottom + self.count - 1
+            edge = lax.div(jnp.maximum(top - window + 1, 0) + (tile - 1), jnp.int32(tile))
+        edge = jnp.clip(edge - self.first, 0, self.num_keys)
+        return edge, jnp.clip(whole - self.first, edge, self.num_keys)

@@ -1,0 +1,217 @@
+"""What the Hopper kernels of paged attention share: tiles of a pool in shared memory, products, the online softmax.
+
+Knows copies, layouts and formats of the pool; must not know who reads which keys for which queries: that is
+`gpu_decode.py` and `gpu_prefill.py`. Letters as in `gpu.py`.
+
+Scores are kept in units of log2, and their maximum begins at a finite number, so that no infinity is subtracted from
+another. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
+from pallas_kernels.kv_write.xla import Pool
+from pallas_kernels.paged_attention.gpu_layout import Sizes
+
+MASKED = -1e30  # where the running maximum begins
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Options:
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: jax.Array | None  # float32[H], in units of log2
+    sizes: Sizes
+    interpret: Any
+
+
+def tiled(*shape: int, dtype, swizzle: int):
+    """Shared memory as wgmma reads it: swizzled tiles of 8 rows, whose length is `swizzle` bytes."""
+    tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
+
+
+def load(ref, *, layout, optimized: bool = True):
+    """Shared memory, or with `optimized=False` any memory, into registers."""
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue] (jax 0.10)
+
+
+def filled(shape: tuple[int, ...], value: float, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def swizzle_of(row_bytes: int) -> int:
+    return next(swizzle for swizzle in (128, 64, 32) if row_bytes % swizzle == 0)
+
+
+def scores(s, visible, options: Options):
+    """Raw products → scores, -inf where not `visible` (None: all are), and what they count in units of log2."""
+    scale, cap, unit = options.scale, options.soft_cap, options.scale * LOG2E
+    if cap is not None:  # tanh by way of exp2: the hardware's tanh is good to 11 bits only
+        e = jnp.exp2(s * (2 * LOG2E * scale / cap))
+        s, unit = (cap * LOG2E) * (1.0 - 2.0 / (1.0 + e)), 1.0
+    return (s if visible is None else jnp.where(visible, s, -jnp.inf)), unit
+
+
+def weights(s, unit: float, m, axis: int):
+    """The new maximum over the keys, which lie along `axis`, what old sums shrink by, and exp(s - maximum).
+
+    `unit` is multiplied once for a row's maximum, and for each score by the instruction that subtracts it.
+    """
+    m_new = jnp.maximum(m, s.max(axis=axis) * unit)
+    return (
+        m_new,
+        jnp.exp2(m - m_new),
+        jnp.exp2(s * unit - lax.broadcast_in_dim(m_new, s.shape, [1 - axis])),
+    )
+
+
+def normalised(acc, m, total, sinks, axis: int):
+    """acc / total, which includes the logits of sinks; zeros where nothing was visible. m lies along `axis` of acc."""
+    for sink in sinks:
+        top = jnp.maximum(m, sink)
+        rescale = jnp.exp2(m - top)
+        acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [axis])
+        total = total * rescale + jnp.exp2(sink - top)
+    share = 1.0 / jnp.where(total > 0.0, total, 1.0)
+    return acc * lax.broadcast_in_dim(share, acc.shape, [axis])
+
+
+@dataclass(frozen=True)
+class Source:
+    """A pool as the kernels read it: a row of `arrays` for each slot, the columns of K and V of a head side by side."""
+
+    arrays: tuple[
+        jax.Array, ...
+    ]  # [N * S, 2 * K * width], and scales and zeros [N * S, 4 * K] of int8 and int4
+    format: str | None
+    block_size: int
+    width: int  # columns of a head's K: D, or D / 2 bytes of int4
+
+    @classmethod
+    def of(cls, pool: Pool) -> Source:
+        num_blocks, block_size, heads, width = pool.shape
+        slots = num_blocks * block_size
+        if not isinstance(pool, QuantizedPool):
+            return cls((pool.reshape(slots, -1),), None, block_size, width)
+        data, scale_zero = pool.data.reshape(slots, -1), pool.scale_zero
+        if pool.format in FLOATS:
+            data = lax.bitcast_convert_type(data, FLOATS[pool.format])
+        if scale_zero is None:
+            return cls((data,), pool.format, block_size, width)
+        if scale_zero.dtype == jnp.uint16:
+            scale_zero = lax.bitcast_convert_type(scale_zero, jnp.bfloat16)
+        return cls((data, scale_zero.reshape(slots, 2 * heads)), pool.format, block_size, width)
+
+    def memory(self, num_stages: int, tile: int) -> tuple:
+        """Stages of K or of V, and the barrier that says which have come."""
+        dtype = self.arrays[0].dtype
+        swizzle = swizzle_of(self.width * dtype.itemsize)
+        stages = [tiled(num_stages, tile, self.width, dtype=dtype, swizzle=swizzle)]
+        if len(self.arrays) > 1:
+            stages.append(plgpu.SMEM((num_stages, tile, 8), self.arrays[1].dtype))
+        arrivals = len(stages) * (tile // min(self.block_size, tile))
+        return stages, plgpu.Barrier(num_arrivals=arrivals, num_barriers=num_stages)
+
+    def bytes_per_key(self) -> int:
+        """Of shared memory, for K or V in one stage."""
+        data, *scale_zero = (x.dtype.itemsize for x in self.arrays)
+        return self.width * data + 8 * sum(scale_zero)
+
+    def rows(self, tile: int) -> int:
+        """Of a tile that lie together in the pool."""
+        return min(self.block_size, tile)
+
+    def slot(self, block_of, tile: int, start, row: int):
+        """Where those begin that hold position `start + row` and what follows."""
+        slot = lax.rem(start + row, jnp.int32(self.block_size))
+        return pl.multiple_of(block_of(start + row) * self.block_size + slot, self.rows(tile))
+
+    def fetch(self, refs, slot_of, column, stages, stage, ready):
+        """Copy a tile whose row i stands in slot `slot_of(i)`. `column`: 2 * head for K, 2 * head + 1 for V."""
+        tile = stages[0].shape[1]
+        rows = self.rows(tile)
+        columns = [pl.ds(pl.multiple_of(column * self.width, self.width), self.width)]
+        # Scales and zeros of two heads are the 16 bytes that TMA copies at least.
+        columns.append(pl.ds(pl.multiple_of(lax.div(column, jnp.int32(4)) * 8, 8), 8))
+        for row in range(0, tile, rows):
+            slot = slot_of(row)
+            for ref, smem, of_head in zip(refs, stages, columns, strict=False):
+                into = smem.at[stage, pl.ds(row, rows)]
+                plgpu.copy_gmem_to_smem(ref.at[pl.ds(slot, rows), of_head], into, ready.at[stage])
+
+    def widen(self, stages, stage, column, into, start, inside):
+        """Dequantise a stage into `into` [tile, D]; zeros where its positions, from `start` on, are not `inside`.
+
+        `inside` is a pair of bounds, or None for keys, whose scores are masked.
+        """
+        rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA_UPCAST_2X
+        step = swizzle_of(self.width)  # columns are bytes
+        for row in range(0, into.shape[0], 64):
+            some = pl.ds(row, 64)
+            scale, zero, kept = None, None, None
+            if inside is not None:
+                position = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=rows) + (start + row)
+                kept = (position >= inside[0]) & (position < inside[1])
+            if len(stages) > 1:
+                scale, zero = _scale_zero(stages[1].at[stage, some], column)
+                if kept is not None:
+                    scale, zero = jnp.where(kept, scale, 0.0), jnp.where(kept, zero, 0.0)
+            for first in range(0, self.width, step):
+                x = load(stages[0].at[stage, some, pl.ds(first, step)], layout=columns)
+                parts = [x]
+                if self.format == "int4":
+                    x = x.astype(jnp.int32)
+                    parts = [(x & 15).astype(jnp.float32), (x >> 4).astype(jnp.float32)]
+                for i, x in enumerate(parts):
+                    # Exact in 16 bits, and only those change their layout at no great cost.
+                    x = x.astype(jnp.float16 if self.format in FLOATS else jnp.bfloat16)
+                    x = plgpu.layout_cast(x, plgpu.Layout.WGMMA).astype(jnp.float32)
+                    if scale is not None and zero is not None:
+                        x = x - lax.broadcast_in_dim(zero, x.shape, [0])
+                        x = x * lax.broadcast_in_dim(scale, x.shape, [0])
+                    elif kept is not None:
+                        x = jnp.where(lax.broadcast_in_dim(kept, x.shape, [0]), x, 0.0)
+                    to = pl.ds(i * self.width + first, step)
+                    into[some, to] = x.astype(into.dtype)
+
+
+def _scale_zero(smem, column):
+    """Each [64]: those of one head's K or V, from [64, 8] of two heads. wgmma's layout has sums, but no columns."""
+    table = load(smem, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+    at = plgpu.broadcasted_iota(jnp.int32, table.shape, 1, layout=plgpu.Layout.WGMMA)
+    first = lax.rem(column, jnp.int32(4)) * 2
+    return tuple(jnp.where(at == first + i, table, 0.0).sum(axis=1) for i in (0, 1))
+
+
+def clear_outside(v_smem, start, low, high):
+    """Zeros in the rows of a tile of V, whose first is position `start`, that are not in [low, high)."""
+    v = load(v_smem, layout=plgpu.Layout.WGMMA)
+    position = start + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+    inside = (position >= low) & (position < high)
+    v_smem[...] = jnp.where(inside, v, jnp.zeros_like(v))
+
+
+def product(a, b, started: Callable[[], None] | None = None):
+    """a @ b in float32, of references in shared memory. `started` is called while it is being computed."""
+
+    def multiply(ref):
+        plgpu.wgmma(ref, a, b)
+        if started is not None:
+            started()
+        return ref[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))

@@ -1,0 +1,105 @@
+"""Sizes of the kernels of products with quantised weights for one kind of device: measured there, kept in `tuned/`.
+
+`python -m pallas_kernels.quant_matmul.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
+what was measured. The folder is empty as long as nobody has. Never tuned is what cuts sums: chunks, splits and the
+number of SMs that these are made for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tuning
+from pallas_kernels.quant_matmul.cases import LAYERS, Case
+from pallas_kernels.quant_matmul.quantized import FP8, QuantizedWeight
+
+FOLDER = Path(__file__).parent / "tuned"
+COPIES = 4  # of a weight, taken in turns: 136 MB and more, so none is in the L2 of 50 MB when its turn comes
+QKV, _, GATE_UP, DOWN = LAYERS["7b"]
+
+
+def _works(tokens: tuple[int, ...], *layers: tuple[int, int]) -> list[Case]:
+    """In int8 as an engine has it, and the format that differs most from it."""
+    formats: tuple[dict[str, Any], ...] = (
+        dict(format="int8", round_x=True),
+        dict(format="int4", group_size=128),
+    )
+    return [
+        Case(name="", num_tokens=num_tokens, num_in=num_in, num_out=num_out, **format)
+        for num_tokens, (num_in, num_out), format in itertools.product(tokens, layers, formats)
+    ]
+
+
+DECODE, PREFILL = _works((8, 64), GATE_UP, DOWN), _works((2048,), GATE_UP, DOWN)
+FEW_PROGRAMS = _works((256, 512), QKV, DOWN)
+CANDIDATES = {
+    "gpu": (
+        (DECODE + PREFILL, {"smem_kib": (72, 100, 200), "most_stages": (4, 6, 8)}),
+        (FEW_PROGRAMS, {"enough_programs": (50, 100, 132, 264)}),
+    ),
+    "tpu": (
+        (DECODE + PREFILL, {"tile_out": (256, 512, 1024)}),
+        (DECODE, {"several": (4, 8, 16)}),
+        (PREFILL, {"tile_tokens": (128, 256, 512)}),
+    ),
+}
+
+
+def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
+    """`Sizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for a file that says something else."""
+    return tuning.read(kernel_of(platform).Sizes, device_kind, folder)
+
+
+def kernel_of(platform: str) -> ModuleType:
+    if platform == "tpu":
+        from pallas_kernels.quant_matmul import tpu as kernel
+    else:
+        from pallas_kernels.quant_matmul import gpu as kernel
+    return kernel
+
+
+def tune(platform: str) -> tuple[Any, dict[str, float]]:
+    """The fastest sizes on the device that is there, and the seconds of all."""
+    return tuning.fastest(
+        kernel_of(platform).Sizes(), CANDIDATES[platform], partial(_seconds, platform)
+    )
+
+
+def _seconds(platform: str, sizes: Any, case: Case) -> float:
+    product = jax.jit(partial(kernel_of(platform).quant_matmul, round_x=case.round_x, sizes=sizes))
+    x, weights = _arguments(case)
+    turns = itertools.cycle(weights)
+    return tuning.seconds_of(lambda: product(x, next(turns)))
+
+
+def _arguments(case: Case) -> tuple[jax.Array, list[QuantizedWeight]]:
+    x = jax.random.normal(jax.random.key(0), (case.num_tokens, case.num_in), jnp.bfloat16)
+    return x, [random_weight(case, seed) for seed in range(COPIES)]
+
+
+@partial(jax.jit, static_argnums=0)
+def random_weight(case: Case, seed: int) -> QuantizedWeight:
+    """Any bytes; their values do not matter to the time."""
+    width, groups = case.num_in, 0
+    if case.format == "int4":
+        assert case.group_size is not None
+        groups = -(-case.num_in // case.group_size // 2) * 2
+        width = groups // 2 * case.group_size
+    data = jax.random.bits(jax.random.key(seed), (case.num_out, width), jnp.uint8)
+    if case.format != "int4":
+        data = lax.bitcast_convert_type(data, jnp.int8 if case.format == "int8" else FP8)
+        return QuantizedWeight(data=data, scale=jnp.ones(case.num_out))
+    zero = jnp.full((groups, case.num_out), 7, jnp.uint8)
+    return QuantizedWeight(data=data, scale=jnp.ones(zero.shape), zero=zero)
+
+
+if __name__ == "__main__":
+    tuning.tune_here(tune, FOLDER)

@@ -1,0 +1,146 @@
+"""What one operation's `tune.py` has in common with the others': sizes measured on a kind of device, and their file.
+
+An operation keeps the sizes of its kernel in a frozen dataclass of positive whole numbers, `Sizes`, whose defaults
+hold until somebody measures, and has a folder `tuned/` with a file for each kind of device that was measured:
+`nvidia_h200.json`, `tpu_v6_lite.json`. Knows no kernel from inside. Where a kernel cuts its sums is never a size: a
+row's result must be the same beside any others, and on any device of a platform.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import jax
+
+from pallas_kernels.paged_attention.gpu_layout import why_not_on
+
+SAMPLES = 9
+SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, shows only once in a sample
+MOST_LAUNCHES = 50  # in flight at once, with their results
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+S = TypeVar("S", bound=_Dataclass)  # an operation's Sizes
+W = TypeVar("W")  # what one measurement works on
+
+
+def path_of(device_kind: str, folder: Path) -> Path:
+    """device_kind as jax tells it: "NVIDIA H200", "TPU v6 lite"."""
+    return folder / f"{'_'.join(device_kind.lower().split())}.json"
+
+
+def read(kind: type[S], device_kind: str, folder: Path) -> S:
+    """What was measured for a kind of device; without a measurement the defaults of `kind`, a class of sizes.
+
+    Raises ValueError for a file that says something else than the fields of `kind`, or numbers that are not positive.
+    """
+    path = path_of(device_kind, folder)
+    if not path.exists():
+        return kind()
+    sizes = json.loads(path.read_text(encoding="utf-8"))["sizes"]
+    names = [field.name for field in dataclasses.fields(kind)]
+    if set(sizes) != set(names) or not all(type(x) is int and x > 0 for x in sizes.values()):
+        raise ValueError(
+            f"{path}: sizes are {sizes}; wanted are positive numbers for {names}. Measure again, or remove the file"
+        )
+    return kind(**sizes)
+
+
+def write(device_kind: str, sizes: _Dataclass, seconds: Mapping[str, float], folder: Path) -> Path:
+    """Write what `read` reads, and where it comes from. seconds: of each candidate, as `fastest` gives them."""
+    path = path_of(device_kind, folder)
+    path.parent.mkdir(exist_ok=True)
+    content = {
+        "device_kind": device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+        "sizes": dataclasses.asdict(sizes),
+        "seconds": dict(seconds),
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def fastest(
+    start: S,
+    stages: Iterable[tuple[Iterable[W], Mapping[str, Sequence[int]]]],
+    seconds: Callable[[S, W], float],
+) -> tuple[S, dict[str, float]]:
+    """The sizes of the fastest candidates, and the seconds of all by name: "tile_kv=64 stages=3".
+
+    start: the sizes to begin with, a frozen dataclass. stages: works, and the values to try of the fields that matter
+    to them, all combinations; one stage after another, with the best of those before, so that candidates add up
+    instead of multiplying. seconds: of a call with such sizes on such a work; a candidate for which it raises
+    RuntimeError or ValueError (too much shared memory, no such tile) is left out. A candidate's time is the geometric
+    mean over the works, so that a short one counts as much as a long one. Raises RuntimeError if nothing is left.
+    """
+    best, found = start, {}
+    for works, values in stages:
+        prepared = list(works)
+        times: dict[S, float] = {}
+        for chosen in itertools.product(*values.values()):
+            changes = dict(zip(values, chosen, strict=True))
+            name = " ".join(f"{key}={x}" for key, x in changes.items())
+            try:
+                sizes: S = dataclasses.replace(best, **changes)
+                of_works = [seconds(sizes, work) for work in prepared]
+            except (RuntimeError, ValueError) as error:
+                print(f"{name}: {(str(error).splitlines() or [''])[0]}", file=sys.stderr)
+                continue
+            found[name] = times[sizes] = statistics.geometric_mean(of_works)
+            print(f"{name}: {1e3 * times[sizes]:.3f} ms", file=sys.stderr)
+        if not times:
+            raise RuntimeError(
+                f"no candidate of {dict(values)} could be run; the reasons stand above"
+            )
+        best = min(times, key=times.__getitem__)
+    return best, found
+
+
+def seconds_of(launch: Callable[[], Any]) -> float:
+    """Median seconds of a launch on the device. `launch` starts one and gives what can be waited for.
+
+    A sample is several launches, so that dispatch hides behind the work of the one before. It is up to `launch` to go
+    through more memory than a cache holds, in one call or in turns, and to keep what it gives up by donation.
+    """
+    jax.block_until_ready(launch())  # compiles
+    once = _sample(launch, 1)
+    launches = min(MOST_LAUNCHES, max(1, round(SAMPLE_SECONDS / max(once, 1e-9))))
+    return statistics.median(_sample(launch, launches) for _ in range(SAMPLES))
+
+
+def _sample(launch: Callable[[], Any], launches: int) -> float:
+    result, start = None, time.perf_counter()
+    for _ in range(launches):
+        result = launch()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / launches
+
+
+def tune_here(tune: Callable[[str], tuple[_Dataclass, dict[str, float]]], folder: Path) -> None:
+    """Measure on the device that is there, write its file and print what it says.
+
+    tune: of a platform, "gpu" or "tpu", what `fastest` gives. Raises SystemExit where there is no such device.
+    """
+    device = jax.devices()[0]
+    reason: str | None = "the kernels are for Hopper GPUs and TPUs"
+    if device.platform == "gpu":
+        reason = why_not_on(getattr(device, "compute_capability", None))
+    elif device.platform == "tpu":
+        reason = None
+    if reason:
+        raise SystemExit(f"nothing to tune on {device.device_kind} ({device.platform}): {reason}")
+    sizes, seconds = tune(device.platform)
+    print(f"{write(device.device_kind, sizes, seconds, folder)}: {sizes}")

@@ -1,0 +1,168 @@
+"""What all `tune.py` share, by the products with quantised weights; and that these are right with any sizes."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpage.ops import matmul as ops
+from pallas_kernels import tuning
+from pallas_kernels.quant_matmul import cases, gpu, quantized, tpu, tune
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "file", "sizes"),
+    [
+        (
+            "gpu",
+            "NVIDIA H200",
+            "nvidia_h200.json",
+            gpu.Sizes(smem_kib=72, most_stages=4, enough_programs=50),
+        ),
+        ("tpu", "TPU v6 lite", "tpu_v6_lite.json", tpu.Sizes(tile_out=256, several=4)),
+    ],
+)
+def test_sizes_are_those_that_were_measured_on_a_kind_of_device(
+    platform, kind, file, sizes, tmp_path
+):
+    assert tune.tuned_sizes(platform, kind, tmp_path) == type(sizes)()
+    path = tuning.write(kind, sizes, {"a=1": 1e-3}, tmp_path / "tuned")
+    assert path.name == file
+    assert tune.tuned_sizes(platform, kind, path.parent) == sizes
+    assert tune.tuned_sizes(platform, f"{kind} PCIe", path.parent) == type(sizes)()
+    said = json.loads(path.read_text())
+    assert (said["device_kind"], said["jax"], said["seconds"]) == (
+        kind,
+        jax.__version__,
+        {"a=1": 1e-3},
+    )
+    for broken in (
+        {"tile": 1},
+        said["sizes"] | {next(iter(said["sizes"])): 0},
+        said["sizes"] | {"a": 1},
+    ):
+        path.write_text(json.dumps(said | {"sizes": broken}))
+        with pytest.raises(ValueError, match=f"{file}: sizes are"):
+            tune.tuned_sizes(platform, kind, path.parent)
+
+
+def test_what_was_really_measured_if_anything_can_be_read():
+    for path in tune.FOLDER.glob("*.json"):
+        kind = json.loads(path.read_text())["device_kind"]
+        assert path == tuning.path_of(kind, tune.FOLDER)
+        tune.tuned_sizes("tpu" if "tpu" in path.name else "gpu", kind)
+
+
+def test_an_engine_has_what_was_measured_on_its_device(monkeypatch, tmp_path):
+    sizes = tpu.Sizes(tile_tokens=128)
+    tuning.write("TPU v5 lite", sizes, {}, tmp_path)
+    monkeypatch.setattr(ops, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
+    weight = jax.eval_shape(lambda: cases.arguments(cases.SMALL[0])[1])
+    for kind, wanted in (("TPU v5 lite", sizes), ("TPU7x", tpu.Sizes())):
+        chosen, _ = ops.choose(weight, platform="tpu", num_devices=1, device_kind=kind)
+        assert chosen == ops.Implementation("tpu", wanted)
+
+
+class Clock:
+    """Moves only when somebody works, and `perf_counter` tells it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(tuning.time, "perf_counter", lambda: self.now)
+
+    def work(self, seconds: float) -> np.ndarray:
+        self.now += seconds
+        return np.zeros(1)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
+    """By the clock of a device for which the second value of everything is best, and the third does not fit."""
+    clock, kernel = Clock(monkeypatch), tune.kernel_of(platform)
+    best = {
+        name: values[1] for _, stage in tune.CANDIDATES[platform] for name, values in stage.items()
+    }
+    most = {
+        name: values[2] for _, stage in tune.CANDIDATES[platform] for name, values in stage.items()
+    }
+
+    def product(x, weight, *, round_x, sizes):
+        if any(getattr(sizes, name) == value for name, value in most.items()):
+            raise ValueError("too much shared memory")
+        wrong = sum(getattr(sizes, name) != value for name, value in best.items())
+        return clock.work(1e-3 * x * (1 + wrong))
+
+    monkeypatch.setattr(kernel, "quant_matmul", product)
+    monkeypatch.setattr(tune.jax, "jit", lambda function: function)
+    monkeypatch.setattr(tune, "_arguments", lambda case: (case.num_tokens, [None, None]))
+    sizes, seconds = tune.tune(platform)
+    assert sizes == kernel.Sizes(**best)
+    assert not any(
+        f"{name}={value}" in key.split() for key in seconds for name, value in most.items()
+    )
+
+
+def test_short_works_count_as_much_as_long_ones(capsys):
+    times = {256: (1.0, 100.0), 512: (2.0, 90.0)}
+    best, seconds = tuning.fastest(
+        tpu.Sizes(),
+        [((0, 1), {"tile_out": (256, 512)})],
+        lambda sizes, work: times[sizes.tile_out][work],
+    )
+    assert best.tile_out == 256 and seconds["tile_out=256"] == pytest.approx(10.0)
+    assert "tile_out=512: 13416.408 ms" in capsys.readouterr().err
+
+
+def test_where_nothing_runs_there_is_nothing_to_choose(capsys):
+    def seconds(sizes, work):
+        raise NotImplementedError("no such device\nat all")
+
+    with pytest.raises(RuntimeError, match=r"no candidate of \{'several': \(1, 2\)\} could be run"):
+        tuning.fastest(tpu.Sizes(), [((0,), {"several": (1, 2)})], seconds)
+    assert capsys.readouterr().err == "several=1: no such device\nseveral=2: no such device\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "launches"), [(1e-3, 5), (1.0, 1), (1e-6, tuning.MOST_LAUNCHES)]
+)
+def test_a_sample_is_as_many_launches_as_hide_the_dispatch(seconds, launches, monkeypatch):
+    """The first one, which compiles, takes long and is not counted."""
+    clock, calls = Clock(monkeypatch), []
+
+    def launch():
+        calls.append(None)
+        return clock.work(seconds if len(calls) > 1 else 60.0)
+
+    assert tuning.seconds_of(launch) == pytest.approx(seconds)
+    assert len(calls) == 2 + launches * tuning.SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "reason"),
+    [
+        ("cpu", None, r"nothing to tune on fake \(cpu\): the kernels are for Hopper GPUs and TPUs"),
+        ("gpu", "8.0", r"nothing to tune on fake \(gpu\): .* this device's is 8\.0"),
+    ],
+)
+def test_tuning_refuses_a_machine_without_such_a_device(platform, capability, reason, monkeypatch):
+    class Device:
+        device_kind = "fake"
+
+    Device.platform, Device.compute_capability = platform, capability
+    monkeypatch.setattr(tuning.jax, "devices", lambda: [Device])
+    with pytest.raises(SystemExit, match=reason):
+        tuning.tune_here(tune.tune, tune.FOLDER)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_weights_to_measure_with_are_as_weights_are(format):
+    case = cases.Case(name="", format=format, num_in=896, group_size=128)
+    made = jax.eval_shape(partial(tune.random_weight, case), 0)
+    wanted = jax.eval_shape(
+        lambda: quantized.quantize(jax.numpy.ones((256, 896)), format, case.group_size)
+    )
+    assert made == wanted
