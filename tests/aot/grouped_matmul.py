@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from jaxpage.aot.targets import parse_target
@@ -26,6 +26,7 @@ OTHER_SIZES = {
 }
 
 
+@cache
 def compile_all(target: str) -> list[dict]:
     """What the compiler says of each program. Raises RuntimeError if it ends badly."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpage.aot.targets import CHIPS, parse_target
 from jaxpage.aot.topology import missing_compiler
-from tests.aot import block_copy, gpu, quant_matmul, steps, tpu
+from tests.aot import block_copy, gpu, grouped_matmul, kv_write, quant_matmul, steps, tpu
 
 ROOT = Path(__file__).parents[2]
 KEPT = "aot/seen"  # the name in pytest's cache
@@ -41,11 +41,26 @@ def _attention_of_gpus(target: str) -> list[dict[str, Any]]:
     return [each for each in gpu.compile_all(target) if "temp" in each]
 
 
+def _writes(target: str) -> list[dict[str, Any]]:
+    assert target == kv_write.TARGET
+    return kv_write.compile_all()
+
+
+def _our_grouped_products(target: str) -> list[dict[str, Any]]:
+    return [
+        each
+        for each in grouped_matmul.compile_all(target)
+        if not each["name"].endswith("ragged_dot")
+    ]
+
+
 KERNELS = (
     Kernel("paged_attention", tpu.compile_all, tpu.TOPOLOGIES),
     Kernel("paged_attention", _attention_of_gpus, ("h200",)),
+    Kernel("kv_write", _writes, ("h200",)),
     Kernel("block_copy", block_copy.compile_all, ALL),
     Kernel("quant_matmul", quant_matmul.compile_all, ALL),
+    Kernel("grouped_matmul", _our_grouped_products, ALL),
 )
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import jax
 import pytest
 
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import missing_compiler
 from pallas_kernels.grouped_matmul import cases
-from tests.aot import grouped_matmul, tpu
+from tests.aot import tpu
+from tests.aot.grouped_matmul import compile_all
 
 __test__ = jax.__version_info__ >= (0, 11, 2)
 pytestmark = pytest.mark.aot
-
-
-@cache
-def compiled(target: str) -> list[dict]:
-    return grouped_matmul.compile_all(target)
 
 
 @pytest.fixture(params=[*tpu.TOPOLOGIES, "h200"])
@@ -30,7 +24,7 @@ def target(request) -> str:
 
 def test_one_kernel_reads_the_weights_where_they_are(target):
     """With the default sizes and with others, and in float32, whose tiles are not to be twice as large."""
-    ours = [each for each in compiled(target) if not each["name"].endswith("ragged_dot")]
+    ours = [each for each in compile_all(target) if not each["name"].endswith("ragged_dot")]
     assert len(ours) == (2 if target == "h200" else 3) * len(cases.MODELS) * len(cases.TOKENS)
     for each in ours:
         assert each["kernels"] == 1 and each["copies"] == [], each
@@ -42,7 +36,7 @@ def test_what_a_hopper_gpu_sums_stays_in_registers():
     """And no product waits for itself, which ptxas would say."""
     if reason := missing_compiler("gpu"):
         pytest.skip(reason)
-    for each in compiled("h200"):
+    for each in compile_all("h200"):
         if each["kernels"]:
             assert "0 bytes spill stores" in each["ptxas"], each
             assert each["ptxas"].count("for 'sm_90a'") == 1, each
@@ -51,7 +45,7 @@ def test_what_a_hopper_gpu_sums_stays_in_registers():
 
 def test_why_it_is_not_jax_s_own(target):
     """With weights as they are stored it copies all of them, on each of these chips; on an H200 more than that."""
-    for each in compiled(target):
+    for each in compile_all(target):
         if each["name"].endswith("ragged_dot"):
             assert each["temp_bytes"] > 0.99 * each["weight_bytes"], each
             assert target != "h200" or each["temp_bytes"] > 1.02 * each["weight_bytes"], each
