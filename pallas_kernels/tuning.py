@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 
-from pallas_kernels.paged_attention.gpu_layout import why_not_on
+from pallas_kernels.hopper import why_not_on
 
 SAMPLES = 9
 SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, shows only once in a sample

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention.gpu_layout import why_not_on
+from pallas_kernels.hopper import why_not_on
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 KERNELS = ("gpu", "tpu")  # modules of an operation that need such a device

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpage.batch import StepBatch
 from jaxpage.kv_pool import KernelSizes, KVPool, KVPoolSpec, Layer
 from jaxpage.parallel.sharding import TENSOR
+from pallas_kernels.hopper import why_not_on
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
@@ -73,7 +74,7 @@ def choose(
         reason = tpu_layout.why_not(q, share(lanes), kv_heads, table, sizes)
         return (spec, reason) if reason else (lanes, None)
     if platform == "gpu":
-        reason = gpu_layout.why_not_on(compute_capability) or gpu_layout.why_not(q, share(spec))
+        reason = why_not_on(compute_capability) or gpu_layout.why_not(q, share(spec))
         if reason is None:
             return replace(spec, kernel_sizes=tuned_sizes("gpu", device_kind)), None
         return spec, reason

@@ -11,7 +11,7 @@ from typing import Any
 
 from pallas_kernels.grouped_matmul import xla
 from pallas_kernels.grouped_matmul.tune import kernel_of, tuned_sizes
-from pallas_kernels.paged_attention.gpu_layout import why_not_on
+from pallas_kernels.hopper import why_not_on
 
 
 def choose(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.paged_attention.gpu_layout import why_not_on
+from pallas_kernels.hopper import why_not_on
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 from pallas_kernels.quant_matmul.tune import kernel_of, tuned_sizes

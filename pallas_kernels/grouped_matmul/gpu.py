@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.gpu_layout import JAX_VERSIONS
+from pallas_kernels.hopper import why_not_with_jax
 
 COLUMNS = 128  # outputs of a program, or twice as many
 DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
@@ -55,9 +55,8 @@ DEFAULT = Sizes()
 
 def why_not(x: jax.Array, weights: jax.Array) -> str | None:
     """Why the kernel cannot serve such arguments, in one line; None if it can. Shapes and dtypes suffice."""
-    oldest, newest = JAX_VERSIONS
-    if not oldest <= jax.__version_info__ < newest:
-        return f"jax is {jax.__version__}; the kernel is for Mosaic GPU from {oldest} to before {newest}"
+    if reason := why_not_with_jax():
+        return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
         return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16 or float16, and the same"
     _, num_outputs, num_inputs = weights.shape

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.hopper import why_not_with_jax
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
 
@@ -22,9 +23,6 @@ NUM_SMS = 132  # of H100 and H200. More programs than fit wait for their turn, f
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
 HEAD_DIMS = (64, 96, 128, 192, 256)
-CAPABILITY = "9.0"  # of Hopper
-# From the first jax that has all of what the kernels use, to the first with which they were not seen to compile.
-JAX_VERSIONS = ((0, 11, 2), (0, 12))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +38,10 @@ class Sizes:
     programs_per_sm: int = 3
 
 
-def why_not_on(compute_capability: str | None) -> str | None:
-    """Why these kernels cannot run on a device of such a compute capability, in one line; None if they can."""
-    if compute_capability == CAPABILITY:
-        return None
-    has = compute_capability or "unknown"
-    return f"the kernels are for Hopper GPUs, of compute capability {CAPABILITY}; this device's is {has}"
-
-
 def why_not(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:
     """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
-    oldest, newest = JAX_VERSIONS
-    if not oldest <= jax.__version_info__ < newest:
-        names = [".".join(map(str, version)) for version in JAX_VERSIONS]
-        return f"the kernels need jax >= {names[0]} and < {names[1]}, and this is {jax.__version__}"
+    if reason := why_not_with_jax():
+        return reason
     quantised = isinstance(pool, QuantizedPool)
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or pool.dtype == q.dtype):
         other = "" if quantised else f" and the pool {pool.dtype}"

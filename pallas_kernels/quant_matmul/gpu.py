@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.gpu_layout import JAX_VERSIONS
+from pallas_kernels.hopper import why_not_with_jax
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
 
 ROWS = 128  # outputs of a program
@@ -58,9 +58,8 @@ DEFAULT = Sizes()
 
 def why_not(dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False) -> str | None:
     """Why the kernel cannot serve x of such a dtype, in one line; None if it can. Shapes and dtypes suffice."""
-    oldest, newest = JAX_VERSIONS
-    if not oldest <= jax.__version_info__ < newest:
-        return f"jax is {jax.__version__}; the kernel is for Mosaic GPU from {oldest} to before {newest}"
+    if reason := why_not_with_jax():
+        return reason
     if dtype != jnp.bfloat16:
         return f"x is {dtype}; the kernel reads bfloat16"
     if round_x and weight.format != "int8":

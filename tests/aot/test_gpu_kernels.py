@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jaxpage.aot.topology import missing_compiler
+from pallas_kernels.hopper import why_not_on
 from pallas_kernels.paged_attention import gpu_layout
 from tests.aot import gpu
 
@@ -34,7 +35,7 @@ def compiled():
 def test_the_target_is_an_h200(compiled):
     device = compiled["device"]
     assert device["kind"] == "NVIDIA H200"
-    assert gpu_layout.why_not_on(device["capability"]) is None
+    assert why_not_on(device["capability"]) is None
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -19,7 +19,7 @@ from jaxpage.models.attention import DenseAttention
 from jaxpage.ops import attention
 from jaxpage.ops.attention import PagedAttention, choose, heads_of_pool
 from jaxpage.parallel.sharding import TENSOR
-from pallas_kernels import tuning
+from pallas_kernels import hopper, tuning
 from pallas_kernels.kv_write.quantized import FLOATS, FORMATS, QuantizedPool
 from pallas_kernels.paged_attention import (
     cases,
@@ -241,7 +241,7 @@ def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(changes, a
     spec = replace(spec_of_a_gpu(), **changes)
     options = dict(num_devices=1, num_heads=8, compute_capability="9.0") | asked
     chosen, why = choose(spec, platform="gpu", table=(4, 9), device_kind="NVIDIA H200", **options)
-    oldest, newest = gpu_layout.JAX_VERSIONS
+    oldest, newest = hopper.JAX_VERSIONS
     if not oldest <= jax.__version_info__ < newest and "compute_capability" not in asked:
         reason = r"the kernels need jax >= 0\.11\.2 and < 0\.12, and this is"
     if reason is None:
@@ -322,7 +322,7 @@ def test_a_pool_goes_with_the_sizes_of_its_device(platform, tmp_path, monkeypatc
     kind, sizes = KINDS[platform]
     tuning.write(kind, sizes, {}, tmp_path)
     monkeypatch.setattr(attention, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
-    monkeypatch.setattr(gpu_layout, "JAX_VERSIONS", ((0,), (99,)))
+    monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     spec = replace(spec_of_a_gpu(), platform=platform)
     asked = dict(num_devices=1, table=(4, 9), compute_capability="9.0")
     chosen, why = choose(spec, platform=platform, device_kind=kind, **asked)
