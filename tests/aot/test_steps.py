@@ -142,16 +142,15 @@ def check_kernels(place: Place, found: list[dict]) -> None:
 
 
 def check_registers(place: Place, found: list[dict]) -> None:
-    """No kernel of a GPU, XLA's own included, puts registers into memory, but for what attention's may of a prompt.
-
-    One that two programs share is told once.
+    """No kernel of a GPU puts more registers into memory than attention's of prompts may: XLA's own spill 8 bytes in a
+    product of 16 rows. Ours have bounds of their own in `test_gpu_kernels`.
     """
     spilled = [num_bytes for each in found for num_bytes in each["spilled"]]
-    assert (len(spilled) > 100) is (place.target == "h200")
-    for each in found:
-        of_prompts = each["bucket"] and not each["bucket"]["decode"]
-        most = SPILLED["mixed" if of_prompts else "decode"]
-        assert max(each["spilled"], default=0) <= most, each["name"]
+    assert (len(spilled) > 100) is (
+        place.target == "h200"
+    )  # one that two programs share is told once
+    most = max(SPILLED.values())
+    assert max(spilled, default=0) <= most, {n["name"]: n["spilled"] for n in found}
 
 
 def check_collectives(place: Place, found: list[dict]) -> None:
