@@ -142,8 +142,8 @@ def check_kernels(place: Place, found: list[dict]) -> None:
 
 
 def check_registers(place: Place, found: list[dict]) -> None:
-    """No kernel of a GPU puts more registers into memory than attention's of prompts may: XLA's own spill 8 bytes in a
-    product of 16 rows. Ours have bounds of their own in `test_gpu_kernels`.
+    """No kernel of a GPU puts more registers into memory than attention's of prompts may: XLA's own spill 8 bytes in
+    a scatter of 16 rows. Ours have bounds of their own in `test_gpu_kernels`.
     """
     spilled = [num_bytes for each in found for num_bytes in each["spilled"]]
     assert (len(spilled) > 100) is (
