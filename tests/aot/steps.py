@@ -110,11 +110,12 @@ def compile_all(place: Place, model: str | None = None) -> list[dict]:
     return [each | {"spilled": spilled[each["name"]]} for each in found]
 
 
-def _spilled(log: str) -> dict[str, list[int]]:
-    """By program the bytes of registers that each of its kernels on a GPU puts into memory."""
+def _spilled(log: str) -> dict[str, dict[str, int]]:
+    """By program and kernel on a GPU the bytes of registers that it puts into memory."""
     parts = re.split(r"^compiling (.*)$", log, flags=re.MULTILINE)
+    kernel = re.compile(r"Function properties for (\S+)\s.*?(\d+) bytes spill stores", re.DOTALL)
     return {
-        name: [int(n) for n in re.findall(r"(\d+) bytes spill stores", text)]
+        name: {found: int(num_bytes) for found, num_bytes in kernel.findall(text)}
         for name, text in zip(parts[1::2], parts[2::2], strict=True)
     }
 

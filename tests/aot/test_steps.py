@@ -31,6 +31,7 @@ from tests.aot.steps import (
 pytestmark = pytest.mark.aot
 
 MIB = 2**20
+XLA_SPILLS = 12  # bytes a thread: 8 in a scatter, 12 in the sums of the lists of query tiles
 
 
 @pytest.fixture(params=PLACES, ids=lambda place: place.name)
@@ -142,15 +143,19 @@ def check_kernels(place: Place, found: list[dict]) -> None:
 
 
 def check_registers(place: Place, found: list[dict]) -> None:
-    """No kernel of a GPU puts more registers into memory than attention's of prompts may: XLA's own spill 8 bytes in
-    a scatter of 16 rows. Ours have bounds of their own in `test_gpu_kernels`.
+    """No kernel of a GPU puts registers into memory, but for what attention of prompts may (see `test_gpu_kernels`) and
+    for a number or three in small ones of XLA's. One that two programs share is told once.
     """
-    spilled = [num_bytes for each in found for num_bytes in each["spilled"]]
-    assert (len(spilled) > 100) is (
-        place.target == "h200"
-    )  # one that two programs share is told once
-    most = max(SPILLED.values())
-    assert max(spilled, default=0) <= most, {n["name"]: n["spilled"] for n in found}
+    spilled = [kernel for each in found for kernel in each["spilled"].items()]
+    assert (len(spilled) > 100) is (place.target == "h200")
+    for name, num_bytes in spilled:
+        most = XLA_SPILLS
+        if name.startswith("paged_"):
+            most = SPILLED["mixed" if name.startswith("paged_prefill") else "decode"]
+        assert num_bytes <= most, (name, num_bytes)
+    ours = {name.partition("_mosaic")[0] for name, _ in spilled if name.startswith("paged_")}
+    kinds = {"paged_decode", "paged_combine", "paged_prefill"}
+    assert ours == (kinds if place.target == "h200" else set())
 
 
 def check_collectives(place: Place, found: list[dict]) -> None:
