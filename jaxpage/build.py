@@ -23,18 +23,18 @@ from jaxpage.config import (
     eos_token_ids,
     load_generation_config,
 )
-from jaxpage.draft import Draft, make_draft
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.scheduler import Scheduler
+from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.models import registry
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.facts import machine_facts
 from jaxpage.runner.host_memory import HostMemory, content_shapes
 from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
-from jaxpage.runner.program_store import NUM_BLOCKS, ProgramStore, Sizes
+from jaxpage.runner.program_store import NUM_BLOCKS, MeasuredSizes, ProgramStore
 from jaxpage.runner.programs import compile_program, step_bytes, use_persistent_cache
 from jaxpage.runner.runner import Runner
 from jaxpage.tokenizer import Detokenizer, load_tokenizer
@@ -69,13 +69,13 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     _print_unless_configured()
     device = jax.local_devices()[0]
     memory = (device.memory_stats() or {}).get("bytes_limit")
-    draft = make_draft(options, device=device, device_memory=memory)
+    draft = make_engine_spec(options, device=device, device_memory=memory)
     config, model = draft.config, draft.model
     generation_config = load_generation_config(options)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
     use_persistent_cache(config.compilation_cache_dir)
-    if draft.why_not_kernel:
-        logger.warning("attention runs in plain XLA: %s", draft.why_not_kernel)
+    if draft.no_kernel_reason:
+        logger.warning("attention runs in plain XLA: %s", draft.no_kernel_reason)
     if config.load_format == "dummy":
         initialise(model, seed=config.seed)
     else:
@@ -119,7 +119,7 @@ def _print_unless_configured() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _make_runner(draft: Draft) -> tuple[Draft, Runner]:
+def _make_runner(draft: EngineSpec) -> tuple[EngineSpec, Runner]:
     """The runner with its pool sized, and the draft with what the sizing made of its config."""
     machine = machine_facts(draft.device, compiler_flags())
     root = programs_folder(draft.config)
@@ -132,7 +132,7 @@ def _make_runner(draft: Draft) -> tuple[Draft, Runner]:
             share_of_free=draft.config.cache_max_entry_count,
         )
 
-    sizes = Sizes(root, machine | draft.facts(0))
+    sizes = MeasuredSizes(root, machine | draft.facts(0))
     sized, num_blocks = size_kv(draft, available, sizes)
     store = None
     if root is not None:
@@ -159,7 +159,7 @@ def programs_folder(config: ResolvedConfig) -> Path | None:
     return Path(config.compilation_cache_dir) / "programs"
 
 
-def _make_host_memory(draft: Draft) -> HostMemory | None:
+def _make_host_memory(draft: EngineSpec) -> HostMemory | None:
     """Host blocks of `swap_space`, and the store on disk behind them."""
     config, device, pool = draft.config, draft.device, draft.pool
     if config.swap_space == 0:
@@ -179,7 +179,9 @@ def _make_host_memory(draft: Draft) -> HostMemory | None:
     return HostMemory(num_blocks, device=None if device.platform == "cpu" else device, store=store)
 
 
-def size_kv(draft: Draft, available: Callable[[int], int], sizes: Sizes) -> tuple[Draft, int]:
+def size_kv(
+    draft: EngineSpec, available: Callable[[int], int], sizes: MeasuredSizes
+) -> tuple[EngineSpec, int]:
     """The number of KV blocks, and the draft with what it makes of the two token limits. Raises ValueError.
 
     `available(temp_bytes)` are the bytes for the pool beside a step that needs so many: compiled to be asked, unless
@@ -187,18 +189,18 @@ def size_kv(draft: Draft, available: Callable[[int], int], sizes: Sizes) -> tupl
     not much smaller than what would.
     """
     config, bytes_per_block = draft.config, draft.pool.bytes_per_block
-    room = draft.room
+    footprint = draft.footprint
     num_blocks = config.num_gpu_blocks_override
     if num_blocks is None and config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // bytes_per_block
     if num_blocks is None:
-        num_blocks, room = size_pool(
+        num_blocks, footprint = size_pool(
             available=available,
             temp_bytes=lambda bucket: sizes.remember(
                 bucket.name, lambda: bytes_besides_pool(draft, bucket)
             ),
             bytes_per_block=bytes_per_block,
-            room=room,
+            footprint=footprint,
             max_model_len=config.max_model_len,
             must_fit=not config.fit_max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -208,11 +210,11 @@ def size_kv(draft: Draft, available: Callable[[int], int], sizes: Sizes) -> tupl
         num_blocks = min(num_blocks, MOST_BLOCKS)
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
-        max_model_len = max(2, room.longest(max_model_len, num_blocks))
+        max_model_len = max(2, footprint.longest(max_model_len, num_blocks))
     # With blocks counted out by the user, the scheduler refuses the single request that is too long.
     if config.num_gpu_blocks_override is None:
         check_fits(
-            room,
+            footprint,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             available=num_blocks * bytes_per_block,
@@ -220,13 +222,13 @@ def size_kv(draft: Draft, available: Callable[[int], int], sizes: Sizes) -> tupl
     config = dataclasses.replace(
         config,
         num_gpu_blocks_override=num_blocks,
-        max_num_batched_tokens=room.max_num_batched_tokens,
+        max_num_batched_tokens=footprint.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
     return dataclasses.replace(draft, config=config), num_blocks
 
 
-def bytes_besides_pool(draft: Draft, bucket: Bucket) -> int:
+def bytes_besides_pool(draft: EngineSpec, bucket: Bucket) -> int:
     """What a device must hold besides weights and pool: request state, temporaries and results of one step.
 
     Compiles it, with the smallest pool: its size does not matter to the temporaries.
@@ -240,7 +242,7 @@ def bytes_besides_pool(draft: Draft, bucket: Bucket) -> int:
     return lowerings.state_bytes + step_bytes(programs)
 
 
-def _check_same_ropes(draft: Draft) -> None:
+def _check_same_ropes(draft: EngineSpec) -> None:
     """Some RoPE types depend on max_model_len, which may have been fitted after the model was made."""
     config = draft.config
     length = config.max_model_len

@@ -21,12 +21,12 @@ class KVGroups:
     """G groups. Those with a window come first: their block tables are the first to need a block."""
 
     windows: Windows  # G of them, in tokens: a token sees itself and `window - 1` before it
-    places: tuple[tuple[int, int], ...]  # of each layer: (group, array of the pool)
+    layer_locations: tuple[tuple[int, int], ...]  # of each layer: (group, array of the pool)
 
     @property
     def num_arrays(self) -> int:
         """Of the pool: the layers of one group."""
-        return 1 + max(array for _, array in self.places)
+        return 1 + max(array for _, array in self.layer_locations)
 
 
 def group_layers(windows: Windows, max_model_len: int) -> KVGroups:
@@ -43,13 +43,13 @@ def group_layers(windows: Windows, max_model_len: int) -> KVGroups:
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
     group_windows: list[int | None] = []
-    places = [(0, 0)] * len(windows)
+    layer_locations = [(0, 0)] * len(windows)
     for window in sorted(kinds, key=lambda w: (w is None, w)):
         for number, layer in enumerate(kinds[window]):
             if number % size == 0:
                 group_windows.append(window)
-            places[layer] = (len(group_windows) - 1, number % size)
-    return KVGroups(tuple(group_windows), tuple(places))
+            layer_locations[layer] = (len(group_windows) - 1, number % size)
+    return KVGroups(tuple(group_windows), tuple(layer_locations))
 
 
 def first_seen_block(window: int | None, start: int, block_size: int) -> int:

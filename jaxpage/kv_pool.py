@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention import gpu_layout, tpu_layout
 
 Layer = jax.Array | QuantizedPool
 KVPool = list[Layer]
-KernelSizes = gpu_layout.Sizes | tpu_layout.Sizes  # of the kernel that reads the pool
+KernelSizes = gpu_layout.TileSizes | tpu_layout.TileSizes  # of the kernel that reads the pool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ class Feature(enum.IntFlag):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Moves:
+class BlockTransfers:
     """Block contents that move before the rows of a step run, in the order of these fields."""
 
     stores: list[tuple[int, bytes]] = field(default_factory=list)  # (host block, hash) to the disk
@@ -69,7 +69,7 @@ class StepPlan:
     block_copies: list[tuple[int, int]] = field(
         default_factory=list
     )  # (source, destination), before any write
-    moves: Moves | None = None  # between device, host and disk; before the copies
+    moves: BlockTransfers | None = None  # between device, host and disk; before the copies
 
     @property
     def num_rows(self) -> int:

@@ -9,7 +9,7 @@ CAPABILITY = "9.0"
 JAX_VERSIONS = ((0, 11, 2), (0, 12))
 
 
-def why_not_on(compute_capability: str | None) -> str | None:
+def unsupported_reason_on(compute_capability: str | None) -> str | None:
     """Why these kernels cannot run on a device of such a compute capability, in one line; None if they can."""
     if compute_capability == CAPABILITY:
         return None
@@ -17,7 +17,7 @@ def why_not_on(compute_capability: str | None) -> str | None:
     return f"the kernels are for Hopper GPUs, of compute capability {CAPABILITY}; this device's is {has}"
 
 
-def why_not_with_jax() -> str | None:
+def unsupported_jax() -> str | None:
     """Why they cannot be lowered by this jax, in one line; None if they can."""
     oldest, newest = JAX_VERSIONS
     if oldest <= jax.__version_info__ < newest:

@@ -1,6 +1,6 @@
 """What one operation's `tune.py` has in common with the others': sizes measured on a kind of device, and their file.
 
-An operation keeps the sizes of its kernel in a frozen dataclass of positive whole numbers, `Sizes`, whose defaults
+An operation keeps the sizes of its kernel in a frozen dataclass of positive whole numbers, `TileSizes`, whose defaults
 hold until somebody measures, and has a folder `tuned/` with a file for each kind of device that was measured:
 `nvidia_h200.json`, `tpu_v6_lite.json`. Knows no kernel from inside. Where a kernel cuts its sums is never a size: a
 row's result must be the same beside any others, and on any device of a platform.
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 
-from pallas_kernels.hopper import why_not_on
+from pallas_kernels.hopper import unsupported_reason_on
 
 SAMPLES = 9
 SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, shows only once in a sample
@@ -32,7 +32,7 @@ class _Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-S = TypeVar("S", bound=_Dataclass)  # an operation's Sizes
+S = TypeVar("S", bound=_Dataclass)  # an operation's TileSizes
 W = TypeVar("W")  # what one measurement works on
 
 
@@ -137,7 +137,7 @@ def tune_here(tune: Callable[[str], tuple[_Dataclass, dict[str, float]]], folder
     device = jax.devices()[0]
     reason: str | None = "the kernels are for Hopper GPUs and TPUs"
     if device.platform == "gpu":
-        reason = why_not_on(getattr(device, "compute_capability", None))
+        reason = unsupported_reason_on(getattr(device, "compute_capability", None))
     elif device.platform == "tpu":
         reason = None
     if reason:

@@ -16,7 +16,7 @@ def gemma3(num_layers: int) -> tuple[int | None, ...]:
 def test_layers_that_see_equally_far_are_one_group(windows):
     groups = group_layers(windows, max_model_len=100)
     assert groups.windows == windows[:1] and groups.num_arrays == 4
-    assert groups.places == ((0, 0), (0, 1), (0, 2), (0, 3))
+    assert groups.layer_locations == ((0, 0), (0, 1), (0, 2), (0, 3))
 
 
 def test_a_window_that_no_sequence_outgrows_is_none():
@@ -27,14 +27,14 @@ def test_a_window_that_no_sequence_outgrows_is_none():
 def test_layers_of_one_kind_are_cut_into_groups_of_equal_size():
     groups = group_layers(gemma3(48), max_model_len=32768)  # the 12B model: 40 and 8
     assert groups.windows == (1024,) * 5 + (None,) and groups.num_arrays == 8
-    assert sorted(groups.places) == [(g, a) for g in range(6) for a in range(8)]
-    assert groups.places[5] == (5, 0) and groups.places[47] == (5, 7)
+    assert sorted(groups.layer_locations) == [(g, a) for g in range(6) for a in range(8)]
+    assert groups.layer_locations[5] == (5, 0) and groups.layer_locations[47] == (5, 7)
 
 
 def test_the_last_group_of_a_kind_may_have_fewer_layers():
     groups = group_layers(gemma3(26), max_model_len=32768)  # the 1B model: 22 and 4
     assert groups.windows == (1024,) * 6 + (None,) and groups.num_arrays == 4
-    assert len(set(groups.places)) == 26
+    assert len(set(groups.layer_locations)) == 26
 
 
 def test_kinds_of_nearly_equal_number_are_a_group_each():
@@ -45,8 +45,8 @@ def test_kinds_of_nearly_equal_number_are_a_group_each():
 def test_every_layer_has_a_place_of_its_own():
     windows = (8, None, 16, 8, None, 8, 16, 8, 8)
     groups = group_layers(windows, max_model_len=100)
-    assert len(set(groups.places)) == len(windows)
-    assert [groups.windows[group] for group, _ in groups.places] == list(windows)
+    assert len(set(groups.layer_locations)) == len(windows)
+    assert [groups.windows[group] for group, _ in groups.layer_locations] == list(windows)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9])

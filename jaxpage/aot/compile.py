@@ -19,11 +19,11 @@ from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import environment, mesh_of, missing_compiler
 from jaxpage.build import programs_folder, size_kv
 from jaxpage.config import EngineConfig, compiler_flags
-from jaxpage.draft import Draft, make_draft
+from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.runner.facts import machine_facts
 from jaxpage.runner.lowering import num_bytes
 from jaxpage.runner.memory import pool_bytes
-from jaxpage.runner.program_store import ProgramStore, Sizes
+from jaxpage.runner.program_store import MeasuredSizes, ProgramStore
 from jaxpage.runner.programs import compile_program
 from jaxpage.weights.spec import specs
 
@@ -66,7 +66,7 @@ def _compile(options: dict[str, Any], output: Path, target: Target | None) -> No
     # Those that `topology.environment` sets for a GPU are no reason to compile anew on that GPU.
     flags = "" if draft.device.platform == "gpu" and target is not None else compiler_flags()
     machine = machine_facts(draft.device, flags)
-    sizes = Sizes(root, machine | draft.facts(0))
+    sizes = MeasuredSizes(root, machine | draft.facts(0))
     draft, num_blocks = size_kv(draft, partial(_available, draft, target), sizes)
     facts = machine | draft.facts(num_blocks)
     store = ProgramStore(root, facts, [draft.device] if target is None else [])
@@ -79,7 +79,7 @@ def _compile(options: dict[str, Any], output: Path, target: Target | None) -> No
     print(f"in {store.folder}", flush=True)
 
 
-def _draft(options: dict[str, Any], target: Target | None) -> Draft:
+def _draft(options: dict[str, Any], target: Target | None) -> EngineSpec:
     mesh = None if target is None else mesh_of(target, 1)
     if target is None or mesh is None:
         device = jax.local_devices()[0]
@@ -87,15 +87,15 @@ def _draft(options: dict[str, Any], target: Target | None) -> Draft:
     else:
         device, memory = mesh.devices.flat[0], target.chip.num_bytes
     engine = EngineConfig.from_options(**options)
-    draft = make_draft(engine, device=device, device_memory=memory, mesh=mesh)
-    if draft.why_not_kernel:
-        print(f"attention runs in plain XLA: {draft.why_not_kernel}")
+    draft = make_engine_spec(engine, device=device, device_memory=memory, mesh=mesh)
+    if draft.no_kernel_reason:
+        print(f"attention runs in plain XLA: {draft.no_kernel_reason}")
     for reason in draft.transform_weights():
         print(f"products of int8 run in plain XLA: {reason}")
     return draft
 
 
-def _available(draft: Draft, target: Target | None, temp_bytes: int) -> int:
+def _available(draft: EngineSpec, target: Target | None, temp_bytes: int) -> int:
     """Bytes for the pool, as `LLM` will count them once the weights are there."""
     config = draft.config
     used = temp_bytes + sum(

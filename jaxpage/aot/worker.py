@@ -21,7 +21,7 @@ from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.config import EngineConfig, ResolvedConfig
-from jaxpage.draft import Draft, make_draft
+from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.decoder import CausalLM
 from jaxpage.parallel.sharding import sharding
@@ -39,7 +39,7 @@ LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest ba
 class Trial:
     """A draft on a target, with a pool to compile its programs with; nothing is compiled yet."""
 
-    draft: Draft
+    draft: EngineSpec
     target: Target
     mesh: Mesh
     num_blocks: int  # of the pool
@@ -76,7 +76,7 @@ def make_trial(options: dict[str, Any], target: Target, num_devices: int) -> Tri
     temporaries.
     """
     mesh = mesh_of(target, num_devices)
-    draft = make_draft(
+    draft = make_engine_spec(
         EngineConfig.from_options(**options),
         device=mesh.devices.flat[0],
         device_memory=target.chip.num_bytes,
@@ -95,7 +95,7 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
     """Everything that a verdict needs. Bytes and rates are those of one device. Raises ValueError."""
     trial = make_trial(options, target, num_devices)
     draft, weights = trial.draft, trial.weights
-    config, room = draft.config, draft.room
+    config, footprint = draft.config, draft.footprint
     # Where the weights alone are too many there is nothing to compile.
     programs = [examine(trial, n) for n in _largest(draft.buckets)] if trial.free > 0 else []
     embedding = weights["model.embed_tokens.weight"] if draft.model.lm_head is not None else 0
@@ -114,8 +114,8 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
         "block_bytes": trial.block_bytes,
         "most_blocks": MOST_BLOCKS if draft.pool.lanes else None,  # that block tables can name
         "pool_bytes": trial.num_blocks * trial.block_bytes,  # as compiled
-        "blocks": {str(n): room.num_blocks(n) for n in lengths},
-        "longest": [[n, room.num_blocks(n)] for n in _shorter(config.max_model_len)],
+        "blocks": {str(n): footprint.num_blocks(n) for n in lengths},
+        "longest": [[n, footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
         "attention": _attention(trial, programs),
         "in_int8": _in_int8(trial),
@@ -152,7 +152,7 @@ def _attention(trial: Trial, programs: list[dict[str, Any]]) -> str:
     if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
         return "kernel"
     return ": ".join(
-        ["plain XLA", *([trial.draft.why_not_kernel] if trial.draft.why_not_kernel else [])]
+        ["plain XLA", *([trial.draft.no_kernel_reason] if trial.draft.no_kernel_reason else [])]
     )
 
 

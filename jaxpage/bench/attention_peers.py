@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.hopper import why_not_on
+from pallas_kernels.hopper import unsupported_reason_on
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 KERNELS = ("gpu", "tpu")  # modules of an operation that need such a device
@@ -33,7 +33,9 @@ def kernels_of(device: jax.Device) -> tuple[str, dict[str, str]]:
     if platform not in KERNELS:
         return "cpu", needs
     absent = {name: reason for name, reason in needs.items() if name != platform}
-    if platform == "gpu" and (reason := why_not_on(getattr(device, "compute_capability", None))):
+    if platform == "gpu" and (
+        reason := unsupported_reason_on(getattr(device, "compute_capability", None))
+    ):
         return "cpu", absent | {"gpu": reason}
     return platform, absent
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.plan import NULL_BLOCK, Moves
+from jaxpage.plan import NULL_BLOCK, BlockTransfers
 from jaxpage.request import Sequence
 
 
@@ -48,7 +48,7 @@ class HostTier:
         self.num_hits = 0  # blocks that the prefix cache found here
         pool.evicted = []
         self.pool.evicted = []
-        self._moves = Moves()
+        self._moves = BlockTransfers()
         self._held: list[int] = []  # by `_moves`
         self._launched: list[int] = []  # held by the moves that were taken last
         self._departed: dict[int, int] = {}  # device block -> its copy here, within a plan
@@ -60,10 +60,10 @@ class HostTier:
         self._launched = []
         self._departed, self._arrived = {}, {}
 
-    def take_moves(self) -> Moves | None:
+    def take_moves(self) -> BlockTransfers | None:
         """What has to move before the rows of the plan that is about to be launched; None if nothing has to."""
         self._save_evicted()
-        moves, self._moves = self._moves, Moves()
+        moves, self._moves = self._moves, BlockTransfers()
         self._launched += self._held
         self._held = []
         return moves if moves else None
@@ -142,7 +142,7 @@ class HostTier:
 
     def distrust(self) -> None:
         """Contents may be wrong or missing, after a failed step. Hashes are forgotten, and planned moves too."""
-        self._moves = Moves()
+        self._moves = BlockTransfers()
         self.pool.forget_all()
         self.pool.evicted, self.device.evicted = [], []
         self._departed, self._arrived = {}, {}

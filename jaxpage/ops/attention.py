@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpage.batch import StepBatch
 from jaxpage.kv_pool import KernelSizes, KVPool, KVPoolSpec, Layer
 from jaxpage.parallel.sharding import TENSOR
-from pallas_kernels.hopper import why_not_on
+from pallas_kernels.hopper import unsupported_reason_on
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
@@ -71,10 +71,12 @@ def choose(
         sizes = tuned_sizes("tpu", device_kind)
         rows = tpu_layout.scale_rows(kv_heads)
         lanes = replace(spec, lanes=True, scale_rows=rows, kernel_sizes=sizes)
-        reason = tpu_layout.why_not(q, share(lanes), kv_heads, table, sizes)
+        reason = tpu_layout.unsupported_reason(q, share(lanes), kv_heads, table, sizes)
         return (spec, reason) if reason else (lanes, None)
     if platform == "gpu":
-        reason = why_not_on(compute_capability) or gpu_layout.why_not(q, share(spec))
+        reason = unsupported_reason_on(compute_capability) or gpu_layout.unsupported_reason(
+            q, share(spec)
+        )
         if reason is None:
             return replace(spec, kernel_sizes=tuned_sizes("gpu", device_kind)), None
         return spec, reason
@@ -84,17 +86,17 @@ def choose(
 class PagedAttention:
     """The attention argument of a model inside a compiled step (`models.attention.Attention`).
 
-    Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, `places` says of each layer which
-    KV-cache group and which array are its; a call replaces that array, and the step returns the list when the model
-    is done. `kernel_sizes` as `choose` left it in the pool's spec. K and V of all rows are written before any row
-    reads, so a request may hit blocks which another computes in the same step.
+    Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, `layer_locations` says of each
+    layer which KV-cache group and which array are its; a call replaces that array, and the step returns the list when
+    the model is done. `kernel_sizes` as `choose` left it in the pool's spec. K and V of all rows are written before
+    any row reads, so a request may hit blocks which another computes in the same step.
     """
 
     def __init__(
         self,
         kv_pool: KVPool,
         batch: StepBatch,
-        places: tuple[tuple[int, int], ...],
+        layer_locations: tuple[tuple[int, int], ...],
         *,
         one_query_per_row: bool,
         mesh: Mesh | None = None,
@@ -102,7 +104,7 @@ class PagedAttention:
     ):
         self.kv_pool = list(kv_pool)
         self._batch = batch
-        self._places = places
+        self._layer_locations = layer_locations
         self._one_query_per_row = one_query_per_row
         self._mesh = mesh
         self._kernel_sizes = kernel_sizes
@@ -120,7 +122,7 @@ class PagedAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
-        batch, (group, array) = self._batch, self._places[layer]
+        batch, (group, array) = self._batch, self._layer_locations[layer]
         attend = partial(
             _write_and_attend,
             scale=scale,
@@ -130,7 +132,7 @@ class PagedAttention:
             kernel_sizes=self._kernel_sizes,
         )
         pool = self.kv_pool[array]
-        if self._mesh is not None and heads_of_pool(q.shape[1], k.shape[1], self._mesh.size):
+        if self._mesh is not None and num_sharded_kv_heads(q.shape[1], k.shape[1], self._mesh.size):
             attend = _sharded(attend, self._mesh, k.shape[1], pool)
         elif self._mesh is not None and self._mesh.size > 1:  # XLA cannot divide a kernel
             attend = jax.shard_map(
@@ -150,7 +152,7 @@ class PagedAttention:
         return out
 
 
-def heads_of_pool(num_heads: int, num_kv_heads: int, num_devices: int) -> int:
+def num_sharded_kv_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> int:
     """KV heads of a pool whose heads are dealt out to devices; 0 if they cannot be, and each device has all.
 
     More than the model has if there are more devices: then several keep the same head, each for other query heads.

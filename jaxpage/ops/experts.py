@@ -11,7 +11,7 @@ from typing import Any
 
 from pallas_kernels.grouped_matmul import xla
 from pallas_kernels.grouped_matmul.tune import kernel_of, tuned_sizes
-from pallas_kernels.hopper import why_not_on
+from pallas_kernels.hopper import unsupported_reason_on
 
 
 def choose(
@@ -33,7 +33,7 @@ def choose(
         return xla.grouped_matmul, None
     kernel, reason = kernel_of(platform), None
     if platform == "gpu":
-        reason = why_not_on(compute_capability) or kernel.why_not(x, weights)
+        reason = unsupported_reason_on(compute_capability) or kernel.unsupported_reason(x, weights)
     if reason:
         return xla.grouped_matmul, reason
     return partial(kernel.grouped_matmul, sizes=tuned_sizes(platform, device_kind)), None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.hopper import why_not_on
+from pallas_kernels.hopper import unsupported_reason_on
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 from pallas_kernels.quant_matmul.tune import kernel_of, tuned_sizes
@@ -22,7 +22,7 @@ from pallas_kernels.quant_matmul.tune import kernel_of, tuned_sizes
 
 @dataclass(frozen=True)
 class Implementation:
-    """Who computes a product: "tpu", "gpu" or "xla", and the `Sizes` of that platform's kernel."""
+    """Who computes a product: "tpu", "gpu" or "xla", and the `TileSizes` of that platform's kernel."""
 
     name: str
     sizes: Any = None
@@ -51,9 +51,9 @@ def choose(
         return XLA, None
     if num_devices > 1:
         return XLA, f"{num_devices} devices share the weight, and XLA cannot divide a kernel"
-    reason = kernel_of(platform).why_not(jnp.dtype(dtype), weight, round_x=round_x)
+    reason = kernel_of(platform).unsupported_reason(jnp.dtype(dtype), weight, round_x=round_x)
     if platform == "gpu" and compute_capability is not None:
-        reason = why_not_on(compute_capability) or reason
+        reason = unsupported_reason_on(compute_capability) or reason
     if reason:
         return XLA, reason
     return Implementation(platform, tuned_sizes(platform, device_kind)), None

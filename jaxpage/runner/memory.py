@@ -72,7 +72,7 @@ def free_ram() -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class SequenceFootprint:
     """What decides how many blocks a sequence needs; see `kv_groups`."""
 
     windows: Windows
@@ -94,13 +94,15 @@ class Room:
         )
 
 
-def check_fits(room: Room, *, num_blocks: int, max_model_len: int, available: int) -> None:
+def check_fits(
+    footprint: SequenceFootprint, *, num_blocks: int, max_model_len: int, available: int
+) -> None:
     """Raises ValueError unless one sequence of `max_model_len` tokens fits beside the null block."""
-    largest = room.longest(max_model_len, num_blocks)
+    largest = footprint.longest(max_model_len, num_blocks)
     if largest < max_model_len:
         raise ValueError(
-            f"max_model_len={max_model_len} needs {room.num_blocks(max_model_len)} KV blocks of "
-            f"{room.block_size} tokens, but {max(0, num_blocks - 1)} fit into the {available / 1e9:.2f} GB for "
+            f"max_model_len={max_model_len} needs {footprint.num_blocks(max_model_len)} KV blocks of "
+            f"{footprint.block_size} tokens, but {max(0, num_blocks - 1)} fit into the {available / 1e9:.2f} GB for "
             f"the KV pool; the largest max_model_len that fits is {largest}. Lower max_model_len "
             f'(or pass "auto"), or raise gpu_memory_utilization, cache_max_entry_count or kv_cache_memory_bytes,'
             f" whichever you use"
@@ -112,29 +114,30 @@ def size_pool(
     available: Callable[[int], int],
     temp_bytes: Callable[[Bucket], int],
     bytes_per_block: int,
-    room: Room,
+    footprint: SequenceFootprint,
     max_model_len: int,
     must_fit: bool,
     max_num_seqs: int,
-) -> tuple[int, Room]:
-    """(num_blocks, room): the pool that fits beside the temporaries of the largest step.
+) -> tuple[int, SequenceFootprint]:
+    """(num_blocks, footprint): the pool that fits beside the temporaries of the largest step.
 
     `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a compiled step needs besides. The
     pool is no larger than `max_num_seqs` sequences of full length could fill. While it does not hold one of them (if
     one `must_fit`) besides the null block, or holds fewer than FEWEST_BLOCKS (unless `max_num_seqs` sequences fill
-    fewer), the largest step is halved, that is `room.max_num_batched_tokens`: its temporaries grow with its tokens.
+    fewer), the largest step is halved, that is `footprint.max_num_batched_tokens`: its temporaries grow with
+    its tokens.
     """
-    most = max_num_seqs * room.num_blocks(max_model_len) + 1
+    most = max_num_seqs * footprint.num_blocks(max_model_len) + 1
     if 2 * most * bytes_per_block <= available(0):
-        return most, room  # memory is no limit: nothing to measure
+        return most, footprint  # memory is no limit: nothing to measure
     while True:
-        num_tokens, of_one = room.max_num_batched_tokens, room.num_blocks(max_model_len)
+        num_tokens, of_one = footprint.max_num_batched_tokens, footprint.num_blocks(max_model_len)
         enough = max(of_one if must_fit else 1, min(FEWEST_BLOCKS, max_num_seqs * of_one))
         buckets = make_buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens)
         num_blocks = max(0, available(temp_bytes(buckets[-1]))) // bytes_per_block
         if num_blocks > enough or num_tokens <= SMALLEST_BUDGET:
-            return min(num_blocks, most), room
-        room = replace(room, max_num_batched_tokens=num_tokens // 2)
+            return min(num_blocks, most), footprint
+        footprint = replace(footprint, max_num_batched_tokens=num_tokens // 2)
         logger.warning(
             "only %d KV blocks fit beside a step of %d tokens; trying steps of %d",
             num_blocks,

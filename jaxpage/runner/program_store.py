@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = b"jaxpage program 1"
 CHECKSUM_LEN = 32  # bytes
-NUM_BLOCKS = "KV blocks"  # that sizing decided on, a name in `Sizes`
+NUM_BLOCKS = "KV blocks"  # that sizing decided on, a name in `MeasuredSizes`
 Facts = Mapping[str, str]
 
 
@@ -111,7 +111,7 @@ class ProgramStore:
         return self.folder / (name.replace(" ", "-").replace("=", "") + ".program")
 
 
-class Sizes:
+class MeasuredSizes:
     """Numbers that sizing measured for programs with those facts, by name. Without a `root` they are not kept."""
 
     def __init__(self, root: Path | None, facts: Facts):

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.plan import Feature, Moves, StepPlan, StepResult
+from jaxpage.plan import BlockTransfers, Feature, StepPlan, StepResult
 from jaxpage.runner.buckets import Bucket, fitting_buckets, start_order
 from jaxpage.runner.host_memory import HostMemory, padded, portions
 from jaxpage.runner.lowering import ADMIT, READ, WRITE, Lowerings
@@ -145,8 +145,8 @@ class Runner:
                 self._state, result = programs[name](leaves, self._state, result, rows)
         return Launched(plan, result)
 
-    def _move(self, moves: Moves) -> None:
-        """Block contents between disk, host memory and the pool, in the order that `Moves` promises."""
+    def _move(self, moves: BlockTransfers) -> None:
+        """Block contents between disk, host memory and the pool, in the order that `BlockTransfers` promises."""
         host, programs = self.host_memory, self.programs
         assert host is not None, "moves need host memory"
         for host_id, block_hash in moves.stores:

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
 from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KernelSizes, KVPool
-from jaxpage.ops.attention import PagedAttention, heads_of_pool
+from jaxpage.ops.attention import PagedAttention, num_sharded_kv_heads
 from jaxpage.ops.blocks import copy_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK, NULL_SLOT
@@ -204,7 +204,7 @@ class Step:
         """Before the rows run, and before anything is written: copy-on-write; blocks that rows gained."""
         rows = layout.unpack(packed)
         config, mesh = self._model(leaves).config, self.mesh
-        shared = mesh and heads_of_pool(config.num_heads, config.num_kv_heads, mesh.size)
+        shared = mesh and num_sharded_kv_heads(config.num_heads, config.num_kv_heads, mesh.size)
         copies = (rows["copy_sources"], rows["copy_destinations"])
         kv_pool = copy_blocks(kv_pool, *copies, mesh=mesh, by_head=bool(shared))
         return kv_pool, _update_tables(state, rows), rows
@@ -222,11 +222,11 @@ class Step:
     ) -> tuple[KVPool, StepBatch, jax.Array]:
         """The hidden states [T, E] of all tokens, whose KV is in the pool then."""
         batch = _unpack_batch(state, rows, bucket, self.spec)
-        places = self.spec.groups.places
+        layer_locations = self.spec.groups.layer_locations
         attention = PagedAttention(
             kv_pool,
             batch,
-            places,
+            layer_locations,
             one_query_per_row=bucket.decode,
             mesh=self.mesh,
             kernel_sizes=self.kernel_sizes,

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import why_not_with_jax
+from pallas_kernels.hopper import unsupported_jax
 
 COLUMNS = 128  # outputs of a program, or twice as many
 DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
@@ -32,7 +32,7 @@ ALIGNED = 8  # rows: tiles begin at multiples, as the swizzled tiles in shared m
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class TileSizes:
     """What may differ from one kind of device to another (`tune.py`); no result depends on it.
 
     few_rows: up to so many rows for each group, on average, a program has a tile of 64 rows, few_columns outputs (128,
@@ -50,12 +50,12 @@ class Sizes:
             raise ValueError(f"{self}: a stage is filled while another is read, so there are two")
 
 
-DEFAULT = Sizes()
+DEFAULT = TileSizes()
 
 
-def why_not(x: jax.Array, weights: jax.Array) -> str | None:
+def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
     """Why the kernel cannot serve such arguments, in one line; None if it can. Shapes and dtypes suffice."""
-    if reason := why_not_with_jax():
+    if reason := unsupported_jax():
         return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
         return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16 or float16, and the same"
@@ -73,14 +73,14 @@ def grouped_matmul(
     weights: Float[Array, "G F E"],
     group_sizes: Int[Array, " G"],
     *,
-    sizes: Sizes = DEFAULT,
+    sizes: TileSizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
-    """`reference.grouped_matmul`; sums in float32. Raises NotImplementedError with `why_not`'s reason.
+    """`reference.grouped_matmul`; sums in float32. Raises NotImplementedError with `unsupported_reason`'s reason.
 
     `interpret` takes `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
     """
-    if reason := why_not(x, weights):
+    if reason := unsupported_reason(x, weights):
         raise NotImplementedError(reason)
     num_rows, (num_groups, num_outputs, _) = x.shape[0], weights.shape
     tile, num_columns, num_stages = 128, COLUMNS, sizes.many_stages

@@ -17,7 +17,7 @@ WIDEST = 2048  # bytes of inputs in a tile. Sums are cut there, so it is never t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class TileSizes:
     """What may differ from one kind of device to another (`tune.py`); no result depends on it.
 
     few_rows: up to so many rows in all, tiles have few_tile of them, beyond many_tile, both a multiple of 16.
@@ -30,7 +30,7 @@ class Sizes:
     outputs: int = 1024
 
 
-DEFAULT = Sizes()
+DEFAULT = TileSizes()
 
 
 def grouped_matmul(
@@ -38,7 +38,7 @@ def grouped_matmul(
     weights: Float[Array, "G F E"],
     group_sizes: Int[Array, " G"],
     *,
-    sizes: Sizes = DEFAULT,
+    sizes: TileSizes = DEFAULT,
     interpret: bool = False,
 ) -> Float[Array, "T F"]:
     """`reference.grouped_matmul`; sums in float32. Products of float32 are as exact as `jax.default_matmul_precision`

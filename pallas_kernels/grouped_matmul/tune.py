@@ -1,4 +1,4 @@
-"""Sizes of the kernels of the grouped product for one kind of device: measured there, kept in `tuned/`, looked up.
+"""TileSizes of the kernels of the grouped product for one kind of device: measured there, kept in `tuned/`, looked up.
 
 `python -m pallas_kernels.grouped_matmul.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
 what was measured. The folder is empty as long as nobody has. Never tuned is what cuts sums: the inputs of a stage.
@@ -46,8 +46,8 @@ CANDIDATES = {
 
 
 def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
-    """`Sizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for a file that says something else."""
-    return tuning.read(kernel_of(platform).Sizes, device_kind, folder)
+    """`TileSizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for a file that says something else."""
+    return tuning.read(kernel_of(platform).TileSizes, device_kind, folder)
 
 
 def kernel_of(platform: str) -> ModuleType:
@@ -61,7 +61,7 @@ def kernel_of(platform: str) -> ModuleType:
 def tune(platform: str) -> tuple[Any, dict[str, float]]:
     """The fastest sizes on the device that is there, and the seconds of all."""
     return tuning.fastest(
-        kernel_of(platform).Sizes(), CANDIDATES[platform], partial(_seconds, platform)
+        kernel_of(platform).TileSizes(), CANDIDATES[platform], partial(_seconds, platform)
     )
 
 

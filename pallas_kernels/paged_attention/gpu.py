@@ -31,11 +31,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_write.xla import Pool
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_decode import decode
-from pallas_kernels.paged_attention.gpu_layout import Sizes
+from pallas_kernels.paged_attention.gpu_layout import TileSizes
 from pallas_kernels.paged_attention.gpu_prefill import prefill
 from pallas_kernels.paged_attention.gpu_tiles import LOG2E, Options
 
-DEFAULT = Sizes()
+DEFAULT = TileSizes()
 
 
 def paged_attention(
@@ -50,7 +50,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     one_query_per_row: bool = False,
-    sizes: Sizes = DEFAULT,
+    sizes: TileSizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T H D"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
@@ -58,10 +58,11 @@ def paged_attention(
     q and the pool are both bfloat16 or both float16, or the pool is quantised: its keys and values are rounded to q's
     dtype where wgmma reads them. Products are summed in float32. `sinks` are logits that take part in the softmax of
     each head and have no value. `scale` is positive. `sizes` are the device's, the same in all calls of an engine.
-    Raises NotImplementedError with the reason of `gpu_layout.why_not`. `interpret` takes `plgpu.InterpretGPUParams`
+    Raises NotImplementedError with the reason of `gpu_layout.unsupported_reason`.
+    `interpret` takes `plgpu.InterpretGPUParams`
     (jax >= 0.11.2), None compiles.
     """
-    if reason := gpu_layout.why_not(q, pool):
+    if reason := gpu_layout.unsupported_reason(q, pool):
         raise NotImplementedError(reason)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32) * LOG2E

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.hopper import why_not_with_jax
+from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
 
@@ -26,7 +26,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class TileSizes:
     """What may differ from one kind of device to another (`tune.py`), but not within an engine.
 
     tile_kv: keys that a tile of queries meets at once, up to head dim 128; stages: such tiles under way or in use, of
@@ -38,9 +38,9 @@ class Sizes:
     programs_per_sm: int = 3
 
 
-def why_not(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:
     """Why these kernels cannot serve such arguments, in one line; None if they can. Shapes and dtypes suffice."""
-    if reason := why_not_with_jax():
+    if reason := unsupported_jax():
         return reason
     quantised = isinstance(pool, QuantizedPool)
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not (quantised or pool.dtype == q.dtype):

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
-from pallas_kernels.paged_attention.gpu_layout import Sizes
+from pallas_kernels.paged_attention.gpu_layout import TileSizes
 
 MASKED = -1e30  # where the running maximum begins
 LOG2E = math.log2(math.e)
@@ -34,7 +34,7 @@ class Options:
     window: int | None
     soft_cap: float | None
     sinks: jax.Array | None  # float32[H], in units of log2
-    sizes: Sizes
+    sizes: TileSizes
     interpret: Any
 
 

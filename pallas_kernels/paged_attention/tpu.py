@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import tpu_layout as layout
 from pallas_kernels.paged_attention.tpu_attend import Attend, Units, scratch_shapes
-from pallas_kernels.paged_attention.tpu_layout import VMEM_BYTES, Pool, Rows, Sizes
+from pallas_kernels.paged_attention.tpu_layout import VMEM_BYTES, Pool, Rows, TileSizes
 from pallas_kernels.paged_attention.tpu_write import Write, chunk_buffers
 
 
@@ -37,7 +37,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     one_query_per_row: bool = False,
-    sizes: Sizes | None = None,
+    sizes: TileSizes | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Float[Array, "T H D"], Pool]:
     """`kv_write.xla.write_kv`, then `reference.paged_attention`; returns the result and the pool, which stays in place.
@@ -45,11 +45,11 @@ def paged_attention(
     A row's new tokens are the last of its positions, and the block table says where they go: slot_mapping follows from
     it. A row with kv_lens 0 writes and reads nothing, whatever its tokens. The result of tokens of no row is 0.
     T = R and query r is row r's if `one_query_per_row`. sizes: None for the defaults. Raises NotImplementedError with
-    the reason of `tpu_layout.why_not`.
+    the reason of `tpu_layout.unsupported_reason`.
     """
     num_tokens, num_kv_heads = q.shape[0], k.shape[1]
-    sizes = sizes or Sizes()
-    if reason := layout.why_not(q, pool, num_kv_heads, block_table.shape, sizes):
+    sizes = sizes or TileSizes()
+    if reason := layout.unsupported_reason(q, pool, num_kv_heads, block_table.shape, sizes):
         raise NotImplementedError(reason)
     shape = layout.shape_of(
         q,

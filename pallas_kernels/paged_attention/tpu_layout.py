@@ -34,7 +34,7 @@ CHUNK_BUFFERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class TileSizes:
     """What may differ from one kind of device to another (`tune.py`), but not within an engine: `tile_kv` and
     `tile_bytes` say where the sums of a row are cut. Fewer are taken where VMEM would not hold so many.
 
@@ -78,12 +78,12 @@ def _scales_of_slots(scale_zero: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(of_heads, widths).reshape(*scale_zero.shape[:-2], -1)
 
 
-def why_not(
+def unsupported_reason(
     q: jax.Array | jax.ShapeDtypeStruct,
     pool: Pool,
     num_kv_heads: int,
     table: tuple[int, ...],
-    sizes: Sizes | None = None,
+    sizes: TileSizes | None = None,
 ) -> str | None:
     """The reason why the kernel cannot serve, None if it can.
 
@@ -114,10 +114,10 @@ def why_not(
             f"the TPU kernel takes two blocks of at most {BLOCK_BYTES} bytes at once, and one has {num_bytes}; "
             f"lower block_size (it is {block_size})"
         )
-    return _why_no_memory(q, pool, num_kv_heads, table, sizes or Sizes())
+    return _why_no_memory(q, pool, num_kv_heads, table, sizes or TileSizes())
 
 
-def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: Sizes) -> str | None:
+def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) -> str | None:
     """The same, of what has to fit into the scalar memory and into VMEM."""
     block_size = pool.shape[1]
     if pool.shape[0] > MOST_BLOCKS:
@@ -156,7 +156,7 @@ class Shape:
     format: str | None
     scale_rows: int  # of a KV head in scale_zero; 0 if there is none
     mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
-    sizes: Sizes
+    sizes: TileSizes
 
     @property
     def num_planes(self) -> int:
@@ -237,7 +237,7 @@ def shape_of(
     num_kv_heads: int,
     blocks_per_row: int,
     *,
-    sizes: Sizes,
+    sizes: TileSizes,
     mask: tuple[float, int | None, float | None] = (1.0, None, None),
     one_query_per_row: bool = False,
 ) -> Shape:

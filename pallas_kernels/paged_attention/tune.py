@@ -1,4 +1,4 @@
-"""Sizes of the paged attention kernels for one kind of device: found by measuring there, kept in `tuned/`, looked up.
+"""Tile sizes of the paged attention kernels for one kind of device: measured there, kept in `tuned/`, looked up.
 
 `python -m pallas_kernels.paged_attention.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
 what was measured. The folder is empty as long as nobody has.
@@ -61,17 +61,17 @@ CANDIDATES = {
 
 
 def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
-    """`Sizes` of the platform's kernel, "gpu" or "tpu": what was measured, or the defaults.
+    """`TileSizes` of the platform's kernel, "gpu" or "tpu": what was measured, or the defaults.
 
     device_kind as jax tells it: "NVIDIA H200", "TPU v6 lite". Raises ValueError for a file that says something else.
     """
-    return tuning.read(_layout(platform).Sizes, device_kind, folder)
+    return tuning.read(_layout(platform).TileSizes, device_kind, folder)
 
 
 def tune(platform: str) -> tuple[Any, dict[str, float]]:
     """The fastest sizes on the device that is there, and the seconds of all."""
     return tuning.fastest(
-        _layout(platform).Sizes(), CANDIDATES[platform], partial(_seconds, platform)
+        _layout(platform).TileSizes(), CANDIDATES[platform], partial(_seconds, platform)
     )
 
 

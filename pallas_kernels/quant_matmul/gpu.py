@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.hopper import why_not_with_jax
+from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
 
 ROWS = 128  # outputs of a program
@@ -40,7 +40,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class TileSizes:
     """What may differ from one kind of device to another (`tune.py`); no result depends on it.
 
     smem_kib: KiB of shared memory for a program's stages. Of 100, two programs share an SM: one widens, the other
@@ -53,12 +53,14 @@ class Sizes:
     enough_programs: int = 100
 
 
-DEFAULT = Sizes()
+DEFAULT = TileSizes()
 
 
-def why_not(dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False) -> str | None:
+def unsupported_reason(
+    dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False
+) -> str | None:
     """Why the kernel cannot serve x of such a dtype, in one line; None if it can. Shapes and dtypes suffice."""
-    if reason := why_not_with_jax():
+    if reason := unsupported_jax():
         return reason
     if dtype != jnp.bfloat16:
         return f"x is {dtype}; the kernel reads bfloat16"
@@ -79,14 +81,14 @@ def quant_matmul(
     weight: QuantizedWeight,
     *,
     round_x: bool = False,
-    sizes: Sizes = DEFAULT,
+    sizes: TileSizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
-    """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with `why_not`'s reason.
+    """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with the reason.
 
     `interpret` takes `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
     """
-    if reason := why_not(x.dtype, weight, round_x=round_x):
+    if reason := unsupported_reason(x.dtype, weight, round_x=round_x):
         raise NotImplementedError(reason)
     num_tokens, x = x.shape[0], padded(x, weight)
     row_scale = None
@@ -106,7 +108,7 @@ def quant_matmul(
 
 
 def _parts(
-    x: jax.Array, weight: QuantizedWeight, tile: int, sizes: Sizes, interpret: Any
+    x: jax.Array, weight: QuantizedWeight, tile: int, sizes: TileSizes, interpret: Any
 ) -> jax.Array:
     """x [T, E], T a multiple of `tile` -> float32 or, of integers, int32 [parts, T, F], to be added in order."""
     num_out, width = weight.data.shape

@@ -35,7 +35,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class TileSizes:
     """What may differ from one kind of device to another (`tune.py`); no result depends on it.
 
     tile_tokens, tile_out: tokens and outputs of a tile, LANES times a power of two; half of it, and so on, where that
@@ -47,10 +47,12 @@ class Sizes:
     several: int = 8
 
 
-DEFAULT = Sizes()
+DEFAULT = TileSizes()
 
 
-def why_not(dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False) -> str | None:
+def unsupported_reason(
+    dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False
+) -> str | None:
     """Why the kernel cannot serve x of such a dtype, in one line; None if it can. Shapes and dtypes suffice."""
     if dtype != jnp.bfloat16:
         return f"x is {dtype}; the kernel reads bfloat16"
@@ -74,11 +76,11 @@ def quant_matmul(
     weight: QuantizedWeight,
     *,
     round_x: bool = False,
-    sizes: Sizes = DEFAULT,
+    sizes: TileSizes = DEFAULT,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "T F"]:
-    """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with `why_not`'s reason."""
-    if reason := why_not(x.dtype, weight, round_x=round_x):
+    """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with the reason."""
+    if reason := unsupported_reason(x.dtype, weight, round_x=round_x):
         raise NotImplementedError(reason)
     num_tokens, x = x.shape[0], padded(x, weight)
     by_token: list[jax.Array] = []
@@ -121,7 +123,7 @@ def _call(x, by_token, weight: QuantizedWeight, by_out, tiles: tuple[int, int], 
     )(x, *by_token, weight.data, *by_out)
 
 
-def _tile_out(weight: QuantizedWeight, tile_tokens: int, sizes: Sizes) -> int:
+def _tile_out(weight: QuantizedWeight, tile_tokens: int, sizes: TileSizes) -> int:
     """Outputs of a tile: many where the MXU has the most to do. Of few tokens the weight's bytes take the time, and the
     first tile's nothing hides: there shall be several.
     """

@@ -172,7 +172,7 @@ def attention(
     }
     if sinks:
         arguments["sinks"] = spec((heads,), "float32")
-    options |= dict(sizes=gpu_layout.Sizes(**sizes or {}), one_query_per_row=tokens == rows)
+    options |= dict(sizes=gpu_layout.TileSizes(**sizes or {}), one_query_per_row=tokens == rows)
     function = partial(gpu.paged_attention, scale=0.1, **options)
     return jax.jit(function).lower(**arguments)
 
@@ -183,7 +183,7 @@ def two_devices():
 
     from jaxpage.batch import StepBatch
     from jaxpage.ops.attention import PagedAttention
-    from pallas_kernels.paged_attention.gpu_layout import Sizes
+    from pallas_kernels.paged_attention.gpu_layout import TileSizes
 
     mesh, rows, width, block_size = jax.sharding.get_mesh(), 64, 64, 64
 
@@ -197,7 +197,7 @@ def two_devices():
             slot_mappings=slots[None],
             block_tables=table[None],
         )
-        options = dict(one_query_per_row=False, mesh=mesh, kernel_sizes=Sizes())
+        options = dict(one_query_per_row=False, mesh=mesh, kernel_sizes=TileSizes())
         attention = PagedAttention([pool], batch, ((0, 0),), **options)
         out = attention(0, q, k, v, scale=0.1, window=None, soft_cap=None, sinks=sinks)
         return attention.kv_pool[0], out

@@ -85,7 +85,7 @@ def programs(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
         yield f"{name}-ours", ours, arguments()
         yield f"{name}-ragged_dot", ragged_dot, arguments()
         kernel = tune.kernel_of(platform)
-        sizes = kernel.Sizes(**OTHER_SIZES[platform])
+        sizes = kernel.TileSizes(**OTHER_SIZES[platform])
         yield f"{name}-other", partial(kernel.grouped_matmul, sizes=sizes), arguments()
         if platform == "tpu":
             yield f"{name}-float32", ours, arguments(jnp.float32)

@@ -123,7 +123,9 @@ def lowered(program: Program, target: str):
         from pallas_kernels.quant_matmul import gpu as kernel
     else:
         from pallas_kernels.quant_matmul import tpu as kernel
-    sizes = kernel.Sizes(**OTHER_SIZES[kernel.__name__]) if program.other_sizes else kernel.DEFAULT
+    sizes = (
+        kernel.TileSizes(**OTHER_SIZES[kernel.__name__]) if program.other_sizes else kernel.DEFAULT
+    )
     options = dict(round_x=program.format == "int8-rounded-x", sizes=sizes)
     product = jax.jit(partial(kernel.quant_matmul, **options))
     return product.lower(*arguments(program))

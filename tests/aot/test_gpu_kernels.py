@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxpage.aot.topology import missing_compiler
-from pallas_kernels.hopper import why_not_on
+from pallas_kernels.hopper import unsupported_reason_on
 from pallas_kernels.paged_attention import gpu_layout
 from tests.aot import gpu
 
@@ -35,7 +35,7 @@ def compiled():
 def test_the_target_is_an_h200(compiled):
     device = compiled["device"]
     assert device["kind"] == "NVIDIA H200"
-    assert why_not_on(device["capability"]) is None
+    assert unsupported_reason_on(device["capability"]) is None
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

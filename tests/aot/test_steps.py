@@ -161,7 +161,7 @@ def check_registers(place: Place, found: list[dict]) -> None:
 def check_collectives(place: Place, found: list[dict]) -> None:
     """A sum after each MLP, the embedding and, if devices have their own heads, each attention; once all logits.
 
-    Sizes are those of the largest: hidden states of all tokens, logits of all rows.
+    TileSizes are those of the largest: hidden states of all tokens, logits of all rows.
     """
     for each in found:
         model = MODELS[each["model"]]

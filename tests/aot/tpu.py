@@ -156,7 +156,7 @@ def _compile(program: Program, topology: str) -> dict:
             soft_cap=program.soft_cap,
             sinks=sinks if program.sinks else None,
             one_query_per_row=program.one_query_per_row,
-            sizes=tpu_layout.Sizes(**dict(program.sizes)),
+            sizes=tpu_layout.TileSizes(**dict(program.sizes)),
         )
 
     specs = [x.sharding.spec for x in arguments]

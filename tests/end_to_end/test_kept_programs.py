@@ -10,7 +10,7 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.aot.compile import compile_for
 from jaxpage.config import EngineConfig
-from jaxpage.draft import make_draft
+from jaxpage.engine_spec import make_engine_spec
 from jaxpage.runner.lowering import ADMIT, Lowerings
 from tests import checkpoints
 
@@ -80,7 +80,7 @@ def test_compile_and_start_agree_on_windows_that_a_fitted_length_does_not_reach(
 
 def engine_of(path, **options) -> tuple[dict[str, str], Lowerings]:
     engine = EngineConfig.from_options(model=path, **(OPTIONS | options))
-    draft = make_draft(engine, device=jax.devices("cpu")[0], device_memory=None)
+    draft = make_engine_spec(engine, device=jax.devices("cpu")[0], device_memory=None)
     draft.transform_weights()
     num_blocks = draft.config.num_gpu_blocks_override
     return draft.facts(num_blocks), draft.lowerings(num_blocks)

@@ -72,7 +72,10 @@ def test_no_step_copies_the_pool(runner):
 def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path):
     path = checkpoints.build("gemma3", 0, tmp_path)  # two layers with a window, one without
     runner = make_llm(path, num_gpu_blocks_override=60_000)._engine.runner
-    assert runner.groups.places == ((0, 0), (1, 0), (2, 0)) and runner.pool_spec.num_arrays == 1
+    assert (
+        runner.groups.layer_locations == ((0, 0), (1, 0), (2, 0))
+        and runner.pool_spec.num_arrays == 1
+    )
     assert runner.pool_spec.num_bytes > 5 * TEMP_BOUND
     assert_in_place(runner, TEMP_BOUND)
     assert_no_copies(runner)

@@ -19,7 +19,7 @@ from jaxpage import LLM, SamplingParams
 from tests import checkpoints
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
-# Room for one of the longest sequences and little more: of one KV-cache group, of three (two with a window).
+# Enough for one of the longest sequences and little more: of one KV-cache group, of three (two with a window).
 NUM_BLOCKS = {"llama": 14, "gemma3": 36}
 NUM_HOST_BLOCKS = {"llama": 24, "gemma3": 72}
 NUM_TASKS = 40

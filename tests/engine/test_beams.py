@@ -244,7 +244,7 @@ def check_beams_in_company(
     smallest = max(of_others, most_blocks_of_beams(beams, options))
     options = options | {
         "num_blocks": 1 + smallest + num_spare,
-        # Room beside the widest beams, else nobody would ever be in their way.
+        # SequenceFootprint beside the widest beams, else nobody would ever be in their way.
         "max_num_seqs": options["max_num_seqs"] - 1 + max(b["width"] for _, b, _, _ in beams),
     }
     engine = make_engine(**options)

@@ -66,7 +66,10 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company(implementation, dt
 def test_sizes_of_the_tpu_kernel_change_no_bit(name):
     arguments = cases.arguments(next(case for case in cases.SMALL if case.name == name))
     expected = IMPLEMENTATIONS["tpu"](**arguments)
-    for sizes in (tpu.Sizes(few_tile=64, outputs=256), tpu.Sizes(few_rows=8, many_tile=256)):
+    for sizes in (
+        tpu.TileSizes(few_tile=64, outputs=256),
+        tpu.TileSizes(few_rows=8, many_tile=256),
+    ):
         multiply = jax.jit(partial(tpu.grouped_matmul, sizes=sizes, interpret=True))
         np.testing.assert_array_equal(multiply(**arguments), expected)
 
@@ -74,7 +77,7 @@ def test_sizes_of_the_tpu_kernel_change_no_bit(name):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_sizes_are_those_that_were_measured_on_a_kind_of_device(platform, tmp_path, monkeypatch):
     """And an engine has them."""
-    sizes = {"gpu": gpu.Sizes(few_stages=6, few_columns=256), "tpu": tpu.Sizes(few_tile=64)}
+    sizes = {"gpu": gpu.TileSizes(few_stages=6, few_columns=256), "tpu": tpu.TileSizes(few_tile=64)}
     path = tuning.write("a kind", sizes[platform], {}, tmp_path)
     assert tune.tuned_sizes(platform, "a kind", tmp_path) == sizes[platform]
     assert tune.tuned_sizes(platform, "another", tmp_path) == type(sizes[platform])()
@@ -112,7 +115,7 @@ def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
 
     monkeypatch.setattr(tune, "_seconds", seconds)
     sizes, _ = tune.tune(platform)
-    assert sizes == tune.kernel_of(platform).Sizes(**best)
+    assert sizes == tune.kernel_of(platform).TileSizes(**best)
     assert {model for model, _ in works} == set(cases.MODELS)
 
 
@@ -133,4 +136,4 @@ class Plain:
 
 def test_stages_are_two_or_more():
     with pytest.raises(ValueError, match="a stage is filled while another is read"):
-        gpu.Sizes(few_stages=1)
+        gpu.TileSizes(few_stages=1)

@@ -19,7 +19,10 @@ __test__ = jax.__version_info__ >= (0, 11, 2)
 CASES = [
     case
     for case in cases.SMALL
-    if gpu.why_not(**{k: v for k, v in cases.arguments(case).items() if k != "group_sizes"}) is None
+    if gpu.unsupported_reason(
+        **{k: v for k, v in cases.arguments(case).items() if k != "group_sizes"}
+    )
+    is None
 ]
 
 
@@ -67,7 +70,10 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
 def test_other_sizes_are_right_too(name, capsys):
     """Twice as many columns, or tiles of 128 rows for few; no more stages than there must be."""
     case = next(case for case in CASES if case.name == name)
-    for sizes in (gpu.Sizes(few_columns=256, few_stages=2), gpu.Sizes(few_rows=1, many_stages=2)):
+    for sizes in (
+        gpu.TileSizes(few_columns=256, few_stages=2),
+        gpu.TileSizes(few_rows=1, many_stages=2),
+    ):
         check(case, multiply(cases.arguments(case), sizes, detect_races=True))
     assert "RACE DETECTED" not in capsys.readouterr().out
 

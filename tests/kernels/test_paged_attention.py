@@ -17,7 +17,7 @@ from jaxpage.batch import StepBatch
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.attention import DenseAttention
 from jaxpage.ops import attention
-from jaxpage.ops.attention import PagedAttention, choose, heads_of_pool
+from jaxpage.ops.attention import PagedAttention, choose, num_sharded_kv_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper, tuning
 from pallas_kernels.kv_write.quantized import FLOATS, FORMATS, QuantizedPool
@@ -199,7 +199,7 @@ def test_sinks_go_with_their_heads_to_several_devices(num_heads, num_kv_heads):
     np.testing.assert_allclose(
         want, dense_attention(case, arguments | {"pool": written}), atol=2e-6, rtol=2e-6
     )
-    heads = heads_of_pool(num_heads, num_kv_heads, 2)
+    heads = num_sharded_kv_heads(num_heads, num_kv_heads, 2)
     of_each = jnp.repeat(pool.reshape(*pool.shape[:2], num_kv_heads, -1), heads // num_kv_heads, 2)
     operands = of_each.reshape(*pool.shape[:2], 2 * heads, -1), *operands[1:]
     result, _ = jax.jit(partial(attend, mesh))(*operands)
@@ -292,8 +292,8 @@ def test_the_splits_of_rows_are_all_that_a_query_sees_and_within_their_number(kv
 
 
 KINDS = {
-    "gpu": ("NVIDIA H200", gpu_layout.Sizes(tile_kv=64, stages=3, programs_per_sm=2)),
-    "tpu": ("TPU v6 lite", tpu_layout.Sizes(tile_rows=128, tile_kv=1024)),
+    "gpu": ("NVIDIA H200", gpu_layout.TileSizes(tile_kv=64, stages=3, programs_per_sm=2)),
+    "tpu": ("TPU v6 lite", tpu_layout.TileSizes(tile_rows=128, tile_kv=1024)),
 }
 
 
@@ -338,7 +338,7 @@ def test_tuning_takes_the_fastest_of_what_fits_a_gpu(monkeypatch):
 
     monkeypatch.setattr(tune, "_seconds", seconds)
     best, found = tune.tune("gpu")
-    assert best == gpu_layout.Sizes(programs_per_sm=2, tile_kv=64, stages=4)
+    assert best == gpu_layout.TileSizes(programs_per_sm=2, tile_kv=64, stages=4)
     assert found["programs_per_sm=1"] > found["programs_per_sm=2"]
     assert "tile_kv=128 stages=4" not in found
 
@@ -364,7 +364,7 @@ def test_tuning_takes_the_fastest_of_a_tpu(monkeypatch):
     monkeypatch.setattr(tpu, "paged_attention", attend)
     best, found = tune.tune("tpu")
     wanted = dict(tile_rows=512, head_rows=2048, tile_kv=1024, tile_bytes=2 << 20)
-    assert best == tpu_layout.Sizes(**wanted)
+    assert best == tpu_layout.TileSizes(**wanted)
     assert len(found) == 6 + 8
 
 
@@ -386,4 +386,6 @@ def test_what_is_tuned_is_what_a_kernel_takes(platform):
         if platform == "tpu":
             pool = jax.eval_shape(tpu_layout.to_tpu, arrays["pool"])
             table = arrays["block_table"].shape
-            assert tpu_layout.why_not(arrays["q"], pool, work.num_kv_heads, table) is None
+            assert (
+                tpu_layout.unsupported_reason(arrays["q"], pool, work.num_kv_heads, table) is None
+            )

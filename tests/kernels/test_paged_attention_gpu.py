@@ -164,7 +164,7 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(pool, monkeypatch, ca
     monkeypatch.setattr(gpu_decode, "_chunk", lambda rows, columns: 1)
     case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450, **pool)
     arguments = cases.arguments(case)
-    sizes = gpu_layout.Sizes(programs_per_sm=4)  # and so fewer stages
+    sizes = gpu_layout.TileSizes(programs_per_sm=4)  # and so fewer stages
     interpret = interpreter(detect_races=True)
     result = run(gpu.paged_attention, arguments, sizes=sizes, interpret=interpret)
     # Not `get_races().races_found`, which knows the last kernel only.
@@ -297,7 +297,7 @@ def of_a_model(query_len: int, heads: int, kv_heads: int, **options: Any) -> Cas
     return SMALL(name="", query_lens=(query_len,) * len(lens), kv_lens=lens, **options)
 
 
-SIZES = gpu_layout.Sizes(tile_kv=64, stages=3, programs_per_sm=2)
+SIZES = gpu_layout.TileSizes(tile_kv=64, stages=3, programs_per_sm=2)
 # The simplest first: where everything fails these tell most.
 ON_GPU: dict[str, Callable[[], None]] = {
     **{

@@ -296,7 +296,7 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
 def test_other_sizes_give_the_same_result(name):
     """Tiles of one block and of few queries, so that every row has several; the larger ones are in the slow suite."""
     case = fitting(replace(by_name(name), sinks=True))
-    sizes = tpu_layout.Sizes(tile_rows=32, head_rows=64, tile_kv=128, tile_bytes=1 << 15)
+    sizes = tpu_layout.TileSizes(tile_rows=32, head_rows=64, tile_kv=128, tile_bytes=1 << 15)
     check(case, bucketed(arrays_of(case)), sinks=True, sizes=sizes)
 
 
@@ -305,7 +305,7 @@ def test_other_sizes_give_the_same_result(name):
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_larger_sizes_give_the_same_result(changes, format):
     case = fitting(replace(by_name("mixed"), kv_lens=(700, 20, 1, 90, 100)), format)
-    check(case, arrays_of(case), sizes=tpu_layout.Sizes(**changes))
+    check(case, arrays_of(case), sizes=tpu_layout.TileSizes(**changes))
 
 
 @pytest.mark.slow
@@ -360,8 +360,8 @@ def test_no_candidate_takes_more_memory_than_there_is(heads, dtype, format):
     q, pool = shapes(heads=heads, dtype=jnp.dtype(dtype), format=format)
     for _, values in tune.CANDIDATES["tpu"]:
         for chosen in itertools.product(*values.values()):
-            sizes = tpu_layout.Sizes(**dict(zip(values, chosen, strict=True)))
-            if reason := tpu_layout.why_not(q, pool, heads[1], (64, 256), sizes):
+            sizes = tpu_layout.TileSizes(**dict(zip(values, chosen, strict=True)))
+            if reason := tpu_layout.unsupported_reason(q, pool, heads[1], (64, 256), sizes):
                 assert "bytes" in reason and heads == (32, 32, 256) and dtype == "float32"
                 continue
             of_kind = [
@@ -397,5 +397,5 @@ def test_it_says_why_it_cannot_serve(change, reason):
     if format:
         array = QuantizedPool(data=array, scale_zero=array, format=format)
     q = jax.ShapeDtypeStruct((4, 2 * given["num_kv_heads"], given["head_dim"]), given["dtype"])
-    why = tpu_layout.why_not(q, array, given["num_kv_heads"], given["table"])
+    why = tpu_layout.unsupported_reason(q, array, given["num_kv_heads"], given["table"])
     assert why is not None and reason in why

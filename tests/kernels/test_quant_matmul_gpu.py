@@ -88,7 +88,7 @@ def test_no_two_copies_touch_the_same_memory_unordered(name, monkeypatch, capsys
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
     case = replace(case_of(name), num_in=1024, num_out=128, num_tokens=9)
-    check(case, sizes=gpu.Sizes(most_stages=2), interpret=interpreter(detect_races=True))
+    check(case, sizes=gpu.TileSizes(most_stages=2), interpret=interpreter(detect_races=True))
     # Not `get_races().races_found`, which knows the last kernel only.
     assert "RACE DETECTED" not in capsys.readouterr().out
 
@@ -108,7 +108,7 @@ def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(case, monkeypatch
     out = run(x, weight, **options)
     for rows in (slice(0, 1), slice(3, 11)):
         np.testing.assert_array_equal(run(x[rows], weight, **options), out[rows])
-    for sizes in (gpu.Sizes(enough_programs=1), gpu.Sizes(smem_kib=40, most_stages=1)):
+    for sizes in (gpu.TileSizes(enough_programs=1), gpu.TileSizes(smem_kib=40, most_stages=1)):
         np.testing.assert_array_equal(run(x, weight, sizes=sizes, **options), out)
 
 

@@ -23,12 +23,12 @@ INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan
 
 
 @cache
-def program(round_x: bool, sizes: tpu.Sizes):
+def program(round_x: bool, sizes: tpu.TileSizes):
     options = dict(round_x=round_x, sizes=sizes, interpret=INTERPRETED)
     return jax.jit(partial(tpu.quant_matmul, **options))
 
 
-def run(x, weight, round_x: bool = False, sizes: tpu.Sizes = tpu.DEFAULT) -> np.ndarray:
+def run(x, weight, round_x: bool = False, sizes: tpu.TileSizes = tpu.DEFAULT) -> np.ndarray:
     """The kernel's result; no race was seen."""
     out = np.asarray(program(round_x, sizes)(x, weight))
     assert interpret_pallas_call.races is not None
@@ -91,7 +91,10 @@ def test_sizes_change_no_bit(name):
     if weight.zero is not None:
         weight = replace(weight, zero=jnp.uint8(1) << (weight.zero & 3))
     out = run(x, weight)
-    for sizes in (tpu.Sizes(tile_tokens=128, tile_out=1024), tpu.Sizes(tile_out=128, several=1)):
+    for sizes in (
+        tpu.TileSizes(tile_tokens=128, tile_out=1024),
+        tpu.TileSizes(tile_out=128, several=1),
+    ):
         np.testing.assert_array_equal(run(x, weight, sizes=sizes), out)
 
 
@@ -107,7 +110,7 @@ def test_of_few_tokens_there_are_several_tiles_of_outputs_and_all_fit():
     ):
         weight = jax.eval_shape(lambda shape=(num_out, num_in): quantize(jnp.zeros(shape), "int8"))
         assert tpu._tile_out(weight, num_tokens, tpu.DEFAULT) == wanted
-    assert tpu._tile_out(weight, 2048, tpu.Sizes(tile_out=1024)) == 128
+    assert tpu._tile_out(weight, 2048, tpu.TileSizes(tile_out=1024)) == 128
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,6 @@ def test_of_few_tokens_there_are_several_tiles_of_outputs_and_all_fit():
 def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
     case = Case(name="", **change)
     x, weight = jax.eval_shape(lambda: cases.arguments(case))
-    assert reason in (tpu.why_not(x.dtype, weight, round_x=case.round_x) or "")
+    assert reason in (tpu.unsupported_reason(x.dtype, weight, round_x=case.round_x) or "")
     with pytest.raises(NotImplementedError, match=reason):
         tpu.quant_matmul(jnp.zeros(x.shape, x.dtype), weight, round_x=case.round_x)

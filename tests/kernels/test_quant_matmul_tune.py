@@ -21,9 +21,9 @@ from pallas_kernels.quant_matmul import cases, gpu, quantized, tpu, tune
             "gpu",
             "NVIDIA H200",
             "nvidia_h200.json",
-            gpu.Sizes(smem_kib=72, most_stages=4, enough_programs=50),
+            gpu.TileSizes(smem_kib=72, most_stages=4, enough_programs=50),
         ),
-        ("tpu", "TPU v6 lite", "tpu_v6_lite.json", tpu.Sizes(tile_out=256, several=4)),
+        ("tpu", "TPU v6 lite", "tpu_v6_lite.json", tpu.TileSizes(tile_out=256, several=4)),
     ],
 )
 def test_sizes_are_those_that_were_measured_on_a_kind_of_device(
@@ -58,11 +58,11 @@ def test_what_was_really_measured_if_anything_can_be_read():
 
 
 def test_an_engine_has_what_was_measured_on_its_device(monkeypatch, tmp_path):
-    sizes = tpu.Sizes(tile_tokens=128)
+    sizes = tpu.TileSizes(tile_tokens=128)
     tuning.write("TPU v5 lite", sizes, {}, tmp_path)
     monkeypatch.setattr(ops, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
     weight = jax.eval_shape(lambda: cases.arguments(cases.SMALL[0])[1])
-    for kind, wanted in (("TPU v5 lite", sizes), ("TPU7x", tpu.Sizes())):
+    for kind, wanted in (("TPU v5 lite", sizes), ("TPU7x", tpu.TileSizes())):
         chosen, _ = ops.choose(weight, platform="tpu", num_devices=1, device_kind=kind)
         assert chosen == ops.Implementation("tpu", wanted)
 
@@ -100,7 +100,7 @@ def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
     monkeypatch.setattr(tune.jax, "jit", lambda function: function)
     monkeypatch.setattr(tune, "_arguments", lambda case: (case.num_tokens, [None, None]))
     sizes, seconds = tune.tune(platform)
-    assert sizes == kernel.Sizes(**best)
+    assert sizes == kernel.TileSizes(**best)
     assert not any(
         f"{name}={value}" in key.split() for key in seconds for name, value in most.items()
     )
@@ -109,7 +109,7 @@ def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
 def test_short_works_count_as_much_as_long_ones(capsys):
     times = {256: (1.0, 100.0), 512: (2.0, 90.0)}
     best, seconds = tuning.fastest(
-        tpu.Sizes(),
+        tpu.TileSizes(),
         [((0, 1), {"tile_out": (256, 512)})],
         lambda sizes, work: times[sizes.tile_out][work],
     )
@@ -122,7 +122,7 @@ def test_where_nothing_runs_there_is_nothing_to_choose(capsys):
         raise NotImplementedError("no such device\nat all")
 
     with pytest.raises(RuntimeError, match=r"no candidate of \{'several': \(1, 2\)\} could be run"):
-        tuning.fastest(tpu.Sizes(), [((0,), {"several": (1, 2)})], seconds)
+        tuning.fastest(tpu.TileSizes(), [((0,), {"several": (1, 2)})], seconds)
     assert capsys.readouterr().err == "several=1: no such device\nseveral=2: no such device\n"
 
 

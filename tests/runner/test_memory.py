@@ -45,23 +45,23 @@ def test_free_ram_is_plausible():
 
 
 def test_the_error_names_the_largest_length_that_fits():
-    room = room_of(tokens=64)
-    memory.check_fits(room, num_blocks=11, max_model_len=160, available=0)
+    footprint = room_of(tokens=64)
+    memory.check_fits(footprint, num_blocks=11, max_model_len=160, available=0)
     with pytest.raises(ValueError, match="largest max_model_len that fits is 160"):
-        memory.check_fits(room, num_blocks=11, max_model_len=161, available=0)
+        memory.check_fits(footprint, num_blocks=11, max_model_len=161, available=0)
 
 
 def test_groups_with_windows_let_longer_sequences_fit():
     # Of any sequence a window of 33 needs (32 + 64) / 16 + 1 = 7 blocks at most, so 50 are left for the other group.
-    room = room_of(tokens=64, windows=(33, None))
-    memory.check_fits(room, num_blocks=58, max_model_len=800, available=0)
+    footprint = room_of(tokens=64, windows=(33, None))
+    memory.check_fits(footprint, num_blocks=58, max_model_len=800, available=0)
     with pytest.raises(ValueError, match="needs 58 KV blocks .* that fits is 800"):
-        memory.check_fits(room, num_blocks=58, max_model_len=801, available=0)
+        memory.check_fits(footprint, num_blocks=58, max_model_len=801, available=0)
     assert room_of(tokens=64, windows=(33,)).longest(10**6, num_blocks=8) == 10**6
 
 
 def room_of(tokens, windows=(None,)):
-    return memory.Room(windows=windows, block_size=16, max_num_batched_tokens=tokens)
+    return memory.SequenceFootprint(windows=windows, block_size=16, max_num_batched_tokens=tokens)
 
 
 def size(available, temp_per_token=0, **options):
@@ -72,14 +72,14 @@ def size(available, temp_per_token=0, **options):
         return temp_per_token * bucket.num_tokens
 
     sizes = {"max_model_len": 320, "must_fit": True, "max_num_seqs": 2} | options
-    num_blocks, room = memory.size_pool(
+    num_blocks, footprint = memory.size_pool(
         available=lambda temp: available - temp,
         temp_bytes=temp_bytes,
         bytes_per_block=100,
-        room=room_of(tokens=1024),
+        footprint=room_of(tokens=1024),
         **sizes,
     )
-    return (num_blocks, room.max_num_batched_tokens), measured
+    return (num_blocks, footprint.max_num_batched_tokens), measured
 
 
 def test_plenty_of_memory_gives_what_the_rows_can_fill_and_measures_nothing():

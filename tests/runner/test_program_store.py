@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpage.runner.facts import hash_of
-from jaxpage.runner.program_store import ProgramStore, Sizes, survey
+from jaxpage.runner.program_store import MeasuredSizes, ProgramStore, survey
 from jaxpage.runner.programs import compile_program
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_costs_the_programs_and_nothing_else(tmp
     for name in (NAME, "decode R=4"):
         assert compile_program(name, lowering, store_in(blocked)).origin == "compiled"
     assert caplog.text.count("is not kept in") >= 1
-    sizes = Sizes(blocked, FACTS)
+    sizes = MeasuredSizes(blocked, FACTS)
     assert sizes.remember("a", lambda: 5) == 5
     assert sizes.remember("a", never) == 5
 
@@ -133,22 +133,22 @@ def test_programs_for_a_target_are_saved_and_never_run_here(tmp_path):
 
 
 def test_sizes_outlive_the_process_and_belong_to_their_facts(tmp_path):
-    assert Sizes(tmp_path, FACTS).remember("forward T=64", lambda: 7) == 7
-    assert Sizes(tmp_path, FACTS).remember("forward T=64", never) == 7
-    assert Sizes(tmp_path, FACTS | {"jax": "9"}).remember("forward T=64", lambda: 8) == 8
-    assert Sizes(None, FACTS).remember("forward T=64", lambda: 9) == 9
+    assert MeasuredSizes(tmp_path, FACTS).remember("forward T=64", lambda: 7) == 7
+    assert MeasuredSizes(tmp_path, FACTS).remember("forward T=64", never) == 7
+    assert MeasuredSizes(tmp_path, FACTS | {"jax": "9"}).remember("forward T=64", lambda: 8) == 8
+    assert MeasuredSizes(None, FACTS).remember("forward T=64", lambda: 9) == 9
     (path,) = [
         p for p in tmp_path.glob("*.sizes") if json.loads(p.read_text()) == {"forward T=64": 7}
     ]
     for torn in ("{", "[]", '{"forward T=64": "7"}'):
         path.write_text(torn)
-        assert Sizes(tmp_path, FACTS).remember("forward T=64", lambda: 6) == 6
+        assert MeasuredSizes(tmp_path, FACTS).remember("forward T=64", lambda: 6) == 6
 
 
 def test_the_pool_of_the_last_time_is_taken_again_unless_it_is_too_large_or_much_too_small(
     tmp_path,
 ):
-    sizes = Sizes(tmp_path, FACTS)
+    sizes = MeasuredSizes(tmp_path, FACTS)
     assert sizes.settle("blocks", 1000) == 1000
     assert sizes.settle("blocks", 1100) == 1000
     assert sizes.settle("blocks", 999) == 999

@@ -15,7 +15,7 @@ from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
-from jaxpage.ops.attention import heads_of_pool
+from jaxpage.ops.attention import num_sharded_kv_heads
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.plan import StepResult
 from jaxpage.request import Request
@@ -53,7 +53,11 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
     """Tokens and their logprobs of a few requests, in prompts of several chunks and launches of several steps."""
     config = model.config
     groups = group_layers(config.windows, LENGTH)
-    of_pool = 0 if mesh is None else heads_of_pool(config.num_heads, config.num_kv_heads, mesh.size)
+    of_pool = (
+        0
+        if mesh is None
+        else num_sharded_kv_heads(config.num_heads, config.num_kv_heads, mesh.size)
+    )
     pool_spec = KVPoolSpec(
         num_arrays=groups.num_arrays,
         num_blocks=100,

@@ -21,10 +21,10 @@ from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
-from jaxpage.ops.attention import choose, heads_of_pool
+from jaxpage.ops.attention import choose, num_sharded_kv_heads
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.lowering import Lowerings
-from jaxpage.runner.memory import Room
+from jaxpage.runner.memory import SequenceFootprint
 from jaxpage.runner.step import StepSpec
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import join_projections, quantize
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class EngineSpec:
     """The parts of an engine whose shapes are settled.
 
     `config` may be replaced by one with fewer tokens, once it is known how many blocks fit; the groups stay.
@@ -47,16 +47,16 @@ class Draft:
     model: CausalLM  # of shapes, until somebody loads it
     groups: KVGroups
     pool: KVPoolSpec  # as yet without a block
-    why_not_kernel: str | None  # why attention is XLA's, where a kernel could have served
+    no_kernel_reason: str | None  # why attention is XLA's, where a kernel could have served
 
     @property
     def num_devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
 
     @property
-    def room(self) -> Room:
+    def footprint(self) -> SequenceFootprint:
         """What its sequences need of the pool."""
-        return Room(
+        return SequenceFootprint(
             windows=self.groups.windows,
             block_size=self.config.block_size,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -130,13 +130,13 @@ class Draft:
         }
 
 
-def make_draft(
+def make_engine_spec(
     options: EngineConfig,
     *,
     device: jax.Device,
     device_memory: int | None,
     mesh: Mesh | None = None,
-) -> Draft:
+) -> EngineSpec:
     """Reads config.json and no other file. Raises ValueError for what cannot be served.
 
     `device_memory`: bytes of the device, None if it does not tell; `mesh`: of devices like `device`.
@@ -152,7 +152,7 @@ def make_draft(
     groups = group_layers(model.config.windows, config.max_model_len)
     num_devices = 1 if mesh is None else mesh.size
     num_heads, num_kv_heads = model.config.num_heads, model.config.num_kv_heads
-    of_pool = heads_of_pool(num_heads, num_kv_heads, num_devices)
+    of_pool = num_sharded_kv_heads(num_heads, num_kv_heads, num_devices)
     pool = KVPoolSpec(
         num_arrays=groups.num_arrays,
         num_blocks=0,
@@ -173,7 +173,7 @@ def make_draft(
         device_kind=device.device_kind,
         compute_capability=getattr(device, "compute_capability", None),  # of GPUs
     )
-    return Draft(
+    return EngineSpec(
         config=config,
         hf_config=hf_config,
         device=device,
@@ -181,7 +181,7 @@ def make_draft(
         model=model,
         groups=groups,
         pool=pool,
-        why_not_kernel=reason,
+        no_kernel_reason=reason,
     )
 
 
