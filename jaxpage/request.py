@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from jaxpage.sampling_params import SamplingParams
 
@@ -21,6 +25,18 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+class MaskSource(Protocol):
+    """Which tokens may come next in the sequences of one request: a grammar, say."""
+
+    def mask(self, index: int, output_token_ids: SequenceOf[int]) -> np.ndarray | None:
+        """uint32[ceil(V/32)] for continuation `index` after that output; None: not ready yet."""
+        ...
+
+    def wait(self) -> None:
+        """Block until a mask may be ready that was not."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -37,7 +53,14 @@ class Request:
         frozenset()
     )  # every id that ends a sequence: EOS (unless ignored) and the user's
     eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None
+    # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
+    all_eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    # What the device needs to know of the request: see `jaxpage.sampling.features`.
+    features: int = 0
+    slot_fields: Mapping[str, Any] = field(default_factory=dict)
+    prompt_embeds: np.ndarray | None = None  # [T, E]; the prompt's token ids are all 0 then
+    mask_source: MaskSource | None = None  # says which tokens may come next
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
     cache_salt: str | None = None
