@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding
 
-from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, sample_name
 from jaxpage.runner.calls import ADMIT, BLOCKS_PER_CALL, READ, SET_MASKS, WRITE
@@ -27,12 +27,14 @@ from jaxpage.runner.programs import Lowering
 from jaxpage.runner.slots import (
     abstract_request_state,
     admission_layout,
+    allocate_request_state,
     make_admit,
     make_set_masks,
     words_of,
 )
 from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step import Step
+from jaxpage.sampling.fields import RequestState
 
 # Of XLA, by platform. Weights lie in memory in tiles of (8, 128). From TPU7x on a loop would have what it carries in
 # 16 bits in tiles of (16, 128), and each launch of decode steps would begin with a copy of all weights; its products
@@ -69,7 +71,7 @@ class Lowerings:
         self._platform = _platform(self._leaves)
         self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
         self._state = _structs(abstract_request_state(step_spec), mesh)
-        self._spec, self._mesh = step_spec, mesh
+        self._spec, self._pool_spec, self._mesh = step_spec, pool_spec, mesh
         largest = buckets[-1]
         groups = len(step_spec.groups.windows)
         sizes = {"block_size": step_spec.block_size, "decode_steps": step_spec.decode_steps}
@@ -99,6 +101,17 @@ class Lowerings:
     def state_bytes(self) -> int:
         """Bytes of the request state."""
         return num_bytes(self._state)
+
+    def allocate(self) -> tuple[KVPool, RequestState]:
+        """The pool and the request state of zeros and fill values, where the programs expect them."""
+
+        def make() -> tuple[KVPool, RequestState]:
+            return self._pool_spec.allocate(), allocate_request_state(self._spec)
+
+        if self._mesh is None:
+            return make()
+        shardings = jax.tree.map(lambda struct: struct.sharding, (self._pool, self._state))
+        return jax.jit(make, out_shardings=shardings)()
 
     def _embeds(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         if not self._spec.prompt_embeds:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.plan import StepPlan, StepResult
@@ -29,7 +30,6 @@ from jaxpage.runner.pack import pack, pack_stores, padded, unpack_stores
 from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import CompilationCounter, Programs
 from jaxpage.runner.recording import CallRecorder
-from jaxpage.runner.slots import allocate_request_state
 from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step import DeviceResult
 from jaxpage.sampling.features import bits
@@ -64,6 +64,7 @@ class Runner:
         host_memory: HostMemory | None = None,
         store: ProgramStore | None = None,
         recorder: CallRecorder | None = None,
+        mesh: Mesh | None = None,
     ):
         self._spec = step_spec
         self.groups = step_spec.groups
@@ -75,6 +76,7 @@ class Runner:
             pool_spec=pool_spec,
             step_spec=step_spec,
             moves_blocks=host_memory is not None,
+            mesh=mesh,
         )
         # The live variables themselves, in the order of their arrays in programs: looked up anew at each launch.
         self._variables = [variable for _, variable in nnx.to_flat_state(nnx.state(model))]
@@ -203,8 +205,7 @@ class Runner:
         return self._no_embeds[name]
 
     def _allocate(self) -> None:
-        self._kv_pool = self.pool_spec.allocate()
-        self._state = allocate_request_state(self._spec)
+        self._kv_pool, self._state = self._lowerings.allocate()
         jax.block_until_ready((self._kv_pool, self._state))
 
     @property
