@@ -1,4 +1,4 @@
-"""Chips that programs can be compiled for without having one: what their makers say of them.
+"""Chips to compile for: the numbers in their data sheets.
 
 Knows numbers and names. Must not know jax.
 """
