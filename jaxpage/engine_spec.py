@@ -100,11 +100,6 @@ class EngineSpec:
             return quantize(self.model, self.device, num_devices=self.num_devices)
         return set()
 
-    def with_vocabulary(self, size: int) -> EngineSpec:
-        """The same with an abstract model of another vocabulary, not yet transformed."""
-        config = replace(self.model.config, vocab_size=size)
-        return replace(self, model=registry.build_from_config(config))
-
     def with_blocks(self, num_blocks: int) -> EngineSpec:
         """The same with a pool of `num_blocks` blocks."""
         return replace(self, pool=replace(self.pool, num_blocks=num_blocks))
@@ -161,6 +156,7 @@ def make_engine_spec(
     `device_memory`: bytes of the device, None if it does not tell; `mesh`: of devices like `device`.
     """
     hf_config = load_hf_config(options.model, options.hf_overrides)
+    registry.family(hf_config)  # an unknown architecture is refused before what its config lacks
     config = options.resolve(
         hf_config,
         platform=device.platform,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import pytest
@@ -86,3 +87,14 @@ def test_what_sizing_measured_is_kept(path, tmp_path, monkeypatch):
     assert make_spec(path, enforce_eager=True).config.enforce_eager
     eager = make_spec(path, enforce_eager=True, compilation_cache_dir=str(tmp_path))
     assert executable_cache(eager, flags="").store(first) is None
+
+
+@pytest.mark.parametrize(
+    "architecture", ["MixtralForCausalLM", "Qwen2_5_VLForConditionalGeneration"]
+)
+def test_an_unknown_architecture_is_refused_before_anything_else(tmp_path, architecture):
+    """Even where config.json lacks what a known one would be asked for, here the length of sequences."""
+    values = {"architectures": [architecture], "model_type": "mamba", "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"{architecture} is not supported; supported are"):
+        make_spec(str(tmp_path), max_model_len=None)

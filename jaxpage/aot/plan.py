@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
 from jaxpage.aot.estimate import Estimate, estimate
-from jaxpage.aot.process import run
+from jaxpage.aot.process import Report, run
 from jaxpage.aot.targets import GIB, Target, parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.config import EngineConfig
@@ -73,33 +75,29 @@ def _measure(plan: Plan, target: Target) -> dict[str, Any]:
     names = {f.name for f in dataclasses.fields(EngineConfig)}
     options = {k: v for k, v in vars(plan).items() if k in names and v is not None}
     request = {"target": target.name, "num_devices": plan.tp, "options": options}
-    console = Console(stderr=True)
-    progress = Progress(
-        SpinnerColumn(),
-        "{task.description}",
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with progress:
-        task = progress.add_task(f"{target.name}: reading config.json", total=None)
+    with _progress(target.name) as on_report:
+        return run("jaxpage.aot.worker", request, target, on_report=on_report)
 
-        def show_progress(report: dict[str, Any]) -> None:
-            if "compiling" in report:
-                names = ", ".join(report["compiling"])
-                console.print(f"{target.name}: compiling {names}", highlight=False, soft_wrap=True)
-                progress.update(
-                    task, description=f"{target.name}: compiling", total=len(report["compiling"])
-                )
-            else:
-                seconds = f"{report['seconds']:.0f} s"
-                line = f"{target.name}: {report['compiled']} compiled in {seconds}"
-                console.print(line, highlight=False, soft_wrap=True)
-                progress.advance(task)
 
-        return run("jaxpage.aot.worker", request, target, on_report=show_progress)
+@contextmanager
+def _progress(name: str) -> Iterator[Report]:
+    """Says on stderr what is compiled and what is done; on a terminal a clock runs meanwhile."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    columns = (SpinnerColumn(), "{task.description}", MofNCompleteColumn(), TimeElapsedColumn())
+    clock = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+    def show_report(report: dict[str, Any]) -> None:
+        if "compiling" in report:
+            programs = report["compiling"]
+            console.print(f"{name}: compiling {', '.join(programs)}")
+            clock.update(task, description=f"{name}: compiling", total=len(programs))
+        else:
+            console.print(f"{name}: {report['compiled']} compiled in {report['seconds']:.0f} s")
+            clock.advance(task)
+
+    with clock:
+        task = clock.add_task(f"{name}: reading config.json", total=None)
+        yield show_report
 
 
 def show(measured: dict[str, Any], estimated: Estimate) -> str:

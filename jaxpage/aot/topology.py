@@ -60,7 +60,10 @@ def wanted_version(platform: str) -> str:
 def compiler_advice(platform: str) -> str:
     """What to install where the compiler does not work: the version that jax is made for. "" if it is installed."""
     package, wanted = COMPILERS[platform], wanted_version(platform)
-    installed = metadata.version(package)
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:  # a nightly build has another name
+        installed = "0"
     if not wanted or Requirement(f"{package}{wanted}").specifier.contains(installed):
         return ""
     return (

@@ -3,8 +3,8 @@
 What it returns are measurements, see `estimate` for what follows from them.
 
 Most of a decode program's compilation is its sampler, which `sample` programs contain too. So `measure` compiles the
-largest decode step with all layers and a vocabulary of SMALL_VOCABULARY, and the largest `sample` program with the
-whole one. A decode step runs through both, one after the other, and needs no more than the sum of their temporaries.
+layers of the largest decode step and its sampler apart. The step runs through both, one after the other, and needs no
+more than the sum of their temporaries.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.memory import pool_bytes_of
-from jaxpage.runner.programs import compile_program, num_cores, step_bytes
+from jaxpage.runner.programs import Lowering, compile_program, num_cores, step_bytes
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import quantize
 from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest batch is asked
-SMALL_VOCABULARY = 1024
-MOST_THREADS = 4  # a compilation of a large model takes some GB of this machine's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +101,7 @@ def measure(
     fits = _pool_bytes(spec, target, 0) > 0
     state_bytes = job.lowerings.state_bytes
     programs = _remembered(job, partial(_compile_largest, job, report)) if fits else []
-    temp_bytes = largest_step_bytes(programs)
+    temp_bytes = largest_step_bytes(programs, config.decode_steps)
     sized = size(
         spec,
         available=partial(_pool_bytes, spec, target),
@@ -136,14 +134,19 @@ def measure(
     }
 
 
-def compile_and_inspect(job: CompileJob, name: str) -> dict[str, Any]:
-    """What the compiler says of a program; if it needs more than a device has, just that (and no alias)."""
+def compile_and_inspect(
+    job: CompileJob, name: str, lowering: Lowering | None = None
+) -> dict[str, Any]:
+    """What the compiler says of a program; if it needs more than a device has, just that (and no alias).
+
+    `lowering`: for a program that is none of the engine's own.
+    """
     found = {"name": name, "temp_bytes": job.target.chip.num_bytes, "result_bytes": 0}
     found |= {"alias_bytes": 0, "collectives": {}, "pool_copies": [], "kernels": []}
     start = time.perf_counter()
     try:
         with job.spec.on_target():
-            program = compile_program(name, job.lowerings.programs[name])
+            program = compile_program(name, lowering or job.lowerings.programs[name])
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -161,29 +164,23 @@ def compile_and_inspect(job: CompileJob, name: str) -> dict[str, Any]:
 
 
 def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
-    """The programs that need most memory of each kind: decode (of a small vocabulary), forward, sample."""
+    """The layers of the largest decode step, then the largest `forward` and `sample` programs."""
     buckets = job.spec.buckets
     decode = [bucket for bucket in buckets if bucket.decode][-1]
+    layers = f"layers R={decode.num_rows}"
     forward, sample = buckets[-1].programs(buckets[-1].num_rows)
-    # The longest compilation first: there are fewer threads than programs.
-    jobs = {sample: job, forward: job, decode.name: _with_small_vocabulary(job)}
-    report({"compiling": list(jobs)})
+    lowerings = job.lowerings.programs | {layers: partial(job.lowerings.layers_of, decode)}
+    order = (forward, sample, layers)  # the longest compilation first: there may be fewer threads
+    report({"compiling": order})
 
     def compile_one(name: str) -> dict[str, Any]:
-        found = compile_and_inspect(jobs[name], name)
+        found = compile_and_inspect(job, name, lowerings[name])
         report({"compiled": name, "seconds": found["seconds"]})
         return found
 
-    with ThreadPoolExecutor(min(num_cores(), MOST_THREADS)) as pool:
-        found = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
-    return [found[name] for name in (decode.name, forward, sample)]
-
-
-def _with_small_vocabulary(job: CompileJob) -> CompileJob:
-    vocab_size = min(SMALL_VOCABULARY, job.spec.model.config.vocab_size)
-    spec = job.spec.with_vocabulary(vocab_size)
-    spec.transform_weights()
-    return CompileJob(spec=spec, target=job.target)
+    with ThreadPoolExecutor(min(num_cores(), len(order))) as pool:
+        found = dict(zip(order, pool.map(compile_one, order), strict=True))
+    return [found[name] for name in (layers, forward, sample)]
 
 
 class Memory(NamedTuple):
@@ -193,16 +190,16 @@ class Memory(NamedTuple):
     result_bytes: int
 
 
-def largest_step_bytes(programs: list[dict[str, Any]]) -> int:
-    """Upper bound of what a step needs besides weights, state and pool.
+def largest_step_bytes(programs: list[dict[str, Any]], decode_steps: int) -> int:
+    """Upper bound of what a step, or a launch of so many decode steps, needs besides weights, state and pool.
 
-    `programs`: decode with a small vocabulary, forward, sample; or none, which need nothing.
+    `programs`: the layers of a decode step, forward, sample; or none, which need nothing.
     """
     if not programs:
         return 0
-    decode, forward, sample = (Memory(p["temp_bytes"], p["result_bytes"]) for p in programs)
-    whole_decode = decode._replace(temp_bytes=decode.temp_bytes + sample.temp_bytes)
-    return max(step_bytes([whole_decode]), step_bytes([forward, sample]))
+    layers, forward, sample = (Memory(p["temp_bytes"], p["result_bytes"]) for p in programs)
+    decode = Memory(layers.temp_bytes + sample.temp_bytes, decode_steps * sample.result_bytes)
+    return max(step_bytes([decode]), step_bytes([forward, sample]))
 
 
 def _remembered(

@@ -67,11 +67,6 @@ def build(hf_config: PretrainedConfig, *, dtype: Any, max_model_len: int | None 
     return chosen.module(chosen.config_from_hf(hf_config, dtype=dtype, max_model_len=max_model_len))
 
 
-def build_from_config(config: ModelConfig) -> CausalLM:
-    """The abstract model of a ModelConfig."""
-    return REGISTRY[config.architecture].module(config)
-
-
 def weight_map(config: ModelConfig) -> dict[str, Source]:
     """Path -> place in the checkpoint, of parameters that are not the tensor of their own name."""
     return REGISTRY[config.architecture].weight_map(config)
