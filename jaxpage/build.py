@@ -29,6 +29,7 @@ from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.models import registry
+from jaxpage.ops.attention import max_blocks
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.facts import machine_facts
@@ -40,7 +41,6 @@ from jaxpage.runner.runner import Runner
 from jaxpage.tokenizer import Detokenizer, load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
-from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from jaxpage.request import Request
@@ -68,8 +68,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     """
     _print_unless_configured()
     device = jax.local_devices()[0]
-    memory = (device.memory_stats() or {}).get("bytes_limit")
-    draft = make_engine_spec(options, device=device, device_memory=memory)
+    draft = make_engine_spec(options, device=device)
     config, model = draft.config, draft.model
     generation_config = load_generation_config(options)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
@@ -171,7 +170,7 @@ def _make_host_memory(draft: EngineSpec) -> HostMemory | None:
         )
     store = None
     if config.kv_offload_dir is not None:
-        shapes = content_shapes(draft.pool_of(2).abstract())
+        shapes = content_shapes(draft.pool_of(2))
         facts = [repr(draft.model.config), repr(draft.groups), repr(pool)]
         parameters = jax.tree.leaves(nnx.state(draft.model))
         folder = Path(config.kv_offload_dir) / fingerprint(facts, map(np.asarray, parameters))
@@ -206,8 +205,7 @@ def size_kv(
             max_num_seqs=config.max_num_seqs,
         )
         num_blocks = sizes.settle(NUM_BLOCKS, num_blocks)
-    if draft.pool.lanes:  # their kernel's block tables can name no more
-        num_blocks = min(num_blocks, MOST_BLOCKS)
+    num_blocks = min(num_blocks, max_blocks(draft.pool))
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
         max_model_len = max(2, footprint.longest(max_model_len, num_blocks))

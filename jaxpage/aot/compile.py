@@ -82,8 +82,7 @@ def _compile(options: dict[str, Any], output: Path, target: Target | None) -> No
 def _draft(options: dict[str, Any], target: Target | None) -> EngineSpec:
     mesh = None if target is None else mesh_of(target, 1)
     if target is None or mesh is None:
-        device = jax.local_devices()[0]
-        memory = (device.memory_stats() or {}).get("bytes_limit")
+        device, memory = jax.local_devices()[0], None
     else:
         device, memory = mesh.devices.flat[0], target.chip.num_bytes
     engine = EngineConfig.from_options(**options)

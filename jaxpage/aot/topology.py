@@ -7,6 +7,7 @@ before jax is imported, so whoever compiles for a target does it in a process of
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -62,6 +63,8 @@ def environment(target: Target) -> list[str]:
         variables["XLA_FLAGS"] = (
             f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={cuda_folder()}"
         )
+        if folder := cuda_folder():  # Mosaic GPU takes the first ptxas on the PATH
+            variables["PATH"] = os.pathsep.join([str(folder / "bin"), *os.get_exec_path()])
     return [f"{name}={value}" for name, value in variables.items()]
 
 

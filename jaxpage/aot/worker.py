@@ -24,13 +24,13 @@ from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.decoder import CausalLM
+from jaxpage.ops.attention import max_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, sample_name
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.programs import compile_program
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import quantize
-from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest batch is asked
 
@@ -87,7 +87,9 @@ def make_trial(options: dict[str, Any], target: Target, num_devices: int) -> Tri
     num_blocks = draft.config.num_gpu_blocks_override
     if num_blocks is None:
         half = _free(draft.config, target, weights) // 2
-        num_blocks = max(2, min(half // _block_bytes(draft.pool, num_devices), MOST_BLOCKS))
+        num_blocks = max(
+            2, min(half // _block_bytes(draft.pool, num_devices), max_blocks(draft.pool))
+        )
     return Trial(draft=draft, target=target, mesh=mesh, num_blocks=num_blocks, weights=weights)
 
 
@@ -112,7 +114,7 @@ def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[s
         "flops_per_token": 2 * _num_parameters(draft.model, embedding > 0) // num_devices,
         "state_bytes": trial.lowerings.state_bytes,
         "block_bytes": trial.block_bytes,
-        "most_blocks": MOST_BLOCKS if draft.pool.lanes else None,  # that block tables can name
+        "most_blocks": max_blocks(draft.pool),  # that block tables can name
         "pool_bytes": trial.num_blocks * trial.block_bytes,  # as compiled
         "blocks": {str(n): footprint.num_blocks(n) for n in lengths},
         "longest": [[n, footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
@@ -162,7 +164,7 @@ def _in_int8(trial: Trial) -> dict[str, int | None]:
     weights = block = None
     if draft.config.quantization is None:
         model = nnx.clone(draft.model)
-        quantize(model, draft.device, num_devices=mesh.size)
+        quantize(model, draft.choose_matmul)
         weights = sum(_weights(model, mesh).values())
     if draft.pool.format is None:
         block = _block_bytes(dataclasses.replace(draft.pool, format="int8"), mesh.size)

@@ -56,14 +56,14 @@ class Lowerings:
             graphdef=graphdef,
             treedef=jax.tree.structure(state),
             spec=step_spec,
+            pool_spec=pool_spec,
             mesh=mesh,
-            kernel_sizes=pool_spec.kernel_sizes,
         )
         self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
         self._platform = _platform(self._leaves)
         self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
         self._state = _structs(abstract_request_state(step_spec), mesh)
-        self._spec, self._mesh = step_spec, mesh
+        self._spec, self._pool_spec, self._mesh = step_spec, pool_spec, mesh
         largest = buckets[-1]
         self._most_rows = largest.num_rows
         groups = len(step_spec.groups.windows)
@@ -115,12 +115,14 @@ class Lowerings:
         )
 
     def _lower_read(self) -> jax.stages.Lowered:
-        return jax.jit(read_blocks).lower(self._pool, self._integers(MOVE_BLOCKS))
+        read = partial(read_blocks, self._pool_spec, self._mesh)
+        return jax.jit(read).lower(self._pool, self._integers(MOVE_BLOCKS))
 
     def _lower_write(self) -> jax.stages.Lowered:
-        ids = self._integers(MOVE_BLOCKS)
-        contents = jax.eval_shape(read_blocks, self._pool, ids)
-        return jax.jit(write_blocks, donate_argnums=0).lower(self._pool, ids, contents)
+        ids, where = self._integers(MOVE_BLOCKS), (self._pool_spec, self._mesh)
+        contents = jax.eval_shape(partial(read_blocks, *where), self._pool, ids)
+        write = partial(write_blocks, *where)
+        return jax.jit(write, donate_argnums=0).lower(self._pool, ids, contents)
 
     def _integers(self, size: int) -> jax.ShapeDtypeStruct:
         (struct,) = _structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)

@@ -21,8 +21,8 @@ from jax.typing import DTypeLike
 
 from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
 from jaxpage.kv_groups import KVGroups
-from jaxpage.kv_pool import KernelSizes, KVPool
-from jaxpage.ops.attention import PagedAttention, num_sharded_kv_heads
+from jaxpage.kv_pool import KVPool, KVPoolSpec
+from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK, NULL_SLOT
@@ -124,8 +124,8 @@ class Step:
     graphdef: nnx.GraphDef
     treedef: jax.tree_util.PyTreeDef
     spec: StepSpec
+    pool_spec: KVPoolSpec
     mesh: Mesh | None = None  # of devices that share weights and heads
-    kernel_sizes: KernelSizes | None = None  # see `KVPoolSpec`
 
     def forward(
         self,
@@ -203,10 +203,8 @@ class Step:
     ) -> tuple[KVPool, RequestState, Rows]:
         """Before the rows run, and before anything is written: copy-on-write; blocks that rows gained."""
         rows = layout.unpack(packed)
-        config, mesh = self._model(leaves).config, self.mesh
-        shared = mesh and num_sharded_kv_heads(config.num_heads, config.num_kv_heads, mesh.size)
         copies = (rows["copy_sources"], rows["copy_destinations"])
-        kv_pool = copy_blocks(kv_pool, *copies, mesh=mesh, by_head=bool(shared))
+        kv_pool = copy_blocks(kv_pool, *copies, spec=self.pool_spec, mesh=self.mesh)
         return kv_pool, _update_tables(state, rows), rows
 
     def _model(self, leaves: list[jax.Array]) -> Any:
@@ -227,9 +225,9 @@ class Step:
             kv_pool,
             batch,
             layer_locations,
+            spec=self.pool_spec,
             one_query_per_row=bucket.decode,
             mesh=self.mesh,
-            kernel_sizes=self.kernel_sizes,
         )
         model = self._model(leaves)
         hidden = model.hidden_states(batch.token_ids, batch.positions, attention)
