@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_copy import cases, reference
-from pallas_kernels.block_copy.cases import Copies, Pool
+from pallas_kernels.block_copy.cases import BLOCKS, Copies, Pool
 
 PAIRS = [1, 2, 7, 6, 0], [2, 3, 6, 7, 0]
 
@@ -34,12 +34,12 @@ class BlockCopyTests:
         self.check_copies(pool, *PAIRS)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("blocks", cases.BLOCKS, ids=len)
+    @pytest.mark.parametrize("blocks", BLOCKS, ids=len)
     def test_blocks_of_every_pool_leave_and_come_back(self, pool: Pool, blocks):
         self.check_moves(pool, blocks)
 
     def test_blocks_leave_and_come_back(self):
-        self.check_moves(self.pools[-1], cases.BLOCKS[0])
+        self.check_moves(self.pools[-1], BLOCKS[0])
 
     def check_copies(self, pool: Pool, sources, destinations) -> None:
         layers, pairs = cases.layers(pool), (ids(sources), ids(destinations))
