@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from jaxpage.sampling.constraints import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import load_chat_template
 

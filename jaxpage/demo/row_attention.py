@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 class RowAttention:
     """An `Attention` (see `models.attention`) of rows [B, T]: token i sees tokens 0 to i. No windows,
-    no soft caps, no sinks.
+    no soft caps.
     """
 
     def __call__(
