@@ -42,7 +42,9 @@ class KVPoolSpec:
     format: str | None = None  # one of `quantized.FORMATS`; None: kept in `dtype`
     sharded: bool = False  # a share of the heads is on each device of the mesh
     platform: str | None = None  # "cpu", "gpu" or "tpu", where it will lie; None: jax's default
-    attention: str = "xla"  # the implementation that reads it, see `ops.attention`
+    attention: Literal["xla", "tpu", "hopper"] = (
+        "xla"  # the implementation that reads it, see `ops.attention`
+    )
     kernel_sizes: KernelSizes | None = None  # tile sizes of that implementation; XLA has none
     layout: Layout = "heads"
     scale_rows: int = 4  # with layout "tpu": rows of scales and zeros for each KV head

@@ -35,9 +35,9 @@ from pallas_kernels.wgmma import added_product, as_operand, load, product, tiled
 
 ROWS = 128  # outputs of a program
 CHUNK = 128  # bytes of an output that come at once
-# Where sums are cut follows from these two, so they are the same on every device and never tuned. The first is as many
-# programs as H100 and H200 have SMs.
-ENOUGH_SPLITS = 132
+# Inputs are split until there are WANTED_PROGRAMS, as many as an H200 has SMs. Sums are cut there, so these two are the
+# same on every device and never tuned.
+WANTED_PROGRAMS = 132
 MOST_SPLITS = 8
 GROUP_SIZES = (32, 64, 128)
 
@@ -116,7 +116,7 @@ def _parts(
     """x [T, E], T a multiple of `tile` -> float32 or, of integers, int32 [parts, T, F], to be added in order."""
     num_out, width = weight.data.shape
     num_chunks, group = width // CHUNK, weight.group_size
-    num_splits = max(1, min(ENOUGH_SPLITS // (num_out // ROWS), MOST_SPLITS, num_chunks // 4))
+    num_splits = max(1, min(WANTED_PROGRAMS // (num_out // ROWS), MOST_SPLITS, num_chunks // 4))
     num_programs = num_out // ROWS * (x.shape[0] // tile)
     num_parts = num_splits if num_programs < sizes.enough_programs else 1
     is_int4, sum_dtype = weight.format == "int4", jnp.int32 if x.dtype == jnp.int8 else jnp.float32
