@@ -68,8 +68,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     """
     _print_unless_configured()
     device = jax.local_devices()[0]
-    memory = (device.memory_stats() or {}).get("bytes_limit")
-    spec = make_engine_spec(options, device=device, device_memory=memory)
+    spec = make_engine_spec(options, device=device)
     config, model = spec.config, spec.model
     generation_config = load_generation_config(options)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
@@ -166,7 +165,7 @@ def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
         )
     store = None
     if config.kv_offload_dir is not None:
-        shapes = content_shapes(pool.abstract())
+        shapes = content_shapes(pool)
         # Any number of blocks of the pool will do: blocks on disk fit all of them.
         layout = repr(replace(pool, num_blocks=0))
         described = [repr(spec.model.config), repr(spec.groups), layout]

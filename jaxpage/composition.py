@@ -19,12 +19,12 @@ import jax
 
 from jaxpage.config import ResolvedConfig
 from jaxpage.engine_spec import EngineSpec
+from jaxpage.ops.attention import max_blocks
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.fingerprint import machine_fingerprint
 from jaxpage.runner.memory import check_fits, size_pool
 from jaxpage.runner.program_store import NUM_BLOCKS, MeasuredSizes, ProgramStore
 from jaxpage.runner.programs import compile_program, step_bytes
-from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,7 @@ def size(
             max_num_seqs=config.max_num_seqs,
         )
         num_blocks = settle(num_blocks)
-    if spec.pool.lanes:  # block tables of the TPU kernel can name no more
-        num_blocks = min(num_blocks, MOST_BLOCKS)
+    num_blocks = min(num_blocks, max_blocks(spec.pool))
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
         max_model_len = max(2, footprint.longest(max_model_len, num_blocks))

@@ -258,7 +258,9 @@ def _grouped_checks(platform: str) -> Iterator[Check]:
 def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
     """All lists of copies, padded to one length, in pools of every kind: no byte may differ."""
     for module_name, module in _modules("block_copy", platform):
-        kinds = [pool for pool in copy_cases.POOLS if pool.lanes == (module_name == "tpu")]
+        kinds = [
+            pool for pool in copy_cases.POOLS if (pool.layout == "tpu") == (module_name == "tpu")
+        ]
         for pool in kinds[:1] if tiny else kinds:
             layers = copy_cases.layers(pool)
             longest = max(len(copies.pairs) for copies in copy_cases.COPIES)

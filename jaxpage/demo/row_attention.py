@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 class RowAttention:
     """An `Attention` (see `models.attention`) of rows [B, T]: token i sees tokens 0 to i. No windows,
-    no soft caps, no sinks.
+    no soft caps.
     """
 
     def __call__(
@@ -29,11 +29,10 @@ class RowAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None,
-        sinks: jax.Array | None = None,
     ) -> jax.Array:
         del layer
-        if window is not None or soft_cap is not None or sinks is not None:
-            raise ValueError(f"window {window}, soft cap {soft_cap} or sinks: rows have none")
+        if window is not None or soft_cap is not None:
+            raise ValueError(f"window {window} or soft cap {soft_cap}: rows have none")
         if jax.default_backend() == "cpu":
             return jax.lax.map(lambda row: _row(*row), (scale * q, k, v))
         return jax.vmap(_row)(scale * q, k, v)
