@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,13 +37,10 @@ from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
 from jaxpage.runner.program_store import NUM_BLOCKS, MeasuredSizes, ProgramStore
 from jaxpage.runner.programs import compile_program, step_bytes, use_persistent_cache
 from jaxpage.runner.runner import Runner
-from jaxpage.tokenizer import Detokenizer, load_tokenizer
+from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
 from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
-
-if TYPE_CHECKING:
-    from jaxpage.request import Request
 
 logger = logging.getLogger("jaxpage")
 
@@ -86,7 +83,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     config = draft.config
     if config.fit_max_model_len:
         _check_same_ropes(draft)
-    scheduler = _make_scheduler(config, runner, tokenizer)
+    scheduler = _make_scheduler(config, runner)
     logger.info("%s", config.describe())
     runner.warmup()
     engine = Engine(scheduler, runner, overlap=config.async_scheduling)
@@ -254,12 +251,7 @@ def _check_same_ropes(draft: EngineSpec) -> None:
         )
 
 
-def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> Scheduler:
-    def make_detokenizer(request: Request) -> Detokenizer | None:
-        if tokenizer is None or not request.params.detokenize:
-            return None
-        return Detokenizer(tokenizer, request.params, request.prompt_token_ids)
-
+def _make_scheduler(config: ResolvedConfig, runner: Runner) -> Scheduler:
     pool = BlockPool(
         runner.pool_spec.num_blocks,
         config.block_size,
@@ -279,5 +271,4 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> S
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
-        make_detokenizer=make_detokenizer,
     )

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from jaxpage.sampling_params import SamplingParams
 
@@ -21,6 +25,18 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+class MaskSource(Protocol):
+    """Which tokens may come next in the sequences of one request: a grammar, say."""
+
+    def mask(self, index: int, output_token_ids: SequenceOf[int]) -> np.ndarray | None:
+        """uint32[ceil(V/32)] for continuation `index` after that output; None: not ready yet."""
+        ...
+
+    def wait(self) -> None:
+        """Block until a mask may be ready that was not."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -37,7 +53,14 @@ class Request:
         frozenset()
     )  # every id that ends a sequence: EOS (unless ignored) and the user's
     eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None
+    # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
+    all_eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    # What the device needs to know of the request: see `jaxpage.sampling.features`.
+    features: int = 0
+    slot_fields: Mapping[str, Any] = field(default_factory=dict)
+    prompt_embeds: np.ndarray | None = None  # [T, E]; the prompt's token ids are all 0 then
+    mask_source: MaskSource | None = None  # says which tokens may come next
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
     cache_salt: str | None = None
@@ -50,11 +73,11 @@ class Request:
     beams: Any = (
         None  # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
     )
+    # What became of it: the engine writes these numbers, the output processor reads them.
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
+    num_cache_creation_tokens: int = 0  # the others, as far as they fill blocks of the prefix cache
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # seconds, monotonic
-    first_token_time: float | None = None
-    last_token_time: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -86,12 +109,7 @@ class Sequence:
     features: int = 0  # `plan.Feature` bits of what its params ask of the sampler
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[dict[int, Any]] | None = (
-        None  # one dict token id → Logprob for each output token, if asked for
-    )
-    cumulative_logprob: float = 0.0
-    detokenizer: Any = None  # jaxpage.tokenizer.Detokenizer, None when no text is wanted
+    stop_reason: int | None = None  # the stop id; None for EOS and other reasons
 
     @property
     def finished(self) -> bool:

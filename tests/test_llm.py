@@ -14,9 +14,10 @@ from jaxpage.config import EngineConfig, load_hf_config
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.scheduler import Scheduler
-from jaxpage.llm import LLM, derive_seed
+from jaxpage.input_processor import derive_seed
+from jaxpage.llm import LLM
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.tokenizer import Detokenizer, load_tokenizer
+from jaxpage.tokenizer import load_tokenizer
 from tests.fakes import FakeRunner, expected_output
 
 EOS = 2
@@ -45,7 +46,6 @@ def make(folder):
             max_num_batched_tokens=64,
             max_model_len=config.max_model_len,
             policy=config.scheduling_policy,
-            make_detokenizer=lambda r: Detokenizer(own, r.params) if own else None,
         )
         runner = FakeRunner(400, 4, fail_collect=fail_collect)
         built = SimpleNamespace(
@@ -356,7 +356,7 @@ def test_ctrl_c_waits_for_the_step_and_aborts_only_what_generate_added(make, ove
         if len(whole_steps) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         touched = step()
-        whole_steps.append(len(touched))
+        whole_steps.append(len(touched.rows))
         return touched
 
     llm._engine.step = interrupted_step
