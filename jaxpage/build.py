@@ -33,7 +33,7 @@ from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.facts import machine_facts
 from jaxpage.runner.host_memory import HostMemory, content_shapes
-from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
+from jaxpage.runner.memory import check_fits, check_room, pool_bytes, size_pool
 from jaxpage.runner.program_store import NUM_BLOCKS, MeasuredSizes, ProgramStore
 from jaxpage.runner.programs import compile_program, step_bytes, use_persistent_cache
 from jaxpage.runner.runner import Runner
@@ -130,7 +130,9 @@ def _make_runner(draft: EngineSpec) -> tuple[EngineSpec, Runner]:
         )
 
     sizes = MeasuredSizes(root, machine | draft.facts(0))
+    _check_room(draft, _blocks_asked_for(draft) or 0)
     sized, num_blocks = size_kv(draft, available, sizes)
+    _check_room(sized, num_blocks)
     store = None
     if root is not None:
         store = ProgramStore(root, machine | sized.facts(num_blocks), [sized.device])
@@ -147,6 +149,22 @@ def _make_runner(draft: EngineSpec) -> tuple[EngineSpec, Runner]:
         store=store,
     )
     return sized, runner
+
+
+def _check_room(draft: EngineSpec, num_blocks: int) -> None:
+    check_room(
+        draft.device,
+        pool_bytes=num_blocks * draft.pool.bytes_per_block,
+        host_bytes=int(draft.config.swap_space * 2**30),
+    )
+
+
+def _blocks_asked_for(draft: EngineSpec) -> int | None:
+    """The size of the pool that the user gave; None: it is measured."""
+    config = draft.config
+    if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // draft.pool.bytes_per_block
+    return config.num_gpu_blocks_override
 
 
 def programs_folder(config: ResolvedConfig) -> Path | None:
@@ -187,9 +205,7 @@ def size_kv(
     """
     config, bytes_per_block = draft.config, draft.pool.bytes_per_block
     footprint = draft.footprint
-    num_blocks = config.num_gpu_blocks_override
-    if num_blocks is None and config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+    num_blocks = _blocks_asked_for(draft)
     if num_blocks is None:
         num_blocks, footprint = size_pool(
             available=available,

@@ -6,6 +6,7 @@ Knows transformers' and tokenizers' interfaces. Must not know requests, sequence
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -37,9 +38,13 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         ) from e
 
 
-def load_chat_template(chat_template: str | None) -> str | None:
+def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
     """The template itself, of a file's name or of the template. Raises ValueError for neither."""
-    if chat_template is None or "{" in chat_template or "\n" in chat_template:
+    if chat_template is None:
+        return None
+    if not isinstance(chat_template, str | os.PathLike):
+        raise ValueError(f"chat_template must be a file or a template, got {chat_template!r}")
+    if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
         return chat_template
     try:
         return Path(chat_template).read_text(encoding="utf-8")
