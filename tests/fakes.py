@@ -52,6 +52,12 @@ class FakeDetokenizer:
         found = [s for s in self.stop if check_stop and self.text.endswith(s)]
         return found[0] if found else None
 
+    def flush(self) -> None:
+        pass
+
+    def decode_token(self, token_id: int) -> str:
+        return chr(ord("a") + token_id % 26)
+
 
 def extend_digest(digest: int, token_id: int) -> int:
     """Stands for the KV of a token: it depends on all tokens so far."""
