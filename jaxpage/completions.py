@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpage.engine.step_output import SequenceEnd
 from jaxpage.output_logprobs import SampledLogprobs
-from jaxpage.outputs import CompletionOutput
+from jaxpage.outputs import CompletionOutput, Logprob
 from jaxpage.request import FinishReason
 from jaxpage.tokenizer import Detokenizer
 
@@ -69,14 +69,14 @@ class GrowingCompletion:
 
     def delta(self) -> CompletionOutput:
         """What came since the last one."""
-        text, start = self._text(), self.num_tokens_out
-        end = len(self.token_ids)
+        text, logprobs = self._text(), self._named_logprobs()
+        start, end = self.num_tokens_out, len(self.token_ids)
         completion = CompletionOutput(
             index=self.index,
             text=text[self.num_chars_out :],
             token_ids=self.token_ids[start:],
             cumulative_logprob=self.logprobs and self.logprobs.cumulative,
-            logprobs=self.logprobs and self.logprobs.named(start, end, self.detokenizer),
+            logprobs=None if logprobs is None else logprobs[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -87,10 +87,13 @@ class GrowingCompletion:
     def completion(self) -> CompletionOutput:
         """All of it so far. The one of a sequence that has ended is made once."""
         if self.finish_reason is None:
-            return _PartialCompletion(self, self._text())
+            return _PartialCompletion(self, self._text(), self._named_logprobs())
         if self.last is None:
             self.last = self.delta()
         return self.last
+
+    def _named_logprobs(self) -> list[dict[int, Logprob]] | None:
+        return self.logprobs and self.logprobs.named(self.token_ids, self.detokenizer)
 
     def _text(self) -> str:
         detokenizer = self.detokenizer
@@ -102,28 +105,30 @@ class GrowingCompletion:
 
 
 class _PartialCompletion(CompletionOutput):
-    """Of a sequence that goes on. Its lists are made when they are first looked at: tokens are only ever appended."""
+    """Of a sequence that goes on. Its lists are copied when they are first looked at: what they copy only grows."""
 
-    __slots__ = ("_growing", "_num_tokens")
+    __slots__ = ("_num_tokens", "_all_token_ids", "_all_logprobs")
 
-    def __init__(self, growing: GrowingCompletion, text: str):
+    def __init__(
+        self, growing: GrowingCompletion, text: str, logprobs: list[dict[int, Logprob]] | None
+    ):
         self.index = growing.index
         self.text = text
         self.cumulative_logprob = growing.logprobs and growing.logprobs.cumulative
         self.finish_reason = self.stop_reason = None
         self.routed_experts = self.lora_request = self.weight_versions = None
-        self._growing = growing
         self._num_tokens = len(growing.token_ids)
+        self._all_token_ids = growing.token_ids
+        self._all_logprobs = logprobs
 
     def __getattr__(self, name: str) -> Any:
         """Called for a field that was not set yet."""
-        growing, count = self._growing, self._num_tokens
         if name == "token_ids":
-            self.token_ids = growing.token_ids[:count]
+            self.token_ids = self._all_token_ids[: self._num_tokens]
             return self.token_ids
         if name == "logprobs":
-            history = growing.logprobs
-            self.logprobs = history and history.named(0, count, growing.detokenizer)
+            logprobs = self._all_logprobs
+            self.logprobs = None if logprobs is None else logprobs[: self._num_tokens]
             return self.logprobs
         raise AttributeError(name)
 

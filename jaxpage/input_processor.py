@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpage.prompts import Limits, Prompt, check, check_params, parse, parse_chat
 from jaxpage.request import Request
+from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import bad_words_token_ids
 
@@ -121,7 +122,7 @@ class InputProcessor:
             params.max_tokens = self.limits.max_model_len - len(prompt.token_ids)
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
         seed = params.seed
-        return Request(
+        request = Request(
             request_id=str(number),
             prompt=prompt.text,
             prompt_token_ids=prompt.token_ids,
@@ -134,6 +135,9 @@ class InputProcessor:
             priority=priority,
             cache_salt=prompt.cache_salt,
         )
+        request.features = features_of(request)
+        request.slot_fields = slot_fields_of(request, self.limits.vocab_size)
+        return request
 
 
 def derive_seed(engine_seed: int, number: int) -> int:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +20,7 @@ from jaxpage.beam_search import (
     read_output,
     request_params,
 )
+from jaxpage.call_guard import OneCaller, interrupts_deferred
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import InputProcessor
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
@@ -65,7 +63,7 @@ class LLM:
         self._engine = built.engine
         self._outputs = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
         self._inputs = InputProcessor(built, ids_in_use=self._outputs)
-        self._user = _OneUser()
+        self._caller = OneCaller()
 
     # A batch at a time.
 
@@ -90,7 +88,7 @@ class LLM:
         aborted.
         """
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        with self._user:
+        with self._caller:
             parsed = self._inputs.parse(prompts, tokenization_kwargs)
             return self._answer(parsed, sampling_params, priority, use_tqdm)
 
@@ -118,7 +116,7 @@ class LLM:
         template cannot render the messages.
         """
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        with self._user:
+        with self._caller:
             parsed = self._inputs.parse_chat(
                 messages,
                 chat_template=chat_template,
@@ -151,7 +149,7 @@ class LLM:
         inputs, limits = self._inputs, self._inputs.limits
         eos = frozenset(() if params.ignore_eos else inputs.eos_token_ids)
         row = request_params(params, eos, limits, self.config.logprobs_mode)
-        with self._user:
+        with self._caller:
             requests = inputs.requests(inputs.parse(prompts), row)
             for request in requests:
                 room = limits.max_model_len - len(request.prompt_token_ids)
@@ -179,7 +177,7 @@ class LLM:
         with _progress(len(requests), use_tqdm) as progress:
             try:
                 while waiting or num_running:
-                    with _interrupts_deferred():
+                    with interrupts_deferred():
                         while waiting and (limit is None or num_running < limit):
                             request = waiting.pop()
                             request.params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -209,10 +207,10 @@ class LLM:
     ) -> str:
         """Queue one prompt; returns its id. Raises ValueError if it cannot be served or the id is in use."""
         _refuse(lora_request=lora_request)
-        with self._user:
+        with self._caller:
             prompts = self._inputs.parse(prompt, tokenization_kwargs)
             request = self._inputs.request(request_id, prompts, params, priority)
-            with _interrupts_deferred():
+            with interrupts_deferred():
                 self._add(request)
         return request_id
 
@@ -221,7 +219,7 @@ class LLM:
 
         What `add_request`'s requests gained during a `generate` call is reported here too.
         """
-        with self._user:
+        with self._caller:
             if self._outputs.num_unfinished:
                 self._step()
             return self._outputs.take()
@@ -235,7 +233,7 @@ class LLM:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests now; no output comes of them. Unknown and finished ids are ignored."""
-        with self._user, _interrupts_deferred():
+        with self._caller, interrupts_deferred():
             for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
                 if self._outputs.discard(request_id):
                     self._engine.abort(request_id)
@@ -251,7 +249,7 @@ class LLM:
 
     def _step(self) -> list[str]:
         """One step of the engine, taken in; ids of the requests that finished."""
-        with _interrupts_deferred():
+        with interrupts_deferred():
             try:
                 step = self._engine.step()
             except BaseException:
@@ -320,37 +318,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV. False, and nothing happens, while requests are unfinished."""
-        with self._user:
+        with self._caller:
             return self._engine.reset_prefix_cache()
-
-
-class _OneUser:
-    """Lets one thread of one process in at a time, as often as it likes.
-
-    Two threads would launch on the same donated buffers, and a forked child has none of the threads
-    that run the device: both would fail far from their cause, or hang.
-    """
-
-    def __init__(self):
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._name = ""  # of the thread inside
-
-    def __enter__(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"this LLM was made in process {self._pid}, and this is its forked child {os.getpid()}, where no "
-                'device runs; make an LLM in the child, with the start method "spawn" of multiprocessing'
-            )
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"thread {threading.current_thread().name!r} calls this LLM while {self._name!r} is in a call of "
-                "it; let one thread call an LLM, or put a lock around the calls"
-            )
-        self._name = threading.current_thread().name
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._lock.release()
 
 
 def _refuse(**options: Any) -> None:
@@ -358,23 +327,6 @@ def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value:
             raise ValueError(f"{name}={value!r} is not supported; leave it None")
-
-
-@contextlib.contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, so that it cannot tear a step in two."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # signals arrive in the main thread only
-        return
-    came: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *args: came.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Logprobs of sampled tokens, from the arrays of steps to vLLM's dicts.
 
-Steps only append numbers; the dicts, with the text of each token, are made when somebody looks at them.
+Steps only append numbers; the dicts, with the text of each token, are made when an output is.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from jaxpage.outputs import Logprob
 from jaxpage.plan import StepResult
 from jaxpage.tokenizer import Detokenizer
 
+_MAX_BEGUN = 3  # tokens before another that may have begun its character: UTF-8 has 4 bytes at most
+
 
 class SampledLogprobs:
-    """The logprobs of a sequence's tokens; the dicts of `Logprob`s are made when somebody looks at them."""
+    """The logprobs of a sequence's tokens; the dicts of `Logprob`s are made when an output is."""
 
     __slots__ = ("num_best", "cumulative", "_named", "_pending")
 
@@ -33,20 +35,22 @@ class SampledLogprobs:
         self._pending.append((token_id, logprob, rank, best_ids, best_logprobs))
 
     def named(
-        self, start: int, end: int, detokenizer: Detokenizer | None
+        self, token_ids: list[int], detokenizer: Detokenizer | None
     ) -> list[dict[int, Logprob]]:
-        """Those of tokens `start .. end`; the detokenizer says how the tokens read."""
+        """Of all tokens so far, `token_ids`; the detokenizer says how they read. Only ever appended to."""
+        named = self._named
         for token_id, logprob, rank, best_ids, best_logprobs in self._pending:
             entries = {token_id: Logprob(logprob, rank)}
             for best_rank, best in enumerate(zip(best_ids, best_logprobs, strict=True), start=1):
                 if best[0] != token_id:
                     entries[best[0]] = Logprob(best[1], best_rank)
             if detokenizer is not None:
+                before = token_ids[max(0, len(named) - _MAX_BEGUN) : len(named)]
                 for entry_id, entry in entries.items():
-                    entry.decoded_token = detokenizer.decode_token(entry_id)
-            self._named.append(entries)
+                    entry.decoded_token = detokenizer.decode_token(entry_id, before)
+            named.append(entries)
         self._pending.clear()
-        return self._named[start:end]
+        return named
 
 
 class LogprobRows:

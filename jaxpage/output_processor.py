@@ -3,8 +3,8 @@
 Knows requests, `StepOutput`s and detokenizers. Must not know the engine, nor who waits for an output: `LLM` and
 whatever serves many callers feed it the same steps, and tell the engine which sequences ended in their text.
 
-Nothing is copied in each step: tokens are appended, and an output of a sequence that goes on makes its lists when
-somebody looks at them.
+Nothing is copied in each step: tokens are appended, and an output of a sequence that goes on copies them when somebody
+looks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class Processed(NamedTuple):
 
     text_ends: list[TextEnd]  # sequences to end now
     finished: list[str]  # ids of requests
-    errors: dict[
-        str, Exception
-    ]  # of detokenizers, by the id of the request, which has ended: abort it
+    errors: dict[str, Exception]  # of detokenizers, by request, which has ended: to abort
 
 
 class OutputProcessor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,14 +28,17 @@ class FinishReason(enum.StrEnum):
 
 
 class MaskSource(Protocol):
-    """Which tokens may come next in the sequences of one request: a grammar, say."""
+    """Who says which tokens may come next: a grammar, say. It belongs to one request."""
 
-    def mask(self, index: int, output_token_ids: SequenceOf[int]) -> np.ndarray | None:
-        """uint32[ceil(V/32)] for continuation `index` after that output; None: not ready yet."""
+    def mask(self, index: int, output_token_ids: Items[int]) -> np.ndarray | None:
+        """What continuation `index` may sample after these tokens: uint32[ceil(V / 32)], a bit each, lowest bit first.
+
+        None: not known yet. Asked again for the same tokens after that, or after a preemption.
+        """
         ...
 
     def wait(self) -> None:
-        """Block until a mask may be ready that was not."""
+        """Block until some `mask` that returned None may return something else."""
         ...
 
 
@@ -56,11 +59,6 @@ class Request:
     # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
     all_eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    # What the device needs to know of the request: see `jaxpage.sampling.features`.
-    features: int = 0
-    slot_fields: Mapping[str, Any] = field(default_factory=dict)
-    prompt_embeds: np.ndarray | None = None  # [T, E]; the prompt's token ids are all 0 then
-    mask_source: MaskSource | None = None  # says which tokens may come next
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
     cache_salt: str | None = None
@@ -69,6 +67,12 @@ class Request:
     queued_time: float = field(
         default_factory=time.monotonic
     )  # the same moment on the clock of the times below
+    features: int = 0  # feature bits of its params; computed outside the engine
+    # Values of the declared slot fields that follow from the request.
+    slot_fields: Mapping[str, Any] = field(default_factory=dict)
+    # [T, E]; stands in for the prompt's token ids (which are then all 0)
+    prompt_embeds: np.ndarray | None = None
+    mask_source: MaskSource | None = None  # who says which tokens may come next; None: all may
     sequences: list[Sequence] = field(default_factory=list)
     beams: Any = (
         None  # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
@@ -106,7 +110,6 @@ class Sequence:
     num_registered_blocks: int = (
         0  # how many of a table's blocks stand in the prefix cache under their hash
     )
-    features: int = 0  # `plan.Feature` bits of what its params ask of the sampler
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop id; None for EOS and other reasons

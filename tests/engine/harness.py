@@ -7,6 +7,7 @@ from collections import Counter
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.host_tier import HostTier
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.output_processor import OutputProcessor
 from jaxpage.outputs import RequestOutput
@@ -15,7 +16,27 @@ from jaxpage.request import FinishReason, Request, Sequence
 from tests.fakes import FakeDetokenizer, FakeRunner, FakeStore, expected_output
 
 
-class TextEngine(Engine):
+class WatchedEngine(Engine):
+    """Keeps its steps, and checks that a row's slot is its sequence's."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.steps: list[ScheduledStep] = []
+        self._owners: dict[int, Sequence] = {}
+
+    def _launch(self, step: ScheduledStep) -> int:
+        handle = super()._launch(step)
+        self.steps.append(step)
+        self._owners |= {sequence.slot: sequence for sequence in step.admitted}
+        owners = [self._owners[slot] for slot in step.plan.slots]
+        assert list(map(id, owners)) == list(map(id, step.sequences))
+        first_late = step.plan.num_rows - step.plan.num_late_rows
+        for row, count in enumerate(step.plan.num_tokens[:first_late]):
+            assert count or owners[row - 1].request is owners[row].request
+        return handle
+
+
+class TextEngine(WatchedEngine):
     """An engine whose steps go through an output processor, which ends sequences in their text.
 
     `outputs` has the latest output of each request.
@@ -77,6 +98,7 @@ def make_engine(
     preemption_mode: str | None = None,
     store: FakeStore | None = None,
     windows: tuple[int | None, ...] = (None,),
+    sends_plans: bool = False,
     **options,
 ) -> TextEngine:
     """`options` are the scheduler's; sizes are generous unless told."""
@@ -95,6 +117,7 @@ def make_engine(
         fail_collect=fail_collect,
         store=store,
         windows=windows,
+        sends_plans=sends_plans,
     )
     return TextEngine(scheduler, runner, overlap=overlap)
 
