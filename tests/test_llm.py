@@ -12,12 +12,11 @@ import pytest
 from jaxpage import tiny
 from jaxpage.config import EngineConfig, load_hf_config
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.engine.engine import Engine
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.llm import LLM, derive_seed
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import Detokenizer, load_tokenizer
-from tests.fakes import FakeRunner, expected_output
+from tests.fakes import FakeFieldsEngine, FakeRunner, expected_output
 
 EOS = 2
 MAX_MODEL_LEN = 64
@@ -49,7 +48,7 @@ def make(folder):
         )
         runner = FakeRunner(400, 4, fail_collect=fail_collect)
         built = SimpleNamespace(
-            engine=Engine(scheduler, runner, overlap=config.async_scheduling),
+            engine=FakeFieldsEngine(scheduler, runner, overlap=config.async_scheduling),
             config=config,
             hf_config=hf_config,
             tokenizer=own,
@@ -66,6 +65,8 @@ def expected(llm: LLM, prompt: list[int], params: SamplingParams, number: int) -
     """Tokens of each sequence of the LLM's `number`-th request, by the loop without an engine."""
     request = SimpleNamespace(
         prompt_token_ids=prompt,
+        prompt_embeds=None,
+        mask_source=None,
         params=params,
         seed=derive_seed(0, number) if params.seed is None else params.seed,
         eos_token_ids=frozenset() if params.ignore_eos else frozenset([EOS]),

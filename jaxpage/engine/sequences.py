@@ -11,7 +11,7 @@ from typing import Any
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.kv_groups import most_blocks
 from jaxpage.outputs import Logprob
-from jaxpage.plan import Feature, StepResult
+from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence
 
 
@@ -25,7 +25,6 @@ def new_sequence(request: Request, index: int, max_model_len: int, detokenizer: 
         max_len=max_len_of(request, max_model_len),
         logprobs=None if params.logprobs is None else [],
         detokenizer=detokenizer,
-        features=_features(request),
     )
 
 
@@ -61,23 +60,6 @@ def max_len_of(request: Request, max_model_len: int) -> int:
     if max_tokens is None:
         return max_model_len
     return min(len(request.prompt_token_ids) + max_tokens, max_model_len)
-
-
-def _features(request: Request) -> int:
-    params = request.params
-    features = 0
-    if params.temperature > 0:
-        features |= Feature.RANDOM
-        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-            features |= Feature.TRUNCATE
-    if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
-        features |= Feature.PENALTIES
-    constraints = (params.allowed_token_ids, params.logit_bias, request.bad_words_token_ids)
-    if any(constraints) or params.min_tokens > 0:
-        features |= Feature.CONSTRAINTS
-    if params.logprobs:  # 0 asks for the sampled token's only
-        features |= Feature.TOP_LOGPROBS
-    return int(features)
 
 
 def append_tokens(sequence: Sequence, token_ids: list[int], result: StepResult, row: int) -> int:

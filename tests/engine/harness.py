@@ -7,10 +7,31 @@ from collections import Counter
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.host_tier import HostTier
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.request import Request, Sequence
 from tests.fakes import FakeDetokenizer, FakeRunner, FakeStore, expected_output
+
+
+class WatchedEngine(Engine):
+    """Keeps its steps, and checks that a row's slot is its sequence's."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.steps: list[ScheduledStep] = []
+        self._owners: dict[int, Sequence] = {}
+
+    def _launch(self, step: ScheduledStep) -> int:
+        handle = super()._launch(step)
+        self.steps.append(step)
+        self._owners |= {sequence.slot: sequence for sequence in step.admitted}
+        owners = [self._owners[slot] for slot in step.plan.slots]
+        assert list(map(id, owners)) == list(map(id, step.sequences))
+        first_late = step.plan.num_rows - step.plan.num_late_rows
+        for row, count in enumerate(step.plan.num_tokens[:first_late]):
+            assert count or owners[row - 1].request is owners[row].request
+        return handle
 
 
 def make_engine(
@@ -25,8 +46,9 @@ def make_engine(
     preemption_mode: str | None = None,
     store: FakeStore | None = None,
     windows: tuple[int | None, ...] = (None,),
+    sends_plans: bool = False,
     **options,
-) -> Engine:
+) -> WatchedEngine:
     """`options` are the scheduler's; sizes are generous unless told."""
     pool = BlockPool(
         num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, windows=windows
@@ -43,8 +65,9 @@ def make_engine(
         fail_collect=fail_collect,
         store=store,
         windows=windows,
+        sends_plans=sends_plans,
     )
-    return Engine(scheduler, runner, overlap=overlap)
+    return WatchedEngine(scheduler, runner, overlap=overlap)
 
 
 def finish(engine: Engine) -> None:
