@@ -25,7 +25,7 @@ from jaxpage.ops.attention import choose, num_sharded_kv_heads
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.memory import SequenceFootprint
-from jaxpage.runner.step import StepSpec
+from jaxpage.runner.spec import StepSpec
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import join_projections, quantize
 

@@ -27,6 +27,7 @@ from jaxpage.config import EngineConfig
 from jaxpage.outputs import RequestOutput, from_request
 from jaxpage.prompts import Limits, Prompt, check, check_params, parse, parse_chat
 from jaxpage.request import Request
+from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import bad_words_token_ids
 
@@ -288,7 +289,7 @@ class LLM:
         request_id = str(number)
         while self._is_in_use(request_id):
             request_id = f"_{request_id}"
-        return Request(
+        request = Request(
             request_id=request_id,
             prompt=prompt.text,
             prompt_token_ids=prompt.token_ids,
@@ -301,7 +302,11 @@ class LLM:
             bad_words_token_ids=bad_words,
             priority=priority,
             cache_salt=prompt.cache_salt,
+            all_eos_token_ids=frozenset(self._built.eos_token_ids),
         )
+        request.features = features_of(request)
+        request.slot_fields = slot_fields_of(request, self._limits.vocab_size)
+        return request
 
     def _is_in_use(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._unreported

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.chat_template import CONTENT_FORMATS, check_conversations, render
+from jaxpage.sampling.constraints import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import load_chat_template
 

@@ -56,6 +56,8 @@ class Request:
         frozenset()
     )  # every id that ends a sequence: EOS (unless ignored) and the user's
     eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None
+    # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
+    all_eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it

@@ -12,15 +12,14 @@ import pytest
 
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.runner.block_store import BlockStore, fingerprint
+from jaxpage.runner.calls import BLOCKS_PER_CALL
 from jaxpage.runner.host_memory import (
-    MOVE_BLOCKS,
     HostMemory,
     content_shapes,
-    padded,
-    portions,
     read_blocks,
     write_blocks,
 )
+from jaxpage.runner.pack import padded, portions
 
 FORMATS = [None, "int8", "int4", "fp8_e4m3"]
 
@@ -59,7 +58,7 @@ def test_blocks_come_back_bit_for_bit(kv_format, pinned):
     pool, memory = random_pool(spec), HostMemory(20, device=jax.devices()[0] if pinned else None)
     out = [(1 + i, 20 - i) for i in range(20)]  # (device block, host block)
     for block_ids, host_ids in portions(out):
-        assert len(block_ids) <= MOVE_BLOCKS
+        assert len(block_ids) <= BLOCKS_PER_CALL
         put_all(memory, host_ids, jax.jit(read_blocks)(pool, padded(block_ids)))
     assert all(lies_pinned(memory, host_id) == pinned for host_id in range(1, 21))
     back = [(host_id, block_id + 9) for block_id, host_id in out]
@@ -71,7 +70,7 @@ def test_blocks_come_back_bit_for_bit(kv_format, pinned):
 
 
 def put_all(memory, host_ids, contents):
-    assert len(contents) == MOVE_BLOCKS
+    assert len(contents) == BLOCKS_PER_CALL
     for host_id, content in zip(host_ids, contents, strict=False):
         memory.put(host_id, content)
 
