@@ -265,6 +265,19 @@ class EngineConfig:
         return wanted
 
 
+@dataclass(frozen=True, kw_only=True, init=False)
+class EngineArgs(EngineConfig):
+    """vLLM's way to write down options: `LLM(**dataclasses.asdict(EngineArgs(model=..., ...)))`.
+
+    Takes what `EngineConfig.from_options` takes, and raises what it raises.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        config = EngineConfig.from_options(model=model, **options)
+        for f in dataclasses.fields(config):
+            object.__setattr__(self, f.name, getattr(config, f.name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
     """An EngineConfig without anything left to decide; what stays None was not asked for, or has no use here.

@@ -17,6 +17,7 @@ from transformers import Qwen2Config
 
 from jaxpage import tiny
 from jaxpage.config import (
+    EngineArgs,
     EngineConfig,
     default_sampling,
     eos_token_ids,
@@ -392,6 +393,25 @@ def test_generation_config(tmp_path):
     assert load_generation_config(EngineConfig(model="nowhere")) == {}
     with pytest.raises(ValueError, match="does not exist"):
         load_generation_config(EngineConfig(model="m", generation_config=str(tmp_path / "x")))
+
+
+def test_engine_args_are_the_options_of_an_llm():
+    args = EngineArgs(model="m", max_model_len=64, tensor_parallel_size=1, disable_log_stats=True)
+    assert EngineConfig.from_options(**dataclasses.asdict(args)) == EngineConfig(
+        model="m", max_model_len=64, options_without_effect=("disable_log_stats",)
+    )
+    with pytest.raises(ValueError, match="enable_lora=True is not supported"):
+        EngineArgs(model="m", enable_lora=True)
+
+
+def test_names_of_vllm_can_be_imported():
+    from jaxpage.inputs import PromptType, TextPrompt, TokensPrompt
+    from jaxpage.sampling_params import BeamSearchParams
+
+    assert TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
+    assert TextPrompt(prompt="a") == {"prompt": "a"}
+    assert TokensPrompt in PromptType.__args__
+    assert BeamSearchParams(2, 3).beam_width == 2
 
 
 def test_importing_the_package_imports_nothing_heavy():
