@@ -68,7 +68,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     memory = (device.memory_stats() or {}).get("bytes_limit")
     draft = make_engine_spec(options, device=device, device_memory=memory)
     config, model = draft.config, draft.model
-    generation_config = load_generation_config(options)
+    generation_config = load_generation_config(config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
     use_persistent_cache(config.compilation_cache_dir)
     if draft.no_kernel_reason:
@@ -76,7 +76,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     if config.load_format == "dummy":
         initialise(model, seed=config.seed)
     else:
-        load(model, config.model, use_tqdm=use_tqdm)
+        load(model, config.model, use_tqdm=use_tqdm and config.use_tqdm_on_load)
     for reason in draft.transform_weights():
         logger.warning("products of int8 run in plain XLA: %s", reason)
     draft, runner = _make_runner(draft)

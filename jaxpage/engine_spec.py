@@ -137,10 +137,12 @@ def make_engine_spec(
     device_memory: int | None,
     mesh: Mesh | None = None,
 ) -> EngineSpec:
-    """Reads config.json and no other file. Raises ValueError for what cannot be served.
+    """Reads config.json and no other file, unless the model must be downloaded. Raises ValueError for what cannot be
+    served.
 
     `device_memory`: bytes of the device, None if it does not tell; `mesh`: of devices like `device`.
     """
+    options = options.with_local_files()
     hf_config = load_hf_config(options.model, options.hf_overrides)
     config = options.resolve(
         hf_config,

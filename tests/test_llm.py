@@ -636,3 +636,30 @@ def test_a_detokenizer_that_raises_ends_its_request_and_no_other(make, overlap):
     assert outputs["doomed"].outputs[0].finish_reason == "abort"
     assert tokens([outputs["lucky"]]) == [expected(llm, [5, 6], LONG, 1)]
     assert llm.reset_prefix_cache()
+
+
+def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
+    """As vLLM does: benchmarks ask for both. Here the device is real."""
+
+    def answers(eos: list[int], *min_tokens: int) -> list[list[int]]:
+        llm = LLM(
+            folder,
+            max_model_len=64,
+            max_num_seqs=1,
+            max_num_batched_tokens=16,
+            num_gpu_blocks_override=8,
+            enforce_eager=True,
+            override_generation_config={"eos_token_id": eos},
+        )
+        params = [
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, min_tokens=n)
+            for n in min_tokens
+        ]
+        return [o.outputs[0].token_ids for o in llm.generate([[5, 6, 7]] * len(params), params)]
+
+    (free,) = answers([EOS], 0)
+    eos = [free[0], free[2]]  # further ids, which only the generation config knows
+    unmasked, masked = answers(eos, 0, 6)
+    assert unmasked == free
+    assert len(masked) == 24
+    assert not {*eos, EOS} & set(masked[:6])
