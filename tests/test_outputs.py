@@ -13,7 +13,7 @@ from jaxpage.output_processor import OutputProcessor
 from jaxpage.outputs import CompletionOutput, Logprob
 from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.tokenizer import Detokenizer, load_tokenizer
 
 
@@ -150,8 +150,26 @@ def test_logprobs_are_named_by_the_tokenizer_and_text_is_flushed(tmp_path):
     assert completion.text == tokenizer.decode(euro) == "\ufffd"
     assert completion.cumulative_logprob == -2.0
     names = [p[i].decoded_token for p, i in zip(completion.logprobs, euro, strict=True)]
-    assert names == [Detokenizer(tokenizer, request.params).decode_token(i) for i in euro]
+    assert names == ["", ""]  # parts of a character have no text
     assert [p[i].rank for p, i in zip(completion.logprobs, euro, strict=True)] == [1, 1]
+
+
+def test_the_token_that_completes_a_character_is_named_after_it(tmp_path):
+    tokenizer = load_tokenizer(str(tiny.build(tmp_path / "tiny")))
+    tokens = [tokenizer.convert_tokens_to_ids(c) for c in "aâĤ¬b"]
+    for kind in RequestOutputKind:
+        request = make_request(logprobs=0, output_kind=kind)
+        processor = make_processor(request, lambda r: Detokenizer(tokenizer, r.params))
+        names = {}
+        for start in range(0, 5, 2):  # two tokens a step
+            processor.process(step({0: tokens[start : start + 2]}))
+            for output in processor.take():
+                names[start] = [next(iter(e.values())) for e in output.outputs[0].logprobs]
+        processor.abort(["r"])
+        for output in processor.take():
+            names[5] = [next(iter(e.values())) for e in output.outputs[0].logprobs]
+        named = sum(names.values(), []) if kind is RequestOutputKind.DELTA else names[5]
+        assert [entry.decoded_token for entry in named] == ["a", "", "", "€", "b"]
 
 
 def test_without_logprobs_there_is_no_cumulative_logprob():
