@@ -10,7 +10,7 @@ import logging
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,15 +34,12 @@ from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.host_memory import HostMemory, content_shapes
-from jaxpage.runner.memory import pool_bytes
+from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.runner import Runner
-from jaxpage.tokenizer import Detokenizer, load_tokenizer
+from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
-
-if TYPE_CHECKING:
-    from jaxpage.request import Request
 
 logger = logging.getLogger("jaxpage")
 
@@ -70,19 +67,19 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     device = jax.local_devices()[0]
     spec = make_engine_spec(options, device=device)
     config, model = spec.config, spec.model
-    generation_config = load_generation_config(options)
+    generation_config = load_generation_config(config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
     use_persistent_cache(config.compilation_cache_dir)
     if config.load_format == "dummy":
         initialise(model, seed=config.seed)
     else:
-        load(model, config.model, use_tqdm=use_tqdm)
+        load(model, config.model, use_tqdm=use_tqdm and config.use_tqdm_on_load)
     slow_products = spec.transform_weights()
     sized, runner = _make_runner(spec)
     if config.fit_max_model_len:
         _check_same_ropes(sized)
     _log_start(sized, slow_products)
-    scheduler = _make_scheduler(sized.config, runner, tokenizer)
+    scheduler = _make_scheduler(sized.config, runner)
     runner.warmup()
     engine = Engine(scheduler, runner, overlap=config.async_scheduling)
     if config.kv_offload_dir is not None:
@@ -136,7 +133,9 @@ def _make_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
             share_of_free=spec.config.cache_max_entry_count,
         )
 
+    _check_room(spec, spec.num_blocks_given or 0)
     sized = size_from_cache(spec, cache, available)
+    _check_room(sized, sized.pool.num_blocks)
     store = cache.store(sized)
     reason = None if store is None else store.why_empty()
     if reason:
@@ -151,6 +150,14 @@ def _make_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
         store=store,
     )
     return sized, runner
+
+
+def _check_room(spec: EngineSpec, num_blocks: int) -> None:
+    check_room(
+        spec.device,
+        pool_bytes=num_blocks * spec.pool.bytes_per_block,
+        host_bytes=int(spec.config.swap_space * 2**30),
+    )
 
 
 def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
@@ -187,12 +194,7 @@ def _check_same_ropes(spec: EngineSpec) -> None:
         )
 
 
-def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> Scheduler:
-    def make_detokenizer(request: Request) -> Detokenizer | None:
-        if tokenizer is None or not request.params.detokenize:
-            return None
-        return Detokenizer(tokenizer, request.params, request.prompt_token_ids)
-
+def _make_scheduler(config: ResolvedConfig, runner: Runner) -> Scheduler:
     pool = BlockPool(
         runner.pool_spec.num_blocks,
         config.block_size,
@@ -212,5 +214,4 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> S
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
-        make_detokenizer=make_detokenizer,
     )

@@ -80,9 +80,7 @@ def size(
     """
     config, bytes_per_block = spec.config, spec.block_bytes
     footprint = spec.footprint
-    num_blocks = config.num_gpu_blocks_override
-    if num_blocks is None and config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+    num_blocks = spec.num_blocks_given
     if num_blocks is None:
         num_blocks, footprint = size_pool(
             available=available,

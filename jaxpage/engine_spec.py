@@ -115,6 +115,14 @@ class EngineSpec:
         return replace(self, pool=replace(self.pool, num_blocks=num_blocks))
 
     @property
+    def num_blocks_given(self) -> int | None:
+        """The blocks of the pool that the user asked for; None: as many as fit."""
+        config = self.config
+        if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes // self.block_bytes
+        return config.num_gpu_blocks_override
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a KV block on one device."""
         return self.pool.bytes_per_block // (self.num_devices if self.pool.sharded else 1)
@@ -161,10 +169,12 @@ def make_engine_spec(
     device_memory: int | None = None,
     mesh: Mesh | None = None,
 ) -> EngineSpec:
-    """Reads config.json and no other file. Raises ValueError for what cannot be served.
+    """Reads config.json and no other file, unless the model must be downloaded. Raises ValueError for what cannot be
+    served.
 
     `device_memory`: bytes of the device, None to ask it; `mesh`: of devices like `device`.
     """
+    options = options.with_local_files()
     hardware = Device.of(device, memory_bytes=device_memory)
     hf_config = load_hf_config(options.model, options.hf_overrides)
     registry.family(hf_config)  # an unknown architecture is refused before what its config lacks

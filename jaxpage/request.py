@@ -77,11 +77,11 @@ class Request:
     beams: Any = (
         None  # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
     )
+    # What became of it: the engine writes these numbers, the output processor reads them.
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
+    num_cache_creation_tokens: int = 0  # the others, as far as they fill blocks of the prefix cache
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # seconds, monotonic
-    first_token_time: float | None = None
-    last_token_time: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -112,12 +112,7 @@ class Sequence:
     )
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[dict[int, Any]] | None = (
-        None  # one dict token id → Logprob for each output token, if asked for
-    )
-    cumulative_logprob: float = 0.0
-    detokenizer: Any = None  # jaxpage.tokenizer.Detokenizer, None when no text is wanted
+    stop_reason: int | None = None  # the stop id; None for EOS and other reasons
 
     @property
     def finished(self) -> bool:

@@ -86,6 +86,25 @@ def test_lmdeploys_share_reaches_the_pool(path, monkeypatch):
     assert asked == [0.5, None]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kv_cache_memory_bytes": "100T"},
+            r"pool would take 1099\d\d\.\d\d GB, but cpu has .* GB free",
+        ),
+        ({"num_gpu_blocks_override": 10**9}, r"pool would take .*num_gpu_blocks_override"),
+        ({"swap_space": 4096}, "swap_space=4096 GiB takes 4398.05 GB of RAM"),
+    ],
+)
+def test_sizes_beyond_the_machine_are_refused_before_anything_is_allocated(
+    path, options, message, monkeypatch
+):
+    monkeypatch.setattr("jaxpage.build.Runner", None)  # not even its programs are lowered
+    with pytest.raises(ValueError, match=message):
+        make_llm(path, **options)
+
+
 @pytest.mark.slow
 def test_auto_takes_the_longest_sequence_that_fits(path):
     llm = make_llm(path, kv_cache_memory_bytes=8 * 16 * 4 * 8 * 4 * 2, max_model_len="auto")

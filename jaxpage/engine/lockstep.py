@@ -196,7 +196,6 @@ def _go_on(
     for sequence, survivor in zip(sequences, survivors, strict=True):
         parent = parents[survivor.parent]
         sequence.token_ids = [*parent.token_ids, survivor.token_id]
-        sequence.cumulative_logprob = survivor.cum_logprob
         sequence.block_tables = [list(table) for table in parent.block_tables]
         sequence.num_unseen_blocks = parent.num_unseen_blocks
         sequence.block_hashes = list(parent.block_hashes)

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
-from typing import Any
 
 from jaxpage.engine import lockstep
 from jaxpage.engine.admission import (
@@ -36,6 +34,7 @@ from jaxpage.engine.prefix_cache import NEVER, register_blocks
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.sequences import append_tokens, check_runnable, new_sequence
 from jaxpage.engine.stats import Counters, count_first_scheduling
+from jaxpage.engine.step_output import SequenceEnd, StepOutput, TextEnd
 from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence
 
@@ -56,7 +55,6 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         decode_steps: int = 1,
-        make_detokenizer: Callable[[Request], Any] = lambda request: None,
         tier: HostTier | None = None,
     ):
         """Raises ValueError for limits below 1."""
@@ -75,7 +73,6 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.decode_steps = decode_steps
-        self.make_detokenizer = make_detokenizer
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -194,12 +191,11 @@ class Scheduler:
         step.close()
         return step
 
-    def update(self, step: ScheduledStep, result: StepResult) -> list[Request]:
-        """Append what a step sampled. Returns the requests that gained tokens, each once."""
-        now = time.monotonic()
+    def update(self, step: ScheduledStep, result: StepResult) -> StepOutput:
+        """Append what a step sampled. Returns what each sequence gained, and which of them ended."""
+        output = StepOutput(time=time.monotonic(), result=result)
         num_steps, samples = step.plan.num_steps, step.plan.samples
         token_ids, num_sampled = result.token_ids.T.tolist(), result.num_sampled.tolist()
-        touched: dict[Request, None] = {}
         ended = []
         num_appended = 0
         for row, sequence in enumerate(step.sequences):
@@ -207,30 +203,50 @@ class Scheduler:
             if sequence.finish_reason is not None or not samples[row]:
                 continue
             sequence.num_in_flight -= num_steps
-            request, sampled = sequence.request, token_ids[row][: num_sampled[row]]
+            request, sampled = sequence.request, token_ids[row]
             if request.beams is None:
-                num_appended += append_tokens(sequence, sampled, result, row)
+                if num_sampled[row] < num_steps:
+                    sampled = sampled[: num_sampled[row]]
+                sampled = append_tokens(sequence, sampled)
+                num_appended += len(sampled)
             else:
                 num_appended += lockstep.report(self.pool, sequence, result, row)
+                sampled = []
             if sequence.finish_reason is not None:
                 ended += [sequence] if request.beams is None else request.sequences
+                end = SequenceEnd(sequence.finish_reason, sequence.stop_reason)
+                output.ends[len(output.rows)] = end
             else:
                 assert num_sampled[row] == num_steps, "only the device thinks it ended"
-            if request.first_token_time is None:
-                request.first_token_time = now
-            request.last_token_time = now
-            touched[request] = None
+                if request.beams is not None:
+                    continue  # there is nothing to say before the search is over
+            output.request_ids.append(request.request_id)
+            output.indices.append(0 if request.beams is not None else sequence.index)
+            output.token_ids.append(sampled)
+            output.rows.append(row)
         self.counters.generation_tokens += num_appended
         if ended:
             self._remove(ended)
-        return list(touched)
+        return output
+
+    def end_by_text(self, end: TextEnd) -> None:
+        """End a sequence with fewer tokens than it may have: its text met a stop string."""
+        self.counters.generation_tokens -= end.num_dropped
+        request = self.requests.get(end.request_id)
+        if request is None:
+            return
+        sequence = request.sequences[end.index]
+        if sequence.finish_reason is None:
+            del sequence.token_ids[len(request.prompt_token_ids) + end.num_tokens :]
+            sequence.finish_reason = FinishReason.STOP
+            self._remove([sequence])
 
     def _order(self, sequence: Sequence) -> tuple[int, int, int]:
         request = sequence.request
         return (request.priority if self._by_priority else 0, request.arrival, sequence.index)
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
-        return new_sequence(request, index, self.max_model_len, self.make_detokenizer(request))
+        return new_sequence(request, index, self.max_model_len)
 
     def _plan_running(self, step: ScheduledStep) -> int:
         """Rows for the running sequences, front first; returns what is left of the token budget."""

@@ -74,6 +74,28 @@ def pool_bytes_of(
     return int(capacity * utilization) - used
 
 
+def check_room(device: jax.Device, *, pool_bytes: int, host_bytes: int) -> None:
+    """Raise ValueError if a KV pool or host blocks of so many bytes exceed what is free now.
+
+    Nothing may have been allocated yet: a pool beyond the RAM of a CPU would not fail, but have the process killed.
+    """
+    stats = device.memory_stats() or {}
+    ram = free_ram()
+    on_host = "bytes_limit" not in stats
+    free = ram if on_host else stats["bytes_limit"] - stats["bytes_in_use"]
+    if pool_bytes > free:
+        raise ValueError(
+            f"the KV pool would take {pool_bytes / 1e9:.2f} GB, but {device.platform} has {free / 1e9:.2f} GB free; "
+            "lower kv_cache_memory_bytes or num_gpu_blocks_override, or leave them out"
+        )
+    left = ram - pool_bytes if on_host else ram
+    if host_bytes > left:
+        raise ValueError(
+            f"swap_space={host_bytes / 2**30:.4g} GiB takes {host_bytes / 1e9:.2f} GB of RAM, of which "
+            f"{left / 1e9:.2f} GB are free beside the KV pool; lower swap_space"
+        )
+
+
 def free_ram() -> int:
     """Bytes of RAM available without swapping (Linux: MemAvailable; elsewhere half of the RAM)."""
     meminfo = Path("/proc/meminfo")
