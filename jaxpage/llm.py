@@ -33,6 +33,7 @@ from jaxpage.tokenizer import bad_words_token_ids
 if TYPE_CHECKING:
     from jaxpage.build import Built
     from jaxpage.engine.snapshot import KVSnapshot
+    from jaxpage.runner.programs import ProgramRecord
 
 
 class LLM:
@@ -220,6 +221,11 @@ class LLM:
     def stats(self) -> Any:
         """The engine's counters, a `jaxpage.engine.stats.EngineStats`."""
         return self._engine.stats()
+
+    def programs(self) -> list[ProgramRecord]:
+        """The compiled programs of this engine, and the names of those that are not compiled yet."""
+        runner: Any = self._engine.runner
+        return runner.programs.records()
 
     def kv_snapshot(self) -> KVSnapshot:
         """Who holds which KV block now, as arrays; `jaxpage.plots` draws them."""
