@@ -1,4 +1,4 @@
-"""How jaxpage, transformers and vLLM are driven, in the process of a peer.
+"""The engines that are compared, as they are driven in a process of their own; and the work they are given.
 
 Each class imports its engine when it is set up, since it runs in the engine's own environment.
 """
@@ -8,14 +8,36 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import time
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
-
-from jaxpage.bench.work import Options, Work
+from typing import Any, ClassVar
 
 
-class Peer(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every engine is set up with."""
+
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    prefix_caching: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Requests to be answered greedily, each with exactly its number of tokens: EOS is ignored."""
+
+    prompts: list[list[int]]
+    num_tokens: list[int]
+    static_batch: int  # how many requests an engine without continuous batching takes at a time
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+class Peer:
     """One engine."""
 
     package: ClassVar[str]  # which its Python must have
@@ -23,52 +45,95 @@ class Peer(Protocol):
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
         """Load the checkpoint `folder` and return versions. Called once."""
-        ...
+        raise NotImplementedError
 
     def run(self, work: Work) -> tuple[float, int]:
         """Seconds from the first token in to the last token out, and how many tokens came out."""
-        ...
+        raise NotImplementedError
 
 
-class Jaxpage(Peer):
-    package = "jax"
-    options: ClassVar[dict[str, Any]] = {}  # of the engine, over those of the benchmark
+class LLMPeer(Peer):
+    """What jaxpage and vLLM share: `LLM.generate`."""
 
-    def setup(self, folder: str, options: Options) -> dict[str, str]:
-        import jax
+    def run(self, work: Work) -> tuple[float, int]:
+        return run_llm(self.llm, self.params_of, work)
 
-        from jaxpage import LLM, SamplingParams
-
+    def start(self, module: Any, folder: str, options: Options, **more: Any) -> None:
+        self.params_of = module.SamplingParams
         given = {
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "enable_prefix_caching": options.prefix_caching,
             "skip_tokenizer_init": True,
         }
-        self.llm, self.params = LLM(folder, **(given | self.options)), SamplingParams
+        self.llm = module.LLM(folder, **(given | more))
+
+
+def run_llm(llm: Any, params_of: Any, work: Work) -> tuple[float, int]:
+    """Seconds and tokens of `generate`. `params_of` is the class `SamplingParams`."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
+    options = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    params = [params_of(max_tokens=count, **options) for count in work.num_tokens]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+class Jaxpage(LLMPeer):
+    package = "jax"
+    options: ClassVar[dict[str, Any]] = {}  # of the engine, over those of the benchmark
+
+    def setup(self, folder: str, options: Options) -> dict[str, str]:
+        import jax
+
+        import jaxpage
+
+        self.start(jaxpage, folder, options, **self.options)
         self.llm.wait_until_warm()
         return {"jax": jax.__version__}
 
-    def run(self, work: Work) -> tuple[float, int]:
-        return run_llm(self.llm, self.params, work)
-
 
 class JaxpageInt8(Jaxpage):
-    options: ClassVar = {"quantization": "int8"}
+    options = {"quantization": "int8"}
 
 
 class JaxpageNoPrefixCache(Jaxpage):
-    options: ClassVar = {"enable_prefix_caching": False}
+    options = {"enable_prefix_caching": False}
 
 
-class Vllm(Peer):
+class JaxpageStart:
+    """In a fresh process: how long a start takes."""
+
+    def measure(self, options: dict[str, Any], threads: int) -> dict[str, float]:
+        """Seconds from before the first import by event, see `peers.starts`."""
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        start = time.perf_counter()
+        seconds = {}
+
+        def note(event: str) -> None:
+            seconds[event] = time.perf_counter() - start
+
+        from jaxpage import LLM, SamplingParams
+
+        note("imported")
+        llm = LLM(**options, skip_tokenizer_init=True)
+        note("built")
+        run_llm(llm, SamplingParams, Work(prompts=[[3, 4, 5]], num_tokens=[1], static_batch=1))
+        note("first_token")
+        llm.wait_until_warm()
+        note("warm")
+        return seconds
+
+
+class Vllm(LLMPeer):
     """vLLM for CPU, all of it in this process: workers of its own would poll for work on our cores.
 
     So its threads are those of the process: as many as it is allowed processors.
     """
 
     package = "vllm"
-    environment: ClassVar = {
+    environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -79,34 +144,10 @@ class Vllm(Peer):
         import torch
 
         vllm = importlib.import_module("vllm")
-        self.params = vllm.SamplingParams
-        self.llm = vllm.LLM(
-            folder,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            enable_prefix_caching=options.prefix_caching,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            enforce_eager=True,  # compiling pays on a GPU; here it costs minutes
-            kv_cache_memory_bytes=4 << 30,
-        )
+        # Eager: compiling pays on a GPU; here it costs minutes.
+        more = {"dtype": "bfloat16", "enforce_eager": True, "kv_cache_memory_bytes": 4 << 30}
+        self.start(vllm, folder, options, **more)
         return {"vllm": vllm.__version__, "torch": torch.__version__}
-
-    def run(self, work: Work) -> tuple[float, int]:
-        return run_llm(self.llm, self.params, work)
-
-
-def run_llm(llm: Any, params_of: Any, work: Work) -> tuple[float, int]:
-    """Through `LLM.generate`, which jaxpage and vLLM call alike."""
-    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
-    params = [
-        params_of(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-        for n in work.num_tokens
-    ]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 class TransformersGenerate(Peer):
@@ -115,7 +156,7 @@ class TransformersGenerate(Peer):
     package = "transformers"
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
-        self.model, versions = load_transformers(Path(folder), options)
+        self.model, versions = _load_transformers(Path(folder), options)
         return versions
 
     def run(self, work: Work) -> tuple[float, int]:
@@ -128,10 +169,9 @@ class TransformersGenerate(Peer):
             longest = max(map(len, prompts))
             ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
             mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+            given = {"attention_mask": mask.to(self.model.device)}
             outputs = self.model.generate(
-                ids.to(self.model.device),
-                attention_mask=mask.to(self.model.device),
-                generation_config=_greedy(most),
+                ids.to(self.model.device), generation_config=_greedy(most), **given
             )
             assert outputs.shape[1] == longest + most
         # Tokens beyond a request's own number are of no use to anybody.
@@ -144,7 +184,7 @@ class TransformersContinuous(Peer):
     package = "transformers"
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
-        model, versions = load_transformers(Path(folder), options)
+        model, versions = _load_transformers(Path(folder), options)
         self.start(model, options)
         return versions | {"attention": str(model.config._attn_implementation)}
 
@@ -187,7 +227,7 @@ class TransformersContinuous(Peer):
         return time.perf_counter() - start, num_tokens
 
 
-def load_transformers(folder: Path, options: Options) -> tuple[Any, dict[str, str]]:
+def _load_transformers(folder: Path, options: Options) -> tuple[Any, dict[str, str]]:
     """The model on the GPU if there is one, and versions. A folder with only config.json gives random weights."""
     import torch
     import transformers
@@ -197,15 +237,13 @@ def load_transformers(folder: Path, options: Options) -> tuple[Any, dict[str, st
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    auto = transformers.AutoModelForCausalLM
+    auto, dtype = transformers.AutoModelForCausalLM, torch.bfloat16
     if any(folder.glob("*.safetensors")):
-        model = auto.from_pretrained(folder, dtype=torch.bfloat16)
+        model = auto.from_pretrained(folder, dtype=dtype)
     else:
         fields = json.loads((folder / "config.json").read_text())
         with torch.device(device):
-            model = auto.from_config(
-                transformers.AutoConfig.for_model(**fields), dtype=torch.bfloat16
-            )
+            model = auto.from_config(transformers.AutoConfig.for_model(**fields), dtype=dtype)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     return model.to(device).eval(), versions
 
@@ -213,6 +251,5 @@ def load_transformers(folder: Path, options: Options) -> tuple[Any, dict[str, st
 def _greedy(max_tokens: int) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(
-        do_sample=False, max_new_tokens=max_tokens, eos_token_id=-1, pad_token_id=0
-    )
+    options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    return GenerationConfig(max_new_tokens=max_tokens, **options)

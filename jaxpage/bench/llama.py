@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.bench.engines import Peer
-from jaxpage.bench.work import Options, Work
+from jaxpage.bench.engines import Options, Peer, Work
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jaxpage.bench import engines, llama
+from jaxpage.bench.engines import Options, Peer, Work
 from jaxpage.bench.subprocess_rpc import RemoteObject
-from jaxpage.bench.work import Options, Work
 
-PEERS: dict[str, type[engines.Peer]] = {
+PEERS: dict[str, type[Peer]] = {
     "jaxpage": engines.Jaxpage,
     "jaxpage-int8": engines.JaxpageInt8,
     "jaxpage-no-prefix-cache": engines.JaxpageNoPrefixCache,
@@ -38,10 +40,8 @@ class PeerProcess(RemoteObject):
     def __init__(self, name: str, python: str = sys.executable) -> None:
         if name not in PEERS:
             raise ValueError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
-        environment = PEERS[name].environment
-        super().__init__(
-            "jaxpage.bench.peers:Served", python=python, environment=environment, pause=True
-        )
+        environment, target = PEERS[name].environment, "jaxpage.bench.peers:Served"
+        super().__init__(target, python=python, environment=environment, pause=True)
         self.name = name
 
     def setup(
@@ -51,10 +51,10 @@ class PeerProcess(RemoteObject):
 
     def run(self, work: Work, *, timeout: float | None = None) -> float:
         """Seconds that the peer needed. Raises RuntimeError if it answered too little, failed or died."""
-        seconds, num_tokens = self.ask("run", asdict(work), timeout=timeout)
-        if num_tokens != work.num_output_tokens:
+        seconds, count = self.ask("run", asdict(work), timeout=timeout)
+        if count != work.num_output_tokens:
             raise RuntimeError(
-                f"{self.name} gave {num_tokens} tokens instead of {work.num_output_tokens}"
+                f"{self.name} gave {count} tokens instead of {work.num_output_tokens}"
             )
         return seconds
 
@@ -89,3 +89,18 @@ def check_python(name: str, python: str) -> None:
             f"environment that has it: --python {engine_of(name)}=ENVIRONMENT/bin/python "
             "(jaxpage/bench/README.md says how to make one)"
         )
+
+
+def starts(
+    folder: Path, options: dict[str, Any], *, python: str = sys.executable, threads: int
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """How long jaxpage takes to start with an empty cache of programs ("cold"), and with a full one ("cached").
+
+    Seconds from before the first import by event: "imported", "built" (`LLM` is there), "first_token" (of a request
+    made at once), "warm" (all programs are there). `options` are the engine's. Raises RuntimeError if a start fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxpage-") as cache:
+        options = options | {"model": str(folder), "compilation_cache_dir": cache}
+        for name in ("cold", "cached"):
+            with RemoteObject("jaxpage.bench.engines:JaxpageStart", python=python) as process:
+                yield name, process.ask("measure", options, threads)

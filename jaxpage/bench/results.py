@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ class Context:
     matmul: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Result:
     """One measurement. Without a value, or with a bar but no verdict, `reason` says why."""
 
@@ -67,16 +67,16 @@ class Result:
     reason: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def has_verdict(self) -> bool:
+        return self.bar is not None or self.passed is False
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Name, value, bar, verdict and reason, each "" if there is none."""
+        """Name, value, bar, verdict and reason; "" for what there is not."""
         value = "" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
-        judged = self.bar is not None or self.passed is False
-        verdict = ": ".join(filter(None, (judged and VERDICTS[self.passed], self.reason)))
-        return self.name, value, self.bar or "", verdict
+        verdict = VERDICTS[self.passed] if self.has_verdict else ""
+        return self.name, value, self.bar or "", ": ".join(filter(None, (verdict, self.reason)))
 
     def __str__(self) -> str:
         name, value, bar, verdict = self.cells
@@ -93,35 +93,26 @@ def measured(
     **details: Any,
 ) -> Result:
     """With a `bar`, a verdict; with a `device` (its kind) only if that is the bars' TARGET."""
-    passed, reason = None if bar is None else bar.holds(value), None
+    passed, reason = bar and bar.holds(value), None
     if bar is not None and device is not None and TARGET not in device:
         passed, reason = None, f"the bar is for an {TARGET}; this is {device}"
-    return Result(
-        name=name,
-        value=value,
-        unit=unit,
-        bar=bar and str(bar),
-        passed=passed,
-        reason=reason,
-        details=details,
-    )
+    return Result(name, value, unit, bar and str(bar), passed, reason, details)
 
 
 def missing(name: str, unit: str, reason: str, bar: Bar | None = None) -> Result:
     """What could not be measured, and why: something that it needs is not here."""
-    return Result(name=name, value=None, unit=unit, bar=bar and str(bar), reason=reason)
+    return Result(name, None, unit, bar and str(bar), None, reason)
 
 
 def failed(name: str, reason: str, bar: Bar | None = None) -> Result:
     """What should have worked here and did not."""
-    bar_text = bar and str(bar)
-    return Result(name=name, value=None, unit="", bar=bar_text, passed=False, reason=reason)
+    return Result(name, None, "", bar and str(bar), False, reason)
 
 
 def last_line(error: BaseException | str) -> str:
-    """What an error says, in one line: the first of its own, or of a printed traceback's that follows the last frame.
+    """What an error says, in one line: the first of its own, or the first after the last frame of a traceback.
 
-    (Notes of an exception come after it: jax adds one that says nothing of the error.)
+    Notes of an exception, which jax adds, come later.
     """
     if isinstance(error, str):
         lines = error.strip().splitlines()
@@ -135,9 +126,7 @@ def last_line(error: BaseException | str) -> str:
 
 def table_of_bars(results: Sequence[tuple[str, Result]]) -> str:
     """A line for each result, given with its part, that has a bar or failed."""
-    rows = [("", "value", "bar", "")]
-    for part, result in results:
-        if result.bar is not None or result.passed is False:
-            name, *rest = result.cells
-            rows.append((f"{part}: {name}", *rest))
-    return table(rows, left=4) if len(rows) > 1 else "nothing that was measured has a bar"
+    shown = [(part, result.cells) for part, result in results if result.has_verdict]
+    rows = [(f"{part}: {name}", *rest) for part, (name, *rest) in shown]
+    header = ("", "value", "bar", "")
+    return table([header, *rows], left=4) if rows else "nothing that was measured has a bar"

@@ -16,11 +16,9 @@ from typing import Any
 import jax
 
 from jaxpage import LLM, SamplingParams, tiny
-from jaxpage.bench import warm_up as starts
-from jaxpage.bench.engines import run_llm
-from jaxpage.bench.peers import PeerProcess
+from jaxpage.bench.engines import Options, Work, run_llm
+from jaxpage.bench.peers import PeerProcess, starts
 from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
-from jaxpage.bench.work import Options, Work
 
 QWEN25_3B: dict[str, Any] = tiny.TINY_CONFIG | {
     "vocab_size": 151936,
@@ -255,5 +253,5 @@ def warm_up(context: Context) -> Iterator[Result]:
     if context.tiny:
         options |= {"max_model_len": 64, "max_num_seqs": 2}
     threads, device = len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
-    for cache, events in starts.starts(_folder(context, load), options, threads=threads):
+    for cache, events in starts(_folder(context, load), options, threads=threads):
         yield measured(f"start, {cache}", events["warm"], "s", WARM[cache], device=device, **events)

@@ -68,7 +68,7 @@ class Part:
 
     def next(self) -> dict[str, Any] | None:
         result = next(self._results, None)
-        return None if result is None else result.as_dict()
+        return result and asdict(result)
 
 
 def main(bench: SuiteBench) -> int:
@@ -143,7 +143,7 @@ class Report:
         self.results.append((part, result))
         self._written.append(
             {"part": part}
-            | result.as_dict()
+            | asdict(result)
             | {"command": shlex.join(command), "commit": self._commit}
             | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
             | {key: self.device.get(key) for key in ("device", "platform", "jax")}

@@ -63,9 +63,7 @@ class Attention:
     def _by_head(self, q: Any, k: Any, v: Any) -> Any:
         from torch.nn.functional import scaled_dot_product_attention
 
-        return scaled_dot_product_attention(
-            q, k, v, is_causal=not self.decode, enable_gqa=True
-        )
+        return scaled_dot_product_attention(q, k, v, is_causal=not self.decode, enable_gqa=True)
 
     def _group_as_queries(self, q: Any, k: Any, v: Any) -> Any:
         """One query sees all keys, so the heads that share a KV head may as well be queries of one head."""

@@ -102,7 +102,7 @@ def ask_one_by_one(
 def ask_at_once(
     llm: LLM, console: Console, rng: random.Random, *, num_questions: int
 ) -> tuple[list[Answer], list[EngineStats]]:
-    """Questions about four tables in one continuous batch, drawn step by step. The stats: before, and after each step."""
+    """Questions about four tables in one continuous batch, drawn step by step. The stats: before, and after each."""
     tables = [text.people(rng, 8, split="held_out") for _ in range(4)]
     turns, prompts = [], []
     for index in range(num_questions):
