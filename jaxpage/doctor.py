@@ -138,7 +138,7 @@ def _cache(folder: str) -> Iterator[Line]:
     text = (
         f"{found.num_programs} programs, {found.num_bytes / MB:.0f} MB, of {found.num_sets} engines"
     )
-    yield Line("kept", text)
+    yield Line("cached", text)
     for path in found.damaged:
         yield Line("damaged", f"{path}; it is compiled anew when it is needed", False)
     for path in found.unsafe:
