@@ -23,12 +23,12 @@ from jaxpage.bench.offline import OfflineBench, checkpoint
 from jaxpage.bench.peers import Work
 from jaxpage.bench.scheduler import answer
 from jaxpage.bench.workloads import MAX_NUM_SEQS, workloads
-from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import engine_stats
 from jaxpage.kv_groups import Windows, group_layers, most_blocks
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.plan import StepPlan
 from jaxpage.request import Request
 from jaxpage.sampling_params import SamplingParams
 from pallas_kernels.kv_write.quantized import FORMATS
@@ -108,11 +108,11 @@ def waste(
     )
     totals, largest, most = Counter[str](), 0.0, 0
 
-    def look(plan: StepPlan) -> None:
+    def look(scheduled: ScheduledStep) -> None:
         nonlocal largest, most
-        most = max(most, scheduler.pool.num_used)
-        for step in range(plan.num_steps):
-            found = _account(scheduler, plan, step)
+        most = max(most, scheduler.kv.pool.num_used)
+        for step in range(scheduled.plan.num_steps):
+            found = _account(scheduler, scheduled, step)
             totals.update(found)
             largest = max(largest, (found["partial"] + found["ahead"]) / found["allocated"])
 
@@ -131,13 +131,14 @@ def waste(
     }
 
 
-def _account(scheduler: Scheduler, plan: StepPlan, step: int) -> dict[str, int]:
+def _account(scheduler: Scheduler, scheduled: ScheduledStep, step: int) -> dict[str, int]:
     """Slots at one step of a launch: allocated; of them free in blocks that have KV, and in blocks that have none yet.
 
     Sequence by sequence, as none shares a block with another here.
     """
-    size = scheduler.pool.block_size
-    rows = zip(plan.sequences, plan.starts, plan.num_tokens, strict=True)
+    size = scheduler.kv.pool.block_size
+    plan = scheduled.plan
+    rows = zip(scheduled.sequences, plan.starts, plan.num_tokens, strict=True)
     ends = {id(sequence): start + count + step for sequence, start, count in rows}
     found = {"allocated": 0, "partial": 0, "ahead": 0}
     for sequence in scheduler.running:
@@ -156,18 +157,18 @@ def blocks_of_long_sequence(layers: Windows, block_size: int) -> int:
     """
     groups = group_layers(layers, LONG + 1)
     num_blocks = 1 + most_blocks(groups.windows, LONG, block_size, MAX_NUM_BATCHED_TOKENS)
-    pool = BlockPool(num_blocks, block_size, enable_prefix_caching=True, windows=groups.windows)
+    kv = KVCache(num_blocks, block_size, enable_prefix_caching=True, windows=groups.windows)
     scheduler = Scheduler(
-        pool,
+        kv,
         max_num_seqs=1,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=LONG,
     )
     most = 0
 
-    def look(plan: StepPlan) -> None:
+    def look(scheduled: ScheduledStep) -> None:
         nonlocal most
-        most = max(most, pool.num_used)
+        most = max(most, kv.pool.num_used)
 
     run(scheduler, Work(prompts=[[1] * (LONG - 64)], num_tokens=[64], static_batch=1), look)
     return most * groups.num_arrays
@@ -193,19 +194,21 @@ def tokens_per_gib(model: tuple[int, int, int], block_size: int) -> dict[str, in
     return found
 
 
-def run(scheduler: Scheduler, work: Work, look: Callable[[StepPlan], None] | None = None) -> None:
-    """All of the work, each plan answered at once; `look` sees each plan before it is."""
+def run(
+    scheduler: Scheduler, work: Work, look: Callable[[ScheduledStep], None] | None = None
+) -> None:
+    """All of the work, each plan answered at once; `look` sees each step before it is."""
     for number, (prompt, count) in enumerate(zip(work.prompts, work.num_tokens, strict=True)):
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         scheduler.add(
             Request(request_id=str(number), prompt_token_ids=prompt, params=params, seed=0)
         )
     while scheduler.requests:
-        plan = scheduler.schedule()
-        assert plan is not None
+        step = scheduler.schedule()
+        assert step is not None
         if look is not None:
-            look(plan)
-        scheduler.update(plan, answer(plan))
+            look(step)
+        scheduler.update(step, answer(step.plan))
 
 
 def _scheduler(
@@ -217,9 +220,9 @@ def _scheduler(
 ) -> Scheduler:
     """With blocks for all unless told: that none is ever evicted keeps most hashes, which is the dearest case."""
     num_blocks = num_blocks or 1 + MAX_NUM_SEQS * -(-MAX_MODEL_LEN // block_size)
-    pool = BlockPool(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    kv = KVCache(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     return Scheduler(
-        pool,
+        kv,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import Request
@@ -63,14 +63,14 @@ def _measure(num_rows: int, bench: SchedulerBench) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(bench.steps):
         start = time.perf_counter()
-        plan = scheduler.schedule()
+        step = scheduler.schedule()
         scheduled = time.perf_counter()
-        assert plan is not None and plan.num_tokens == [1] * num_rows
-        pack_step(plan, layout)
+        assert step is not None and step.plan.num_tokens == [1] * num_rows
+        pack_step(step.plan, layout)
         packed = time.perf_counter()
-        result = answer(plan)
+        result = answer(step.plan)
         answered = time.perf_counter()
-        scheduler.update(plan, result)
+        scheduler.update(step, result)
         updated = time.perf_counter()
         seconds = (scheduled - start, packed - scheduled, updated - answered)
         for part, value in zip(PARTS, seconds, strict=True):
@@ -82,9 +82,9 @@ def _running(num_rows: int, bench: SchedulerBench) -> Scheduler:
     """A scheduler whose `num_rows` requests have computed their prompts and go on for long."""
     max_model_len = bench.context + bench.steps + 1
     blocks_per_row = -(-max_model_len // bench.block_size)
-    pool = BlockPool(1 + num_rows * blocks_per_row, bench.block_size, enable_prefix_caching=True)
+    kv = KVCache(1 + num_rows * blocks_per_row, bench.block_size, enable_prefix_caching=True)
     scheduler = Scheduler(
-        pool,
+        kv,
         max_num_seqs=num_rows,
         max_num_batched_tokens=num_rows * bench.context,  # one step takes all the prompts
         max_model_len=max_model_len,
@@ -96,9 +96,9 @@ def _running(num_rows: int, bench: SchedulerBench) -> Scheduler:
         scheduler.add(
             Request(request_id=str(number), prompt_token_ids=prompt, params=params, seed=number)
         )
-    plan = scheduler.schedule()
-    assert plan is not None and plan.num_rows == num_rows
-    scheduler.update(plan, answer(plan))
+    step = scheduler.schedule()
+    assert step is not None and step.plan.num_rows == num_rows
+    scheduler.update(step, answer(step.plan))
     return scheduler
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from transformers import Qwen2Config
 
-from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import group_layers
 from jaxpage.kv_pool import KVPoolSpec
@@ -94,7 +94,7 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
     leaves = [v.get_raw_value() for _, v in nnx.to_flat_state(nnx.state(model))]
     pool, state = pool_spec.allocate(), allocate_request_state(spec)
     scheduler = Scheduler(
-        BlockPool(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),
+        KVCache(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),
         max_num_seqs=NUM_ROWS,
         max_num_batched_tokens=NUM_TOKENS,
         max_model_len=LENGTH,
@@ -104,7 +104,8 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
     for request in requests:
         scheduler.add(request)
     while scheduler.requests:
-        plan = scheduler.schedule()
+        step = scheduler.schedule()
+        plan = step.plan
         bucket = fitting_buckets(buckets, plan)[0]
         for sequence in plan.admissions:
             row = pack_admission(sequence, lowerings.admission, vocab_size=VOCAB_SIZE)
@@ -116,7 +117,7 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
             state, result = run(
                 name, leaves, state, result, pack_rows(plan, lowerings.layouts[name])
             )
-        scheduler.update(plan, read(plan, result))
+        scheduler.update(step, read(plan, result))
     return [
         [
             s.output_token_ids,
