@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxpage.bench.engines import Work
-from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import Windows
 from jaxpage.plan import StepPlan, StepResult
@@ -64,7 +64,7 @@ def make_scheduler(
 ) -> Scheduler:
     """One whose pool has so many blocks besides the null block."""
     return Scheduler(
-        BlockPool(
+        KVCache(
             1 + num_blocks,
             block_size,
             enable_prefix_caching=enable_prefix_caching,

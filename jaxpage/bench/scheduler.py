@@ -23,8 +23,8 @@ from jaxpage.demo import checkpoint
 from jaxpage.engine.engine import Engine
 from jaxpage.llm import LLM
 from jaxpage.plan import StepPlan, StepResult
-from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.pack import pack_step, step_layout
+from jaxpage.runner.buckets import Bucket, StepPrograms
+from jaxpage.runner.pack import pack, step_layout
 from jaxpage.sampling_params import SamplingParams
 
 # Of a step, in their order: the plan; its upload; taking in its result; what `LLM.step` does around the engine.
@@ -150,8 +150,9 @@ def _make_llm(num_rows: int, bench: SchedulerBench, clock: _Clock) -> LLM:
 def _packer(num_rows: int, bench: SchedulerBench) -> Callable[[StepPlan], object]:
     """What the runner does with the plan of a decode step before it uploads it; prompts are not packed."""
     bucket = Bucket(num_rows, num_rows, decode=True)
-    layout = step_layout(bucket, block_size=bench.block_size, decode_steps=1)
-    return lambda plan: pack_step(plan, layout) if plan.total_tokens == num_rows else None
+    layouts = {bucket.name: step_layout(bucket, block_size=bench.block_size, decode_steps=1)}
+    programs = StepPrograms(bucket, None)
+    return lambda plan: pack(plan, programs, layouts) if plan.total_tokens == num_rows else None
 
 
 def table(report: dict[str, Any]) -> str:

@@ -136,7 +136,7 @@ def test_beams_take_all_their_slots_at_once():
     assert_expected_beams(beams)
 
 
-def test_beams_give_way_together_and_come_back_together():
+def test_beams_are_preempted_together_and_come_back_together():
     """There are blocks for either, and the answer to the first request grows into those of the beams."""
     engine = make_engine(num_blocks=14, block_size=2, enable_prefix_caching=False)
     other = make_request("a", [1] * 6, max_tokens=20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.engine.stats import num_computed_slots
+from jaxpage.engine.counters import num_computed_slots
 from jaxpage.plan import NULL_BLOCK
 from tests.engine.harness import make_engine, run
 from tests.fakes import make_beam_request, make_request
@@ -12,7 +12,7 @@ from tests.fakes import make_beam_request, make_request
 
 def account(scheduler, step) -> tuple[int, int]:
     """(allocated, unused) slots, one by one: a slot is used if it lies before a holder's end."""
-    size, plan = scheduler.pool.block_size, step.plan
+    size, plan = scheduler.kv.pool.block_size, step.plan
     ends = {
         id(s): start + count
         for s, start, count in zip(step.sequences, plan.starts, plan.num_tokens, strict=True)
@@ -97,7 +97,7 @@ def test_sharing_is_references_over_blocks():
 def test_every_step_of_mixed_work_is_accounted_for(
     overlap, decode_steps, num_blocks, num_host_blocks, windows
 ):
-    """Chunks, hits, forks, beams, preemptions, swaps, steps that leave sequences out, ends on the device, windows."""
+    """Chunks, hits, siblings, beams, preemptions, swaps, steps that leave sequences out, ends, windows."""
     engine = make_engine(
         windows=windows,
         num_blocks=len(windows) * num_blocks,
