@@ -184,8 +184,9 @@ def test_every_case(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixed", "block-edges", "window", "bfloat16"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "format"), zip(["mixed", "block-edges", "window", "bfloat16"], FORMATS, strict=True)
+)
 def test_quantised_pools(name, format):
     case = fitting(by_name(name), format)
     check(case, arrays_of(case))
