@@ -90,9 +90,15 @@ def test_tokens_do_not_depend_on_the_engine_or_on_the_company(engine_options, wo
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(engines(), st.lists(requests(), min_size=1, max_size=10), events)
 def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_depth(
     engine_options, workload, events
 ):
     check_workload(engine_options, workload, events)
+
+
+@pytest.mark.deep
+def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_20_000_examples():
+    workloads = given(engines(), st.lists(requests(), min_size=1, max_size=10), events)
+    settings(max_examples=20_000, deadline=None)(workloads(check_workload))()
