@@ -76,6 +76,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Move on by one step. Returns the requests that gained tokens or ended, perhaps none.
 
+        If nothing can run before a mask is there, it waits for that and returns.
+
         If a launch or a collection raises, the requests of that step end as aborted, all others go
         on with the next call, and the exception propagates.
         """

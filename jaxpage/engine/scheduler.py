@@ -109,11 +109,11 @@ class Scheduler:
 
     def update(self, step: ScheduledStep, result: StepResult) -> list[Request]:
         """Append what a step sampled. Returns the requests that gained tokens, each once."""
-        collected = collect(self.kv, step, result)
-        self.counters.generation_tokens += collected.num_tokens
-        if collected.ended:
-            self._remove(collected.ended)
-        return list(collected.touched)
+        touched, ended, num_tokens = collect(self.kv, step, result)
+        self.counters.generation_tokens += num_tokens
+        if ended:
+            self._remove(ended)
+        return touched
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, with what it has; None if there is no such unfinished request."""
