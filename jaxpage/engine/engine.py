@@ -81,6 +81,8 @@ class Engine:
     def step(self) -> StepOutput:
         """Move on by one step. Returns what sequences gained, perhaps nothing.
 
+        If nothing can run before a mask is there, it waits for that and returns.
+
         If a launch or a collection raises, the requests of that step end as aborted, all others go
         on with the next call, and the exception propagates; `take_failed` says whose requests.
         """

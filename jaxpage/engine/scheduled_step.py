@@ -40,22 +40,29 @@ class ScheduledStep:
         num_hashed = end if end < seen else seen
         if num_hashed // kv.block_size > sequence.num_registered_blocks:
             kv.register(sequence, num_hashed)
-        request, mask = sequence.request, None
+        plan, request = self.plan, sequence.request
+        samples = end == known
         if request.beams is not None:
             self.has_beams = True
-            if end == known:
-                sequence.waiting_for = WaitingFor.BEAMS
-        if end < known:
-            self._append(sequence, start, count, False)
-            return False
-        samples = True
-        if request.mask_source is not None:
+            sequence.waiting_for = WaitingFor.BEAMS if samples else None
+        if request.prompt_embeds is not None and count and start < len(request.prompt_embeds):
+            embeds = request.prompt_embeds[start:end]
+            plan.input_embeds.append((len(plan.slots), embeds))
+        if samples and request.mask_source is not None:
             mask = next_mask(sequence)
             if mask is None:
                 samples, sequence.waiting_for = False, WaitingFor.MASK
-        self._append(sequence, start, count, samples, mask)
-        sequence.num_in_flight += samples
-        return request.params.n > len(request.sequences)
+            else:
+                plan.masks[len(plan.slots)] = mask
+        plan.features |= request.features
+        self.sequences.append(sequence)
+        plan.slots.append(sequence.slot)
+        plan.starts.append(start)
+        plan.num_tokens.append(count)
+        plan.samples.append(samples)
+        if samples:
+            sequence.num_in_flight += 1
+        return end == known and request.params.n > len(request.sequences)
 
     def add_late_row(self, sequence: Sequence) -> None:
         """Plan a row that samples from what an earlier step computed, if its mask is there now."""
@@ -67,9 +74,16 @@ class ScheduledStep:
 
     def append_late_rows(self) -> None:
         """Call it when all other rows are there."""
-        self.plan.num_late_rows = len(self._late)
+        plan = self.plan
+        plan.num_late_rows = len(self._late)
         for sequence, mask in self._late:
-            self._append(sequence, sequence.num_computed_tokens, 0, True, mask)
+            plan.masks[len(plan.slots)] = mask
+            plan.features |= sequence.request.features
+            self.sequences.append(sequence)
+            plan.slots.append(sequence.slot)
+            plan.starts.append(sequence.num_computed_tokens)
+            plan.num_tokens.append(0)
+            plan.samples.append(True)
 
     @property
     def may_repeat(self) -> bool:
@@ -93,27 +107,6 @@ class ScheduledStep:
         self.plan.transfers = self.kv.take_transfers()
         self.plan.admissions = [_admission(sequence) for sequence in self.admitted]
         return self.plan
-
-    def _append(
-        self,
-        sequence: Sequence,
-        start: int,
-        count: int,
-        samples: bool,
-        mask: np.ndarray | None = None,
-    ) -> None:
-        plan, request = self.plan, sequence.request
-        if mask is not None:
-            plan.masks[len(plan.slots)] = mask
-        embeds = request.prompt_embeds
-        if embeds is not None and count and start < len(embeds):
-            plan.input_embeds.append((len(plan.slots), embeds[start : start + count]))
-        plan.features |= request.features
-        self.sequences.append(sequence)
-        plan.slots.append(sequence.slot)
-        plan.starts.append(start)
-        plan.num_tokens.append(count)
-        plan.samples.append(samples)
 
 
 def _admission(sequence: Sequence) -> Admission:

@@ -33,6 +33,12 @@ def check_runnable(
     prompt_len = len(request.prompt_token_ids)
     if prompt_len == 0:
         raise ValueError(f"request {request.request_id!r} has an empty prompt")
+    embeds = request.prompt_embeds
+    if embeds is not None and len(embeds) != prompt_len:
+        raise ValueError(
+            f"request {request.request_id!r} has {len(embeds)} embeddings for a prompt of "
+            f"{prompt_len} tokens; each token id needs one"
+        )
     if prompt_len >= max_model_len:
         raise ValueError(
             f"a prompt of {prompt_len} tokens leaves no room for an answer within "

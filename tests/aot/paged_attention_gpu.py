@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.topology import H200, TENSOR_AXIS
+from jaxpage.aot.topology import H200
+from jaxpage.parallel.sharding import TENSOR
 from tests.aot import compiling, ptxas
 from tests.aot.program import Program
 from tests.aot.shapes import spec
@@ -66,7 +67,7 @@ def _mesh(num_devices: int) -> Any:
     description = topologies.get_topology_desc(
         platform="cuda", topology_name=name, target_config=H200, topology=name
     )
-    return Mesh(np.array(description.devices), (TENSOR_AXIS,))
+    return Mesh(np.array(description.devices), (TENSOR,))
 
 
 def _look(compiled: Any, log: str) -> dict[str, Any]:

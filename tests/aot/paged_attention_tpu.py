@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
 from jaxpage.aot.targets import parse_target
-from jaxpage.aot.topology import TENSOR_AXIS, mesh_of
+from jaxpage.aot.topology import mesh_of
+from jaxpage.parallel.sharding import TENSOR
 from tests.aot.program import Program
 
 # A v6e has the kernel in its steps.
@@ -110,12 +111,12 @@ def _pool(program: Call, mesh: Any) -> Any:
     pool = array(
         (program.num_blocks, program.block_size, width),
         jnp.uint8 if program.format else dtype,
-        *(None, None, TENSOR_AXIS),
+        *(None, None, TENSOR),
     )
     if not program.format:
         return pool
     rows = tpu_layout.scale_rows(kv_heads // program.num_devices) * kv_heads
-    scales = array((program.num_blocks, rows, program.block_size), dtype, None, TENSOR_AXIS)
+    scales = array((program.num_blocks, rows, program.block_size), dtype, None, TENSOR)
     has_scales = program.format in LEVELS
     return QuantizedPool(
         data=pool, scale_zero=scales if has_scales else None, format=program.format
@@ -130,7 +131,7 @@ def _lower(program: Call, target: str) -> Any:
     from pallas_kernels.paged_attention import tpu, tpu_layout
 
     mesh = mesh_of(parse_target(target), program.num_devices)
-    array, by_head = partial(_array, mesh), (None, TENSOR_AXIS)
+    array, by_head = partial(_array, mesh), (None, TENSOR)
     heads, kv_heads, head_dim = program.num_heads, program.num_kv_heads, program.head_dim
     tokens, dtype = program.num_tokens, jnp.dtype(program.dtype)
     pool = _pool(program, mesh)
@@ -142,7 +143,7 @@ def _lower(program: Call, target: str) -> Any:
         array((program.num_rows, program.max_model_len // program.block_size), jnp.int32),
         array((program.num_rows,), jnp.int32),
         array((program.num_rows + 1,), jnp.int32),
-        array((heads,), jnp.float32, TENSOR_AXIS),
+        array((heads,), jnp.float32, TENSOR),
     ]
 
     def attend(pool, q, k, v, table, kv_lens, query_starts, sinks):

@@ -128,6 +128,19 @@ def test_what_the_host_loses_is_found_in_the_store_by_another_engine():
     assert request.num_cached_tokens == 8 and other.stats().num_disk_hit_blocks == 2
 
 
+def test_what_is_saved_at_the_end_is_found_by_another_engine():
+    store = FakeStore()
+    engine = make_engine(num_host_blocks=2, store=store)
+    run(engine, make_request("first", PROMPT, max_tokens=2))
+    assert not store.content
+    engine.save_prefix_cache()
+    other = make_engine(num_host_blocks=2, store=store)
+    request = make_request("first", PROMPT, max_tokens=2)
+    run(other, request)
+    assert_expected(other, request)
+    assert request.num_cached_tokens == 8 and other.stats().num_disk_hit_blocks == 2
+
+
 def test_a_damaged_block_of_the_store_is_computed():
     store = FakeStore()
     engine = make_engine(num_blocks=9, num_host_blocks=2, store=store)
