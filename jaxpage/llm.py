@@ -32,6 +32,7 @@ from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from jaxpage.build import Built
     from jaxpage.engine.snapshot import KVSnapshot
+    from jaxpage.runner.programs import ProgramRecord
 
 UseTqdm = bool | Callable[..., tqdm]
 
@@ -295,6 +296,11 @@ class LLM:
     def stats(self) -> Any:
         """The engine's counters, a `jaxpage.engine.stats.EngineStats`."""
         return self._engine.stats()
+
+    def programs(self) -> list[ProgramRecord]:
+        """The compiled programs of this engine, and the names of those that are not compiled yet."""
+        runner: Any = self._engine.runner
+        return runner.programs.records()
 
     def kv_snapshot(self) -> KVSnapshot:
         """Who holds which KV block now, as arrays; `jaxpage.plots` draws them."""

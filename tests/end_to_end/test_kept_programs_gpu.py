@@ -37,5 +37,5 @@ def test_programs_made_ahead_are_loaded_and_compute_what_those_made_here_do(tmp_
         llm.wait_until_warm()
         origins = {p.origin for p in llm._engine.runner.programs.ready.values()}
         found[cache] = (origins, output.token_ids)
-    assert found["ahead"][0] == {"kept"} and found["here"][0] <= {"compiled", "cached"}
+    assert found["ahead"][0] == {"stored"} and found["here"][0] <= {"compiled", "cached"}
     assert found["ahead"][1] == found["here"][1]
