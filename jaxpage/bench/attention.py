@@ -97,7 +97,7 @@ class Comparison:
         self.peers, self.absent = attention_peers.peers(work, self.device.platform)
 
     def results(self) -> Iterator[Result]:
-        """The error of ours, the time of each, what share of the peak rate ours takes, and how it stands to the best."""
+        """The error of ours, the time of each, what share of the peak rate ours takes, how it stands to the best."""
         share, faster = f"{self.name}, share of {self.limit}", f"{self.name}, speed to the best"
         _, absent = attention_peers.kernels_of(self.device)
         if reason := absent.get(self.device.platform):  # a GPU that is not the kernel's

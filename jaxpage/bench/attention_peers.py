@@ -1,7 +1,7 @@
 """The attentions that the suite times against one another: ours, JAX's own kernels, and what they are given.
 
-Each is a function (q, kv, table, kv_lens, query_starts) -> (out, kv), where kv is the pool in a form of its own. torch's
-is in `torch_attention.py`, in a process of its own.
+Each is a function (q, kv, table, kv_lens, query_starts) -> (out, kv), where kv is the pool in a form of its own.
+torch's is in `torch_attention.py`, in a process of its own.
 """
 
 from __future__ import annotations
