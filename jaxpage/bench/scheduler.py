@@ -24,6 +24,7 @@ from jaxpage.engine.engine import Engine
 from jaxpage.llm import LLM
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.layout import Layout
 from jaxpage.runner.pack import pack_step, step_layout
 from jaxpage.sampling_params import SamplingParams
 
@@ -58,48 +59,41 @@ def measure(bench: SchedulerBench) -> dict[str, Any]:
     return {"context": bench.context, "block_size": bench.block_size, "results": found}
 
 
-class _Clock:
-    """When the parts of the current step ended."""
+class _TimedRunner(InstantRunner):
+    """Packs each plan as the real runner does, and notes when the parts of a step ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, pack: Callable[[StepPlan], object]) -> None:
+        super().__init__(pack)
         self.times: list[float] = []
 
     def mark(self) -> None:
         self.times.append(time.perf_counter())
 
-
-class _TimedRunner(InstantRunner):
-    """Packs each plan as the real runner does, and is asked for its time between the parts."""
-
-    def __init__(self, clock: _Clock, pack: Callable[[StepPlan], object]) -> None:
-        super().__init__(pack)
-        self._clock = clock
-
     def launch(self, plan: StepPlan) -> StepResult:
-        self._clock.mark()
+        self.mark()
         self.look(plan)
-        self._clock.mark()
+        self.mark()
         return InstantRunner().launch(plan)
 
     def collect(self, launched: StepResult, /) -> StepResult:
-        self._clock.mark()  # making the result up does not count
+        self.mark()  # making the result up does not count
         return launched
 
 
 class _TimedEngine(Engine):
-    def __init__(self, clock: _Clock, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._clock = clock
+    runner: _TimedRunner
 
     def step(self) -> Any:
         found = super().step()
-        self._clock.mark()
+        self.runner.mark()
         return found
 
 
 def _measure(num_rows: int, bench: SchedulerBench) -> dict[str, list[float]]:
-    clock = _Clock()
-    llm = _make_llm(num_rows, bench, clock)
+    bucket = Bucket(num_rows, num_rows, decode=True)
+    layout = step_layout(bucket, block_size=bench.block_size, decode_steps=1)
+    runner = _TimedRunner(lambda plan: _pack(plan, layout))
+    llm = _make_llm(num_rows, bench, runner)
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=False)
     for number in range(num_rows):
@@ -108,35 +102,33 @@ def _measure(num_rows: int, bench: SchedulerBench) -> dict[str, list[float]]:
     llm.step()  # all the prompts
     times: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(bench.steps):
-        clock.times.clear()
-        clock.mark()
+        runner.times.clear()
+        runner.mark()
         outputs = llm.step()
-        clock.mark()
+        runner.mark()
         assert len(outputs) == num_rows
-        start, scheduled, packed, answered, updated, end = clock.times
+        start, scheduled, packed, answered, updated, end = runner.times
         seconds = (scheduled - start, packed - scheduled, updated - answered, end - updated)
         for part, value in zip(PARTS, seconds, strict=True):
             times[part].append(value * 1e6)
     return times
 
 
-def _make_llm(num_rows: int, bench: SchedulerBench, clock: _Clock) -> LLM:
+def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM:
     """With blocks for all requests until measuring ends; one step takes all their prompts."""
     max_model_len = bench.context + bench.steps + 1
     overrides = {"max_position_embeddings": max_model_len}
     config = EngineConfig(model=str(checkpoint()), hf_overrides=overrides, skip_tokenizer_init=True)
     scheduler = make_scheduler(
-        num_blocks=num_rows * -(-max_model_len // bench.block_size),
-        block_size=bench.block_size,
+        num_rows * -(-max_model_len // bench.block_size),
+        bench.block_size,
         max_num_seqs=num_rows,
         max_num_batched_tokens=num_rows * bench.context,
         max_model_len=max_model_len,
     )
     hf_config = load_hf_config(config.model, overrides)
     built: Any = SimpleNamespace(
-        engine=_TimedEngine(
-            clock, scheduler, _TimedRunner(clock, _packer(num_rows, bench)), overlap=False
-        ),
+        engine=_TimedEngine(scheduler, runner, overlap=False),
         config=config.resolve(hf_config, platform="cpu"),
         hf_config=hf_config,
         tokenizer=None,
@@ -147,11 +139,10 @@ def _make_llm(num_rows: int, bench: SchedulerBench, clock: _Clock) -> LLM:
     return LLM.from_built(built)
 
 
-def _packer(num_rows: int, bench: SchedulerBench) -> Callable[[StepPlan], object]:
+def _pack(plan: StepPlan, layout: Layout) -> None:
     """What the runner does with the plan of a decode step before it uploads it; prompts are not packed."""
-    bucket = Bucket(num_rows, num_rows, decode=True)
-    layout = step_layout(bucket, block_size=bench.block_size, decode_steps=1)
-    return lambda plan: pack_step(plan, layout) if plan.total_tokens == num_rows else None
+    if max(plan.num_tokens) == 1:
+        pack_step(plan, layout)
 
 
 def table(report: dict[str, Any]) -> str:
