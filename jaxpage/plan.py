@@ -1,37 +1,30 @@
-"""What the scheduler asks of a step, and what the device answers. Lists and NumPy; engine and runner share this."""
+"""What the scheduler asks of a step, and what the device answers. Plain values: integers, lists, NumPy arrays.
+
+The engine and the runner share these types and nothing else. A plan can be printed, stored and sent (`plan_to_bytes`,
+`plan_from_bytes`); it holds no object that anybody changes later.
+"""
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from jaxpage.request import Sequence
-
 NULL_BLOCK = 0  # never allocated; takes the writes of padding
 NULL_SLOT = 0  # request slot of padding rows; live sequences have slots 1 .. max_num_seqs
-
-
-class Feature(enum.IntFlag):
-    """Parts of the sampler that a step needs; the others are skipped on the device. One bit each."""
-
-    RANDOM = 1  # some row has temperature > 0
-    TRUNCATE = 2  # top_k, top_p or min_p
-    PENALTIES = 4
-    CONSTRAINTS = 8  # allowed ids, bad words, min_tokens, logit_bias
-    TOP_LOGPROBS = 16  # logprobs >= 1: the best ids besides the sampled one
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class BlockTransfers:
     """Block contents that move before the rows of a step run, in the order of these fields."""
 
-    stores: list[tuple[int, bytes]] = field(default_factory=list)  # (host block, hash) to the disk
-    loads: list[tuple[int, Any]] = field(
-        default_factory=list
-    )  # (host block, content from the disk)
+    # (host block, hash) to the disk
+    stores: list[tuple[int, bytes]] = field(default_factory=list)
+    # (host block, content from the disk)
+    loads: list[tuple[int, Any]] = field(default_factory=list)
     swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
 
@@ -39,41 +32,58 @@ class BlockTransfers:
         return bool(self.stores or self.loads or self.swaps_out or self.swaps_in)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Admission:
+    """What fills a request slot: a sequence that starts to run, or the new state of a beam."""
+
+    slot: int
+    sequence_index: int  # which of the n continuations; the sampler folds it into the seed
+    token_ids: list[int]  # prompt and output tokens known so far
+    block_tables: list[list[int]]  # one for each KV-cache group
+    prompt_len: int
+    max_len: int  # tokens at which the sequence ends
+    fields: Mapping[str, Any]  # values of the other slot fields, by name: `Request.slot_fields`
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class StepPlan:
     """One step: parallel lists with one entry per row, and what changes on the device before the rows run.
 
     A row computes tokens `starts .. starts + num_tokens` of the sequence in its request slot. Their ids are not in the
-    plan: the device keeps the token history of every request slot (see `batch.RequestState`).
+    plan: the device keeps the token history of every request slot (see `runner.slots`).
 
-    A row of `num_tokens == 0` is a fork: a further sequence of the request in the row before it (which may be a fork
-    too). It samples from the logits of that row, so a prompt is computed once, whatever n.
+    A row that is not late and has `num_tokens == 0` is a sibling row: a further sequence of the request in the row
+    before it (which may be a sibling row too). It samples from the logits of that row, so a prompt is computed once,
+    whatever n. If it does not sample in this step, it takes over that row's hidden state and samples late.
+
+    The last `num_late_rows` rows were computed by an earlier step, which left their hidden states in their slots, and
+    only sample in this one: `num_tokens == 0`, `samples` is True, `starts` is the number of tokens known so far.
     """
 
-    sequences: list[Sequence] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    samples: list[bool] = field(
-        default_factory=list
-    )  # the row reaches its last known token, so it samples
-    num_steps: int = (
-        1  # decode steps in this launch; more than 1 only if every row decodes (num_tokens == 1)
-    )
-    features: Feature = Feature(0)
-    admissions: list[Sequence] = field(
-        default_factory=list
-    )  # take a slot in this step: all their data goes up
+    # The row reaches its last known token and samples in this step.
+    samples: list[bool] = field(default_factory=list)
+    num_late_rows: int = 0
+    # Decode steps in this launch. More than 1 only if every row decodes (num_tokens == 1) and none has a mask.
+    num_steps: int = 1
+    features: int = 0  # union of the rows' feature bits
+    # Row -> uint32[ceil(V / 32)]: the tokens that it may sample in this step, a bit each, lowest bit first.
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
+    # (row, [k, E]): embeddings that stand for the row's first k tokens of this step.
+    input_embeds: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
     # (slot, KV-cache group, index in its table, block id): blocks gained by rows that are not admitted in this step
     table_updates: list[tuple[int, int, int, int]] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (source, destination), before any write
-    moves: BlockTransfers | None = None  # between device, host and disk; before the copies
+    # (source, destination), before any write
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    # Between device, host and disk; before the copies.
+    transfers: BlockTransfers | None = None
 
     @property
     def num_rows(self) -> int:
-        return len(self.sequences)
+        return len(self.slots)
 
     @property
     def total_tokens(self) -> int:
@@ -85,10 +95,93 @@ class StepResult:
     """What a step sampled. P = plan.num_steps, R = plan.num_rows, W = top logprobs kept (0 unless asked for)."""
 
     token_ids: np.ndarray  # int32[P, R]
-    num_sampled: (
-        np.ndarray
-    )  # int32[R]; the first so many of a row's P tokens count; 0: the row did not sample
+    # int32[R]; the first so many of a row's P tokens count; 0: the row did not sample
+    num_sampled: np.ndarray
     logprobs: np.ndarray  # float32[P, R] of the sampled tokens
     ranks: np.ndarray  # int32[P, R]; 1 = the most likely token
     top_token_ids: np.ndarray  # int32[P, R, W], best first
     top_logprobs: np.ndarray  # float32[P, R, W]
+
+
+def plan_to_bytes(plan: StepPlan) -> bytes:
+    """The plan in safetensors' format: arrays as tensors, everything else as JSON in one of them.
+
+    Raises TypeError for a value of a slot field or a block content that is no number, str, bytes, None or array, nor a
+    list, tuple or dict of these.
+    """
+    from safetensors.numpy import save
+
+    arrays: dict[str, np.ndarray] = {}
+    encoded = json.dumps(_encode(plan, arrays)).encode()
+    return save({**arrays, "plan": np.frombuffer(encoded, np.uint8)})
+
+
+def plan_from_bytes(data: bytes) -> StepPlan:
+    """What `plan_to_bytes` was given. Arrays are read-only. Raises ValueError for other bytes."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        arrays = load(data)
+        plan = _decode(json.loads(arrays.pop("plan").tobytes()), arrays)
+    except (SafetensorError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"these {len(data)} bytes are not a plan: {error!r}") from None
+    if not isinstance(plan, StepPlan):
+        raise ValueError(f"these {len(data)} bytes hold a {type(plan).__name__}, not a plan")
+    return plan
+
+
+_PLAN_TYPES = {cls.__name__: cls for cls in (StepPlan, Admission, BlockTransfers)}
+
+
+def _encode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """A JSON value. What JSON does not have becomes a list that begins with its type; arrays go to `arrays`."""
+
+    def encode_all(values: Any) -> list[Any]:
+        return [_encode(x, arrays) for x in values]
+
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        name, dtype = str(len(arrays)), value.dtype
+        arrays[name] = np.frombuffer(value.tobytes(), np.uint8)  # dtypes are ours: bfloat16 too
+        return ["array", name, dtype.name, list(value.shape), isinstance(value, np.generic)]
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    if isinstance(value, list):
+        # Most lists are long and hold integers only.
+        plain = all(type(x) is int for x in value)
+        return ["ints", value] if plain else ["list", encode_all(value)]
+    if isinstance(value, tuple):
+        return ["tuple", encode_all(value)]
+    if isinstance(value, Mapping):
+        return ["dict", encode_all(value.items())]
+    if type(value) in _PLAN_TYPES.values():
+        names = [f.name for f in fields(value)]
+        return [type(value).__name__, encode_all(getattr(value, name) for name in names)]
+    raise TypeError(f"a {type(value).__name__} cannot be a part of a stored plan: {value!r:.100}")
+
+
+def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content, *rest = value
+    if kind == "array":
+        import ml_dtypes  # noqa: F401, registers the names of its dtypes
+
+        dtype, shape, is_scalar = rest
+        array = np.frombuffer(arrays[content].tobytes(), np.dtype(dtype)).reshape(shape)
+        return array[()] if is_scalar else array
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "ints":
+        return content
+    values = [_decode(x, arrays) for x in content]
+    if kind == "list":
+        return values
+    if kind == "tuple":
+        return tuple(values)
+    if kind == "dict":
+        return dict(values)
+    cls = _PLAN_TYPES[kind]
+    return cls(**dict(zip((f.name for f in fields(cls)), values, strict=True)))

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from jaxpage.sampling_params import SamplingParams
 
@@ -21,6 +25,21 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+class MaskSource(Protocol):
+    """Who says which tokens may come next: a grammar, say. It belongs to one request."""
+
+    def mask(self, index: int, output_token_ids: Items[int]) -> np.ndarray | None:
+        """What continuation `index` may sample after these tokens: uint32[ceil(V / 32)], a bit each, lowest bit first.
+
+        None: not known yet. Asked again for the same tokens after that, or after a preemption.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Block until some `mask` that returned None may return something else."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -37,6 +56,8 @@ class Request:
         frozenset()
     )  # every id that ends a sequence: EOS (unless ignored) and the user's
     eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None
+    # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
+    all_eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
@@ -46,15 +67,21 @@ class Request:
     queued_time: float = field(
         default_factory=time.monotonic
     )  # the same moment on the clock of the times below
+    features: int = 0  # feature bits of its params; computed outside the engine
+    # Values of the declared slot fields that follow from the request.
+    slot_fields: Mapping[str, Any] = field(default_factory=dict)
+    # [T, E]; stands in for the prompt's token ids (which are then all 0)
+    prompt_embeds: np.ndarray | None = None
+    mask_source: MaskSource | None = None  # who says which tokens may come next; None: all may
     sequences: list[Sequence] = field(default_factory=list)
     beams: Any = (
         None  # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
     )
+    # What became of it: the engine writes these numbers, the output processor reads them.
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
+    num_cache_creation_tokens: int = 0  # the others, as far as they fill blocks of the prefix cache
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # seconds, monotonic
-    first_token_time: float | None = None
-    last_token_time: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -83,15 +110,9 @@ class Sequence:
     num_registered_blocks: int = (
         0  # how many of a table's blocks stand in the prefix cache under their hash
     )
-    features: int = 0  # `plan.Feature` bits of what its params ask of the sampler
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[dict[int, Any]] | None = (
-        None  # one dict token id → Logprob for each output token, if asked for
-    )
-    cumulative_logprob: float = 0.0
-    detokenizer: Any = None  # jaxpage.tokenizer.Detokenizer, None when no text is wanted
+    stop_reason: int | None = None  # the stop id; None for EOS and other reasons
 
     @property
     def finished(self) -> bool:

@@ -1,32 +1,50 @@
 """Cheap doubles: a device that checks what it is told, a detokenizer of one letter per token.
 
-`FakeRunner` keeps what a real device keeps (token histories, block tables, block contents) and
-moves it exactly as the plan says, asynchronously. It does not compute KV: the "KV" of a token is a
-digest of all tokens up to it, so a row that reads a slot it should not read is found out at once.
+`FakeRunner` keeps what a real device keeps (token histories, block tables, block contents, hidden
+states) and moves it exactly as the plan says, asynchronously. It sees the plan and nothing else. It
+does not compute KV: the "KV" of a token is a digest of all tokens up to it, so a row that reads a
+slot it should not read is found out at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jaxpage.engine.beams import Beams
-from jaxpage.plan import NULL_BLOCK, NULL_SLOT, StepPlan, StepResult
-from jaxpage.request import FinishReason, Request, Sequence
+from jaxpage.engine.engine import Engine
+from jaxpage.plan import (
+    NULL_BLOCK,
+    NULL_SLOT,
+    Admission,
+    StepPlan,
+    StepResult,
+    plan_from_bytes,
+    plan_to_bytes,
+)
+from jaxpage.request import FinishReason, Request
 from jaxpage.sampling_params import SamplingParams
 
 VOCAB_SIZE = 13
 
 
-def make_request(request_id: str, prompt: list[int], **kwargs) -> Request:
-    """A request without text. `salt`, `priority`, `eos`, `seed` are its own, the rest params."""
+def make_request(request_id: str, prompt: list[int] | np.ndarray, **kwargs) -> Request:
+    """A request without text; `prompt` has token ids, or embeddings [T, E].
+
+    `salt`, `priority`, `eos`, `seed`, `features`, `mask_source` are the request's own, the rest params.
+    """
+    own = {name: kwargs.pop(name) for name in ("features", "mask_source") if name in kwargs}
     salt, priority = kwargs.pop("salt", None), kwargs.pop("priority", 0)
     eos, seed = frozenset(kwargs.pop("eos", ())), kwargs.pop("seed", 0)
     params = SamplingParams(**kwargs)
     if params.ignore_eos:
         eos = frozenset()
-    return Request(
+    if isinstance(prompt, np.ndarray):
+        own["prompt_embeds"], prompt = prompt, [0] * len(prompt)
+    request = Request(
         request_id=request_id,
         prompt_token_ids=list(prompt),
         params=params,
@@ -35,7 +53,30 @@ def make_request(request_id: str, prompt: list[int], **kwargs) -> Request:
         eos_token_ids=eos,
         cache_salt=salt,
         priority=priority,
+        **own,
     )
+    request.slot_fields = slot_fields(request)
+    return request
+
+
+def slot_fields(request: Request) -> dict[str, Any]:
+    """What `FakeRunner` must know of a request besides an `Admission`'s own fields."""
+    return {
+        "seed": request.seed,
+        "stop_token_ids": sorted(request.stop_token_ids),
+        "min_len": len(request.prompt_token_ids) + request.params.min_tokens,
+        "is_beam": request.beams is not None,
+        "is_masked": request.mask_source is not None,
+        "embeds": request.prompt_embeds,
+    }
+
+
+class FakeFieldsEngine(Engine):
+    """Gives requests that were made elsewhere the slot fields that `FakeRunner` reads."""
+
+    def add(self, request: Request) -> None:
+        request.slot_fields = slot_fields(request)
+        super().add(request)
 
 
 class FakeDetokenizer:
@@ -52,10 +93,72 @@ class FakeDetokenizer:
         found = [s for s in self.stop if check_stop and self.text.endswith(s)]
         return found[0] if found else None
 
+    def flush(self) -> None:
+        pass
 
-def extend_digest(digest: int, token_id: int) -> int:
-    """Stands for the KV of a token: it depends on all tokens so far."""
-    return hash((digest, token_id))
+    def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
+        return chr(ord("a") + token_id % 26)
+
+
+class FakeMaskSource:
+    """Allows about half of the tokens after each history, and is slow to say which.
+
+    `delays[i % len(delays)]` times the i-th mask of a continuation is not there yet; a negative number means until
+    somebody waits for it.
+    """
+
+    def __init__(self, seed: int = 0, delays: tuple[int, ...] = (0,)):
+        self.seed = seed
+        self.delays = delays
+        self.num_calls = self.num_waits = 0
+        self._asked: dict[tuple[int, tuple[int, ...]], int] = {}  # how often
+        self._pending: set[tuple[int, tuple[int, ...]]] = set()
+        self._waited_for: set[tuple[int, tuple[int, ...]]] = set()
+
+    def allowed(self, index: int, output_token_ids: Sequence[int]) -> frozenset[int]:
+        history = (self.seed, index, *output_token_ids)
+        # Token 8 ends nothing, so there is always something to sample.
+        return frozenset(t for t in range(VOCAB_SIZE) if t == 8 or hash((*history, t)) % 2)
+
+    def mask(self, index: int, output_token_ids: Sequence[int]) -> np.ndarray | None:
+        self.num_calls += 1
+        key = (index, tuple(output_token_ids))
+        asked = self._asked[key] = self._asked.get(key, 0) + 1
+        delay = self.delays[len(output_token_ids) % len(self.delays)]
+        if key not in self._waited_for and (delay < 0 or asked <= delay):
+            self._pending.add(key)
+            return None
+        self._pending.discard(key)
+        return pack_mask(self.allowed(index, output_token_ids))
+
+    def wait(self) -> None:
+        assert self._pending, "nobody was told to come back later"
+        self.num_waits += 1
+        self._waited_for |= self._pending
+
+
+def pack_mask(token_ids: frozenset[int]) -> np.ndarray:
+    """uint32[ceil(V / 32)], bit i % 32 of word i // 32 for token i."""
+    words = np.zeros(-(-VOCAB_SIZE // 32), np.uint32)
+    for token_id in token_ids:
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words
+
+
+def banned_by(mask: np.ndarray) -> frozenset[int]:
+    return frozenset(t for t in range(VOCAB_SIZE) if not mask[t // 32] >> (t % 32) & 1)
+
+
+def extend_digest(digest: int, token: Hashable) -> int:
+    """Stands for the KV of a token, or of an embedding: it depends on all tokens so far."""
+    return hash((digest, token))
+
+
+def inputs(token_ids: list[int], embeds: np.ndarray | None) -> list[Hashable]:
+    """What the model is given for these tokens, the first of which embeddings may stand for."""
+    if embeds is None:
+        return list(token_ids)
+    return [("embedding", *row.tolist()) for row in embeds] + list(token_ids[len(embeds) :])
 
 
 def next_token(digest: int, *, seed: int, index: int, banned: frozenset[int]) -> int:
@@ -72,10 +175,12 @@ def expected_output(
     """Tokens, finish and stop reason by a loop that knows nothing of blocks, steps or batches."""
     params, detokenizer = request.params, FakeDetokenizer(request)
     digest, output = 0, []
-    for token_id in request.prompt_token_ids:
-        digest = extend_digest(digest, token_id)
+    for token in inputs(request.prompt_token_ids, request.prompt_embeds):
+        digest = extend_digest(digest, token)
     while True:
         banned = request.stop_token_ids if len(output) < params.min_tokens else frozenset()
+        if request.mask_source is not None:
+            banned |= frozenset(range(VOCAB_SIZE)) - request.mask_source.allowed(index, output)
         token_id = next_token(digest, seed=request.seed, index=index, banned=banned)
         output.append(token_id)
         digest = extend_digest(digest, token_id)
@@ -114,6 +219,7 @@ def make_beam_request(request_id: str, prompt: list[int], *, width: int, max_tok
         **own,
     )
     request.beams = beams
+    request.slot_fields = slot_fields(request)
     return request
 
 
@@ -151,16 +257,17 @@ def expected_beams(request: Request) -> list[tuple[float, list[int]]]:
 class _Slot:
     """What the device keeps of one sequence."""
 
-    sequence: Sequence  # only its constants are read: seed, index, prompt
-    history: list[int]
+    admission: Admission
     tables: dict[tuple[int, int], int]  # (KV-cache group, index) -> block
+    history: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)  # digests[i] stands for the KV of token i
+    hidden: int | None = None  # of the token computed last: its digest
     finished: bool = False
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, token: Hashable) -> None:
         before = self.digests[-1] if self.digests else 0
         self.history.append(token_id)
-        self.digests.append(extend_digest(before, token_id))
+        self.digests.append(extend_digest(before, token))
 
 
 class FakeStore:
@@ -179,11 +286,11 @@ class FakeRunner:
 
     Steps run when launched, in full; their results are handed out by `collect`, in order.
     A row of a group with a window may read what its tokens can see, and no more is looked at.
-    `fail_launch` and `fail_collect` hold numbers of launches that raise RuntimeError: at once and
-    without having changed anything, or when they are collected, after they wrote garbage.
+    With `sends_plans` a plan arrives as bytes. `fail_launch` and `fail_collect` hold numbers of
+    launches that raise RuntimeError: at once and without having changed anything, or when they are
+    collected, after they wrote garbage.
     """
 
-    num_recompiles = 0
     num_top_logprobs = 8
 
     def __init__(
@@ -195,7 +302,9 @@ class FakeRunner:
         fail_collect: tuple[int, ...] = (),
         store: FakeStore | None = None,
         windows: tuple[int | None, ...] = (None,),
+        sends_plans: bool = False,
     ):
+        self.sends_plans = sends_plans
         self.store = store
         self.windows = windows
         self.num_blocks = num_blocks
@@ -212,8 +321,24 @@ class FakeRunner:
         self.num_launches = 0
         self._broken = False
 
+    @property
+    def num_recompiles(self) -> int:
+        return 0
+
     def weights_changed(self) -> bool:
         return False
+
+    def wait_until_warm(self) -> None:
+        pass
+
+    def store_blocks(
+        self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]], /
+    ) -> None:
+        assert self.store is not None
+        for block_id, block_hash in device:
+            self.store.content[block_hash] = self._read_block(block_id)
+        for host_id, block_hash in host:
+            self.store.content[block_hash] = dict(self._host[host_id])
 
     def recover(self) -> bool:
         return False
@@ -229,10 +354,13 @@ class FakeRunner:
         if handle in self.fail_launch:
             raise RuntimeError(f"launch {handle} fails as told")
         assert len(self._under_way) < 2, "at most one step may wait while another is launched"
+        if self.sends_plans:
+            plan = plan_from_bytes(plan_to_bytes(plan))
         self._check_shape(plan)
         self.plans.append(plan)
-        self._apply_moves(plan)
+        self._apply_transfers(plan)
         self._apply_updates(plan)
+        self._check_rows(plan)
         # A step that will turn out to have failed spoils what it writes, and the step built on it.
         self._broken = any(x in self.fail_collect for x, _ in [*self._under_way, (handle, None)])
         self._under_way.append((handle, self._run(plan)))
@@ -250,41 +378,63 @@ class FakeRunner:
         lists = (plan.slots, plan.starts, plan.num_tokens, plan.samples)
         assert plan.num_rows > 0 and all(len(x) == plan.num_rows for x in lists)
         assert NULL_SLOT not in plan.slots and len(set(plan.slots)) == plan.num_rows
+        first_late = plan.num_rows - plan.num_late_rows
+        assert not any(plan.num_tokens[first_late:]) and all(plan.samples[first_late:])
         decodes = all(count == 1 for count in plan.num_tokens) and all(plan.samples)
-        assert plan.num_steps == 1 or (decodes and not plan.admissions)
+        plain = not (plan.admissions or plan.masks or plan.input_embeds)
+        assert plan.num_steps == 1 or (decodes and plain)
 
-    def _apply_moves(self, plan: StepPlan) -> None:
-        if plan.moves is None:
+    def _check_rows(self, plan: StepPlan) -> None:
+        embeds = dict(plan.input_embeds)
+        assert len(embeds) == len(plan.input_embeds)
+        for row, slot_id in enumerate(plan.slots):
+            fields = self._slots[slot_id].admission.fields
+            assert plan.num_steps == 1 or not fields["is_beam"]
+            assert (row in plan.masks) == (fields["is_masked"] and plan.samples[row])
+            start, wanted = plan.starts[row], fields["embeds"]
+            if wanted is None or start >= len(wanted) or not plan.num_tokens[row]:
+                assert row not in embeds
+            else:
+                wanted = wanted[start : start + plan.num_tokens[row]]
+                np.testing.assert_array_equal(embeds[row], wanted, strict=True)
+
+    def _apply_transfers(self, plan: StepPlan) -> None:
+        if plan.transfers is None:
             return
-        for host_id, block_hash in plan.moves.stores:
+        for host_id, block_hash in plan.transfers.stores:
             assert self.store is not None
             self.store.content[block_hash] = dict(self._host[host_id])
-        for host_id, content in plan.moves.loads:
+        for host_id, content in plan.transfers.loads:
             self._host[host_id] = dict(content)
-        for block_id, host_id in plan.moves.swaps_out:
+        for block_id, host_id in plan.transfers.swaps_out:
             assert NULL_BLOCK < block_id < self.num_blocks and host_id > 0
-            content = ((i, self._content.get((block_id, i))) for i in range(self.block_size))
-            self._host[host_id] = {i: digest for i, digest in content if digest is not None}
-        for host_id, block_id in plan.moves.swaps_in:
+            self._host[host_id] = self._read_block(block_id)
+        for host_id, block_id in plan.transfers.swaps_in:
             assert NULL_BLOCK < block_id < self.num_blocks
             for offset in range(self.block_size):
                 self._content.pop((block_id, offset), None)
             for offset, digest in self._host[host_id].items():
                 self._content[block_id, offset] = digest
 
+    def _read_block(self, block_id: int) -> dict[int, tuple[int, int]]:
+        content = ((i, self._content.get((block_id, i))) for i in range(self.block_size))
+        return {i: digest for i, digest in content if digest is not None}
+
     def _apply_updates(self, plan: StepPlan) -> None:
-        for sequence in plan.admissions:
+        for admission in plan.admissions:
             tables = {
                 (group, index): block_id
-                for group, table in enumerate(sequence.block_tables)
+                for group, table in enumerate(admission.block_tables)
                 for index, block_id in enumerate(table)
             }
-            assert len(sequence.block_tables) == len(self.windows)
-            slot = _Slot(sequence, [], tables)
-            for token_id in sequence.token_ids:
-                slot.append(token_id)
-            self._slots[sequence.slot] = slot
-        admitted = {sequence.slot for sequence in plan.admissions}
+            assert len(admission.block_tables) == len(self.windows)
+            slot = _Slot(admission, tables)
+            tokens = inputs(admission.token_ids, admission.fields["embeds"])
+            for token_id, token in zip(admission.token_ids, tokens, strict=True):
+                slot.append(token_id, token)
+            self._slots[admission.slot] = slot
+        admitted = {admission.slot for admission in plan.admissions}
+        assert len(admitted) == len(plan.admissions)
         updated = [update[:3] for update in plan.table_updates]
         assert len(set(updated)) == len(updated)
         for slot, group, index, block_id in plan.table_updates:
@@ -313,7 +463,8 @@ class FakeRunner:
             live = [row for row in range(rows) if not self._slots[plan.slots[row]].finished]
             self._write(plan, live, step)
             for row in live:
-                self._read(plan, row, step)
+                if row < rows - plan.num_late_rows:
+                    self._read(plan, row, step)
             for row in live:
                 if plan.samples[row]:
                     self._sample(plan, row, step, result)
@@ -336,8 +487,9 @@ class FakeRunner:
     def _read(self, plan: StepPlan, row: int, step: int) -> None:
         slot, count = self._slots[plan.slots[row]], plan.num_tokens[row]
         end = plan.starts[row] + step + count
-        assert slot.sequence is plan.sequences[row], f"row {row} reads another sequence's slot"
-        assert plan.samples[row] == (end == len(slot.history)), f"{end=} {len(slot.history)=}"
+        at_end = end == len(slot.history)
+        may_wait = slot.admission.fields["is_masked"] and at_end
+        assert plan.samples[row] == at_end or may_wait, f"{end=} {len(slot.history)=}"
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(end - count - window + 1, 0)
             for position in range(end if self._broken else first, end):
@@ -347,20 +499,27 @@ class FakeRunner:
                     f"row {row} reads the KV of someone else at {position=}, {group=}, {where}"
                 )
         if count == 0:
-            parent, child = plan.sequences[row - 1], plan.sequences[row]
-            assert row > 0 and parent.request is child.request and plan.samples[row - 1]
-            assert slot.history == child.request.prompt_token_ids
+            parent = self._slots[plan.slots[row - 1]]
+            assert row > 0 and parent.admission.fields["seed"] == slot.admission.fields["seed"]
+            assert slot.history == parent.history[: slot.admission.prompt_len]
+            assert slot.admission.prompt_len == end
+            slot.hidden = parent.hidden
+        else:
+            slot.hidden = -1 if self._broken else slot.digests[end - 1]
 
     def _sample(self, plan: StepPlan, row: int, step: int, result: StepResult) -> None:
         slot = self._slots[plan.slots[row]]
-        sequence, request = slot.sequence, slot.sequence.request
-        min_len = len(request.prompt_token_ids) + request.params.min_tokens
-        banned = request.stop_token_ids if len(slot.history) < min_len else frozenset()
-        index = sequence.index if request.beams is None else 0  # of a beam it means nothing
-        token_id = next_token(slot.digests[-1], seed=request.seed, index=index, banned=banned)
-        slot.append(token_id)
-        ended = token_id in request.stop_token_ids or len(slot.history) >= sequence.max_len
-        slot.finished = ended
+        admission, fields = slot.admission, slot.admission.fields
+        assert slot.hidden == slot.digests[-1] or self._broken, "sampled from an old hidden state"
+        assert plan.starts[row] + step + plan.num_tokens[row] == len(slot.history)
+        stop_ids = frozenset(fields["stop_token_ids"])
+        banned = stop_ids if len(slot.history) < fields["min_len"] else frozenset()
+        if row in plan.masks:
+            banned |= banned_by(plan.masks[row])
+        index = 0 if fields["is_beam"] else admission.sequence_index  # of a beam it means nothing
+        token_id = next_token(slot.digests[-1], seed=fields["seed"], index=index, banned=banned)
+        slot.append(token_id, token_id)
+        slot.finished = token_id in stop_ids or len(slot.history) >= admission.max_len
         # The sampled token has rank 1, 2 or 3; the id of rank r is `token_id + r - rank`. See `likely_tokens`.
         rank, best = 1 + token_id % 3, np.arange(1, self.num_top_logprobs + 1)
         result.token_ids[step, row] = token_id

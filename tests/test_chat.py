@@ -15,12 +15,11 @@ from jaxpage import tiny
 from jaxpage.chat import ROOM, Conversation, converse, stream
 from jaxpage.config import EngineConfig, load_hf_config
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.engine.engine import Engine
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.llm import LLM
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.tokenizer import Detokenizer, load_tokenizer
-from tests.fakes import FakeRunner
+from jaxpage.tokenizer import load_tokenizer
+from tests.fakes import FakeFieldsEngine, FakeRunner
 
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -39,10 +38,9 @@ def make(tmp_path_factory):
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=config.max_model_len,
-            make_detokenizer=lambda r: Detokenizer(tokenizer, r.params),
         )
         built = SimpleNamespace(
-            engine=Engine(scheduler, FakeRunner(400, 4), overlap=True),
+            engine=FakeFieldsEngine(scheduler, FakeRunner(400, 4), overlap=True),
             config=config,
             tokenizer=tokenizer,
             vocab_size=512,

@@ -248,7 +248,9 @@ def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
     for row, copies in zip(pairs, copy_cases.COPIES, strict=True):
         row[: len(copies.pairs)] = copies.pairs
     for module_name, module in _modules("block_copy", platform):
-        kinds = [pool for pool in copy_cases.POOLS if pool.lanes == (module_name == "tpu")]
+        kinds = [
+            pool for pool in copy_cases.POOLS if (pool.layout == "tpu") == (module_name == "tpu")
+        ]
         for pool in kinds[:1] if tiny else kinds:
             layers = copy_cases.layers(pool)
 

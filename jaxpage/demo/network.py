@@ -15,6 +15,7 @@ from jaxpage.demo.row_attention import RowAttention
 from jaxpage.demo.tokens import Batch
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.registry import family
 from jaxpage.weights.spec import variables
 
@@ -54,7 +55,10 @@ def logits(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
         variable.set_value(params[path])
     rows, length = batch.tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    hidden = model.hidden_states(jnp.asarray(batch.tokens), positions, RowAttention())
+    inputs = ForwardInput(
+        token_ids=jnp.asarray(batch.tokens), positions=positions, attention=RowAttention()
+    )
+    hidden = model.hidden_states(inputs)
     return model.logits(hidden.reshape(rows * length, -1)[batch.selected])
 
 

@@ -19,7 +19,7 @@ class RowAttention:
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, **others: Any
     ) -> jax.Array:
-        """Raises ValueError for windows, soft caps and sinks."""
+        """Raises ValueError for windows and soft caps."""
         del layer
         if given := {name: value for name, value in others.items() if value is not None}:
             raise ValueError(f"rows have no {', '.join(f'{n} {x}' for n, x in given.items())}")

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats, engine_stats
+from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import Request
 
@@ -60,7 +62,9 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
-        self._launched: tuple[StepPlan, Any] | None = None  # the overlapped loop's step under way
+        # The overlapped loop's step under way.
+        self._launched: tuple[ScheduledStep, Any] | None = None
+        self._failed: list[str] = []
 
     def add(self, request: Request) -> None:
         """Queue a request, the engine's from here on. Raises ValueError for what can never run."""
@@ -70,31 +74,40 @@ class Engine:
         """End a request between two steps, with the tokens it has; None if unknown or ended."""
         return self.scheduler.abort(request_id)
 
-    def step(self) -> list[Request]:
-        """Move on by one step. Returns the requests that gained tokens or ended, perhaps none.
+    def end_by_text(self, end: TextEnd) -> None:
+        """End a sequence between two steps, because of its text; nothing if it has ended already."""
+        self.scheduler.end_by_text(end)
+
+    def step(self) -> StepOutput:
+        """Move on by one step. Returns what sequences gained, perhaps nothing.
 
         If a launch or a collection raises, the requests of that step end as aborted, all others go
-        on with the next call, and the exception propagates.
+        on with the next call, and the exception propagates; `take_failed` says whose requests.
         """
         if self.runner.weights_changed():
             self.scheduler.begin_weight_epoch()
         return self._step_overlapped() if self.overlap else self._step_plain()
 
-    def _step_plain(self) -> list[Request]:
-        plan = self.scheduler.schedule()
-        if plan is None:
-            assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
-            return []
-        return self._collect(plan, self._launch(plan))
+    def take_failed(self) -> list[str]:
+        """Ids of the requests that steps which raised have ended since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
 
-    def _step_overlapped(self) -> list[Request]:
-        plan = self.scheduler.schedule()
-        assert plan or self._launched or not self.scheduler.requests, "nothing to compute"
+    def _step_plain(self) -> StepOutput:
+        step = self.scheduler.schedule()
+        if step is None:
+            assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
+            return StepOutput()
+        return self._collect(step, self._launch(step))
+
+    def _step_overlapped(self) -> StepOutput:
+        step = self.scheduler.schedule()
+        assert step or self._launched or not self.scheduler.requests, "nothing to compute"
         # A launch that raises leaves the step under way where it is, to be collected by the next
         # call.
-        launched = None if plan is None else (plan, self._launch(plan))
+        launched = None if step is None else (step, self._launch(step))
         previous, self._launched = self._launched, launched
-        return [] if previous is None else self._collect(*previous)
+        return StepOutput() if previous is None else self._collect(*previous)
 
     def has_unfinished_requests(self) -> bool:
         """Whether to call `step` again: a request is unfinished, or a step not yet collected."""
@@ -119,30 +132,30 @@ class Engine:
         """The counters as of now."""
         return engine_stats(self.scheduler, self.runner.num_recompiles)
 
-    def _launch(self, plan: StepPlan) -> Any:
+    def _launch(self, step: ScheduledStep) -> Any:
         try:
-            return self.runner.launch(plan)
+            return self.runner.launch(step.plan)
         except BaseException:
-            self._give_up([plan])
+            self._abort_failed([step])
             raise
 
-    def _collect(self, plan: StepPlan, handle: Any) -> list[Request]:
+    def _collect(self, step: ScheduledStep, handle: Any) -> StepOutput:
         try:
             result = self.runner.collect(handle)
         except BaseException:
             # The step launched after this one built on what it wrote, so it goes too.
-            failed = [plan] if self._launched is None else [plan, self._launched[0]]
+            failed = [step] if self._launched is None else [step, self._launched[0]]
             self._launched = None
-            self._give_up(failed)
+            self._abort_failed(failed)
             raise
         try:
-            return self.scheduler.update(plan, result)
-        except BaseException:  # of a detokenizer, say
-            self._give_up([plan])
+            return self.scheduler.update(step, result)
+        except BaseException:  # the result contradicts the plan
+            self._abort_failed([step])
             raise
 
-    def _give_up(self, plans: list[StepPlan]) -> None:
+    def _abort_failed(self, steps: list[ScheduledStep]) -> None:
         """End the requests of failed steps. If the pool was lost, the others are computed anew."""
-        self.scheduler.abort_plans(plans)
+        self._failed += [request.request_id for request in self.scheduler.abort_steps(steps)]
         if self.runner.recover():
             self.scheduler.preempt_all()

@@ -8,6 +8,7 @@ gives way when there are too few (the scheduler's).
 from __future__ import annotations
 
 from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.kv_groups import first_seen_block
 from jaxpage.plan import NULL_BLOCK, StepPlan
 from jaxpage.request import Sequence
@@ -69,14 +70,14 @@ def leave_behind(pool: BlockPool, sequence: Sequence) -> None:
             sequence.num_unseen_blocks += end - first
 
 
-def extend(pool: BlockPool, plan: StepPlan, decode_steps: int) -> None:
+def extend(pool: BlockPool, step: ScheduledStep, decode_steps: int) -> None:
     """Rows that all decode do up to `decode_steps` steps in one launch, as blocks permit.
 
     Blocks for the later steps are held from the begin of the launch: they may be few of those that are free, so that
     nobody waits or gives way for tokens that are not there yet, and little of a scarce pool is unused. A row ends on
     the device at its `max_len`, whose last token is sampled but never computed: no block for it.
     """
-    size, sequences = pool.block_size, plan.sequences
+    size, plan, sequences = pool.block_size, step.plan, step.sequences
     longest = max(s.max_len - start for s, start in zip(sequences, plan.starts, strict=True))
     num_steps = min(decode_steps, longest - 1)
     lengths: list[int] = []

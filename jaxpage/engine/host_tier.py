@@ -48,7 +48,7 @@ class HostTier:
         self.num_hits = 0  # blocks that the prefix cache found here
         pool.evicted = []
         self.pool.evicted = []
-        self._moves = BlockTransfers()
+        self._transfers = BlockTransfers()
         self._held: list[int] = []  # by `_moves`
         self._launched: list[int] = []  # held by the moves that were taken last
         self._departed: dict[int, int] = {}  # device block -> its copy here, within a plan
@@ -60,13 +60,13 @@ class HostTier:
         self._launched = []
         self._departed, self._arrived = {}, {}
 
-    def take_moves(self) -> BlockTransfers | None:
+    def take_transfers(self) -> BlockTransfers | None:
         """What has to move before the rows of the plan that is about to be launched; None if nothing has to."""
         self._save_evicted()
-        moves, self._moves = self._moves, BlockTransfers()
+        transfers, self._transfers = self._transfers, BlockTransfers()
         self._launched += self._held
         self._held = []
-        return moves if moves else None
+        return transfers if transfers else None
 
     def find(self, block_hash: bytes) -> list[int]:
         """The host block of that content, if any, perhaps fetched from the store just now; held for `bring`."""
@@ -81,7 +81,7 @@ class HostTier:
         if content is None:
             return []
         host_id = self._new_block()
-        self._moves.loads.append((host_id, content))
+        self._transfers.loads.append((host_id, content))
         self.pool.register(host_id, block_hash)
         self.num_loaded += 1
         return [host_id]
@@ -96,7 +96,7 @@ class HostTier:
             self.device.fork([device_id])
             return device_id
         (device_id,) = self.device.allocate(1)
-        self._moves.swaps_in.append((host_id, device_id))
+        self._transfers.swaps_in.append((host_id, device_id))
         self.num_swapped_in += 1
         self.pool.touch([host_id])
         self._held.append(host_id)
@@ -132,7 +132,7 @@ class HostTier:
             return host_id
         (host_id,) = self.pool.allocate(1)
         self._departed[block_id] = host_id
-        self._moves.swaps_out.append((block_id, host_id))
+        self._transfers.swaps_out.append((block_id, host_id))
         self.num_swapped_out += 1
         return host_id
 
@@ -142,7 +142,7 @@ class HostTier:
 
     def distrust(self) -> None:
         """Contents may be wrong or missing, after a failed step. Hashes are forgotten, and planned moves too."""
-        self._moves = BlockTransfers()
+        self._transfers = BlockTransfers()
         self.pool.forget_all()
         self.pool.evicted, self.device.evicted = [], []
         self._departed, self._arrived = {}, {}
@@ -158,12 +158,14 @@ class HostTier:
             if known or not self.pool.num_free:
                 continue
             host_id = self._new_block()
-            self._moves.swaps_out.append((block_id, host_id))
+            self._transfers.swaps_out.append((block_id, host_id))
             self.pool.register(host_id, block_hash, parent)
             self.num_swapped_out += 1
         pushed_out, self.pool.evicted = self.pool.evicted or [], []
         if self.store is not None:
-            self._moves.stores += [(host_id, block_hash) for host_id, block_hash, _ in pushed_out]
+            self._transfers.stores += [
+                (host_id, block_hash) for host_id, block_hash, _ in pushed_out
+            ]
 
     def _new_block(self) -> int:
         """A host block for the content that a move brings, held until that is done."""

@@ -23,8 +23,9 @@ from jaxpage.engine import growth
 from jaxpage.engine.beams import Survivor
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.prefix_cache import NEVER
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.kv_groups import num_seen_blocks
-from jaxpage.plan import StepPlan, StepResult
+from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence
 
 
@@ -138,15 +139,16 @@ def give_way(sequence: Sequence) -> None:
         _wait_for_first(sequence)
 
 
-def renew(plan: StepPlan, pool: BlockPool) -> None:
+def renew(step: ScheduledStep, pool: BlockPool) -> None:
     """Have all data of the beams in a plan go up before they run; the next beams may follow the first ones."""
+    plan = step.plan
     renewed: set[int] = set()
-    for row, sequence in enumerate(plan.sequences):
+    for row, sequence in enumerate(step.sequences):
         if sequence.request.beams is None:
             continue
         renewed.add(sequence.slot)
-        if sequence not in plan.admissions:
-            plan.admissions.append(sequence)
+        if sequence not in step.admitted:
+            step.admitted.append(sequence)
         if sequence.index == 0 and plan.samples[row]:
             _follow(sequence, pool)
     if renewed:
@@ -194,7 +196,6 @@ def _go_on(
     for sequence, survivor in zip(sequences, survivors, strict=True):
         parent = parents[survivor.parent]
         sequence.token_ids = [*parent.token_ids, survivor.token_id]
-        sequence.cumulative_logprob = survivor.cum_logprob
         sequence.block_tables = [list(table) for table in parent.block_tables]
         sequence.num_unseen_blocks = parent.num_unseen_blocks
         sequence.block_hashes = list(parent.block_hashes)

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
-from typing import Any
 
 from jaxpage.engine import lockstep
 from jaxpage.engine.admission import (
@@ -33,9 +31,11 @@ from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.growth import extend, grow, leave_behind
 from jaxpage.engine.host_tier import HostTier
 from jaxpage.engine.prefix_cache import NEVER, register_blocks
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.sequences import append_tokens, check_runnable, new_sequence
 from jaxpage.engine.stats import Counters, count_first_scheduling
-from jaxpage.plan import Feature, StepPlan, StepResult
+from jaxpage.engine.step_output import SequenceEnd, StepOutput, TextEnd
+from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence
 
 
@@ -55,7 +55,6 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         decode_steps: int = 1,
-        make_detokenizer: Callable[[Request], Any] = lambda request: None,
         tier: HostTier | None = None,
     ):
         """Raises ValueError for limits below 1."""
@@ -74,7 +73,6 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.decode_steps = decode_steps
-        self.make_detokenizer = make_detokenizer
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -119,9 +117,9 @@ class Scheduler:
         self._remove(request.sequences)  # all: one may have ended in an update that then failed
         return request
 
-    def abort_plans(self, plans: list[StepPlan]) -> list[Request]:
+    def abort_steps(self, steps: list[ScheduledStep]) -> list[Request]:
         """End the requests of steps that failed. Nothing they wrote, or failed to, is reused."""
-        requests = dict.fromkeys(s.request.request_id for plan in plans for s in plan.sequences)
+        requests = dict.fromkeys(s.request.request_id for step in steps for s in step.sequences)
         ended = [self.abort(request_id) for request_id in requests]
         self._distrust_kv()  # last, since sequences that end leave their blocks in the cache
         return [request for request in ended if request is not None]
@@ -159,74 +157,98 @@ class Scheduler:
         if self.tier is not None:
             self.tier.store = None  # epochs are numbered anew in every process
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self) -> ScheduledStep | None:
         """Plan a step for the caller to launch; None if there is nothing to do before `update`."""
-        plan = StepPlan()
+        step = ScheduledStep()
+        plan = step.plan
         if self.tier is not None:
             self.tier.begin_plan()
         num_preemptions = self.counters.num_preemptions
-        budget = self._plan_running(plan)
+        budget = self._plan_running(step)
         if self.counters.num_preemptions == num_preemptions:
-            self._admit(plan, budget)
-        for sequence in plan.admissions:
+            self._admit(step, budget)
+        for sequence in step.admitted:
             insort(self.running, sequence, key=self._order)
-        if not plan.sequences:
+        if not step.sequences:
             return None
-        features = 0
-        for sequence in plan.sequences:
-            features |= sequence.features
-        plan.features = Feature(features)
-        if features >= Feature.TOP_LOGPROBS:  # no step without has beams
-            lockstep.renew(plan, self.pool)
-        only_decodes = not plan.admissions and plan.num_tokens.count(1) == len(plan.sequences)
+        has_beams = False
+        for sequence in step.sequences:
+            request = sequence.request
+            plan.features |= request.features
+            has_beams = has_beams or request.beams is not None
+        if has_beams:
+            lockstep.renew(step, self.pool)
+        only_decodes = not step.admitted and plan.num_tokens.count(1) == plan.num_rows
         if self.decode_steps > 1 and only_decodes and all(plan.samples):
-            extend(self.pool, plan, self.decode_steps)
+            extend(self.pool, step, self.decode_steps)
         self.counters.num_steps += 1
         self.counters.num_block_copies += len(plan.block_copies)
         if self.tier is not None:
-            plan.moves = self.tier.take_moves()  # last: it knows what all of the above evicted
-        self.counters.count_slots(self.pool, self.running, plan)
-        return plan
+            plan.transfers = (
+                self.tier.take_transfers()
+            )  # last: it knows what all of the above evicted
+        self.counters.count_slots(self.pool, self.running, step)
+        step.close()
+        return step
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Append what a step sampled. Returns the requests that gained tokens, each once."""
-        now = time.monotonic()
-        num_steps, samples = plan.num_steps, plan.samples
+    def update(self, step: ScheduledStep, result: StepResult) -> StepOutput:
+        """Append what a step sampled. Returns what each sequence gained, and which of them ended."""
+        output = StepOutput(time=time.monotonic(), result=result)
+        num_steps, samples = step.plan.num_steps, step.plan.samples
         token_ids, num_sampled = result.token_ids.T.tolist(), result.num_sampled.tolist()
-        touched: dict[Request, None] = {}
         ended = []
         num_appended = 0
-        for row, sequence in enumerate(plan.sequences):
+        for row, sequence in enumerate(step.sequences):
             # Rows of sequences that ended after this step was planned: nobody waits for them.
             if sequence.finish_reason is not None or not samples[row]:
                 continue
             sequence.num_in_flight -= num_steps
-            request, sampled = sequence.request, token_ids[row][: num_sampled[row]]
+            request, sampled = sequence.request, token_ids[row]
             if request.beams is None:
-                num_appended += append_tokens(sequence, sampled, result, row)
+                if num_sampled[row] < num_steps:
+                    sampled = sampled[: num_sampled[row]]
+                sampled = append_tokens(sequence, sampled)
+                num_appended += len(sampled)
             else:
                 num_appended += lockstep.report(self.pool, sequence, result, row)
+                sampled = []
             if sequence.finish_reason is not None:
                 ended += [sequence] if request.beams is None else request.sequences
+                end = SequenceEnd(sequence.finish_reason, sequence.stop_reason)
+                output.ends[len(output.rows)] = end
             else:
                 assert num_sampled[row] == num_steps, "only the device thinks it ended"
-            if request.first_token_time is None:
-                request.first_token_time = now
-            request.last_token_time = now
-            touched[request] = None
+                if request.beams is not None:
+                    continue  # there is nothing to say before the search is over
+            output.request_ids.append(request.request_id)
+            output.indices.append(0 if request.beams is not None else sequence.index)
+            output.token_ids.append(sampled)
+            output.rows.append(row)
         self.counters.generation_tokens += num_appended
         if ended:
             self._remove(ended)
-        return list(touched)
+        return output
+
+    def end_by_text(self, end: TextEnd) -> None:
+        """End a sequence with fewer tokens than it may have: its text met a stop string."""
+        self.counters.generation_tokens -= end.num_dropped
+        request = self.requests.get(end.request_id)
+        if request is None:
+            return
+        sequence = request.sequences[end.index]
+        if sequence.finish_reason is None:
+            del sequence.token_ids[len(request.prompt_token_ids) + end.num_tokens :]
+            sequence.finish_reason = FinishReason.STOP
+            self._remove([sequence])
 
     def _order(self, sequence: Sequence) -> tuple[int, int, int]:
         request = sequence.request
         return (request.priority if self._by_priority else 0, request.arrival, sequence.index)
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
-        return new_sequence(request, index, self.max_model_len, self.make_detokenizer(request))
+        return new_sequence(request, index, self.max_model_len)
 
-    def _plan_running(self, plan: StepPlan) -> int:
+    def _plan_running(self, step: ScheduledStep) -> int:
         """Rows for the running sequences, front first; returns what is left of the token budget."""
         budget = self.max_num_batched_tokens
         running, refs, block_size = self.running, self.pool.refs, self.pool.block_size
@@ -249,13 +271,13 @@ class Scheduler:
                 start + count > len(table) * block_size
                 or (start % block_size and refs[table[start // block_size]] > 1)
                 or sequence.request.beams is not None
-            ) and not self._make_room(plan, sequence, start + count):
+            ) and not self._make_room(step, sequence, start + count):
                 break  # it gave way itself, so it was the last
-            self._add_row(plan, sequence, start, count, known)
+            self._add_row(step, sequence, start, count, known)
             budget -= count
         return budget
 
-    def _make_room(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
+    def _make_room(self, step: ScheduledStep, sequence: Sequence, end: int) -> bool:
         """Blocks for a running sequence up to token `end`; a copy of a shared one it will write to.
 
         Victims give way while there are too few. False if the sequence itself had to.
@@ -265,7 +287,7 @@ class Scheduler:
             self._preempt(self.running[-1])
             if not sequence.slot:
                 return False
-        grow(self.pool, plan, sequence, end)
+        grow(self.pool, step.plan, sequence, end)
         return True
 
     def _preempt(self, victim: Sequence, *, swap: bool = True) -> None:
@@ -294,7 +316,7 @@ class Scheduler:
             if self.running and self.running[-1].request is victim.request:
                 self._preempt(self.running[-1])  # together
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
+    def _admit(self, step: ScheduledStep, budget: int) -> None:
         """Rows for waiting sequences, in order, until one does not fit."""
         pool, max_query_len = self.pool, self.max_num_batched_tokens
         while self.waiting and self._free_slots and budget > 0:
@@ -315,22 +337,18 @@ class Scheduler:
                 sibling.slot = self._free_slots.pop()
                 insort(self.running, sibling, key=self._order)
             count_first_scheduling(self.counters, pool, sequence.request, start)
-            plan.admissions.append(sequence)
+            step.admitted.append(sequence)
             count = min(known - start, budget)
-            self._add_row(plan, sequence, start, count, known)
+            self._add_row(step, sequence, start, count, known)
             budget -= count
 
     def _add_row(
-        self, plan: StepPlan, sequence: Sequence, start: int, count: int, known: int
+        self, step: ScheduledStep, sequence: Sequence, start: int, count: int, known: int
     ) -> None:
         """Plan `count` tokens from `start`, as good as computed from here on."""
         end = start + count
         samples = end == known
-        plan.sequences.append(sequence)
-        plan.slots.append(sequence.slot)
-        plan.starts.append(start)
-        plan.num_tokens.append(count)
-        plan.samples.append(samples)
+        step.add_row(sequence, start, count, samples)
         sequence.num_computed_tokens = end
         # Blocks are registered when planned: later rows of the same step may already share them,
         # because in each layer all KV of a step is written before any is read. Only tokens whose
@@ -342,9 +360,9 @@ class Scheduler:
             sequence.num_in_flight += 1
             request = sequence.request
             if request.params.n > len(request.sequences):
-                self._fork(plan, sequence)
+                self._fork(step, sequence)
 
-    def _fork(self, plan: StepPlan, parent: Sequence) -> None:
+    def _fork(self, step: ScheduledStep, parent: Sequence) -> None:
         """The prompt is about to be answered: create the other sequences, which share its blocks.
 
         A sequence that finds no slot waits like any other and later finds the prompt in the cache,
@@ -364,8 +382,8 @@ class Scheduler:
                 self.pool.fork(table)
             child.block_hashes = list(parent.block_hashes)
             child.num_registered_blocks = parent.num_registered_blocks
-            plan.admissions.append(child)
-            self._add_row(plan, child, prompt_len, 0, prompt_len)
+            step.admitted.append(child)
+            self._add_row(step, child, prompt_len, 0, prompt_len)
 
     def _remove(self, ended: list[Sequence]) -> None:
         """Take sequences that ended out of the queues."""

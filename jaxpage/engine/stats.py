@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxpage.plan import StepPlan
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.request import Request, Sequence
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class Counters:
     num_allocated_slot_steps: int = 0  # sum of `num_allocated_slots` over all steps
     num_unused_slot_steps: int = 0  # likewise
 
-    def count_slots(self, pool: BlockPool, running: list[Sequence], plan: StepPlan) -> None:
+    def count_slots(self, pool: BlockPool, running: list[Sequence], step: ScheduledStep) -> None:
         """Take in how a step finds the pool; call it when the step is planned."""
         self.num_allocated_slots = pool.num_used * pool.block_size
-        self.num_unused_slots = num_unused_slots(pool, running, plan)
+        self.num_unused_slots = num_unused_slots(pool, running, step)
         self.num_allocated_slot_steps += self.num_allocated_slots
         self.num_unused_slot_steps += self.num_unused_slots
 
@@ -114,13 +114,16 @@ def count_first_scheduling(
     prompt_len = len(request.prompt_token_ids)
     request.first_scheduled_time = time.monotonic()
     request.num_cached_tokens = num_hit_tokens
+    if pool.enable_prefix_caching:
+        num_in_full_blocks = prompt_len // pool.block_size * pool.block_size
+        request.num_cache_creation_tokens = max(0, num_in_full_blocks - num_hit_tokens)
     counters.prompt_tokens += prompt_len
     if pool.enable_prefix_caching and not request.params.skip_reading_prefix_cache:
         counters.prefix_cache_queries += prompt_len
         counters.prefix_cache_hits += num_hit_tokens
 
 
-def num_unused_slots(pool: BlockPool, running: list[Sequence], plan: StepPlan) -> int:
+def num_unused_slots(pool: BlockPool, running: list[Sequence], step: ScheduledStep) -> int:
     """Slots of allocated blocks that hold no KV after the (first) pass of a step just planned.
 
     Runs with every step, so it asks no row for anything, unless there are windows. Summed over the
@@ -129,14 +132,14 @@ def num_unused_slots(pool: BlockPool, running: list[Sequence], plan: StepPlan) -
     they write to, so such a block is held by forks of this plan, or by sequences that this plan
     leaves out.
     """
-    size, num_groups = pool.block_size, len(pool.windows)
+    plan, size, num_groups = step.plan, pool.block_size, len(pool.windows)
     num_used = sum(plan.starts) + sum(plan.num_tokens)
     num_twice = 0
-    if plan.admissions and 0 in plan.num_tokens:
+    if step.admitted and 0 in plan.num_tokens:
         forks = zip(plan.starts, plan.num_tokens, strict=True)
         num_twice = sum(-start % size for start, count in forks if count == 0)
-    if len(plan.sequences) != len(running):
-        left_out, left_out_twice = _sum_left_out(running, plan, size)
+    if len(step.sequences) != len(running):
+        left_out, left_out_twice = _sum_left_out(running, step, size)
         num_used += left_out
         num_twice += left_out_twice
     num_unseen = sum(s.num_unseen_blocks for s in running) if any(pool.windows) else 0
@@ -148,9 +151,9 @@ def num_computed_slots(sequence: Sequence) -> int:
     return min(sequence.num_computed_tokens, sequence.max_len - 1)
 
 
-def _sum_left_out(running: list[Sequence], plan: StepPlan, size: int) -> tuple[int, int]:
+def _sum_left_out(running: list[Sequence], step: ScheduledStep, size: int) -> tuple[int, int]:
     """(slots with KV, unused slots counted twice) of running sequences without a row."""
-    planned = set(map(id, plan.sequences))
+    planned = set(map(id, step.sequences))
     num_used = num_twice = 0
     partial_blocks: set[int] = set()
     for sequence in running:

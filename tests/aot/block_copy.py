@@ -94,7 +94,7 @@ def _compile(pool: Pool, move: str, target: str) -> dict:
         format=pool.format,
         sharded=pool.num_devices > 1,
         platform=platform,
-        lanes=platform == "tpu",
+        layout="tpu" if platform == "tpu" else "heads",
     )
 
     def placed(x, *place):
@@ -107,14 +107,16 @@ def _compile(pool: Pool, move: str, target: str) -> dict:
         spec.abstract(),
     )
     ids = placed(np.empty(NUM_COPIES if move == "copy" else NUM_MOVED, np.int32))
-    options = dict(mesh=mesh, by_head=spec.sharded)
+    options = dict(mesh=mesh, spec=spec)
     arguments, donated = (arrays, ids), 0
     if move in ("read", "write"):
-        function = read_blocks if move == "read" else write_blocks
-        contents = jax.tree.map(placed, jax.eval_shape(read_blocks, arrays, ids))
+        function = partial(read_blocks if move == "read" else write_blocks, spec, None)
+        contents = jax.tree.map(
+            placed, jax.eval_shape(partial(read_blocks, spec, None), arrays, ids)
+        )
     else:
         function = partial(getattr(blocks, f"{move}_blocks"), **options)
-        contents = jax.eval_shape(blocks.gather_blocks, arrays, ids)
+        contents = jax.eval_shape(partial(blocks.gather_blocks, spec=spec), arrays, ids)
         axes = [(None, *x.sharding.spec) for x in jax.tree.leaves(arrays[0])]
         leaves = [placed(x, *each) for x, each in zip(jax.tree.leaves(contents), axes, strict=True)]
         contents = jax.tree.unflatten(jax.tree.structure(contents), leaves)

@@ -180,14 +180,29 @@ def attention(
 def two_devices():
     """A step's attention with its write, as the engine has it where two devices share the heads."""
     import jax
+    import jax.numpy as jnp
 
     from jaxpage.batch import StepBatch
+    from jaxpage.kv_pool import KVPoolSpec
     from jaxpage.ops.attention import PagedAttention
     from pallas_kernels.paged_attention.gpu_layout import TileSizes
 
     mesh, rows, width, block_size = jax.sharding.get_mesh(), 64, 64, 64
+    tokens, heads, kv_heads, head_dim = 256, 16, 4, 128
+    pool_spec = KVPoolSpec(
+        num_arrays=1,
+        num_blocks=2 * rows * width,
+        block_size=block_size,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=jnp.dtype(jnp.bfloat16),
+        sharded=True,
+        platform="gpu",
+        attention="hopper",
+        kernel_sizes=TileSizes(),
+    )
 
-    def step(pool, q, k, v, sinks, lens, starts, slots, table):
+    def step(pool, q, k, v, lens, starts, slots, table):
         batch = StepBatch(
             slots=lens,
             query_starts=starts,
@@ -197,20 +212,16 @@ def two_devices():
             slot_mappings=slots[None],
             block_tables=table[None],
         )
-        options = dict(one_query_per_row=False, mesh=mesh, kernel_sizes=TileSizes())
+        options = dict(spec=pool_spec, one_query_per_row=False, mesh=mesh)
         attention = PagedAttention([pool], batch, ((0, 0),), **options)
-        out = attention(0, q, k, v, scale=0.1, window=None, soft_cap=None, sinks=sinks)
+        out = attention(0, q, k, v, scale=0.1, window=None, soft_cap=None)
         return attention.kv_pool[0], out
 
-    tokens, heads, kv_heads, head_dim = 256, 16, 4, 128
     return jax.jit(step, donate_argnums=0).lower(
-        spec(
-            (2 * rows * width, block_size, 2 * kv_heads, head_dim), "bfloat16", None, None, TENSOR
-        ),
+        spec(pool_spec.array_shape, "bfloat16", None, None, TENSOR),
         spec((tokens, heads, head_dim), "bfloat16", None, TENSOR),
         spec((tokens, kv_heads, head_dim), "bfloat16", None, TENSOR),
         spec((tokens, kv_heads, head_dim), "bfloat16", None, TENSOR),
-        spec((heads,), "float32", TENSOR),
         spec((rows,), "int32"),
         spec((rows + 1,), "int32"),
         spec((tokens,), "int32"),

@@ -66,7 +66,6 @@ def programs(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
     """Name, function, arguments. "Other" is with sizes that are candidates of tuning."""
     import jax.numpy as jnp
 
-    from jaxpage.ops.experts import choose
     from pallas_kernels.grouped_matmul import cases, tune
     from tests.aot.gpu import spec
 
@@ -79,16 +78,13 @@ def programs(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
             return x, spec(weights, dtype), spec((model.num_groups,), jnp.int32)
 
         name = f"{model.name}-{num_tokens}"
-        # Of a topology jax tells the capability too; ours are Hopper's.
-        ours, reason = choose(platform, *arguments()[:2], compute_capability="9.0")
-        assert reason is None, reason
-        yield f"{name}-ours", ours, arguments()
-        yield f"{name}-ragged_dot", ragged_dot, arguments()
         kernel = tune.kernel_of(platform)
+        yield f"{name}-ours", kernel.grouped_matmul, arguments()
+        yield f"{name}-ragged_dot", ragged_dot, arguments()
         sizes = kernel.TileSizes(**OTHER_SIZES[platform])
         yield f"{name}-other", partial(kernel.grouped_matmul, sizes=sizes), arguments()
         if platform == "tpu":
-            yield f"{name}-float32", ours, arguments(jnp.float32)
+            yield f"{name}-float32", kernel.grouped_matmul, arguments(jnp.float32)
 
 
 def main(target: str) -> None:

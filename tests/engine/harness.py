@@ -7,10 +7,83 @@ from collections import Counter
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.host_tier import HostTier
+from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
+from jaxpage.output_processor import OutputProcessor
+from jaxpage.outputs import RequestOutput
 from jaxpage.plan import NULL_BLOCK
-from jaxpage.request import Request, Sequence
+from jaxpage.request import FinishReason, Request, Sequence
 from tests.fakes import FakeDetokenizer, FakeRunner, FakeStore, expected_output
+
+
+class WatchedEngine(Engine):
+    """Keeps its steps, and checks that a row's slot is its sequence's."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.steps: list[ScheduledStep] = []
+        self._owners: dict[int, Sequence] = {}
+
+    def _launch(self, step: ScheduledStep) -> int:
+        handle = super()._launch(step)
+        self.steps.append(step)
+        self._owners |= {sequence.slot: sequence for sequence in step.admitted}
+        owners = [self._owners[slot] for slot in step.plan.slots]
+        assert list(map(id, owners)) == list(map(id, step.sequences))
+        first_late = step.plan.num_rows - step.plan.num_late_rows
+        for row, count in enumerate(step.plan.num_tokens[:first_late]):
+            assert count or owners[row - 1].request is owners[row].request
+        return handle
+
+
+class TextEngine(WatchedEngine):
+    """An engine whose steps go through an output processor, which ends sequences in their text.
+
+    `outputs` has the latest output of each request.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.processor = OutputProcessor(FakeDetokenizer)
+        self.outputs: dict[str, RequestOutput] = {}
+        self.errors: dict[str, Exception] = {}
+        self._added: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.processor.add(request)
+        self._added[request.request_id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        self.processor.abort([request_id])
+        self._take()
+        return super().abort(request_id)
+
+    def step(self) -> list[Request]:
+        """The requests that gained tokens or ended."""
+        try:
+            step = super().step()
+        except BaseException:
+            self.processor.abort(self.take_failed())
+            self._take()
+            raise
+        processed = self.processor.process(step)
+        self.errors |= processed.errors
+        for request_id in processed.errors:
+            super().abort(request_id)
+        for end in processed.text_ends:
+            self.end_by_text(end)
+            # The engine may have ended it already, and forgotten it, for another reason and with more tokens.
+            request = self._added[end.request_id]
+            sequence = request.sequences[end.index]
+            del sequence.token_ids[len(request.prompt_token_ids) + end.num_tokens :]
+            sequence.finish_reason = FinishReason.STOP
+        return self._take()
+
+    def _take(self) -> list[Request]:
+        outputs = {output.request_id: output for output in self.processor.take()}
+        self.outputs |= outputs
+        return [self._added[request_id] for request_id in outputs]
 
 
 def make_engine(
@@ -25,8 +98,9 @@ def make_engine(
     preemption_mode: str | None = None,
     store: FakeStore | None = None,
     windows: tuple[int | None, ...] = (None,),
+    sends_plans: bool = False,
     **options,
-) -> Engine:
+) -> TextEngine:
     """`options` are the scheduler's; sizes are generous unless told."""
     pool = BlockPool(
         num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, windows=windows
@@ -35,7 +109,7 @@ def make_engine(
     tier = None
     if num_host_blocks:
         tier = HostTier(num_host_blocks, pool, preemption_mode=preemption_mode, store=store)
-    scheduler = Scheduler(pool, make_detokenizer=FakeDetokenizer, tier=tier, **(limits | options))
+    scheduler = Scheduler(pool, tier=tier, **(limits | options))
     runner = FakeRunner(
         num_blocks,
         block_size,
@@ -43,8 +117,9 @@ def make_engine(
         fail_collect=fail_collect,
         store=store,
         windows=windows,
+        sends_plans=sends_plans,
     )
-    return Engine(scheduler, runner, overlap=overlap)
+    return TextEngine(scheduler, runner, overlap=overlap)
 
 
 def finish(engine: Engine) -> None:
@@ -63,13 +138,15 @@ def run(engine: Engine, *requests: Request) -> None:
     finish(engine)
 
 
-def assert_expected(engine: Engine, *requests: Request) -> None:
+def assert_expected(engine: TextEngine, *requests: Request) -> None:
     """Each request ended with the tokens and reasons of the plain loop."""
     for request in requests:
         assert [s.index for s in request.sequences] == list(range(request.params.n))
-        for s in request.sequences:
+        outputs = engine.outputs[request.request_id].outputs
+        for s, c in zip(request.sequences, outputs, strict=True):
             wanted = expected_output(request, s.index, engine.scheduler.max_model_len)
-            assert (s.output_token_ids, s.finish_reason, s.stop_reason) == wanted
+            assert (c.token_ids, c.finish_reason, c.stop_reason) == wanted
+            assert (s.output_token_ids, s.finish_reason) == wanted[:2]
 
 
 def assert_consistent(engine: Engine) -> None:

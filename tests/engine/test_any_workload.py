@@ -74,12 +74,13 @@ def check_workload(engine_options: dict, workload: list, events: dict[int, str])
     ]
     assert_expected(engine, *play(engine, todo, events))
     for request, _, _ in todo:
-        for s in request.sequences:
+        completions = engine.outputs[request.request_id].outputs
+        for s, c in zip(request.sequences, completions, strict=False):  # perhaps not all began
             wanted, _, _ = expected_output(request, s.index, MAX_MODEL_LEN)
             assert s.output_token_ids == wanted[: s.num_output_tokens]
-            assert s.num_in_flight == 0
+            assert s.num_in_flight == 0 and c.token_ids == s.output_token_ids
             if request.params.logprobs is not None:
-                assert [next(iter(x)) for x in s.logprobs] == s.output_token_ids
+                assert [next(iter(x)) for x in c.logprobs] == s.output_token_ids
 
 
 @settings(max_examples=400, deadline=None)

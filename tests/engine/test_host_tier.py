@@ -12,9 +12,9 @@ from tests.fakes import FakeStore, make_request
 PROMPT = [i % 7 for i in range(12)]
 
 
-def moves_of(engine, kind):
-    plans = [plan for plan in engine.runner.plans if plan.moves is not None]
-    return [move for plan in plans for move in getattr(plan.moves, kind)]
+def transfers_of(engine, kind):
+    transfers = [plan.transfers for plan in engine.runner.plans if plan.transfers is not None]
+    return [move for each in transfers for move in getattr(each, kind)]
 
 
 def test_a_swapped_sequence_comes_back_without_computing_anything_twice():
@@ -29,7 +29,7 @@ def test_a_swapped_sequence_comes_back_without_computing_anything_twice():
     swapping, with_swap = computed(num_host_blocks=20, preemption_mode="swap")
     _, without = computed()
     assert with_swap == 3 * (8 + 16 - 1) < without
-    assert moves_of(swapping, "swaps_out") and moves_of(swapping, "swaps_in")
+    assert transfers_of(swapping, "swaps_out") and transfers_of(swapping, "swaps_in")
 
 
 def test_unless_told_only_requests_of_several_sequences_are_swapped():
@@ -39,7 +39,7 @@ def test_unless_told_only_requests_of_several_sequences_are_swapped():
         run(engine, *requests)
         assert_expected(engine, *requests)
         assert engine.stats().num_preemptions > 0
-        assert bool(moves_of(engine, "swaps_out")) == swaps
+        assert bool(transfers_of(engine, "swaps_out")) == swaps
 
 
 def test_siblings_that_give_way_together_keep_sharing():
@@ -51,8 +51,8 @@ def test_siblings_that_give_way_together_keep_sharing():
     assert first[:3] == second[:3] and len({*first, *second}) == 5
     pool.free([*shared, own[0]])
     pool.free([*shared, own[1]])
-    moves = tier.take_moves()
-    assert len(moves.swaps_out) == 5  # each block travels once
+    transfers = tier.take_transfers()
+    assert len(transfers.swaps_out) == 5  # each block travels once
     tier.begin_plan()
     back = [
         [tier.bring(host_id, share=i < 3) for i, host_id in enumerate(x)] for x in (first, second)
@@ -97,17 +97,17 @@ def test_least_recently_used_host_blocks_go_first_and_tails_before_heads():
         pool.free(ids)
         pool.free(pool.allocate(8))
         tier.begin_plan()
-        return tier.take_moves()
+        return tier.take_transfers()
 
     assert len(evict(b"a0", b"a1").swaps_out) == 2
     evict(b"b0", b"b1")
     tier.begin_plan()
     assert tier.find(b"a0") and tier.find(b"a1")  # used last now
-    tier.take_moves()
+    tier.take_transfers()
     evict(b"c0", b"c1")
     tier.begin_plan()
     assert not tier.find(b"b0") and not tier.find(b"b1") and tier.find(b"a0") and tier.find(b"c0")
-    tier.take_moves()
+    tier.take_transfers()
     tier.begin_plan()
     evict(*(b"d%d" % i for i in range(6)))  # more than there is room for
     tier.begin_plan()

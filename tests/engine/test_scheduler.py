@@ -6,24 +6,23 @@ import pytest
 
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.scheduler import Scheduler
-from jaxpage.plan import Feature
 from jaxpage.request import Sequence
 from tests.engine.harness import assert_consistent, assert_expected, finish, make_engine, run
 from tests.fakes import make_request
 
 
-def rows(plan) -> list[tuple[str, int, int, bool]]:
+def rows(step) -> list[tuple[str, int, int, bool]]:
     """(request id, first token, number of tokens, samples) of each row."""
-    ids = [s.request.request_id for s in plan.sequences]
+    ids, plan = [s.request.request_id for s in step.sequences], step.plan
     return list(zip(ids, plan.starts, plan.num_tokens, plan.samples, strict=True))
 
 
 def steps(engine, count: int) -> list[list[tuple]]:
-    first = len(engine.runner.plans)
+    first = len(engine.steps)
     for _ in range(count):
         engine.step()
         assert_consistent(engine)
-    return [rows(plan) for plan in engine.runner.plans[first:]]
+    return [rows(step) for step in engine.steps[first:]]
 
 
 def sequence_of(request) -> Sequence:
@@ -72,7 +71,7 @@ def test_last_running_sequence_gives_way_and_resumes_with_its_tokens():
     finish(engine)
     assert engine.stats().num_preemptions == 1
     assert_expected(engine, a, b)
-    resumed = [row for plan in engine.runner.plans[3:] for row in rows(plan) if row[0] == "b"]
+    resumed = [row for step in engine.steps[3:] for row in rows(step) if row[0] == "b"]
     assert resumed[0] == ("b", 0, 9, True)
 
 
@@ -92,7 +91,7 @@ def test_preempted_sequence_finds_its_blocks_in_the_cache():
     b = make_request("b", [2] * 11, max_tokens=6)
     run(engine, a, b)
     assert engine.stats().num_preemptions == 1
-    later = [row for plan in engine.runner.plans[1:] for row in rows(plan) if row[0] == "b"]
+    later = [row for step in engine.steps[1:] for row in rows(step) if row[0] == "b"]
     assert [row for row in later if row[2] > 1] == [("b", 8, 5, True)]
     assert b.num_cached_tokens == 0, "recorded when first scheduled, not when resumed"
     assert_expected(engine, a, b)
@@ -137,7 +136,7 @@ def test_last_block_of_a_fully_cached_prompt_is_computed_again():
     again = make_request("b", prompt, max_tokens=1)
     run(engine, again)
     assert again.num_cached_tokens == 8
-    assert rows(engine.runner.plans[-1]) == [("b", 8, 4, True)]
+    assert rows(engine.steps[-1]) == [("b", 8, 4, True)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -347,28 +346,10 @@ def test_impossible_limits_are_refused(options, message):
         Scheduler(BlockPool(4, 4, enable_prefix_caching=True), **(limits | options))
 
 
-@pytest.mark.parametrize(
-    ("options", "feature"),
-    [
-        ({"temperature": 0}, Feature(0)),
-        ({"temperature": 0, "top_k": 5}, Feature(0)),
-        ({}, Feature.RANDOM),
-        ({"top_k": 5}, Feature.RANDOM | Feature.TRUNCATE),
-        ({"top_p": 0.9}, Feature.RANDOM | Feature.TRUNCATE),
-        ({"min_p": 0.1}, Feature.RANDOM | Feature.TRUNCATE),
-        ({"temperature": 0, "repetition_penalty": 1.1}, Feature.PENALTIES),
-        ({"temperature": 0, "presence_penalty": -1}, Feature.PENALTIES),
-        ({"temperature": 0, "frequency_penalty": 1}, Feature.PENALTIES),
-        ({"temperature": 0, "min_tokens": 1}, Feature.CONSTRAINTS),
-        ({"temperature": 0, "logit_bias": {3: 1.0}}, Feature.CONSTRAINTS),
-        ({"temperature": 0, "allowed_token_ids": [3]}, Feature.CONSTRAINTS),
-        ({"temperature": 0, "logprobs": 0}, Feature(0)),
-        ({"temperature": 0, "logprobs": 1}, Feature.TOP_LOGPROBS),
-    ],
-)
-def test_plan_names_the_parts_of_the_sampler_that_its_rows_need(options, feature):
+def test_plan_names_the_features_that_its_rows_need():
     engine = make_engine()
-    engine.add(make_request("plain", [1], temperature=0, max_tokens=1))
-    engine.add(make_request("a", [1], **options))
-    steps(engine, 2)
-    assert [plan.features for plan in engine.runner.plans] == [feature, feature]
+    engine.add(make_request("a", [1], features=1, max_tokens=1))
+    engine.add(make_request("b", [1], features=4 | 64, max_tokens=3))
+    engine.add(make_request("c", [1], max_tokens=2))
+    steps(engine, 3)
+    assert [plan.features for plan in engine.runner.plans] == [1 | 4 | 64, 4 | 64, 4 | 64]

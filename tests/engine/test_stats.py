@@ -10,12 +10,12 @@ from tests.engine.harness import make_engine, run
 from tests.fakes import make_beam_request, make_request
 
 
-def account(scheduler, plan) -> tuple[int, int]:
+def account(scheduler, step) -> tuple[int, int]:
     """(allocated, unused) slots, one by one: a slot is used if it lies before a holder's end."""
-    size = scheduler.pool.block_size
+    size, plan = scheduler.pool.block_size, step.plan
     ends = {
         id(s): start + count
-        for s, start, count in zip(plan.sequences, plan.starts, plan.num_tokens, strict=True)
+        for s, start, count in zip(step.sequences, plan.starts, plan.num_tokens, strict=True)
     }
     allocated, used = set(), set()
     for sequence in scheduler.running:
@@ -35,11 +35,11 @@ def check_each_step(engine):
     schedule, counters = engine.scheduler.schedule, engine.scheduler.counters
 
     def checked():
-        plan = schedule()
-        if plan is not None:
-            seen.append(account(engine.scheduler, plan))
+        step = schedule()
+        if step is not None:
+            seen.append(account(engine.scheduler, step))
             assert (counters.num_allocated_slots, counters.num_unused_slots) == seen[-1]
-        return plan
+        return step
 
     engine.scheduler.schedule = checked
     return seen

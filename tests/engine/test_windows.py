@@ -157,7 +157,7 @@ def test_siblings_of_unequal_length_come_back_from_the_host():
         sequence.host_tables = tier.swap_out(sequence.block_tables)
         for table in sequence.block_tables:
             pool.free(table)
-    tier.take_moves()
+    tier.take_transfers()
     tier.begin_plan()
     for sequence in (long, short):
         found = find_blocks(pool, tier, sequence, 0)
