@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +22,9 @@ from jaxpage.demo import checkpoint
 from jaxpage.engine.engine import Engine
 from jaxpage.llm import LLM
 from jaxpage.plan import StepPlan, StepResult
-from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.buckets import Bucket, StepPrograms
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.pack import pack_step, step_layout
+from jaxpage.runner.pack import pack, step_layout
 from jaxpage.sampling_params import SamplingParams
 
 # Of a step, in their order: the plan; its upload; taking in its result; what `LLM.step` does around the engine.
@@ -62,18 +61,20 @@ def measure(bench: SchedulerBench) -> dict[str, Any]:
 class _TimedRunner(InstantRunner):
     """Packs each plan as the real runner does, and notes when the parts of a step ended."""
 
-    def __init__(self, pack: Callable[[StepPlan], object]) -> None:
-        super().__init__(pack)
+    def __init__(self, programs: StepPrograms, layouts: dict[str, Layout]) -> None:
+        super().__init__()
         self.times: list[float] = []
+        self._programs, self._layouts = programs, layouts
 
     def mark(self) -> None:
         self.times.append(time.perf_counter())
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.mark()
-        self.look(plan)
+        if not plan.admissions:
+            pack(plan, self._programs, self._layouts)
         self.mark()
-        return InstantRunner().launch(plan)
+        return super().launch(plan)
 
     def collect(self, launched: StepResult, /) -> StepResult:
         self.mark()  # making the result up does not count
@@ -92,7 +93,7 @@ class _TimedEngine(Engine):
 def _measure(num_rows: int, bench: SchedulerBench) -> dict[str, list[float]]:
     bucket = Bucket(num_rows, num_rows, decode=True)
     layout = step_layout(bucket, block_size=bench.block_size, decode_steps=1)
-    runner = _TimedRunner(lambda plan: _pack(plan, layout))
+    runner = _TimedRunner(StepPrograms(bucket, None), {bucket.name: layout})
     llm = _make_llm(num_rows, bench, runner)
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=False)
@@ -137,12 +138,6 @@ def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM
         default_sampling={},
     )
     return LLM.from_built(built)
-
-
-def _pack(plan: StepPlan, layout: Layout) -> None:
-    """What the runner does with the plan of a decode step before it uploads it; prompts are not packed."""
-    if max(plan.num_tokens) == 1:
-        pack_step(plan, layout)
 
 
 def table(report: dict[str, Any]) -> str:
