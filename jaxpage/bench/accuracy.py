@@ -134,22 +134,31 @@ def differences(config: dict[str, Any], bench: AccuracyBench) -> dict[str, dict[
                 skip_tokenizer_init=True,
             )
             if not prefixes:
-                continued = _logprobs(llm, prompts, bench.num_tokens, NUM_BEST)
-                for prompt, (token_ids, logprobs) in zip(prompts, continued, strict=True):
-                    prefixes += [[*prompt, *token_ids[:index]] for index in range(len(logprobs))]
-                    expected += logprobs
+                prefixes, expected = continuations(llm, prompts, bench.num_tokens)
+            after = [logprobs for _, [logprobs] in greedy_logprobs(llm, prefixes, 1, -1)]
             distances = [
-                abs(after[token_id] - logprob)
-                for (_, [after]), wanted in zip(
-                    _logprobs(llm, prefixes, 1, -1), expected, strict=True
-                )
+                abs(logprobs[token_id] - logprob)
+                for logprobs, wanted in zip(after, expected, strict=True)
                 for token_id, logprob in wanted.items()
             ]
             found[kv_cache_dtype] = {"max": max(distances), "mean": statistics.fmean(distances)}
     return found
 
 
-def _logprobs(
+def continuations(
+    llm: LLM, prompts: list[list[int]], num_tokens: int
+) -> tuple[list[list[int]], list[dict[int, float]]]:
+    """All prefixes of the greedy continuations that end in or after the prompt, and what is likely after each."""
+    prefixes, expected = [], []
+    for prompt, (token_ids, logprobs) in zip(
+        prompts, greedy_logprobs(llm, prompts, num_tokens, NUM_BEST), strict=True
+    ):
+        prefixes += [[*prompt, *token_ids[:index]] for index in range(len(logprobs))]
+        expected += logprobs
+    return prefixes, expected
+
+
+def greedy_logprobs(
     llm: LLM, prompts: Sequence[list[int]], num_tokens: int, num_best: int
 ) -> list[tuple[list[int], list[dict[int, float]]]]:
     """Of each prompt its greedy continuation, and by token of it the logprobs of the best ids (-1: of all)."""

@@ -97,24 +97,25 @@ class Comparison:
         self.peers, self.absent = attention_peers.peers(work, self.device.platform)
 
     def results(self) -> Iterator[Result]:
-        """The error of ours, the time of each, its share of the peak rate, and its speed against the best peer."""
-        share, faster = f"{self.name}, share of {self.limit}", f"{self.name}, speed to the best"
+        """The error of ours, the time of each, what share of the peak rate ours takes, how it stands to the best."""
+        whats = ("relative error", f"share of {self.limit}", "speed to the best")
+        wrong, share, faster = (f"{self.name}, {what}" for what in whats)
+        bar = SHARE[self.work.decode]
         _, absent = attention_peers.kernels_of(self.device)
         if reason := absent.get(self.device.platform):  # a GPU that is not the kernel's
-            yield missing(share, "", reason, SHARE[self.work.decode])
+            yield missing(share, "", reason, bar)
             yield missing(faster, "x", reason, self.faster)
             return
         ours, *others = self.peers
-        wrong = f"{self.name}, relative error"
-        due = {wrong: RIGHT, share: SHARE[self.work.decode], faster: self.faster}
+        due = {wrong: RIGHT, share: bar, faster: self.faster}
         try:
             yield measured(wrong, self.error(ours[0]), "", due.pop(wrong))
             launch = Launch(ours[0], self.given)
             launch.seconds(tiny=True)
         except Exception as problem:  # whatever a compiler or a device comes up with
             traceback.print_exc()
-            for name, bar in due.items():
-                yield failed(name, last_line(problem), bar)
+            for name, missed in due.items():
+                yield failed(name, last_line(problem), missed)
             return
         times = self._rounds([launch, *self._fastest(others)], with_torch=self._set_up_torch())
         for name, reason in self.absent.items():
@@ -123,8 +124,8 @@ class Comparison:
         for name, taken in times.items():
             details = {"best": min(taken) * 1e6, "samples": [t * 1e6 for t in taken]}
             yield measured(f"{self.name}, {name}", medians[name] * 1e6, "us", **details)
-        yield self._share(share, medians[launch.name])
-        yield self._against_best(faster, medians, launch.name)
+        yield self._share(share, medians[launch.name], bar)
+        yield self._against_best(faster, medians.pop(launch.name), medians)
 
     def error(self, peer: Peer) -> float:
         """Of its attention in the first pool: the worst row of every eighth, or of a whole prompt and another's end."""
@@ -197,8 +198,8 @@ class Comparison:
                     times.setdefault(name, []).append(seconds)
         return times
 
-    def _share(self, name: str, seconds: float) -> Result:
-        decode, bar = self.work.decode, SHARE[self.work.decode]
+    def _share(self, name: str, seconds: float, bar: Bar) -> Result:
+        decode = self.work.decode
         peak = self.context.bandwidth if decode else self.context.matmul
         if peak is None:
             return missing(name, "", f"the {self.limit} was not measured", bar)
@@ -207,10 +208,8 @@ class Comparison:
         kind = self.device.device_kind
         return measured(name, amount / seconds / peak, "", bar, device=kind, **details)
 
-    def _against_best(self, name: str, medians: dict[str, float], ours: str) -> Result:
-        others = {peer: seconds for peer, seconds in medians.items() if peer != ours}
+    def _against_best(self, name: str, ours: float, others: dict[str, float]) -> Result:
         if not others:
             return missing(name, "x", "nothing to compare with is here", self.faster)
-        best = min(others, key=lambda peer: others[peer])
-        ratio, kind = others[best] / medians[ours], self.device.device_kind
-        return measured(name, ratio, "x", self.faster, device=kind, best=best)
+        best, kind = min(others, key=lambda peer: others[peer]), self.device.device_kind
+        return measured(name, others[best] / ours, "x", self.faster, device=kind, best=best)

@@ -52,29 +52,16 @@ class InstantRunner:
 
 
 def make_scheduler(
-    *,
     num_blocks: int,
     block_size: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    decode_steps: int = 1,
+    *,
     enable_prefix_caching: bool = True,
     windows: Windows = (None,),
+    **limits: int,
 ) -> Scheduler:
-    """One whose pool has so many blocks besides the null block."""
-    return Scheduler(
-        KVCache(
-            1 + num_blocks,
-            block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            windows=windows,
-        ),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        decode_steps=decode_steps,
-    )
+    """One whose pool has so many blocks besides the null block. `limits` are the scheduler's."""
+    caching = {"enable_prefix_caching": enable_prefix_caching, "windows": windows}
+    return Scheduler(KVCache(1 + num_blocks, block_size, **caching), **limits)
 
 
 def run(

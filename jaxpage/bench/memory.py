@@ -147,8 +147,8 @@ def blocks_of_long_sequence(layers: Windows, block_size: int) -> int:
     """
     groups = group_layers(layers, LONG + 1)
     scheduler = make_scheduler(
-        num_blocks=most_blocks(groups.windows, LONG, block_size, MAX_NUM_BATCHED_TOKENS),
-        block_size=block_size,
+        most_blocks(groups.windows, LONG, block_size, MAX_NUM_BATCHED_TOKENS),
+        block_size,
         max_num_seqs=1,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=LONG,
@@ -181,8 +181,8 @@ def tokens_per_gib(model: tuple[int, int, int], block_size: int) -> dict[str, in
 def _scheduler(block_size: int, decode_steps: int, *, num_blocks: int | None = None, **options):
     """With blocks for all unless told: that none is ever evicted keeps most hashes, which is the dearest case."""
     return make_scheduler(
-        num_blocks=num_blocks or MAX_NUM_SEQS * -(-MAX_MODEL_LEN // block_size),
-        block_size=block_size,
+        num_blocks or MAX_NUM_SEQS * -(-MAX_MODEL_LEN // block_size),
+        block_size,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,

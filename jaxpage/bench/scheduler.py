@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from jaxpage.engine.engine import Engine
 from jaxpage.llm import LLM
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.runner.buckets import Bucket, StepPrograms
+from jaxpage.runner.layout import Layout
 from jaxpage.runner.pack import pack, step_layout
 from jaxpage.sampling_params import SamplingParams
 
@@ -58,48 +58,43 @@ def measure(bench: SchedulerBench) -> dict[str, Any]:
     return {"context": bench.context, "block_size": bench.block_size, "results": found}
 
 
-class _Clock:
-    """When the parts of the current step ended."""
+class _TimedRunner(InstantRunner):
+    """Packs each plan as the real runner does, and notes when the parts of a step ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, programs: StepPrograms, layouts: dict[str, Layout]) -> None:
+        super().__init__()
         self.times: list[float] = []
+        self._programs, self._layouts = programs, layouts
 
     def mark(self) -> None:
         self.times.append(time.perf_counter())
 
-
-class _TimedRunner(InstantRunner):
-    """Packs each plan as the real runner does, and is asked for its time between the parts."""
-
-    def __init__(self, clock: _Clock, pack: Callable[[StepPlan], object]) -> None:
-        super().__init__(pack)
-        self._clock = clock
-
     def launch(self, plan: StepPlan) -> StepResult:
-        self._clock.mark()
-        self.look(plan)
-        self._clock.mark()
-        return InstantRunner().launch(plan)
+        self.mark()
+        if not plan.admissions:
+            pack(plan, self._programs, self._layouts)
+        self.mark()
+        return super().launch(plan)
 
     def collect(self, launched: StepResult, /) -> StepResult:
-        self._clock.mark()  # making the result up does not count
+        self.mark()  # making the result up does not count
         return launched
 
 
 class _TimedEngine(Engine):
-    def __init__(self, clock: _Clock, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._clock = clock
+    runner: _TimedRunner
 
     def step(self) -> Any:
         found = super().step()
-        self._clock.mark()
+        self.runner.mark()
         return found
 
 
 def _measure(num_rows: int, bench: SchedulerBench) -> dict[str, list[float]]:
-    clock = _Clock()
-    llm = _make_llm(num_rows, bench, clock)
+    bucket = Bucket(num_rows, num_rows, decode=True)
+    layout = step_layout(bucket, block_size=bench.block_size, decode_steps=1)
+    runner = _TimedRunner(StepPrograms(bucket, None), {bucket.name: layout})
+    llm = _make_llm(num_rows, bench, runner)
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=False)
     for number in range(num_rows):
@@ -108,35 +103,33 @@ def _measure(num_rows: int, bench: SchedulerBench) -> dict[str, list[float]]:
     llm.step()  # all the prompts
     times: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(bench.steps):
-        clock.times.clear()
-        clock.mark()
+        runner.times.clear()
+        runner.mark()
         outputs = llm.step()
-        clock.mark()
+        runner.mark()
         assert len(outputs) == num_rows
-        start, scheduled, packed, answered, updated, end = clock.times
+        start, scheduled, packed, answered, updated, end = runner.times
         seconds = (scheduled - start, packed - scheduled, updated - answered, end - updated)
         for part, value in zip(PARTS, seconds, strict=True):
             times[part].append(value * 1e6)
     return times
 
 
-def _make_llm(num_rows: int, bench: SchedulerBench, clock: _Clock) -> LLM:
+def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM:
     """With blocks for all requests until measuring ends; one step takes all their prompts."""
     max_model_len = bench.context + bench.steps + 1
     overrides = {"max_position_embeddings": max_model_len}
     config = EngineConfig(model=str(checkpoint()), hf_overrides=overrides, skip_tokenizer_init=True)
     scheduler = make_scheduler(
-        num_blocks=num_rows * -(-max_model_len // bench.block_size),
-        block_size=bench.block_size,
+        num_rows * -(-max_model_len // bench.block_size),
+        bench.block_size,
         max_num_seqs=num_rows,
         max_num_batched_tokens=num_rows * bench.context,
         max_model_len=max_model_len,
     )
     hf_config = load_hf_config(config.model, overrides)
     built: Any = SimpleNamespace(
-        engine=_TimedEngine(
-            clock, scheduler, _TimedRunner(clock, _packer(num_rows, bench)), overlap=False
-        ),
+        engine=_TimedEngine(scheduler, runner, overlap=False),
         config=config.resolve(hf_config, platform="cpu"),
         hf_config=hf_config,
         tokenizer=None,
@@ -145,14 +138,6 @@ def _make_llm(num_rows: int, bench: SchedulerBench, clock: _Clock) -> LLM:
         default_sampling={},
     )
     return LLM.from_built(built)
-
-
-def _packer(num_rows: int, bench: SchedulerBench) -> Callable[[StepPlan], object]:
-    """What the runner does with the plan of a decode step before it uploads it; prompts are not packed."""
-    bucket = Bucket(num_rows, num_rows, decode=True)
-    layouts = {bucket.name: step_layout(bucket, block_size=bench.block_size, decode_steps=1)}
-    programs = StepPrograms(bucket, None)
-    return lambda plan: pack(plan, programs, layouts) if plan.total_tokens == num_rows else None
 
 
 def table(report: dict[str, Any]) -> str:

@@ -36,39 +36,28 @@ FASTER = Bar(">=", 3.0)
 REUSED = Bar("<=", 0.25)  # second time to first token over the first
 WARM = {"cold": Bar("<=", 60.0), "cached": Bar("<=", 8.0)}
 CONTINUOUS = "transformers' continuous batching"
+PATIENCE = 40.0  # seconds, after which no further round begins
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ServingLoad:
     """The model and how much is asked of it."""
 
     config: dict[str, Any]
-    max_model_len: int = 2048
-    batch: int = 64
-    context: int = 1024
-    launches: int = 10  # that are timed together
-    windows: int = 3  # as often
+    max_model_len: int
+    batch: int
+    context: int
+    launches: int  # that are timed together
+    windows: int  # as often
     # Of the two runs whose difference counts: whole launches, and the prompts are done before the shorter one ends.
-    num_tokens: tuple[int, int] = (49, 97)
-    rounds: int = 2
-    patience: float = 40.0  # seconds, after which no further round begins
-    prompt: int = 1848  # tokens, of the table
-    questions: int = 20
+    num_tokens: tuple[int, int]
+    rounds: int
+    prompt: int  # tokens, of the table
+    questions: int
 
 
-FULL = ServingLoad(config=QWEN25_3B)
-TINY = ServingLoad(
-    config=tiny.TINY_CONFIG,
-    max_model_len=256,
-    batch=4,
-    context=32,
-    launches=2,
-    windows=1,
-    num_tokens=(9, 41),
-    rounds=1,
-    prompt=100,
-    questions=2,
-)
+FULL = ServingLoad(QWEN25_3B, 2048, 64, 1024, 10, 3, (49, 97), 2, prompt=1848, questions=20)
+TINY = ServingLoad(tiny.TINY_CONFIG, 256, 4, 32, 2, 1, (9, 41), 1, prompt=100, questions=2)
 
 
 def weight_bytes(config: dict[str, Any]) -> int:
@@ -208,7 +197,7 @@ def _in_turns(
         versions = peer.setup(_folder(context, load), options, timeout=120)
         start = time.perf_counter()
         for number in range(-1, load.rounds):  # one more, which does not count
-            if number > 0 and time.perf_counter() - start > load.patience:
+            if number > 0 and time.perf_counter() - start > PATIENCE:
                 break
             works = [
                 _work(load, f"{number} {count}", load.batch, load.context, count)

@@ -7,11 +7,12 @@ own, a kernel that may crash. The other Python need not have jaxpage installed. 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -64,17 +65,13 @@ class RemoteObject:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.send_signal(signal.SIGCONT)
         message = json.dumps({"method": method, "arguments": arguments}) + "\n"
-        try:
+        with contextlib.suppress(BrokenPipeError):  # of a dead process, which gives no line
             self._process.stdin.write(message.encode())
             self._process.stdin.flush()
-        except BrokenPipeError:
-            raise RuntimeError(f"{self.target} died with status {self._process.wait()}") from None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            # A reply is one line, so nothing of it can wait in a buffer already.
-            if not selector.select(timeout):
-                self.kill()
-                raise TimeoutError(f"{self.target} was stopped after {timeout:.0f} s")
+        # A reply is one line, so nothing of it can wait in a buffer already.
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            self.kill()
+            raise TimeoutError(f"{self.target} was stopped after {timeout:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self.target} died with status {self._process.wait()}")
@@ -87,10 +84,8 @@ class RemoteObject:
 
     def kill(self) -> None:
         """End the process, and those it has started, at once."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def __enter__(self) -> RemoteObject:
@@ -98,12 +93,10 @@ class RemoteObject:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.stdin.close()  # `serve` ends
             self._process.send_signal(signal.SIGCONT)
             self._process.wait(timeout=10)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            pass
         self.kill()
         self._process.stdout.close()
 

@@ -34,6 +34,7 @@ PARTS = {  # name: the function, and the seconds that it may take while others w
     "kernels": ("jaxpage.bench.kernels:measure", 240),
 }
 PEAKS = "peaks"
+RATES = {"GB/s": ("bandwidth", 1e9), "TFLOP/s": ("matmul", 1e12)}  # of `Context`, by unit
 SHORTEST = 10  # seconds: with less no part begins
 # JAX would take three quarters of the device's memory at once, and torch's processes need some too.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1"}
@@ -86,9 +87,7 @@ def main(bench: SuiteBench) -> int:
             for result in _run(part, context, report, waiting=part != chosen[-1]):
                 report.add(part, result)
                 if part == PEAKS and result.value is not None:
-                    name, unit = {"GB/s": ("bandwidth", 1e9), "TFLOP/s": ("matmul", 1e12)}[
-                        result.unit
-                    ]
+                    name, unit = RATES[result.unit]
                     context = replace(context, **{name: result.value * unit})
     # The last part has the most: what is cut off a long log is its beginning.
     ordered = sorted(report.results, key=lambda found: -list(PARTS).index(found[0]))

@@ -20,36 +20,7 @@ Column = Literal["age", "occupation", "country"]
 Kind = Literal["look_up", "json", "sum", "talk", "story"]
 
 COLUMNS: tuple[Column, ...] = ("age", "occupation", "country")
-INTRODUCTIONS = (
-    "Use the table to answer.",
-    "Here is a table of people.",
-    "Answer the questions with the table below.",
-    "You are a helpful assistant. Use the table to answer.",
-)
-QUESTIONS: dict[Column, tuple[str, ...]] = {
-    "age": ("What is the age of {name}?", "How old is {name}?"),
-    "occupation": (
-        "What is the occupation of {name}?",
-        "What is the job of {name}?",
-        "What does {name} do?",
-    ),
-    "country": (
-        "What is the country of {name}?",
-        "Which country is {name} from?",
-        "Where is {name} from?",
-    ),
-}
-ANSWERS: dict[Column, str] = {
-    "age": "According to the table, {name} is {age} years old.",
-    "occupation": "According to the table, {name} works as a {occupation}.",
-    "country": "According to the table, {name} comes from {country}.",
-}
-SUMS = ("What is {a} + {b}?", "What is {a} + {b}?", "Add {a} + {b}.", "{a} + {b} = ?")
-STORY_REQUESTS = (
-    "Tell me a story about {article} {animal}.",
-    "Tell me a short story about {article} {animal}.",
-    "Write a story about {article} {animal}.",
-)
+INTRODUCTIONS = words.INTRODUCTIONS
 # With more, drawing names gets slow.
 MAX_ROWS = min(len(words.FIRST_NAMES), len(words.LAST_NAMES)) // 2
 
@@ -116,8 +87,8 @@ def look_up(rng: random.Random, rows: Sequence[Person], column: Column | None = 
     """A question about one cell of the table; the column is drawn unless named."""
     person = rng.choice(rows)
     column = column or rng.choice(COLUMNS)
-    question = rng.choice(QUESTIONS[column]).format(name=person.name)
-    return Turn("look_up", question, ANSWERS[column].format(**asdict(person)))
+    question = rng.choice(words.QUESTIONS[column]).format(name=person.name)
+    return Turn("look_up", question, words.ANSWERS[column].format(**asdict(person)))
 
 
 def json_record(rng: random.Random, rows: Sequence[Person]) -> Turn:
@@ -137,7 +108,7 @@ def addition(rng: random.Random, digits: int | None = None, *, split: Split = "t
             rng.randrange(10 ** (digits or rng.choices((1, 2, 3), (1, 3, 4))[0])) for _ in range(2)
         )
         if split_of(f"{first} + {second}") == split:
-            question = rng.choice(SUMS).format(a=first, b=second)
+            question = rng.choice(words.SUMS).format(a=first, b=second)
             return Turn("sum", question, f"{first} + {second} = {first + second}.")
 
 
@@ -160,7 +131,7 @@ def story(rng: random.Random, animal: str | None = None) -> Turn:
         if rng.random() < chance
     ]
     article = "an" if animal[0] in "aeiou" else "a"
-    question = rng.choice(STORY_REQUESTS).format(article=article, animal=animal)
+    question = rng.choice(words.STORY_REQUESTS).format(article=article, animal=animal)
     return Turn("story", question, " ".join(lines))
 
 

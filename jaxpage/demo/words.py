@@ -1,4 +1,4 @@
-"""The words of the demo model, read from `words.toml`: names, jobs, countries, small talk, sentences of stories."""
+"""The words of the demo model, read from `words.toml`: names, jobs, questions, small talk, stories."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ COUNTRIES = tuple(_FILE["countries"].split())
 STORY_ANIMALS = tuple(_FILE["story_animals"].split())
 STORY_MOODS = tuple(_FILE["story_moods"].split())
 GREETINGS = tuple(_FILE["greetings"])
+INTRODUCTIONS = tuple(_FILE["introductions"])
+SUMS = tuple(_FILE["sums"])
+STORY_REQUESTS = tuple(_FILE["story_requests"])
+QUESTIONS: dict[str, list[str]] = _FILE["questions"]  # by column
+ANSWERS: dict[str, str] = _FILE["answers"]  # by column
 # Questions, and the answer to each of them.
 TALK = tuple((tuple(questions), answer) for questions, answer in _FILE["talk"])
 
