@@ -27,6 +27,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   generate         continue prompts with a model
   plan             say whether a model fits chips that are not here, and how fast it can be
   compile          prepare the programs of a model, for this machine or for chips that are not here
+  replay           run a recording of LLM(record_calls=FILE) again and compare
   doctor           say what is installed, which devices are there, and what they can run
   bench accuracy   measure what quantised KV pools cost in accuracy
   bench offline    compare offline throughput with other engines
@@ -194,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = compile_programs
         case ["doctor", *rest]:
             command = importlib.import_module("jaxpage.doctor").main
+        case ["replay", *rest]:
+            command = importlib.import_module("jaxpage.replay").main
         case ["plan", *rest]:
             command = importlib.import_module("jaxpage.aot.plan").main
         case [

@@ -112,6 +112,9 @@ class EngineConfig:
     override_generation_config: dict[str, Any] | None = None
     # compiled programs; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
     compilation_cache_dir: str | None = None
+    enable_prompt_embeds: bool = False  # prompts may be {"prompt_embeds": array [T, E]}
+    # every launch goes to this file, see `jaxpage replay`; it holds the token ids of prompts and answers, but no text
+    record_calls: str | None = None
     enforce_eager: bool = False  # compile a program at its first use, not before the first request
     max_logprobs: int = 20  # largest `logprobs` of a request; -1: the vocabulary
     logprobs_mode: str = "raw"  # or "temperature", "processed": which logits they come from
@@ -123,7 +126,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_cache_dtype"):
             object.__setattr__(self, name, _dtype_name(getattr(self, name)))
-        for name in ("model", "tokenizer", "chat_template"):
+        for name in ("model", "tokenizer", "chat_template", "record_calls"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name in ("hf_overrides", "override_generation_config"):

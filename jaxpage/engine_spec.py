@@ -91,6 +91,7 @@ class EngineSpec:
             decode_steps=config.decode_steps,
             num_top_logprobs=size if config.max_logprobs == -1 else min(config.max_logprobs, size),
             logprobs_mode=config.logprobs_mode,
+            prompt_embeds=config.enable_prompt_embeds,
         )
 
     def transform_weights(self) -> set[str]:

@@ -60,8 +60,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "pooler_config": (),
         "io_processor_plugin": (),
     },
-    "prompts are text or token ids": {
-        "enable_prompt_embeds": (False,),
+    "prompts are text, token ids or embeddings": {
         "enable_mm_embeds": (False,),
         "mm_encoder_only": (False,),
         "mm_processor_kwargs": (),
