@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.aot.topology import missing_compiler
+from jaxpage.aot.check import check_compiler
+from jaxpage.aot.topology import COMPILERS
 from jaxpage.config import compiler_flags, resolve_cache_dir
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.ops.attention import choose
-from jaxpage.runner.facts import version_of
+from jaxpage.runner.fingerprint import version_of
 from jaxpage.runner.program_store import survey
 
 PACKAGES = ("jaxpage", "jax", "jaxlib", "flax", "numpy", "transformers", "orbax-checkpoint")
-COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
 FREE_DISK = 1 << 30  # bytes that a cache should have left
 MB, GB = 10**6, 10**9
 
@@ -43,7 +43,7 @@ def main(compilation_cache_dir: str | None = None) -> int:
     for title, lines in (
         ("versions", _versions()),
         ("devices", _devices()),
-        ("compilers for chips that are not here", _compilers()),
+        ("compilers for other hardware", _compilers()),
         ("compiled programs", _cache(resolve_cache_dir(compilation_cache_dir))),
     ):
         print(title)
@@ -117,9 +117,8 @@ def _error_of_product(device: jax.Device) -> float:
 
 
 def _compilers() -> Iterator[Line]:
-    for name, package in COMPILERS.items():
-        missing = missing_compiler(name)
-        yield Line(name, missing or f"{package} {version_of(package)}: `jaxpage plan` can be asked")
+    for name in COMPILERS:
+        yield Line(name, *check_compiler(name))
 
 
 def _cache(folder: str) -> Iterator[Line]:

@@ -70,3 +70,12 @@ def test_why_a_device_has_no_kernel_is_told(capsys, cache, monkeypatch):
     monkeypatch.setattr(doctor, "choose", lambda pool, **options: (pool, "it is too old"))
     code, text = run(capsys, cache)
     assert code == 0 and "plain XLA: it is too old" in text
+
+
+def test_a_compiler_that_does_not_work_is_told(capsys, cache, monkeypatch):
+    said = {"tpu": ("install 'libtpu==0.0.42.*'", False), "gpu": ("it is not installed", True)}
+    monkeypatch.setattr(doctor, "check_compiler", said.get)
+    code, text = run(capsys, cache)
+    wrong = [line for line in text.splitlines() if "WRONG " in line]
+    assert code == 1 and len(wrong) == 1 and wrong[0].endswith("libtpu==0.0.42.*'")
+    assert "it is not installed" in text

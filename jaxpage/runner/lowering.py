@@ -163,6 +163,17 @@ class Lowerings:
         (struct,) = _structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)
         return struct
 
+    def layers_of(self, bucket: Bucket) -> jax.stages.Lowered:
+        """One run through the layers of a decode step, without its loop and its sampler. No engine runs it: it compiles
+        in a fraction of the time, and shows what the layers need.
+        """
+        layout = self.layouts[bucket.name]
+        layers = partial(self._step.forward, bucket, layout)
+        options = _DECODE_OPTIONS.get(self._platform)
+        return jax.jit(layers, donate_argnums=(1, 2), compiler_options=options).lower(
+            self._leaves, self._pool, self._state, self._integers(layout.size)
+        )
+
 
 def num_bytes(tree: Any) -> int:
     """Of all arrays of a tree, or of what stands for them."""

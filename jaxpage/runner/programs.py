@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import jax
 
@@ -112,8 +113,18 @@ def compile_program(name: str, lowering: Lowering, store: ProgramStore | None = 
     return Program(name=name, compiled=compiled, seconds=seconds, origin=origin)
 
 
-def step_bytes(programs: Sequence[Program]) -> int:
-    """Temporaries and results of a step that runs through these. Two results: one waits to be read."""
+class NeedsMemory(Protocol):
+    """A program, or what is known of one. Both in bytes."""
+
+    @property
+    def temp_bytes(self) -> int: ...
+
+    @property
+    def result_bytes(self) -> int: ...
+
+
+def step_bytes(programs: Sequence[NeedsMemory]) -> int:
+    """Temporaries and results of a step that runs through these programs. Two results: one waits to be read."""
     results = sum(program.result_bytes for program in programs)
     return max(program.temp_bytes for program in programs) + 2 * results
 
@@ -226,7 +237,7 @@ def _compile_behind(
             return
         if len(programs.ready) == len(programs.names):
             programs.seconds = time.perf_counter() - start
-            logger.info("%s", programs.manifest())
+            logger.debug("%s", programs.manifest())
         del programs
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.registry import weight_map
+from jaxpage.models.registry import tensor_name, weight_map
 from jaxpage.models.sources import Source
 from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
 from jaxpage.weights.spec import ParamSpec, specs, variables
@@ -48,8 +48,13 @@ def load(
     Raises ValueError, and leaves the model as it was, if the checkpoint has missing, surplus or
     misshaped tensors, is quantised, or is damaged.
     """
-    stored = open_checkpoint(folder)
-    _check_not_quantised(Path(folder), stored)
+    found = open_checkpoint(folder)
+    _check_not_quantised(Path(folder), found)
+    stored = {
+        name: tensor
+        for theirs, tensor in found.items()
+        if (name := tensor_name(model.config, theirs)) is not None
+    }
     wanted, renamed = specs(model), weight_map(model.config)
     sources = {path: renamed.get(path, Source(path)) for path in wanted}
     _check_names(sources.values(), stored, tied=_HEAD not in wanted)

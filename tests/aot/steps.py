@@ -34,7 +34,7 @@ from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import environment, missing_compiler
 
 if TYPE_CHECKING:
-    from jaxpage.aot.worker import Trial
+    from jaxpage.aot.worker import CompileJob
 
 ROOT = Path(__file__).parents[2]
 FEW = 2  # layers
@@ -150,50 +150,51 @@ def some(place: Place, names: list[str], whole: list[str]) -> Iterator[tuple[str
 def main(target: str, num_devices: str, *models: str) -> None:
     (place,) = (p for p in PLACES if (p.target, p.num_devices) == (target, int(num_devices)))
     with tempfile.TemporaryDirectory() as folder:
-        trials = {model: _trials(place, model, Path(folder)) for model in models or MODELS}
+        jobs = {model: _jobs(place, model, Path(folder)) for model in models or MODELS}
         if models:
             (model,) = models
-            chosen = [(model, True, name) for name in trials[model][True].lowerings.programs]
+            chosen = [(model, True, name) for name in jobs[model][True].lowerings.programs]
         else:
-            trial = trials[place.whole][True]
-            buckets = trial.draft.buckets
+            job = jobs[place.whole][True]
+            buckets = job.spec.buckets
             decode = [b.name for b in buckets if b.decode]
             whole = [decode[0], decode[-1], buckets[-1].name]
-            chosen = some(place, list(trial.lowerings.programs), whole)
+            chosen = some(place, list(job.lowerings.programs), whole)
         for model, is_whole, name in chosen:
-            print(json.dumps(_compile(trials[model][is_whole], model, name)), flush=True)
+            print(json.dumps(_compile(jobs[model][is_whole], model, name)), flush=True)
 
 
-def _trials(place: Place, model: str, folder: Path) -> dict[bool, Trial]:
+def _jobs(place: Place, model: str, folder: Path) -> dict[bool, CompileJob]:
     """By whether it has all layers. With few the pool has as many blocks."""
-    from jaxpage.aot.worker import make_trial
+    from jaxpage.aot.worker import make_job
 
     path = folder / f"{model}.json"
     path.write_text(json.dumps(MODELS[model]))
     # Blocks move to and from host memory on one device only, as yet.
     options = {"model": str(path), "swap_space": 1.0 if place.num_devices == 1 else 0.0}
     where = parse_target(place.target), place.num_devices
-    whole = make_trial(options, *where)
+    whole = make_job(options, *where)
     few = {
         "hf_overrides": {"num_hidden_layers": FEW},
-        "num_gpu_blocks_override": whole.num_blocks,
+        "num_gpu_blocks_override": whole.spec.pool.num_blocks,
     }
-    return {True: whole, False: make_trial(options | few, *where)}
+    return {True: whole, False: make_job(options | few, *where)}
 
 
-def _compile(trial: Trial, model: str, name: str) -> dict[str, Any]:
-    from jaxpage.aot.worker import examine
+def _compile(job: CompileJob, model: str, name: str) -> dict[str, Any]:
+    from jaxpage.aot.worker import compile_and_inspect
 
-    draft = trial.draft
-    bucket = next((b for b in draft.buckets if b.name == name), None)
-    num_bytes = [math.prod(s) * draft.pool.dtype.itemsize for s in trial.pool_shapes]
-    return examine(trial, name) | {
+    print(f"compiling {name}", file=sys.stderr, flush=True)
+    spec = job.spec
+    bucket = next((b for b in spec.buckets if b.name == name), None)
+    num_bytes = [math.prod(s) * spec.pool.dtype.itemsize for s in job.pool_shapes]
+    return compile_and_inspect(job, name) | {
         "model": model,
-        "num_layers": draft.model.config.num_layers,
+        "num_layers": spec.model.config.num_layers,
         "bucket": bucket and dataclasses.asdict(bucket),
-        "max_num_seqs": draft.config.max_num_seqs,
-        "num_programs": len(trial.lowerings.programs),
-        "state_bytes": trial.lowerings.state_bytes,
+        "max_num_seqs": spec.config.max_num_seqs,
+        "num_programs": len(job.lowerings.programs),
+        "state_bytes": job.lowerings.state_bytes,
         "pool_bytes": sum(num_bytes),
         "array_bytes": max(num_bytes),
     }

@@ -46,10 +46,10 @@ def test_a_second_start_compiles_nothing_and_computes_the_same(path, tmp_path, c
     second, again, llm = start(path, tmp_path)
     assert set(second.values()) == {"kept"} and second.keys() == first.keys()
     assert again == tokens and llm._engine.runner.num_recompiles == 0
-    with caplog.at_level(logging.INFO, "jaxpage"):
+    with caplog.at_level(logging.DEBUG, "jaxpage"):
         other, _, _ = start(path, tmp_path, num_gpu_blocks_override=17)
     assert "kept" not in other.values()
-    assert "are not for this start: KV pool: ..." in caplog.text
+    assert "do not match this start: KV pool: ..." in caplog.text
     assert "num_blocks=16" in caplog.text and "num_blocks=17" in caplog.text
 
 
@@ -80,10 +80,10 @@ def test_compile_and_start_agree_on_windows_that_a_fitted_length_does_not_reach(
 
 def engine_of(path, **options) -> tuple[dict[str, str], Lowerings]:
     engine = EngineConfig.from_options(model=path, **(OPTIONS | options))
-    draft = make_engine_spec(engine, device=jax.devices("cpu")[0], device_memory=None)
-    draft.transform_weights()
-    num_blocks = draft.config.num_gpu_blocks_override
-    return draft.facts(num_blocks), draft.lowerings(num_blocks)
+    spec = make_engine_spec(engine, device=jax.devices("cpu")[0], device_memory=None)
+    spec.transform_weights()
+    sized = spec.with_blocks(spec.config.num_gpu_blocks_override)
+    return sized.fingerprint(), sized.lowerings()
 
 
 VARIATIONS = (

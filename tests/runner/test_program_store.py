@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxpage.runner.facts import hash_of
+from jaxpage.runner.fingerprint import hash_of
 from jaxpage.runner.program_store import MeasuredSizes, ProgramStore, survey
 from jaxpage.runner.programs import compile_program
 
