@@ -11,7 +11,7 @@ import time
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,9 +26,8 @@ from jaxpage.config import (
     eos_token_ids,
     load_generation_config,
 )
-from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.host_tier import HostTier
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.models import registry
@@ -39,12 +38,9 @@ from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.runner import Runner
 from jaxpage.start_up_log import log_engine, log_ready
-from jaxpage.tokenizer import Detokenizer, load_tokenizer
+from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
-
-if TYPE_CHECKING:
-    from jaxpage.request import Request
 
 logger = logging.getLogger("jaxpage")
 
@@ -71,8 +67,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     _print_unless_configured()
     start = time.perf_counter()
     device = jax.local_devices()[0]
-    memory = (device.memory_stats() or {}).get("bytes_limit")
-    spec = make_engine_spec(options, device=device, device_memory=memory)
+    spec = make_engine_spec(options, device=device)
     config, model = spec.config, spec.model
     generation_config = load_generation_config(config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
@@ -86,7 +81,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     if config.fit_max_model_len:
         _check_same_ropes(sized)
     log_engine(sized, slow_products)
-    scheduler = _make_scheduler(sized.config, runner, tokenizer)
+    scheduler = _make_scheduler(sized.config, runner)
     runner.warmup()
     log_ready(
         runner.programs,
@@ -136,9 +131,9 @@ def _make_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
             share_of_free=spec.config.cache_max_entry_count,
         )
 
-    _check_room(spec)
+    _check_room(spec, spec.num_blocks_given or 0)
     sized = size_from_cache(spec, cache, available)
-    _check_room(sized)
+    _check_room(sized, sized.pool.num_blocks)
     store = cache.store(sized)
     reason = None if store is None else store.why_empty()
     if reason:
@@ -155,14 +150,12 @@ def _make_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
     return sized, runner
 
 
-def _check_room(spec: EngineSpec) -> None:
-    """Raise ValueError for more memory than there is, of the pool (unless it is yet to be measured) and host blocks."""
-    config = spec.config
-    pool_bytes = config.kv_cache_memory_bytes or 0
-    if config.num_gpu_blocks_override is not None:
-        pool_bytes = config.num_gpu_blocks_override * spec.block_bytes
-    host_bytes = int(config.swap_space * 2**30)
-    check_room(spec.device, pool_bytes=pool_bytes, host_bytes=host_bytes)
+def _check_room(spec: EngineSpec, num_blocks: int) -> None:
+    check_room(
+        spec.device,
+        pool_bytes=num_blocks * spec.pool.bytes_per_block,
+        host_bytes=int(spec.config.swap_space * 2**30),
+    )
 
 
 def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
@@ -177,7 +170,7 @@ def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
         )
     store = None
     if config.kv_offload_dir is not None:
-        shapes = content_shapes(pool.abstract())
+        shapes = content_shapes(pool)
         # Any number of blocks of the pool will do: blocks on disk fit all of them.
         layout = repr(replace(pool, num_blocks=0))
         described = [repr(spec.model.config), repr(spec.groups), layout]
@@ -199,30 +192,22 @@ def _check_same_ropes(spec: EngineSpec) -> None:
         )
 
 
-def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> Scheduler:
-    def make_detokenizer(request: Request) -> Detokenizer | None:
-        if tokenizer is None or not request.params.detokenize:
-            return None
-        return Detokenizer(tokenizer, request.params, request.prompt_token_ids)
-
-    pool = BlockPool(
+def _make_scheduler(config: ResolvedConfig, runner: Runner) -> Scheduler:
+    memory = runner.host_memory
+    kv = KVCache(
         runner.pool_spec.num_blocks,
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         windows=runner.groups.windows,
+        num_host_blocks=0 if memory is None else memory.num_blocks,
+        preemption_mode=config.preemption_mode,
+        store=None if memory is None else memory.store,
     )
-    tier, memory = None, runner.host_memory
-    if memory is not None:
-        tier = HostTier(
-            memory.num_blocks, pool, preemption_mode=config.preemption_mode, store=memory.store
-        )
     return Scheduler(
-        pool,
-        tier=tier,
+        kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
-        make_detokenizer=make_detokenizer,
     )

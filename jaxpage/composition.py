@@ -19,12 +19,12 @@ import jax
 
 from jaxpage.config import ResolvedConfig
 from jaxpage.engine_spec import EngineSpec
+from jaxpage.ops.attention import max_blocks
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.fingerprint import machine_fingerprint
 from jaxpage.runner.memory import check_fits, size_pool
 from jaxpage.runner.program_store import NUM_BLOCKS, MeasuredSizes, ProgramStore
 from jaxpage.runner.programs import compile_program, step_bytes
-from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,7 @@ def size(
     """
     config, bytes_per_block = spec.config, spec.block_bytes
     footprint = spec.footprint
-    num_blocks = config.num_gpu_blocks_override
-    if num_blocks is None and config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+    num_blocks = spec.num_blocks_given
     if num_blocks is None:
         num_blocks, footprint = size_pool(
             available=available,
@@ -94,8 +92,7 @@ def size(
             max_num_seqs=config.max_num_seqs,
         )
         num_blocks = settle(num_blocks)
-    if spec.pool.lanes:  # block tables of the TPU kernel can name no more
-        num_blocks = min(num_blocks, MOST_BLOCKS)
+    num_blocks = min(num_blocks, max_blocks(spec.pool))
     max_model_len = config.max_model_len
     if config.fit_max_model_len:
         max_model_len = max(2, footprint.longest(max_model_len, num_blocks))
@@ -109,7 +106,7 @@ def size(
         )
     config = dataclasses.replace(
         config,
-        num_gpu_blocks_override=num_blocks,
+        num_gpu_blocks_override=max(2, num_blocks),  # fewer are no pool, but an estimate may ask
         max_num_batched_tokens=footprint.max_num_batched_tokens,
         max_model_len=max_model_len,
     )

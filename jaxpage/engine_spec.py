@@ -17,17 +17,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpage.config import EngineConfig, ResolvedConfig, load_hf_config
+from jaxpage.device import Device
 from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
-from jaxpage.ops.attention import choose, num_sharded_kv_heads
+from jaxpage.ops import attention, matmul
+from jaxpage.ops.implementations import Choice
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
 from jaxpage.runner.spec import StepSpec
 from jaxpage.weights.spec import ParamSpec, specs
 from jaxpage.weights.transform import join_projections, quantize
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,6 +47,7 @@ class EngineSpec:
     config: ResolvedConfig
     hf_config: PretrainedConfig
     device: jax.Device  # one of the mesh's, if there is a mesh: all are of one kind
+    hardware: Device  # what that device is
     mesh: Mesh | None  # None: `device` alone
     model: CausalLM  # abstract until weights are loaded into it
     groups: KVGroups
@@ -97,12 +101,26 @@ class EngineSpec:
         if self.num_devices == 1:  # a joined weight has no even split
             join_projections(self.model)
         if self.config.quantization == "int8":
-            return quantize(self.model, self.device, num_devices=self.num_devices)
+            return quantize(self.model, self.choose_matmul)
         return set()
+
+    def choose_matmul(self, weight: QuantizedWeight) -> Choice[matmul.MatmulKernel]:
+        """What computes products with a quantised weight of the model."""
+        return matmul.choose(
+            weight, self.hardware, num_devices=self.num_devices, dtype=self.model.config.dtype
+        )
 
     def with_blocks(self, num_blocks: int) -> EngineSpec:
         """The same with a pool of `num_blocks` blocks."""
         return replace(self, pool=replace(self.pool, num_blocks=num_blocks))
+
+    @property
+    def num_blocks_given(self) -> int | None:
+        """The blocks of the pool that the user asked for; None: as many as fit."""
+        config = self.config
+        if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes // self.block_bytes
+        return config.num_gpu_blocks_override
 
     @property
     def block_bytes(self) -> int:
@@ -148,28 +166,29 @@ def make_engine_spec(
     options: EngineConfig,
     *,
     device: jax.Device,
-    device_memory: int | None,
+    device_memory: int | None = None,
     mesh: Mesh | None = None,
 ) -> EngineSpec:
     """Reads config.json and no other file, unless the model must be downloaded. Raises ValueError for what cannot be
     served.
 
-    `device_memory`: bytes of the device, None if it does not tell; `mesh`: of devices like `device`.
+    `device_memory`: bytes of the device, None to ask it; `mesh`: of devices like `device`.
     """
     options = options.with_local_files()
+    hardware = Device.of(device, memory_bytes=device_memory)
     hf_config = load_hf_config(options.model, options.hf_overrides)
     registry.family(hf_config)  # an unknown architecture is refused before what its config lacks
     config = options.resolve(
         hf_config,
-        platform=device.platform,
-        device_kind=device.device_kind,
-        device_memory=device_memory,
+        platform=hardware.platform,
+        device_kind=hardware.kind,
+        device_memory=hardware.memory_bytes,
     )
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
     groups = group_layers(model.config.windows, config.max_model_len)
     num_devices = 1 if mesh is None else mesh.size
     num_heads, num_kv_heads = model.config.num_heads, model.config.num_kv_heads
-    of_pool = num_sharded_kv_heads(num_heads, num_kv_heads, num_devices)
+    of_pool = attention.num_sharded_kv_heads(num_heads, num_kv_heads, num_devices)
     pool = KVPoolSpec(
         num_arrays=groups.num_arrays,
         num_blocks=0,
@@ -179,26 +198,25 @@ def make_engine_spec(
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
         sharded=of_pool > 0,
-        platform=device.platform,
+        platform=hardware.platform,
     )
-    pool, reason = choose(
+    choice = attention.choose(
         pool,
-        platform=device.platform,
+        hardware,
         num_devices=num_devices,
         table=(config.max_num_seqs, _blocks_per_row(config)),
         num_heads=num_heads,
-        device_kind=device.device_kind,
-        compute_capability=getattr(device, "compute_capability", None),  # of GPUs
     )
     return EngineSpec(
         config=config,
         hf_config=hf_config,
         device=device,
+        hardware=hardware,
         mesh=mesh,
         model=model,
         groups=groups,
-        pool=pool,
-        no_kernel_reason=reason,
+        pool=choice.chosen,
+        no_kernel_reason=choice.reason,
     )
 
 

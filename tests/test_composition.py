@@ -48,9 +48,10 @@ def test_a_sized_engine_has_its_blocks_and_its_limits(path):
 
 def test_a_smaller_step_makes_room(path):
     spec = make_spec(path)
-    # 9 blocks are 8 more than nothing; a step of 1024 tokens leaves none, one of 128 leaves 7.
-    found = sized(spec, 8 * spec.block_bytes, per_token=spec.block_bytes // 128)
-    assert found.config.max_num_batched_tokens == 128 and found.pool.num_blocks == 7
+    # Two sequences fill 8 blocks, besides the null block. Of 10 blocks steps of 1024, 512, 256 and 128 tokens leave
+    # 2, 6, 8 and 9.
+    found = sized(spec, 10 * spec.block_bytes, per_token=spec.block_bytes // 128)
+    assert found.config.max_num_batched_tokens == 128 and found.pool.num_blocks == 9
 
 
 def test_what_does_not_fit_is_refused_or_returned(path):
@@ -58,6 +59,7 @@ def test_what_does_not_fit_is_refused_or_returned(path):
     with pytest.raises(ValueError, match="largest max_model_len that fits is 32"):
         sized(spec, 3 * spec.block_bytes)
     assert sized(spec, 3 * spec.block_bytes, must_fit=False).pool.num_blocks == 3
+    assert sized(spec, -5, must_fit=False).pool.num_blocks == 0
 
 
 def test_no_more_blocks_than_the_tpu_kernel_can_name(path):

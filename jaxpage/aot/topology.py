@@ -7,6 +7,7 @@ configured by variables that must be set before jax is imported, so `process` st
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -87,6 +88,8 @@ def environment(target: Target) -> list[str]:
         variables["XLA_FLAGS"] = (
             f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={cuda_folder()}"
         )
+        if folder := cuda_folder():  # Mosaic GPU takes the first ptxas on the PATH
+            variables["PATH"] = os.pathsep.join([str(folder / "bin"), *os.get_exec_path()])
     return [f"{name}={value}" for name, value in variables.items()]
 
 

@@ -34,13 +34,13 @@ from jaxpage.composition import executable_cache, size
 from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.models.decoder import CausalLM
+from jaxpage.ops.attention import max_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.memory import pool_bytes_of
 from jaxpage.runner.programs import Lowering, compile_program, num_cores, step_bytes
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import quantize
-from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest batch is asked
 
@@ -83,7 +83,7 @@ def make_job(options: dict[str, Any], target: Target, num_devices: int) -> Compi
     num_blocks = spec.config.num_gpu_blocks_override
     if num_blocks is None:
         half = _pool_bytes(spec, target, 0) // 2
-        num_blocks = max(2, min(half // spec.block_bytes, MOST_BLOCKS))
+        num_blocks = max(2, min(half // spec.block_bytes, max_blocks(spec.pool)))
     return CompileJob(spec=spec.with_blocks(num_blocks), target=target)
 
 
@@ -243,7 +243,7 @@ def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
     weights = block = None
     if spec.config.quantization is None:
         model = nnx.clone(spec.model)
-        quantize(model, spec.device, num_devices=spec.num_devices)
+        quantize(model, spec.choose_matmul)
         weights = sum(dataclasses.replace(spec, model=model).weight_bytes.values())
     if spec.pool.format is None:
         pool = dataclasses.replace(spec.pool, format="int8")

@@ -1,6 +1,6 @@
 """The demo model as a pure function of its parameters: jaxpage's own Qwen2, its loss, its answers.
 
-Parameters are a dict by path, as `weights.spec.variables` names them. Knows no text and no files.
+Parameters are a dict by path, as `weights.spec.variables` names them.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def logits(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
 
 def loss(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
     """float32[]: mean cross-entropy of the targets."""
-    each = optax.softmax_cross_entropy_with_integer_labels(
-        logits(params, config, batch), batch.targets
-    )
+    found = logits(params, config, batch)
+    each = optax.softmax_cross_entropy_with_integer_labels(found, batch.targets)
     return jnp.sum(each * batch.weights) / jnp.sum(batch.weights)
 
 

@@ -2,7 +2,7 @@
 
 What this file knows: the order of these four verbs, and what to do when one of them fails. What it
 must never learn: what is scheduled (the scheduler's), how a step runs (the runner's), text and
-prompts (the user-facing layer's). It never imports jax; anything with the two verbs of `StepRunner`
+prompts (the user-facing layer's). It never imports jax; anything with the members of `StepRunner`
 can serve it. Features do not arrive here.
 
 Two loops stand side by side, the plain one first. The overlapped loop launches step n+1 before it
@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats, engine_stats
+from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepPlan, StepResult
-from jaxpage.request import Request
+from jaxpage.request import Request, WaitingFor
 
 
 class StepRunner(Protocol):
@@ -61,9 +62,9 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
-        self._launched: tuple[ScheduledStep, Any] | None = (
-            None  # the overlapped loop's step under way
-        )
+        # The overlapped loop's step under way.
+        self._launched: tuple[ScheduledStep, Any] | None = None
+        self._failed: list[str] = []
 
     def add(self, request: Request) -> None:
         """Queue a request, the engine's from here on. Raises ValueError for what can never run."""
@@ -73,31 +74,43 @@ class Engine:
         """End a request between two steps, with the tokens it has; None if unknown or ended."""
         return self.scheduler.abort(request_id)
 
-    def step(self) -> list[Request]:
-        """Move on by one step. Returns the requests that gained tokens or ended, perhaps none.
+    def end_by_text(self, end: TextEnd) -> None:
+        """End a sequence between two steps, because of its text; nothing if it has ended already."""
+        self.scheduler.end_by_text(end)
+
+    def step(self) -> StepOutput:
+        """Move on by one step. Returns what sequences gained, perhaps nothing.
+
+        If nothing can run before a mask is there, it waits for that and returns.
 
         If a launch or a collection raises, the requests of that step end as aborted, all others go
-        on with the next call, and the exception propagates.
+        on with the next call, and the exception propagates; `take_failed` says whose requests.
         """
         if self.runner.weights_changed():
             self.scheduler.begin_weight_epoch()
         return self._step_overlapped() if self.overlap else self._step_plain()
 
-    def _step_plain(self) -> list[Request]:
+    def take_failed(self) -> list[str]:
+        """Ids of the requests that steps which raised have ended since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _step_plain(self) -> StepOutput:
         step = self.scheduler.schedule()
         if step is None:
-            assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
-            return []
+            self._wait()
+            return StepOutput()
         return self._collect(step, self._launch(step))
 
-    def _step_overlapped(self) -> list[Request]:
+    def _step_overlapped(self) -> StepOutput:
         step = self.scheduler.schedule()
-        assert step or self._launched or not self.scheduler.requests, "nothing to compute"
+        if step is None and self._launched is None:
+            self._wait()
         # A launch that raises leaves the step under way where it is, to be collected by the next
         # call.
         launched = None if step is None else (step, self._launch(step))
         previous, self._launched = self._launched, launched
-        return [] if previous is None else self._collect(*previous)
+        return StepOutput() if previous is None else self._collect(*previous)
 
     def has_unfinished_requests(self) -> bool:
         """Whether to call `step` again: a request is unfinished, or a step not yet collected."""
@@ -110,17 +123,26 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing happens, while any request holds blocks."""
-        return self.scheduler.pool.reset_prefix_cache()
+        return self.scheduler.kv.pool.reset_prefix_cache()
 
     def save_prefix_cache(self) -> None:
         """Write what device and host know by hash to `kv_offload_dir`; nothing happens without it."""
-        tier = self.scheduler.tier
+        pool, tier = self.scheduler.kv.pool, self.scheduler.kv.tier
         if tier is not None and tier.store is not None:
-            self.runner.store_blocks(self.scheduler.pool.registered(), tier.pool.registered())
+            self.runner.store_blocks(pool.registered(), tier.pool.registered())
 
     def stats(self) -> EngineStats:
         """The counters as of now."""
         return engine_stats(self.scheduler, self.runner.num_recompiles)
+
+    def _wait(self) -> None:
+        """There is nothing to do before a mask is there, or nothing at all."""
+        for sequence in self.scheduler.running:
+            source = sequence.request.mask_source
+            if sequence.waiting_for is WaitingFor.MASK and source is not None:
+                source.wait()
+                return
+        assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
 
     def _launch(self, step: ScheduledStep) -> Any:
         try:
@@ -129,7 +151,7 @@ class Engine:
             self._abort_failed([step])
             raise
 
-    def _collect(self, step: ScheduledStep, handle: Any) -> list[Request]:
+    def _collect(self, step: ScheduledStep, handle: Any) -> StepOutput:
         try:
             result = self.runner.collect(handle)
         except BaseException:
@@ -140,12 +162,12 @@ class Engine:
             raise
         try:
             return self.scheduler.update(step, result)
-        except BaseException:  # of a detokenizer, say
+        except BaseException:  # the result contradicts the plan
             self._abort_failed([step])
             raise
 
     def _abort_failed(self, steps: list[ScheduledStep]) -> None:
         """End the requests of failed steps. If the pool was lost, the others are computed anew."""
-        self.scheduler.abort_steps(steps)
+        self._failed += [request.request_id for request in self.scheduler.abort_steps(steps)]
         if self.runner.recover():
             self.scheduler.preempt_all()

@@ -9,13 +9,15 @@ nobody waits for the contents until they are used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
+from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.ops.blocks import gather_blocks, scatter_blocks
 from jaxpage.runner.calls import BLOCKS_PER_CALL
 
@@ -74,20 +76,30 @@ class HostMemory:
         return found + found[:1] * (BLOCKS_PER_CALL - len(found))
 
 
-def read_blocks(pool: Any, block_ids: jax.Array) -> list[list[jax.Array]]:
+def read_blocks(
+    spec: KVPoolSpec, mesh: Mesh | None, pool: KVPool, block_ids: jax.Array
+) -> list[list[jax.Array]]:
     """The contents of blocks int32[C], one after another."""
-    stacks = jax.tree.leaves(gather_blocks(pool, block_ids))  # each [C, L, ...]
+    contents = gather_blocks(pool, block_ids, spec=spec, mesh=mesh)
+    stacks = jax.tree.leaves(contents)  # each [C, L, ...]
     return [[stack[i] for stack in stacks] for i in range(block_ids.shape[0])]
 
 
-def write_blocks(pool: Any, block_ids: jax.Array, contents: list[list[jax.Array]]) -> Any:
+def write_blocks(
+    spec: KVPoolSpec,
+    mesh: Mesh | None,
+    pool: KVPool,
+    block_ids: jax.Array,
+    contents: list[list[jax.Array]],
+) -> KVPool:
     """The pool with those contents in blocks int32[C]; the inverse of `read_blocks`."""
     stacks = [jnp.stack(parts) for parts in zip(*contents, strict=True)]  # [C, L, ...]
     structure = jax.tree.structure(pool[0])
-    return scatter_blocks(pool, block_ids, jax.tree.unflatten(structure, stacks))
+    contents_of_pool = jax.tree.unflatten(structure, stacks)
+    return scatter_blocks(pool, block_ids, contents_of_pool, spec=spec, mesh=mesh)
 
 
-def content_shapes(pool: Any) -> list[jax.ShapeDtypeStruct]:
-    """Of one block of an abstract pool."""
+def content_shapes(spec: KVPoolSpec) -> list[jax.ShapeDtypeStruct]:
+    """Of one block of such a pool."""
     ids = jax.ShapeDtypeStruct((1,), np.int32)
-    return jax.eval_shape(read_blocks, pool, ids)[0]
+    return jax.eval_shape(partial(read_blocks, spec, None), spec.abstract(), ids)[0]

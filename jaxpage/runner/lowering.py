@@ -64,8 +64,8 @@ class Lowerings:
             graphdef=graphdef,
             treedef=jax.tree.structure(state),
             spec=step_spec,
+            pool_spec=pool_spec,
             mesh=mesh,
-            kernel_sizes=pool_spec.kernel_sizes,
         )
         self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
         self._platform = _platform(self._leaves)
@@ -152,12 +152,14 @@ class Lowerings:
         return jax.jit(change, donate_argnums=0).lower(self._state, self._integers(layout.size))
 
     def _lower_read(self) -> jax.stages.Lowered:
-        return jax.jit(read_blocks).lower(self._pool, self._integers(BLOCKS_PER_CALL))
+        read = partial(read_blocks, self._pool_spec, self._mesh)
+        return jax.jit(read).lower(self._pool, self._integers(BLOCKS_PER_CALL))
 
     def _lower_write(self) -> jax.stages.Lowered:
-        ids = self._integers(BLOCKS_PER_CALL)
-        contents = jax.eval_shape(read_blocks, self._pool, ids)
-        return jax.jit(write_blocks, donate_argnums=0).lower(self._pool, ids, contents)
+        ids, where = self._integers(BLOCKS_PER_CALL), (self._pool_spec, self._mesh)
+        contents = jax.eval_shape(partial(read_blocks, *where), self._pool, ids)
+        write = partial(write_blocks, *where)
+        return jax.jit(write, donate_argnums=0).lower(self._pool, ids, contents)
 
     def _integers(self, size: int) -> jax.ShapeDtypeStruct:
         (struct,) = _structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)

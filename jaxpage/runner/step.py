@@ -19,9 +19,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpage.batch import StepBatch
-from jaxpage.kv_pool import KernelSizes, KVPool
+from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
-from jaxpage.ops.attention import PagedAttention, num_sharded_kv_heads
+from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
@@ -57,8 +57,8 @@ class Step:
     graphdef: nnx.GraphDef
     treedef: jax.tree_util.PyTreeDef
     spec: StepSpec
+    pool_spec: KVPoolSpec
     mesh: Mesh | None = None  # of devices that share weights and heads
-    kernel_sizes: KernelSizes | None = None  # see `KVPoolSpec`
 
     def forward(
         self,
@@ -139,10 +139,8 @@ class Step:
     ) -> tuple[KVPool, RequestState, Rows]:
         """Before the rows run, and before anything is written: copy-on-write; blocks that rows gained."""
         rows = layout.unpack(packed)
-        config, mesh = self._model(leaves).config, self.mesh
-        shared = mesh and num_sharded_kv_heads(config.num_heads, config.num_kv_heads, mesh.size)
         copies = (rows["copy_sources"], rows["copy_destinations"])
-        kv_pool = copy_blocks(kv_pool, *copies, mesh=mesh, by_head=bool(shared))
+        kv_pool = copy_blocks(kv_pool, *copies, spec=self.pool_spec, mesh=self.mesh)
         return kv_pool, _update_tables(state, rows), rows
 
     def _model(self, leaves: list[jax.Array]) -> Any:
@@ -164,9 +162,9 @@ class Step:
             kv_pool,
             batch,
             layer_locations,
+            spec=self.pool_spec,
             one_query_per_row=bucket.decode,
             mesh=self.mesh,
-            kernel_sizes=self.kernel_sizes,
         )
         inputs = ForwardInput(
             token_ids=batch.token_ids, positions=batch.positions, attention=attention

@@ -48,13 +48,12 @@ def load(
     Raises ValueError, and leaves the model as it was, if the checkpoint has missing, surplus or
     misshaped tensors, is quantised, or is damaged.
     """
-    found = open_checkpoint(folder)
-    _check_not_quantised(Path(folder), found)
     stored = {
         name: tensor
-        for theirs, tensor in found.items()
+        for theirs, tensor in open_checkpoint(folder).items()
         if (name := tensor_name(model.config, theirs)) is not None
     }
+    _check_not_quantised(Path(folder), stored)
     wanted, renamed = specs(model), weight_map(model.config)
     sources = {path: renamed.get(path, Source(path)) for path in wanted}
     _check_names(sources.values(), stored, tied=_HEAD not in wanted)

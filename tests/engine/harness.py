@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.host_tier import HostTier
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
+from jaxpage.output_processor import OutputProcessor
+from jaxpage.outputs import RequestOutput
 from jaxpage.plan import NULL_BLOCK
-from jaxpage.request import Request, Sequence
+from jaxpage.request import FinishReason, Request, Sequence
 from tests.fakes import FakeDetokenizer, FakeRunner, FakeStore, expected_output
 
 
@@ -34,6 +35,56 @@ class WatchedEngine(Engine):
         return handle
 
 
+class TextEngine(WatchedEngine):
+    """An engine whose steps go through an output processor, which ends sequences in their text.
+
+    `outputs` has the latest output of each request.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.processor = OutputProcessor(FakeDetokenizer)
+        self.outputs: dict[str, RequestOutput] = {}
+        self.errors: dict[str, Exception] = {}
+        self._added: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.processor.add(request)
+        self._added[request.request_id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        self.processor.abort([request_id])
+        self._take()
+        return super().abort(request_id)
+
+    def step(self) -> list[Request]:
+        """The requests that gained tokens or ended."""
+        try:
+            step = super().step()
+        except BaseException:
+            self.processor.abort(self.take_failed())
+            self._take()
+            raise
+        processed = self.processor.process(step)
+        self.errors |= processed.errors
+        for request_id in processed.errors:
+            super().abort(request_id)
+        for end in processed.text_ends:
+            self.end_by_text(end)
+            # The engine may have ended it already, and forgotten it, for another reason and with more tokens.
+            request = self._added[end.request_id]
+            sequence = request.sequences[end.index]
+            del sequence.token_ids[len(request.prompt_token_ids) + end.num_tokens :]
+            sequence.finish_reason = FinishReason.STOP
+        return self._take()
+
+    def _take(self) -> list[Request]:
+        outputs = {output.request_id: output for output in self.processor.take()}
+        self.outputs |= outputs
+        return [self._added[request_id] for request_id in outputs]
+
+
 def make_engine(
     *,
     num_blocks: int = 100,
@@ -48,16 +99,19 @@ def make_engine(
     windows: tuple[int | None, ...] = (None,),
     sends_plans: bool = False,
     **options,
-) -> WatchedEngine:
+) -> TextEngine:
     """`options` are the scheduler's; sizes are generous unless told."""
-    pool = BlockPool(
-        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, windows=windows
+    kv = KVCache(
+        num_blocks,
+        block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        windows=windows,
+        num_host_blocks=num_host_blocks,
+        preemption_mode=preemption_mode,
+        store=store,
     )
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
-    tier = None
-    if num_host_blocks:
-        tier = HostTier(num_host_blocks, pool, preemption_mode=preemption_mode, store=store)
-    scheduler = Scheduler(pool, make_detokenizer=FakeDetokenizer, tier=tier, **(limits | options))
+    scheduler = Scheduler(kv, **(limits | options))
     runner = FakeRunner(
         num_blocks,
         block_size,
@@ -67,7 +121,7 @@ def make_engine(
         windows=windows,
         sends_plans=sends_plans,
     )
-    return WatchedEngine(scheduler, runner, overlap=overlap)
+    return TextEngine(scheduler, runner, overlap=overlap)
 
 
 def finish(engine: Engine) -> None:
@@ -86,18 +140,20 @@ def run(engine: Engine, *requests: Request) -> None:
     finish(engine)
 
 
-def assert_expected(engine: Engine, *requests: Request) -> None:
+def assert_expected(engine: TextEngine, *requests: Request) -> None:
     """Each request ended with the tokens and reasons of the plain loop."""
     for request in requests:
         assert [s.index for s in request.sequences] == list(range(request.params.n))
-        for s in request.sequences:
+        outputs = engine.outputs[request.request_id].outputs
+        for s, c in zip(request.sequences, outputs, strict=True):
             wanted = expected_output(request, s.index, engine.scheduler.max_model_len)
-            assert (s.output_token_ids, s.finish_reason, s.stop_reason) == wanted
+            assert (c.token_ids, c.finish_reason, c.stop_reason) == wanted
+            assert (s.output_token_ids, s.finish_reason) == wanted[:2]
 
 
 def assert_consistent(engine: Engine) -> None:
     """Blocks are free or owned, never both; slots too; the queues are in order."""
-    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    scheduler, pool = engine.scheduler, engine.scheduler.kv.pool
     holders = count_blocks(s.block_tables for s in scheduler.running)
     assert pool.refs == [holders[block_id] for block_id in range(pool.num_blocks)]
     usable = range(NULL_BLOCK + 1, pool.num_blocks)
@@ -124,8 +180,8 @@ def count_blocks(tables_of_sequences) -> Counter[int]:
 
 
 def assert_tier_consistent(scheduler: Scheduler, swapped: list[Sequence]) -> None:
-    """Host blocks are held by swapped sequences or by moves; a swapped sequence has all its KV."""
-    tier = scheduler.tier
+    """Host blocks are held by swapped sequences or by transfers; a swapped sequence has all its KV."""
+    tier = scheduler.kv.tier
     if tier is None:
         assert not swapped
         return
@@ -138,12 +194,12 @@ def assert_tier_consistent(scheduler: Scheduler, swapped: list[Sequence]) -> Non
 
 
 def assert_nothing_leaked(engine: Engine) -> None:
-    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    scheduler, pool = engine.scheduler, engine.scheduler.kv.pool
     assert not engine.has_unfinished_requests() and engine.num_unfinished == 0
     assert not scheduler.running and not scheduler.waiting
     assert pool.num_free == pool.num_usable and not any(pool.refs)
     assert engine.stats().kv_cache_usage == 0
-    if scheduler.tier is not None:
+    if scheduler.kv.tier is not None:
         assert_tier_consistent(scheduler, [])
     num_slots = len(scheduler._free_slots)
     assert sorted(scheduler._free_slots) == list(range(1, num_slots + 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from transformers import Qwen2Config
 
-from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.ops.attention import num_sharded_kv_heads
+from jaxpage.output_processor import OutputProcessor
 from jaxpage.parallel.sharding import TENSOR, sharding
 from jaxpage.request import Request
 from jaxpage.runner.buckets import make_buckets
@@ -93,25 +96,24 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
     )
     runner.warmup()
     scheduler = Scheduler(
-        BlockPool(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),
+        KVCache(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),
         max_num_seqs=NUM_ROWS,
         max_num_batched_tokens=NUM_TOKENS,
         max_model_len=LENGTH,
         decode_steps=4,
     )
-    requests = make_requests()
+    requests, processor = make_requests(), OutputProcessor(lambda request: None)
     for request in requests:
         scheduler.add(request)
+        processor.add(request)
     while scheduler.requests:
         step = scheduler.schedule()
-        scheduler.update(step, runner.collect(runner.launch(step.plan)))
+        result = runner.collect(runner.launch(step.plan))
+        processor.process(scheduler.update(step, result))
+    completions = [processor.take_one(request.request_id).outputs for request in requests]
     return [
-        [
-            s.output_token_ids,
-            [entry[t].logprob for entry, t in zip(s.logprobs, s.output_token_ids, strict=True)],
-        ]
-        for request in requests
-        for s in request.sequences
+        [c.token_ids, [entry[t].logprob for entry, t in zip(c.logprobs, c.token_ids, strict=True)]]
+        for c in itertools.chain(*completions)
     ]
 
 
