@@ -67,7 +67,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     _print_unless_configured()
     start = time.perf_counter()
     device = jax.local_devices()[0]
-    spec = make_engine_spec(options, device=device)
+    spec = make_engine_spec(options.with_local_files(), device=device)
     config, model = spec.config, spec.model
     generation_config = load_generation_config(config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)

@@ -187,12 +187,15 @@ class EngineConfig:
         given = tuple(ours.pop("options_without_effect", ()))
         return cls(**ours, options_without_effect=(*given, *without_effect))
 
-    def with_local_files(self) -> EngineConfig:
-        """The same with folders for names of the hub, downloaded where that is needed. Raises ValueError."""
+    def with_local_files(self, *, weights: bool = True) -> EngineConfig:
+        """The same with folders for names of the hub, downloaded where that is needed. Raises ValueError.
+
+        Without `weights` the small files are enough.
+        """
         options = {
             "download_dir": self.download_dir,
             "token": self.hf_token,
-            "needs_weights": self.load_format != "dummy",
+            "needs_weights": weights and self.load_format != "dummy",
         }
         model = local_folder("model", self.model, revision=self.revision, **options)
         tokenizer = self.tokenizer
