@@ -639,6 +639,7 @@ def test_a_detokenizer_that_raises_ends_its_request_and_no_other(make, overlap):
     assert llm.reset_prefix_cache()
 
 
+@pytest.mark.slow
 def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
     """As vLLM does: benchmarks ask for both. Here the device is real."""
 
