@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import time
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.recording import record_to
 from jaxpage.runner.runner import Runner
+from jaxpage.start_up_log import log_engine, log_ready
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
@@ -69,6 +71,8 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     arithmetic before the compilation.
     """
     _print_unless_configured()
+    start = time.perf_counter()
+    options = options.with_local_files()
     spec = make_engine_spec(options, device=jax.local_devices()[0])
     generation_config = load_generation_config(spec.config)
     tokenizer = None if spec.config.skip_tokenizer_init else load_tokenizer(spec.config.tokenizer)
@@ -79,6 +83,11 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         weakref.finalize(runner, runner.recorder.close)
     scheduler = _make_scheduler(config, runner)
     runner.warmup()
+    log_ready(
+        runner.programs,
+        ahead_of_time=not config.enforce_eager,
+        seconds=time.perf_counter() - start,
+    )
     engine = Engine(scheduler, runner, overlap=config.async_scheduling)
     if config.kv_offload_dir is not None:
         # Exit functions run in the reverse order of their registration: this one before jax's own.
@@ -109,17 +118,8 @@ def make_runner(spec: EngineSpec, *, use_tqdm: bool = True) -> tuple[EngineSpec,
     sized, runner = _size_runner(spec)
     if config.fit_max_model_len:
         _check_same_ropes(sized)
-    _log_start(sized, slow_products)
+    log_engine(sized, slow_products)
     return sized, runner
-
-
-def _log_start(spec: EngineSpec, slow_products: set[str]) -> None:
-    """All that a start says before it compiles."""
-    if spec.no_kernel_reason:
-        logger.warning("attention runs in plain XLA: %s", spec.no_kernel_reason)
-    for reason in sorted(slow_products):
-        logger.warning("int8 products run in plain XLA: %s", reason)
-    logger.info("%s", spec.config.describe())
 
 
 def _save_prefix_cache(reference: weakref.ref[Engine]) -> None:
@@ -153,7 +153,7 @@ def _size_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
     store = cache.store(sized)
     reason = None if store is None else store.why_empty()
     if reason:
-        logger.info("cached executables in %s do not match this start: %s", cache.root, reason)
+        logger.debug("cached executables in %s do not match this start: %s", cache.root, reason)
     runner = Runner(
         sized.model,
         buckets=sized.buckets,

@@ -175,7 +175,7 @@ def make_engine_spec(
 
     `device_memory`: bytes of the device, None to ask it; `mesh`: of devices like `device`.
     """
-    options = options.with_local_files()
+    options = options.with_local_files(weights=False)
     hardware = Device.of(device, memory_bytes=device_memory)
     hf_config = load_hf_config(options.model, options.hf_overrides)
     registry.family(hf_config)  # an unknown architecture is refused before what its config lacks

@@ -253,7 +253,8 @@ def translate(options: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, 
         if name == "quant_policy":
             ours["kv_cache_dtype"] = _kv_cache_dtype(value, options.get("kv_cache_dtype"))
         elif name == "kv_offloading_size":
-            ours["swap_space"] = value or 0.0
+            if value is not None:
+                ours["swap_space"] = value
         elif name in _WITHOUT_EFFECT:
             if not _asks_for_nothing(value, (_WITHOUT_EFFECT[name],)):
                 without_effect.append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import signal
 import threading
@@ -638,10 +639,11 @@ def test_a_detokenizer_that_raises_ends_its_request_and_no_other(make, overlap):
     assert llm.reset_prefix_cache()
 
 
+@pytest.mark.slow
 def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
     """As vLLM does: benchmarks ask for both. Here the device is real."""
 
-    def answers(eos: list[int], *min_tokens: int) -> list[list[int]]:
+    def answers(eos: list[int], *options: dict) -> list[list[int]]:
         llm = LLM(
             folder,
             max_model_len=64,
@@ -652,14 +654,17 @@ def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
             override_generation_config={"eos_token_id": eos},
         )
         params = [
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, min_tokens=n)
-            for n in min_tokens
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, **given)
+            for given in options
         ]
         return [o.outputs[0].token_ids for o in llm.generate([[5, 6, 7]] * len(params), params)]
 
-    (free,) = answers([EOS], 0)
+    (free,) = answers([EOS], {})
     eos = [free[0], free[2]]  # further ids, which only the generation config knows
-    unmasked, masked = answers(eos, 0, 6)
+    unmasked, masked, banned = answers(
+        eos, {}, {"min_tokens": 6}, {"logit_bias": {free[0]: -math.inf}}
+    )
     assert unmasked == free
     assert len(masked) == 24
     assert not {*eos, EOS} & set(masked[:6])
+    assert free[0] not in banned

@@ -45,7 +45,7 @@ def test_a_second_start_compiles_nothing_and_computes_the_same(path, tmp_path, c
     second, again, llm = start(path, tmp_path)
     assert set(second.values()) == {"stored"} and second.keys() == first.keys()
     assert again == tokens and llm._engine.runner.num_recompiles == 0
-    with caplog.at_level(logging.INFO, "jaxpage"):
+    with caplog.at_level(logging.DEBUG, "jaxpage"):
         other, _, _ = start(path, tmp_path, num_gpu_blocks_override=17)
     assert "stored" not in other.values()
     assert "do not match this start: KV pool: ..." in caplog.text
