@@ -314,13 +314,15 @@ class LLM:
 
         Without `kv_offload_dir` nothing happens.
         """
-        self._engine.save_prefix_cache()
+        with self._caller:
+            self._engine.save_prefix_cache()
 
     def wait_until_warm(self) -> None:
         """Until every program is compiled; the first requests need not wait for all of them.
 
         Call it before measuring anything. Raises what the compiler raised.
         """
+        self._caller.check_process()
         self._engine.runner.wait_until_warm()
 
     def reset_prefix_cache(self) -> bool:

@@ -606,14 +606,18 @@ def test_a_forked_child_is_told_that_it_has_no_device(make):
         child = os.fork()
     if child == 0:
         try:
-            llm.generate([5], LONG)
-        except RuntimeError as e:
-            os.write(writable, str(e).encode())
+            for call in (lambda: llm.generate([5], LONG), llm.step, llm.wait_until_warm):
+                try:
+                    call()
+                except RuntimeError as e:
+                    os.write(writable, f"{e}\n".encode())
         finally:
             os._exit(0)
     os.close(writable)
-    with os.fdopen(readable, encoding="utf-8") as message:
-        assert f"made in process {os.getpid()}, and this is its forked child" in message.read()
+    with os.fdopen(readable, encoding="utf-8") as messages:
+        told = messages.read().splitlines()
+    wanted = f"made in process {os.getpid()}, and this is its forked child"
+    assert len(told) == 3 and all(wanted in message for message in told)
     os.waitpid(child, 0)
     assert llm.generate([5], LONG)[0].finished
 
