@@ -75,12 +75,9 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         check_runnable(request, self.max_model_len, self.kv.pool, self.max_num_batched_tokens)
+        num_slots = len(self._free_slots) + len(self.running)
         request.sequences = beam_scheduling.first_sequences(
-            request,
-            self._new_sequence,
-            self.kv,
-            num_slots=len(self._free_slots) + len(self.running),
-            max_query_len=self.max_num_batched_tokens,
+            request, self._new_sequence, self.kv, num_slots, self.max_num_batched_tokens
         )
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -92,8 +89,9 @@ class Scheduler:
         """Plan a step for the caller to launch; None if there is nothing to do before `update`."""
         step = ScheduledStep(self.kv)
         self.kv.begin_plan()
-        budget, has_preempted = self._plan_running(step)
-        if not has_preempted:
+        num_preemptions = self.counters.num_preemptions
+        budget = self._plan_running(step)
+        if self.counters.num_preemptions == num_preemptions:
             self._admit(step, budget)
         for sequence in step.admitted:
             insort(self.running, sequence, key=self._order)
@@ -150,10 +148,9 @@ class Scheduler:
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         return new_sequence(request, index, self.max_model_len, self.make_detokenizer(request))
 
-    def _plan_running(self, step: ScheduledStep) -> tuple[int, bool]:
-        """Rows for the running sequences, front first. Returns the budget's rest, and whether one was preempted."""
+    def _plan_running(self, step: ScheduledStep) -> int:
+        """Rows for the running sequences, front first; returns what is left of the token budget."""
         budget, running, index = self.max_num_batched_tokens, self.running, 0
-        num_preemptions = self.counters.num_preemptions
         while index < len(running):  # victims leave at the end
             sequence = running[index]
             index += 1
@@ -168,14 +165,13 @@ class Scheduler:
             count = known - start
             if count > budget:
                 count = budget
-            if start + count > sequence.writable_len and not self._make_room(
-                step, sequence, start + count
-            ):
+            end = start + count
+            if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             budget -= count
-        return budget, self.counters.num_preemptions > num_preemptions
+        return budget
 
     def _make_room(self, step: ScheduledStep, sequence: Sequence, end: int) -> bool:
         """Have a running sequence grow, and preempt others until it can. False if it was preempted itself."""
@@ -237,17 +233,14 @@ class Scheduler:
 
         One that finds no slot waits like any other and later finds the prompt in the cache, or computes it.
         """
-        request, prompt_len = parent.request, parent.num_computed_tokens
+        request = parent.request
         siblings = [self._new_sequence(request, index) for index in range(1, request.params.n)]
         request.sequences += siblings
         for sibling in siblings:
-            if not self._free_slots:
+            if self._free_slots:
+                step.add_sibling(parent, sibling, self._free_slots.pop())
+            else:
                 insort(self.waiting, sibling, key=self._order)
-                continue
-            sibling.slot = self._free_slots.pop()
-            self.kv.share(parent, sibling)
-            step.admitted.append(sibling)
-            step.add_row(sibling, prompt_len, 0, prompt_len)
 
     def _remove(self, ended: list[Sequence]) -> None:
         """Take sequences that ended out of the queues."""
