@@ -6,21 +6,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpage.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from jaxpage.config import EngineConfig
+    from jaxpage.beam_search import BeamSearchOutput, BeamSearchSequence
+    from jaxpage.config import EngineArgs, EngineConfig
     from jaxpage.engine.snapshot import KVSnapshot
+    from jaxpage.inputs import TextPrompt, TokensPrompt
     from jaxpage.llm import LLM
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+    from jaxpage.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
+    "EngineArgs": "config",
     "EngineConfig": "config",
     "KVSnapshot": "engine.snapshot",
     "SamplingParams": "sampling_params",
-    "BeamSearchParams": "beam_search",
+    "BeamSearchParams": "sampling_params",
+    "TextPrompt": "inputs",
+    "TokensPrompt": "inputs",
     "BeamSearchOutput": "beam_search",
     "BeamSearchSequence": "beam_search",
     "RequestOutputKind": "sampling_params",
@@ -35,12 +39,15 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "KVSnapshot",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 

@@ -1,4 +1,4 @@
-"""What a user asks of a beam search and gets back: vLLM's `BeamSearchParams` and `BeamSearchOutput`.
+"""How a beam search becomes requests, and what a user gets back: vLLM's `BeamSearchOutput`.
 
 Knows names, ranges, and how they become a request and are read off it. Knows neither the search (`engine.beams`) nor
 the engine. The search is transformers' `generate(num_beams=beam_width)`, where vLLM's differs: hypotheses are scored by
@@ -7,7 +7,6 @@ the length of the answer, its EOS included, and `early_stopping` says when it is
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,54 +14,14 @@ from jaxpage.engine.beams import Beams, Hypothesis, num_candidates
 from jaxpage.outputs import Logprob
 from jaxpage.prompts import Limits
 from jaxpage.request import Request
-from jaxpage.sampling_params import SamplingParams
-
-
-@dataclass
-class BeamSearchParams:
-    """How to search. Names and defaults are vLLM's (0.32), `early_stopping` is transformers'.
-
-    Raises ValueError for values out of range and for options that jaxpage does not have.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False  # EOS no longer ends a beam
-    # Nothing is drawn, and scores are log-softmax of the raw logits, so it has no effect, as in vLLM. Where the
-    # engine's logprobs are asked to follow the temperature, only 0 and 1 are accepted.
-    temperature: float = 0.0
-    length_penalty: float = (
-        1.0  # score = cum_logprob / tokens ** length_penalty; > 0 favours length
-    )
-    include_stop_str_in_output: bool = False  # keep the text of EOS; its id is in `tokens` anyway
-    structured_outputs: Any = None
-    skip_special_tokens: bool = True
-    early_stopping: bool | str = False  # or "never"; see `engine.beams.Beams`
-
-    def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
-        if not math.isfinite(self.length_penalty):
-            raise ValueError(f"length_penalty must be finite, got {self.length_penalty!r}")
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature must be in [0, 2], got {self.temperature!r}")
-        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
-            raise ValueError(
-                f'early_stopping must be False, True or "never", got {self.early_stopping!r}'
-            )
-        if self.structured_outputs is not None:
-            raise ValueError(
-                f"structured_outputs={self.structured_outputs!r} is not supported; output cannot "
-                "be constrained by a grammar"
-            )
+from jaxpage.sampling_params import BeamSearchParams, SamplingParams
 
 
 @dataclass(kw_only=True, slots=True)
 class BeamSearchSequence:
     """One hypothesis. `tokens` and `text` begin with the prompt, `logprobs` do not."""
 
+    orig_prompt: dict[str, Any]  # "type": "token", "prompt_token_ids", and "prompt" if it was text
     tokens: list[int]
     logprobs: list[
         dict[int, Logprob]
@@ -126,17 +85,16 @@ def make_beams(
 
 def read_output(request: Request, params: BeamSearchParams, tokenizer: Any) -> BeamSearchOutput:
     """The hypotheses of a finished request."""
-    prompt = request.prompt_token_ids
     return BeamSearchOutput(
-        sequences=[_sequence(h, prompt, params, tokenizer) for h in request.beams.ended]
+        sequences=[_sequence(h, request, params, tokenizer) for h in request.beams.ended]
     )
 
 
 def _sequence(
-    hypothesis: Hypothesis, prompt: list[int], params: BeamSearchParams, tokenizer: Any
+    hypothesis: Hypothesis, request: Request, params: BeamSearchParams, tokenizer: Any
 ) -> BeamSearchSequence:
     path = hypothesis.beam.path()
-    tokens = [*prompt, *(beam.token_id for beam in path)]
+    tokens = [*request.prompt_token_ids, *(beam.token_id for beam in path)]
     text = None
     if tokenizer is not None:
         hides_eos = hypothesis.ended_by_eos and not params.include_stop_str_in_output
@@ -144,6 +102,7 @@ def _sequence(
             tokens[:-1] if hides_eos else tokens, skip_special_tokens=params.skip_special_tokens
         )
     return BeamSearchSequence(
+        orig_prompt=_original_prompt(request),
         tokens=tokens,
         logprobs=[
             {token_id: Logprob(value, rank) for rank, (token_id, value) in enumerate(row, start=1)}
@@ -154,3 +113,13 @@ def _sequence(
         finish_reason="stop" if hypothesis.ended_by_eos else "length",
         stop_reason=tokens[-1] if hypothesis.ended_by_eos else None,
     )
+
+
+def _original_prompt(request: Request) -> dict[str, Any]:
+    """The prompt as vLLM describes it."""
+    optional = {"prompt": request.prompt, "cache_salt": request.cache_salt}
+    return {
+        "type": "token",
+        "prompt_token_ids": list(request.prompt_token_ids),
+        **{name: value for name, value in optional.items() if value is not None},
+    }

@@ -1,20 +1,22 @@
-"""The composition root: the only module that knows everybody. From options to an engine that is ready to run."""
+"""The composition root: from options to an engine that is ready to run. The only module that knows all others.
+
+Its steps up to the programs are those of `composition`, which `jaxpage compile` and `jaxpage plan` take too.
+"""
 
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jaxpage.composition import executable_cache, size_from_cache
 from jaxpage.config import (
     EngineConfig,
     ResolvedConfig,
@@ -28,21 +30,15 @@ from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.models import registry
+from jaxpage.models.decoder import CausalLM
 from jaxpage.runner.block_store import BlockStore, fingerprint
-from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.facts import machine_facts
 from jaxpage.runner.host_memory import HostMemory, content_shapes
-from jaxpage.runner.memory import check_fits, pool_bytes, size_pool
-from jaxpage.runner.program_store import NUM_BLOCKS, MeasuredSizes, ProgramStore
-from jaxpage.runner.programs import compile_program, step_bytes, use_persistent_cache
+from jaxpage.runner.memory import check_room, pool_bytes
+from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.runner import Runner
-from jaxpage.tokenizer import Detokenizer, load_tokenizer
+from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
-from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
-
-if TYPE_CHECKING:
-    from jaxpage.request import Request
 
 logger = logging.getLogger("jaxpage")
 
@@ -53,6 +49,7 @@ class Built:
 
     engine: Engine
     config: ResolvedConfig
+    model: CausalLM  # live: a trainer may replace its parameters between steps
     tokenizer: Any  # of transformers; None with `skip_tokenizer_init`
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # the first is EOS proper, the others are further stop ids
@@ -67,42 +64,47 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     """
     _print_unless_configured()
     device = jax.local_devices()[0]
-    memory = (device.memory_stats() or {}).get("bytes_limit")
-    draft = make_engine_spec(options, device=device, device_memory=memory)
-    config, model = draft.config, draft.model
-    generation_config = load_generation_config(options)
+    spec = make_engine_spec(options, device=device)
+    config, model = spec.config, spec.model
+    generation_config = load_generation_config(config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
     use_persistent_cache(config.compilation_cache_dir)
-    if draft.no_kernel_reason:
-        logger.warning("attention runs in plain XLA: %s", draft.no_kernel_reason)
     if config.load_format == "dummy":
         initialise(model, seed=config.seed)
     else:
-        load(model, config.model, use_tqdm=use_tqdm)
-    for reason in draft.transform_weights():
-        logger.warning("products of int8 run in plain XLA: %s", reason)
-    draft, runner = _make_runner(draft)
-    config = draft.config
+        load(model, config.model, use_tqdm=use_tqdm and config.use_tqdm_on_load)
+    slow_products = spec.transform_weights()
+    sized, runner = _make_runner(spec)
     if config.fit_max_model_len:
-        _check_same_ropes(draft)
-    scheduler = _make_scheduler(config, runner, tokenizer)
-    logger.info("%s", config.describe())
+        _check_same_ropes(sized)
+    _log_start(sized, slow_products)
+    scheduler = _make_scheduler(sized.config, runner)
     runner.warmup()
     engine = Engine(scheduler, runner, overlap=config.async_scheduling)
     if config.kv_offload_dir is not None:
         # Exit functions run in the reverse order of their registration: this one before jax's own.
         atexit.register(_save_prefix_cache, weakref.ref(engine))
     vocab_size = model.config.vocab_size
-    eos = eos_token_ids(draft.hf_config, generation_config, tokenizer)
+    eos = eos_token_ids(spec.hf_config, generation_config, tokenizer)
     return Built(
         engine=engine,
-        config=config,
+        config=sized.config,
+        model=model,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         # Tokenizers may know more ids than the model; those it can never sample.
         eos_token_ids=tuple(i for i in eos if i < vocab_size),
         default_sampling=default_sampling(generation_config),
     )
+
+
+def _log_start(spec: EngineSpec, slow_products: set[str]) -> None:
+    """All that a start says before it compiles."""
+    if spec.no_kernel_reason:
+        logger.warning("attention runs in plain XLA: %s", spec.no_kernel_reason)
+    for reason in sorted(slow_products):
+        logger.warning("int8 products run in plain XLA: %s", reason)
+    logger.info("%s", spec.config.describe())
 
 
 def _save_prefix_cache(reference: weakref.ref[Engine]) -> None:
@@ -118,31 +120,29 @@ def _print_unless_configured() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _make_runner(draft: EngineSpec) -> tuple[EngineSpec, Runner]:
-    """The runner with its pool sized, and the draft with what the sizing made of its config."""
-    machine = machine_facts(draft.device, compiler_flags())
-    root = programs_folder(draft.config)
+def _make_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
+    """The spec with its pool sized, and a runner of it. The weights are in place: what they take is measured."""
+    cache = executable_cache(spec, flags=compiler_flags(), devices=[spec.device])
 
     def available(temp_bytes: int) -> int:
         return pool_bytes(
-            (draft.device,),
-            utilization=draft.config.gpu_memory_utilization,
+            (spec.device,),
+            utilization=spec.config.gpu_memory_utilization,
             temp_bytes=temp_bytes,
-            share_of_free=draft.config.cache_max_entry_count,
+            share_of_free=spec.config.cache_max_entry_count,
         )
 
-    sizes = MeasuredSizes(root, machine | draft.facts(0))
-    sized, num_blocks = size_kv(draft, available, sizes)
-    store = None
-    if root is not None:
-        store = ProgramStore(root, machine | sized.facts(num_blocks), [sized.device])
-        reason = store.why_empty()
-        if reason:
-            logger.info("the programs in %s are not for this start: %s", root, reason)
+    _check_room(spec, spec.num_blocks_given or 0)
+    sized = size_from_cache(spec, cache, available)
+    _check_room(sized, sized.pool.num_blocks)
+    store = cache.store(sized)
+    reason = None if store is None else store.why_empty()
+    if reason:
+        logger.info("cached executables in %s do not match this start: %s", cache.root, reason)
     runner = Runner(
         sized.model,
         buckets=sized.buckets,
-        pool_spec=sized.pool_of(num_blocks),
+        pool_spec=sized.pool,
         step_spec=sized.step_spec,
         ahead_of_time=not sized.config.enforce_eager,
         host_memory=_make_host_memory(sized),
@@ -151,16 +151,17 @@ def _make_runner(draft: EngineSpec) -> tuple[EngineSpec, Runner]:
     return sized, runner
 
 
-def programs_folder(config: ResolvedConfig) -> Path | None:
-    """Where compiled programs are kept; None if they are not."""
-    if config.enforce_eager or not config.compilation_cache_dir:
-        return None
-    return Path(config.compilation_cache_dir) / "programs"
+def _check_room(spec: EngineSpec, num_blocks: int) -> None:
+    check_room(
+        spec.device,
+        pool_bytes=num_blocks * spec.pool.bytes_per_block,
+        host_bytes=int(spec.config.swap_space * 2**30),
+    )
 
 
-def _make_host_memory(draft: EngineSpec) -> HostMemory | None:
+def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
     """Host blocks of `swap_space`, and the store on disk behind them."""
-    config, device, pool = draft.config, draft.device, draft.pool
+    config, device, pool = spec.config, spec.device, spec.pool
     if config.swap_space == 0:
         return None
     num_blocks = int(config.swap_space * 2**30) // pool.bytes_per_block
@@ -170,95 +171,29 @@ def _make_host_memory(draft: EngineSpec) -> HostMemory | None:
         )
     store = None
     if config.kv_offload_dir is not None:
-        shapes = content_shapes(draft.pool_of(2).abstract())
-        facts = [repr(draft.model.config), repr(draft.groups), repr(pool)]
-        parameters = jax.tree.leaves(nnx.state(draft.model))
-        folder = Path(config.kv_offload_dir) / fingerprint(facts, map(np.asarray, parameters))
+        shapes = content_shapes(pool)
+        # Any number of blocks of the pool will do: blocks on disk fit all of them.
+        layout = repr(replace(pool, num_blocks=0))
+        described = [repr(spec.model.config), repr(spec.groups), layout]
+        parameters = jax.tree.leaves(nnx.state(spec.model))
+        folder = Path(config.kv_offload_dir) / fingerprint(described, map(np.asarray, parameters))
         store = BlockStore(folder, [x.shape for x in shapes], [x.dtype for x in shapes])
     return HostMemory(num_blocks, device=None if device.platform == "cpu" else device, store=store)
 
 
-def size_kv(
-    draft: EngineSpec, available: Callable[[int], int], sizes: MeasuredSizes
-) -> tuple[EngineSpec, int]:
-    """The number of KV blocks, and the draft with what it makes of the two token limits. Raises ValueError.
-
-    `available(temp_bytes)` are the bytes for the pool beside a step that needs so many: compiled to be asked, unless
-    `sizes` knows it. Programs are for a number of blocks, so that of the last time is taken again if it fits and is
-    not much smaller than what would.
-    """
-    config, bytes_per_block = draft.config, draft.pool.bytes_per_block
-    footprint = draft.footprint
-    num_blocks = config.num_gpu_blocks_override
-    if num_blocks is None and config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
-    if num_blocks is None:
-        num_blocks, footprint = size_pool(
-            available=available,
-            temp_bytes=lambda bucket: sizes.remember(
-                bucket.name, lambda: bytes_besides_pool(draft, bucket)
-            ),
-            bytes_per_block=bytes_per_block,
-            footprint=footprint,
-            max_model_len=config.max_model_len,
-            must_fit=not config.fit_max_model_len,
-            max_num_seqs=config.max_num_seqs,
-        )
-        num_blocks = sizes.settle(NUM_BLOCKS, num_blocks)
-    if draft.pool.lanes:  # their kernel's block tables can name no more
-        num_blocks = min(num_blocks, MOST_BLOCKS)
-    max_model_len = config.max_model_len
-    if config.fit_max_model_len:
-        max_model_len = max(2, footprint.longest(max_model_len, num_blocks))
-    # With blocks counted out by the user, the scheduler refuses the single request that is too long.
-    if config.num_gpu_blocks_override is None:
-        check_fits(
-            footprint,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            available=num_blocks * bytes_per_block,
-        )
-    config = dataclasses.replace(
-        config,
-        num_gpu_blocks_override=num_blocks,
-        max_num_batched_tokens=footprint.max_num_batched_tokens,
-        max_model_len=max_model_len,
-    )
-    return dataclasses.replace(draft, config=config), num_blocks
-
-
-def bytes_besides_pool(draft: EngineSpec, bucket: Bucket) -> int:
-    """What a device must hold besides weights and pool: request state, temporaries and results of one step.
-
-    Compiles it, with the smallest pool: its size does not matter to the temporaries.
-    """
-    lowerings = draft.lowerings(2, (bucket,))
-    with draft.on_target():
-        programs = [
-            compile_program(name, lowerings.programs[name])
-            for name in bucket.programs(bucket.num_rows)
-        ]
-    return lowerings.state_bytes + step_bytes(programs)
-
-
-def _check_same_ropes(draft: EngineSpec) -> None:
+def _check_same_ropes(spec: EngineSpec) -> None:
     """Some RoPE types depend on max_model_len, which may have been fitted after the model was made."""
-    config = draft.config
+    config = spec.config
     length = config.max_model_len
-    fitted = registry.build(draft.hf_config, dtype=config.dtype, max_model_len=length)
-    if fitted.config.ropes != draft.model.config.ropes:
+    fitted = registry.build(spec.hf_config, dtype=config.dtype, max_model_len=length)
+    if fitted.config.ropes != spec.model.config.ropes:
         raise ValueError(
             f'max_model_len="auto" came to {length}, and the RoPE of this model depends on it; '
             f"pass max_model_len={length}"
         )
 
 
-def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> Scheduler:
-    def make_detokenizer(request: Request) -> Detokenizer | None:
-        if tokenizer is None or not request.params.detokenize:
-            return None
-        return Detokenizer(tokenizer, request.params, request.prompt_token_ids)
-
+def _make_scheduler(config: ResolvedConfig, runner: Runner) -> Scheduler:
     memory = runner.host_memory
     kv = KVCache(
         runner.pool_spec.num_blocks,
@@ -276,5 +211,4 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, tokenizer: Any) -> S
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
-        make_detokenizer=make_detokenizer,
     )

@@ -55,6 +55,7 @@ class EngineFlags(EngineConfig):
     model: str = ""  # a checkpoint folder; none: the tiny one of the demo
     hf_overrides: JsonDict = None  # merged into config.json
     override_generation_config: JsonDict = None  # merged into generation_config.json
+    options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

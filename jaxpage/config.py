@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from jaxpage.hub import local_folder
 from jaxpage.vllm_options import translate
 
 if TYPE_CHECKING:
@@ -58,14 +62,25 @@ _RANGES = {  # both ends included
     "decode_steps": (1, 1024),
     "max_logprobs": (-1, 2**20),
 }
+_FLAGS = (
+    "skip_tokenizer_init",
+    "enable_prefix_caching",
+    "async_scheduling",
+    "enforce_eager",
+    "use_tqdm_on_load",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What the user asked for; `resolve` decides the rest. Raises ValueError for bad values."""
 
-    model: str  # a checkpoint folder
-    tokenizer: str | None = None  # a folder; None: the model's
+    model: str  # a checkpoint folder, or a name on the Hugging Face hub, see `hub.local_folder`
+    tokenizer: str | None = None  # the same; None: the model's
+    revision: str | None = None  # branch, tag or commit of a model of the hub; None: main
+    tokenizer_revision: str | None = None  # None: `revision`
+    download_dir: str | None = None  # cache of models of the hub; None: Hugging Face's
+    hf_token: bool | str | None = field(default=None, repr=False)  # for models that need one
     skip_tokenizer_init: bool = False  # ids in, ids out
     # "auto": the checkpoint's, but bfloat16 for float32; or float16, bfloat16, float32
     dtype: str = "auto"
@@ -90,7 +105,8 @@ class EngineConfig:
     decode_steps: int = 8  # decode steps in one launch
     load_format: str = "auto"  # "auto" and "safetensors" read the checkpoint, "dummy" is random
     quantization: str | None = None  # "int8": round weights and activations of linear layers
-    hf_overrides: dict[str, Any] | None = None  # merged into config.json, nested dicts too
+    # merged into config.json, nested dicts too; or a function from the config to another one
+    hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None
     # default sampling and extra EOS ids: "auto": the model's file; "vllm": neutral; or a folder
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
@@ -100,10 +116,25 @@ class EngineConfig:
     max_logprobs: int = 20  # largest `logprobs` of a request; -1: the vocabulary
     logprobs_mode: str = "raw"  # or "temperature", "processed": which logits they come from
     chat_template: str | None = None  # a file or the template; None: the tokenizer's
+    use_tqdm_on_load: bool = True  # show how far the weights are loaded
+    # Names of options that were given and change nothing here; told at start-up.
+    options_without_effect: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            object.__setattr__(self, name, _dtype_name(getattr(self, name)))
+        for name in ("model", "tokenizer", "chat_template"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        for name in ("hf_overrides", "override_generation_config"):
+            if getattr(self, name) == {}:
+                object.__setattr__(self, name, None)
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(
+                f"model must be a folder or a name on the Hugging Face hub, got {self.model!r}"
+            )
         for name, choices in _CHOICES.items():
-            value = str(getattr(self, name)).removeprefix("torch.")
+            value = str(getattr(self, name))
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         for name, (low, high) in _RANGES.items():
@@ -112,14 +143,14 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an int in {low}..{high}, got {value!r}")
         for name in ("gpu_memory_utilization", "cache_max_entry_count"):
             share = getattr(self, name)
-            if share is not None and not 0 < share <= 1:
+            if share is not None and not (_is_number(share) and 0 < share <= 1):
                 raise ValueError(f"{name} must be in (0, 1], got {share!r}")
         if self.cache_max_entry_count is not None and self.gpu_memory_utilization != 0.92:
             raise ValueError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} is a share of all memory, "
                 "cache_max_entry_count of what the weights leave free; give one of them"
             )
-        if not 0 <= self.swap_space < 2**20:
+        if not (_is_number(self.swap_space) and 0 <= self.swap_space < 2**20):
             raise ValueError(f"swap_space must be a number of GiB, got {self.swap_space!r}")
         if self.swap_space == 0 and (self.preemption_mode == "swap" or self.kv_offload_dir):
             needs = "preemption_mode='swap'" if self.preemption_mode == "swap" else "kv_offload_dir"
@@ -130,20 +161,47 @@ class EngineConfig:
             _parse_count("max_model_len", self.max_model_len)
         if self.kv_cache_memory_bytes is not None:
             _parse_count("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
-        for name in ("hf_overrides", "override_generation_config"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
-                raise ValueError(f"{name} must be a dict, got {value!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not (
+            self.hf_overrides is None
+            or isinstance(self.hf_overrides, dict)
+            or callable(self.hf_overrides)
+        ):
+            raise ValueError(f"hf_overrides must be a dict or callable, got {self.hf_overrides!r}")
+        overrides = self.override_generation_config
+        if overrides is not None and not isinstance(overrides, dict):
+            raise ValueError(f"override_generation_config must be a dict, got {overrides!r}")
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """The config of keyword arguments that may be any of vLLM's, or LMDeploy's `quant_policy`.
 
-        Options of vLLM that jaxpage lacks are accepted at their neutral value. Raises ValueError
+        Options of vLLM that jaxpage lacks are accepted at values that ask for nothing. Raises ValueError
         for other values of them, TypeError for names that nobody knows.
         """
-        known = {f.name for f in dataclasses.fields(EngineConfig)}
-        return cls(**translate(options, known))
+        if options.get("model") is None:
+            raise ValueError("model must be a folder or a name on the Hugging Face hub, got None")
+        known = [f.name for f in dataclasses.fields(EngineConfig)]
+        ours, without_effect = translate(options, known)
+        given = tuple(ours.pop("options_without_effect", ()))
+        return cls(**ours, options_without_effect=(*given, *without_effect))
+
+    def with_local_files(self) -> EngineConfig:
+        """The same with folders for names of the hub, downloaded where that is needed. Raises ValueError."""
+        options = {
+            "download_dir": self.download_dir,
+            "token": self.hf_token,
+            "needs_weights": self.load_format != "dummy",
+        }
+        model = local_folder("model", self.model, revision=self.revision, **options)
+        tokenizer = self.tokenizer
+        if tokenizer is not None and not self.skip_tokenizer_init:
+            revision = self.tokenizer_revision or self.revision
+            options["needs_weights"] = False
+            tokenizer = local_folder("tokenizer", tokenizer, revision=revision, **options)
+        return dataclasses.replace(self, model=model, tokenizer=tokenizer)
 
     def resolve(
         self,
@@ -168,7 +226,11 @@ class EngineConfig:
         default_tokens = max(min(default_tokens, max_num_seqs * max_model_len), max_num_seqs)
         dtype = _resolve_dtype(self.dtype, hf_config)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(EngineConfig)}
+        without_effect = self.options_without_effect
+        if platform == "cpu" and self.gpu_memory_utilization != 0.92:
+            without_effect += ("gpu_memory_utilization",)
         values |= {
+            "options_without_effect": without_effect,
             "tokenizer": self.tokenizer or self.model,
             "dtype": dtype,
             "kv_cache_dtype": _resolve_kv_cache_dtype(self.kv_cache_dtype, dtype),
@@ -179,8 +241,6 @@ class EngineConfig:
             and _parse_count("kv_cache_memory_bytes", self.kv_cache_memory_bytes),
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens or default_tokens,
-            "hf_overrides": self.hf_overrides or {},
-            "override_generation_config": self.override_generation_config or {},
             "compilation_cache_dir": resolve_cache_dir(self.compilation_cache_dir),
             "logprobs_mode": _LOGPROBS_MODES[self.logprobs_mode],
         }
@@ -205,9 +265,22 @@ class EngineConfig:
         return wanted
 
 
+@dataclass(frozen=True, kw_only=True, init=False)
+class EngineArgs(EngineConfig):
+    """vLLM's way to write down options: `LLM(**dataclasses.asdict(EngineArgs(model=..., ...)))`.
+
+    Takes what `EngineConfig.from_options` takes, and raises what it raises.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        config = EngineConfig.from_options(model=model, **options)
+        for f in dataclasses.fields(config):
+            object.__setattr__(self, f.name, getattr(config, f.name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """An EngineConfig without anything left to decide; what stays None was not asked for.
+    """An EngineConfig without anything left to decide; what stays None was not asked for, or has no use here.
 
     `compilation_cache_dir` is "" if there is no cache, `dtype` one of float16, bfloat16, float32, and
     `kv_cache_dtype` either the same or one of int8, int4, fp8_e4m3, fp8_e5m2.
@@ -219,14 +292,12 @@ class ResolvedConfig(EngineConfig):
     kv_cache_memory_bytes: int | None = None
     max_num_seqs: int = field()
     max_num_batched_tokens: int = field()
-    hf_overrides: dict[str, Any] = field()
-    override_generation_config: dict[str, Any] = field()
     compilation_cache_dir: str = field()
     fit_max_model_len: bool = False  # lower `max_model_len` to what fits the KV memory
 
     def describe(self) -> str:
-        """One line per option, for the log."""
-        values = dataclasses.asdict(self)
+        """One line per option, for the log of whoever looks for mistakes."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.repr}
         width = max(map(len, values))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
 
@@ -252,8 +323,17 @@ def _batch_limits(platform: str, device_kind: str, device_memory: int | None) ->
     return 256, 8192
 
 
+def _dtype_name(dtype: Any) -> str:
+    """Its name, of a str, or of a dtype of NumPy, jax or torch."""
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    try:
+        return str(dtype) if dtype is None else np.dtype(dtype).name
+    except TypeError:
+        return str(dtype).removeprefix("torch.")
+
+
 def _resolve_dtype(dtype: str, hf_config: PretrainedConfig) -> str:
-    dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto":
         return _DTYPES[dtype]
     text_config = hf_config.get_text_config()
@@ -263,7 +343,6 @@ def _resolve_dtype(dtype: str, hf_config: PretrainedConfig) -> str:
 
 
 def _resolve_kv_cache_dtype(kv_cache_dtype: str, dtype: str) -> str:
-    kv_cache_dtype = str(kv_cache_dtype).removeprefix("torch.")
     if kv_cache_dtype in _KV_CACHE_FORMATS:
         return _KV_CACHE_FORMATS[kv_cache_dtype]
     if kv_cache_dtype != "auto" and _DTYPES[kv_cache_dtype] != dtype:
@@ -304,6 +383,10 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _parse_count(name: str, value: Any) -> int:
     """A positive int; as vLLM, "8k" is 8000, "8K" is 8192, "1.5k" is 1500."""
     if _is_int(value) and 0 < value < 2**63:
@@ -318,8 +401,10 @@ def _parse_count(name: str, value: Any) -> int:
     raise ValueError(f'{name} must be a positive int, or one like "8k" or "8K", got {value!r}')
 
 
-def load_hf_config(model: str, hf_overrides: dict[str, Any] | None = None) -> PretrainedConfig:
-    """config.json of the folder `model`, or that file, with `hf_overrides` merged in, as transformers reads it.
+def load_hf_config(
+    model: str, hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None
+) -> PretrainedConfig:
+    """config.json of the folder `model`, or that file, with `hf_overrides` applied, as transformers reads it.
 
     Reads no other file, runs no code of the checkpoint, asks no network. Raises ValueError.
     """
@@ -328,17 +413,25 @@ def load_hf_config(model: str, hf_overrides: dict[str, Any] | None = None) -> Pr
     file = Path(model) if Path(model).is_file() else Path(model, "config.json")
     if not file.parent.is_dir():
         raise ValueError(
-            f"model={model!r} is not a folder; jaxpage reads local checkpoints, so download it "
-            "first (hf download NAME --local-dir FOLDER) and give the folder"
+            f"model={model!r} is not a folder; give the folder of a checkpoint, which can be had with "
+            "hf download NAME --local-dir FOLDER"
         )
-    values = _merge(_read_json(file), hf_overrides or {})
+    values = _read_json(file)
+    if isinstance(hf_overrides, dict):
+        values = _merge(values, hf_overrides)
     model_type = values.get("model_type", "")
     if model_type not in CONFIG_MAPPING:
+        code = "its code comes with the checkpoint, which is never run, whatever trust_remote_code says"
         raise ValueError(
-            f"{file} has model_type {model_type!r}, which this version of "
-            "transformers does not know; code that comes with a checkpoint is not run"
+            f"{file} has model_type {model_type!r}, which this version of transformers does not know"
+            f"{'; ' + code if 'auto_map' in values else ''}"
         )
-    return CONFIG_MAPPING[model_type].from_dict(values)
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as error:  # of many types, according to what is wrong
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise ValueError(f"{file} cannot be read: {reason}") from error
+    return hf_overrides(config) if callable(hf_overrides) else config
 
 
 def load_generation_config(config: EngineConfig) -> dict[str, Any]:
@@ -372,24 +465,31 @@ def eos_token_ids(
     The first is the model's EOS proper; the others count as stop ids, and are the `stop_reason` (as in vLLM).
     """
     found: dict[int, None] = {}
-    for value in (
-        getattr(tokenizer, "eos_token_id", None),
-        getattr(hf_config, "eos_token_id", None),
-        getattr(hf_config.get_text_config(), "eos_token_id", None),
-        generation_config.get("eos_token_id"),
+    for source, value in (
+        ("the tokenizer", getattr(tokenizer, "eos_token_id", None)),
+        ("config.json", getattr(hf_config, "eos_token_id", None)),
+        ("config.json", getattr(hf_config.get_text_config(), "eos_token_id", None)),
+        ("the generation config", generation_config.get("eos_token_id")),
     ):
-        ids = value if isinstance(value, Iterable) else () if value is None else (value,)
+        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if not all(map(_is_int, ids)):
+            raise ValueError(
+                f"eos_token_id of {source} must be a token id or a list of them, got {value!r}"
+            )
         found.update(dict.fromkeys(ids))
     return tuple(found)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; is the folder a checkpoint?") from None
     except ValueError as e:
         raise ValueError(f"{path} is not JSON: {e}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, it holds a {type(values).__name__}")
+    return values
 
 
 def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.aot.topology import missing_compiler
+from jaxpage.aot.check import check_compiler
+from jaxpage.aot.topology import COMPILERS
 from jaxpage.config import compiler_flags, resolve_cache_dir
+from jaxpage.device import Device
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.ops.attention import choose
-from jaxpage.runner.facts import version_of
+from jaxpage.runner.fingerprint import version_of
 from jaxpage.runner.program_store import survey
+from pallas_kernels import hopper
 
 PACKAGES = ("jaxpage", "jax", "jaxlib", "flax", "numpy", "transformers", "orbax-checkpoint")
-COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
 FREE_DISK = 1 << 30  # bytes that a cache should have left
 MB, GB = 10**6, 10**9
 
@@ -43,7 +45,7 @@ def main(compilation_cache_dir: str | None = None) -> int:
     for title, lines in (
         ("versions", _versions()),
         ("devices", _devices()),
-        ("compilers for chips that are not here", _compilers()),
+        ("compilers for other hardware", _compilers()),
         ("compiled programs", _cache(resolve_cache_dir(compilation_cache_dir))),
     ):
         print(title)
@@ -71,19 +73,17 @@ def _devices() -> Iterator[Line]:
         return
     for name in platforms:
         devices = jax.devices(name)
-        device = devices[0]
-        limit = (device.memory_stats() or {}).get("bytes_limit")
+        device = Device.of(devices[0])
+        limit = device.memory_bytes
         memory = f", {limit / GB:.1f} GB for programs" if limit else ""
-        yield Line(name, f"{len(devices)} x {device.device_kind}{memory}")
-        reason = _why_no_kernel(device)
-        kernel = f"plain XLA: {reason}" if reason else "plain XLA" if name == "cpu" else "kernel"
-        yield Line("", f"attention of a model such as Qwen2.5-3B: {kernel}")
-        error = _error_of_product(device)
+        yield Line(name, f"{len(devices)} x {device.kind}{memory}")
+        yield Line("", f"attention of a model such as Qwen2.5-3B: {_attention(device)}")
+        error = _error_of_product(devices[0])
         yield Line("", f"a bfloat16 product has a relative error of {error:.1e}", error < 1e-2)
 
 
-def _why_no_kernel(device: jax.Device) -> str | None:
-    """Why XLA has to serve 16 query heads on 2 KV heads there, if there is a reason."""
+def _attention(device: Device) -> str:
+    """What serves 16 query heads on 2 KV heads there, and why it is not a kernel."""
     pool = KVPoolSpec(
         num_arrays=1,
         num_blocks=2,
@@ -93,16 +93,10 @@ def _why_no_kernel(device: jax.Device) -> str | None:
         dtype=jnp.dtype(jnp.bfloat16),
         platform=device.platform,
     )
-    _, reason = choose(
-        pool,
-        platform=device.platform,
-        num_devices=1,
-        table=(256, 256),
-        num_heads=16,
-        device_kind=device.device_kind,
-        compute_capability=getattr(device, "compute_capability", None),
-    )
-    return reason
+    choice = choose(pool, device, num_devices=1, table=(256, 256), num_heads=16)
+    if choice.name != "xla":
+        return "kernel"
+    return ": ".join(["plain XLA", *choice.refusals])
 
 
 def _error_of_product(device: jax.Device) -> float:
@@ -117,9 +111,12 @@ def _error_of_product(device: jax.Device) -> float:
 
 
 def _compilers() -> Iterator[Line]:
-    for name, package in COMPILERS.items():
-        missing = missing_compiler(name)
-        yield Line(name, missing or f"{package} {version_of(package)}: `jaxpage plan` can be asked")
+    for name in COMPILERS:
+        yield Line(name, *check_compiler(name))
+    if path := hopper.find_ptxas():
+        version = hopper.ptxas_version(path)
+        text = "version unknown" if version is None else ".".join(map(str, version))
+        yield Line("ptxas", hopper.unsupported_ptxas(path, version) or f"{text} ({path})")
 
 
 def _cache(folder: str) -> Iterator[Line]:
@@ -141,7 +138,7 @@ def _cache(folder: str) -> Iterator[Line]:
     text = (
         f"{found.num_programs} programs, {found.num_bytes / MB:.0f} MB, of {found.num_sets} engines"
     )
-    yield Line("kept", text)
+    yield Line("cached", text)
     for path in found.damaged:
         yield Line("damaged", f"{path}; it is compiled anew when it is needed", False)
     for path in found.unsafe:

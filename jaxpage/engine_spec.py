@@ -1,7 +1,7 @@
-"""What an engine is before it has weights: everything that its programs follow from, from config.json alone.
+"""The shapes of an engine, from config.json alone: all that its programs depend on.
 
-Knows which shapes model, pool and steps have on a device, or on those of a mesh that may not be here. Must not know
-where weights come from, how many blocks fit, or when programs are compiled.
+Knows which shapes model, pool and steps have on one device, or on the devices of a mesh, which may be a compile-only
+topology. Must not know where weights come from, how many blocks fit, or when programs are compiled.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpage.config import EngineConfig, ResolvedConfig, load_hf_config
+from jaxpage.device import Device
 from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
-from jaxpage.ops.attention import choose, num_sharded_kv_heads
+from jaxpage.ops import attention, matmul
+from jaxpage.ops.implementations import Choice
 from jaxpage.runner.buckets import Bucket, make_buckets
-from jaxpage.runner.lowering import Lowerings
+from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
-from jaxpage.runner.step import StepSpec
-from jaxpage.weights.spec import specs
+from jaxpage.runner.spec import StepSpec
+from jaxpage.weights.spec import ParamSpec, specs
 from jaxpage.weights.transform import join_projections, quantize
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,18 +38,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """The parts of an engine whose shapes are settled.
+    """Model, pool and steps of an engine as shapes.
 
-    `config` may be replaced by one with fewer tokens, once it is known how many blocks fit; the groups stay.
+    `composition.size` replaces `pool` by one with blocks, and `config` by one with the token limits that these allow.
+    The KV groups stay as they are.
     """
 
     config: ResolvedConfig
     hf_config: PretrainedConfig
-    device: jax.Device  # or one of those of the mesh: all are of a kind
-    mesh: Mesh | None  # None: the device that is here
-    model: CausalLM  # of shapes, until somebody loads it
+    device: jax.Device  # one of the mesh's, if there is a mesh: all are of one kind
+    hardware: Device  # what that device is
+    mesh: Mesh | None  # None: `device` alone
+    model: CausalLM  # abstract until weights are loaded into it
     groups: KVGroups
-    pool: KVPoolSpec  # as yet without a block
+    pool: KVPoolSpec  # with num_blocks=0 until it is sized
     no_kernel_reason: str | None  # why attention is XLA's, where a kernel could have served
 
     @property
@@ -55,7 +60,7 @@ class EngineSpec:
 
     @property
     def footprint(self) -> SequenceFootprint:
-        """What its sequences need of the pool."""
+        """What a sequence needs of the pool."""
         return SequenceFootprint(
             windows=self.groups.windows,
             block_size=self.config.block_size,
@@ -64,7 +69,7 @@ class EngineSpec:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The padded sizes of its steps."""
+        """The padded sizes of steps."""
         config = self.config
         return make_buckets(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
@@ -89,41 +94,68 @@ class EngineSpec:
         )
 
     def transform_weights(self) -> set[str]:
-        """What is done to the model, with weights or without, before its programs are lowered.
+        """Join and quantise the model's parameters in place, arrays or shapes. Call once, before `lowerings`.
 
-        Returns why products of int8 are XLA's, where a kernel could have served.
+        Returns the reasons why int8 products are XLA's, where a kernel could have served.
         """
         if self.num_devices == 1:  # a joined weight has no even split
             join_projections(self.model)
         if self.config.quantization == "int8":
-            return quantize(self.model, self.device, num_devices=self.num_devices)
+            return quantize(self.model, self.choose_matmul)
         return set()
 
-    def pool_of(self, num_blocks: int) -> KVPoolSpec:
-        return replace(self.pool, num_blocks=num_blocks)
+    def choose_matmul(self, weight: QuantizedWeight) -> Choice[matmul.MatmulKernel]:
+        """What computes products with a quantised weight of the model."""
+        return matmul.choose(
+            weight, self.hardware, num_devices=self.num_devices, dtype=self.model.config.dtype
+        )
 
-    def lowerings(self, num_blocks: int, buckets: tuple[Bucket, ...] = ()) -> Lowerings:
-        """Its programs, or those of other `buckets`, with a pool of so many blocks. Lower them inside `on_target`."""
+    def with_blocks(self, num_blocks: int) -> EngineSpec:
+        """The same with a pool of `num_blocks` blocks."""
+        return replace(self, pool=replace(self.pool, num_blocks=num_blocks))
+
+    @property
+    def num_blocks_given(self) -> int | None:
+        """The blocks of the pool that the user asked for; None: as many as fit."""
+        config = self.config
+        if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes // self.block_bytes
+        return config.num_gpu_blocks_override
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block on one device."""
+        return self.pool.bytes_per_block // (self.num_devices if self.pool.sharded else 1)
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of each parameter on one device, by path."""
+        return {
+            path: _bytes_on_one_device(each, self.mesh) for path, each in specs(self.model).items()
+        }
+
+    def lowerings(self, buckets: tuple[Bucket, ...] = ()) -> Lowerings:
+        """The programs of its buckets, or of others. Lower them inside `on_target`."""
         return Lowerings(
             self.model,
             buckets=buckets or self.buckets,
-            pool_spec=self.pool_of(num_blocks),
+            pool_spec=self.pool,
             step_spec=self.step_spec,
             moves_blocks=self.config.swap_space > 0,
             mesh=self.mesh,
         )
 
     def on_target(self) -> AbstractContextManager[Any]:
-        """Where Pallas, which asks the mesh for which chip to lower, lowers for it; else it sees this machine."""
+        """A context in which Pallas lowers for the chip of the mesh; outside of it, it lowers for this machine."""
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    def facts(self, num_blocks: int) -> dict[str, str]:
-        """What its programs depend on besides the machine, as text; see `runner.program_store`."""
+    def fingerprint(self) -> dict[str, str]:
+        """Name -> text of all that its programs depend on besides the machine; see `runner.program_store`."""
         parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(self.model).items()]
         return {
             "model": repr(self.model.config),
             "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
-            "KV pool": repr(self.pool_of(num_blocks)),
+            "KV pool": repr(self.pool),
             "steps": repr(self.step_spec),
             "rows": str(self.buckets[-1].num_rows),
             "moves blocks": str(self.config.swap_space > 0),
@@ -134,25 +166,29 @@ def make_engine_spec(
     options: EngineConfig,
     *,
     device: jax.Device,
-    device_memory: int | None,
+    device_memory: int | None = None,
     mesh: Mesh | None = None,
 ) -> EngineSpec:
-    """Reads config.json and no other file. Raises ValueError for what cannot be served.
+    """Reads config.json and no other file, unless the model must be downloaded. Raises ValueError for what cannot be
+    served.
 
-    `device_memory`: bytes of the device, None if it does not tell; `mesh`: of devices like `device`.
+    `device_memory`: bytes of the device, None to ask it; `mesh`: of devices like `device`.
     """
+    options = options.with_local_files()
+    hardware = Device.of(device, memory_bytes=device_memory)
     hf_config = load_hf_config(options.model, options.hf_overrides)
+    registry.family(hf_config)  # an unknown architecture is refused before what its config lacks
     config = options.resolve(
         hf_config,
-        platform=device.platform,
-        device_kind=device.device_kind,
-        device_memory=device_memory,
+        platform=hardware.platform,
+        device_kind=hardware.kind,
+        device_memory=hardware.memory_bytes,
     )
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
     groups = group_layers(model.config.windows, config.max_model_len)
     num_devices = 1 if mesh is None else mesh.size
     num_heads, num_kv_heads = model.config.num_heads, model.config.num_kv_heads
-    of_pool = num_sharded_kv_heads(num_heads, num_kv_heads, num_devices)
+    of_pool = attention.num_sharded_kv_heads(num_heads, num_kv_heads, num_devices)
     pool = KVPoolSpec(
         num_arrays=groups.num_arrays,
         num_blocks=0,
@@ -162,29 +198,33 @@ def make_engine_spec(
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
         sharded=of_pool > 0,
-        platform=device.platform,
+        platform=hardware.platform,
     )
-    pool, reason = choose(
+    choice = attention.choose(
         pool,
-        platform=device.platform,
+        hardware,
         num_devices=num_devices,
         table=(config.max_num_seqs, _blocks_per_row(config)),
         num_heads=num_heads,
-        device_kind=device.device_kind,
-        compute_capability=getattr(device, "compute_capability", None),  # of GPUs
     )
     return EngineSpec(
         config=config,
         hf_config=hf_config,
         device=device,
+        hardware=hardware,
         mesh=mesh,
         model=model,
         groups=groups,
-        pool=pool,
-        no_kernel_reason=reason,
+        pool=choice.chosen,
+        no_kernel_reason=choice.reason,
     )
 
 
+def _bytes_on_one_device(parameter: ParamSpec, mesh: Mesh | None) -> int:
+    shape = parameter.sharding(mesh).shard_shape(parameter.shape)
+    return num_bytes(jax.ShapeDtypeStruct(shape, parameter.dtype))
+
+
 def _blocks_per_row(config: ResolvedConfig) -> int:
-    """Of a block table."""
+    """Entries in a row of a block table."""
     return -(-config.max_model_len // config.block_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,15 @@ from pallas_kernels.paged_attention import gpu_layout, tpu_layout
 
 Layer = jax.Array | QuantizedPool
 KVPool = list[Layer]
-KernelSizes = gpu_layout.TileSizes | tpu_layout.TileSizes  # of the kernel that reads the pool
+KernelSizes = gpu_layout.TileSizes | tpu_layout.TileSizes
+# "heads": [num_blocks, block_size, 2 * num_kv_heads, head_dim]. "tpu": the last two axes are one, see
+# `paged_attention.tpu_layout`.
+Layout = Literal["heads", "tpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVPoolSpec:
-    """Shape of the pool: `num_arrays` times `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`.
+    """Shape of the pool: `num_arrays` times `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, or `layout`'s.
 
     An array for each layer; of layers in several KV-cache groups for each layer of one group (see `kv_groups`).
 
@@ -39,9 +42,12 @@ class KVPoolSpec:
     format: str | None = None  # one of `quantized.FORMATS`; None: kept in `dtype`
     sharded: bool = False  # a share of the heads is on each device of the mesh
     platform: str | None = None  # "cpu", "gpu" or "tpu", where it will lie; None: jax's default
-    lanes: bool = False  # a slot's heads side by side in one row, see `paged_attention.tpu_layout`
-    scale_rows: int = 4  # in lanes: rows of scales and zeros for each KV head
-    kernel_sizes: KernelSizes | None = None  # with which a kernel reads it; None: XLA
+    attention: Literal["xla", "tpu", "hopper"] = (
+        "xla"  # the implementation that reads it, see `ops.attention`
+    )
+    kernel_sizes: KernelSizes | None = None  # tile sizes of that implementation; XLA has none
+    layout: Layout = "heads"
+    scale_rows: int = 4  # with layout "tpu": rows of scales and zeros for each KV head
 
     def __post_init__(self) -> None:
         if self.format == "int4" and self.head_dim % 2:
@@ -54,7 +60,7 @@ class KVPoolSpec:
     def array_shape(self) -> tuple[int, ...]:
         """Of an array, or of its data if it is quantised."""
         width = self.head_dim // 2 if self.format == "int4" else self.head_dim
-        if self.lanes:
+        if self.layout == "tpu":
             return (self.num_blocks, self.block_size, 2 * self.num_kv_heads * width)
         return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, width)
 
@@ -63,7 +69,7 @@ class KVPoolSpec:
         if not self.sharded:
             return ()
         is_scale_zero = self.format is not None and array.dtype != jnp.uint8
-        if self.lanes and is_scale_zero:
+        if self.layout == "tpu" and is_scale_zero:
             return ("blocks", "kv_heads", "block")
         return ("blocks", "block", "kv_heads")
 
@@ -92,7 +98,7 @@ class KVPoolSpec:
         scale_zero_dtype = self._storage_dtype(jnp.float32 if wide else jnp.bfloat16)
         num_blocks, block_size = self.array_shape[:2]
         shape = (num_blocks, block_size, 2 * self.num_kv_heads, 2)
-        if self.lanes:
+        if self.layout == "tpu":
             shape = (num_blocks, self.scale_rows * self.num_kv_heads, block_size)
         return QuantizedPool(
             data=make(self.array_shape, jnp.uint8),

@@ -1,14 +1,8 @@
-"""What a user gets back: vLLM's output types, and how they are read off a request.
-
-Plain data. Knows the request, not the engine; holds no reference into either, so an output stays
-as it is while its request goes on.
-"""
+"""What a user gets back: vLLM's output types. Plain data; an output stays as it is while its request goes on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from jaxpage.request import Request, Sequence
 
 
 @dataclass(slots=True)
@@ -29,8 +23,11 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None  # of `token_ids`; None unless logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None  # one dict per output token: id -> Logprob
+    routed_experts: None = None  # this and the two at the end: vLLM's, not yet filled
     finish_reason: str | None = None  # "stop", "length", "abort"; None while running
     stop_reason: int | str | None = None  # stop string or id; None for EOS and other reasons
+    lora_request: None = None
+    weight_versions: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -72,68 +69,22 @@ class RequestStateStats:
 
 @dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """One prompt and its `n` continuations, in the order of their index."""
+    """One prompt and its continuations, in the order of their index.
+
+    What `outputs` has follows from `SamplingParams.output_kind`. CUMULATIVE: all `n` continuations so
+    far. DELTA: those that gained tokens or ended, with text, ids and logprobs since the last output.
+    FINAL_ONLY: all, once, when the last of them has ended.
+    """
 
     request_id: str
     prompt: str | None  # None if the prompt was given as ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: None = None  # always None; here because vLLM's users look at it
+    prompt_logprobs: None = None  # this, `lora_request` and `encoder_prompt*`: vLLM's, always None
     metrics: RequestStateStats
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-
-
-def from_request(request: Request) -> RequestOutput:
-    """The state of `request` now, as a copy. A finished sequence's detokenizer is flushed."""
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=list(request.prompt_token_ids),
-        outputs=[_completion(s) for s in sorted(request.sequences, key=lambda s: s.index)],
-        finished=request.finished,
-        metrics=_stats(request),
-        num_cached_tokens=request.num_cached_tokens,
-    )
-
-
-def _completion(sequence: Sequence) -> CompletionOutput:
-    detokenizer, logprobs = sequence.detokenizer, sequence.logprobs
-    if detokenizer is not None and sequence.finished:
-        detokenizer.flush()
-    if logprobs is not None:
-        if detokenizer is not None:
-            _fill_decoded_tokens(logprobs, detokenizer)
-        logprobs = list(logprobs)
-    return CompletionOutput(
-        index=sequence.index,
-        text="" if detokenizer is None else detokenizer.text,
-        token_ids=sequence.output_token_ids,
-        cumulative_logprob=None if logprobs is None else sequence.cumulative_logprob,
-        logprobs=logprobs,
-        finish_reason=None if sequence.finish_reason is None else str(sequence.finish_reason),
-        stop_reason=sequence.stop_reason,
-    )
-
-
-def _fill_decoded_tokens(logprobs: list[dict[int, Logprob]], detokenizer) -> None:
-    """Name the tokens of the positions that came since the last output."""
-    for position in reversed(logprobs):
-        for token_id, entry in position.items():
-            if entry.decoded_token is not None:
-                return
-            entry.decoded_token = detokenizer.decode_token(token_id)
-
-
-def _stats(request: Request) -> RequestStateStats:
-    first_token = request.first_token_time or 0.0
-    return RequestStateStats(
-        num_generation_tokens=sum(s.num_output_tokens for s in request.sequences),
-        num_preemptions=request.num_preemptions,
-        arrival_time=request.arrival_time,
-        queued_ts=request.queued_time,
-        scheduled_ts=request.first_scheduled_time or 0.0,
-        first_token_ts=first_token,
-        last_token_ts=request.last_token_time or 0.0,
-        first_token_latency=first_token - request.queued_time if first_token else 0.0,
-    )
+    num_cache_creation_tokens: int = 0  # prompt tokens that the prefix cache gained

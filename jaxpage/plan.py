@@ -50,7 +50,7 @@ class StepPlan:
     """One step: parallel lists with one entry per row, and what changes on the device before the rows run.
 
     A row computes tokens `starts .. starts + num_tokens` of the sequence in its request slot. Their ids are not in the
-    plan: the device keeps the token history of every request slot (see `batch.RequestState`).
+    plan: the device keeps the token history of every request slot (see `runner.slots`).
 
     A row that is not late and has `num_tokens == 0` is a sibling row: a further sequence of the request in the row
     before it (which may be a sibling row too). It samples from the logits of that row, so a prompt is computed once,

@@ -1,7 +1,7 @@
 """Pictures of the KV pool: how full it is over time, who shares what, the tree of prefixes, what is waste and why.
 
-Knows matplotlib (extra `notebooks`), which is imported when a picture is drawn, and the plain data of `LLM.stats` and
-`LLM.kv_snapshot`. Must not know an engine. Each function draws into `ax`, or into a new figure, and returns the axes.
+They need matplotlib (extra `notebooks`) and the plain data of `LLM.stats` and `LLM.kv_snapshot`. Each function draws
+into `ax`, or into a new figure, and returns the axes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from jaxpage.engine.stats import EngineStats
 
 OWN, SHARED, HOST = "lightsteelblue", "tab:orange", "lightgrey"
-CAUSES = {
-    "partial": "rest of a last block",
-    "ahead": "blocks ahead",
-}  # of `KVSnapshot.unused_slots`
+# Of `KVSnapshot.unused_slots`.
+CAUSES = {"partial": "rest of a last block", "ahead": "blocks ahead"}
 
 
 def occupancy(stats: Sequence[EngineStats], ax: Axes | None = None) -> Axes:
@@ -82,18 +80,18 @@ def prefix_tree(snapshot: KVSnapshot, ax: Axes | None = None) -> Axes:
         block_hash = int(snapshot.hashes[block_id])
         hits[block_hash] += int(snapshot.hits[block_id])
         parents[block_hash] = int(snapshot.parents[block_id])
-    places = _places(parents)
+    positions = _tree_positions(parents)
     edges = []
-    for block_hash, (depth, line) in places.items():
+    for block_hash, (depth, line) in positions.items():
         parent, count = parents[block_hash], str(hits[block_hash])
-        if parent in places:
-            from_depth, from_line = places[parent]
+        if parent in positions:
+            from_depth, from_line = positions[parent]
             edges.append([(from_depth, from_line), (from_depth + 0.5, line), (depth, line)])
-        if parent not in places or hits[parent] != hits[block_hash]:
+        if parent not in positions or hits[parent] != hits[block_hash]:
             ax.annotate(count, (depth, line), (0, 5), textcoords="offset points", ha="center")
     ax.add_collection(LineCollection(edges, colors="silver", zorder=1))
-    x, y = np.array(list(places.values())).reshape(-1, 2).T
-    counts = [hits[block_hash] for block_hash in places]
+    x, y = np.array(list(positions.values())).reshape(-1, 2).T
+    counts = [hits[block_hash] for block_hash in positions]
     ax.scatter(x, y, c=counts, cmap="Oranges", vmin=0, edgecolors="black", zorder=2)
     ax.set(xlabel="block", yticks=[])
     ax.invert_yaxis()
@@ -115,7 +113,7 @@ def waste(snapshots: Sequence[KVSnapshot], ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _places(parents: dict[int, int]) -> dict[int, tuple[int, float]]:
+def _tree_positions(parents: dict[int, int]) -> dict[int, tuple[int, float]]:
     """(depth, line) of each node of a forest given as node → parent; a parent outside of it makes a root.
 
     A leaf has a line to itself, other nodes stand in the middle of their children.

@@ -1,6 +1,6 @@
 """Every form in which a prompt may be given, made into ids; and what is refused before it runs.
 
-Knows prompt forms, chat templates, tokenising and the limits of a request. Must not know the
+Knows prompt forms, tokenising and the limits of a request. Must not know the
 engine: what is checked here depends on the prompt, its params and `Limits` only.
 """
 
@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from jaxpage.chat_template import CONTENT_FORMATS, check_conversations, render
+from jaxpage.sampling.constraints import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import load_chat_template
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_TOKENIZER_OPTIONS = ("add_special_tokens", "truncation", "max_length")
 
 
 @dataclass(kw_only=True)
@@ -37,21 +39,24 @@ class Limits:
     has_tokenizer: bool
 
 
-def parse(prompts: Any, tokenizer: Any) -> list[Prompt]:
+def parse(
+    prompts: Any, tokenizer: Any, tokenization_kwargs: Mapping[str, Any] | None = None
+) -> list[Prompt]:
     """One prompt or many, see `LLM.generate`, as ids; texts get the tokenizer's special tokens.
 
-    Raises ValueError for unknown forms, and for text if `tokenizer` is None.
+    `tokenization_kwargs` go to the tokenizer, as in vLLM. Raises ValueError for unknown forms, and
+    for text if `tokenizer` is None.
     """
     if hasattr(prompts, "tolist"):  # an array of ids
         prompts = prompts.tolist()
     if _is_one(prompts):
         prompts = [prompts]
-    elif not isinstance(prompts, Sequence):
+    elif not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(
             f"prompts must be a str, a list of ids, a dict, or a list of them, got {prompts!r}"
         )
     parsed = [_parse_one(prompt) for prompt in prompts]
-    _tokenize(parsed, tokenizer)
+    _tokenize(parsed, tokenizer, tokenization_kwargs or {})
     return parsed
 
 
@@ -99,22 +104,36 @@ def _to_ids(ids: Any) -> list[int]:
     return [int(token_id) for token_id in ids]
 
 
-def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, *, add_special_tokens=True) -> None:
+def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, options: Mapping[str, Any]) -> None:
     """Fill the ids of those that have only text, all in one call: fast tokenizers use threads."""
     texts = {p.text for p in prompts if p.text is not None and not p.token_ids}
     if not texts:
         return
     if tokenizer is None:
         raise ValueError("text prompts need a tokenizer, skip_tokenizer_init=True; give ids")
-    texts = list(texts)
-    ids_of = dict(
-        zip(
-            texts, tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"], strict=True
+    for text in texts:
+        _check_encodable(text)
+    unknown = options.keys() - set(_TOKENIZER_OPTIONS)
+    if unknown:
+        raise ValueError(
+            f"tokenization_kwargs has {', '.join(sorted(unknown))}; supported are "
+            f"{', '.join(_TOKENIZER_OPTIONS)}"
         )
-    )
+    texts = list(texts)
+    ids_of = dict(zip(texts, tokenizer(texts, **options)["input_ids"], strict=True))
     for prompt in prompts:
         if prompt.text is not None and not prompt.token_ids:
             prompt.token_ids = list(ids_of[prompt.text])
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt has a lone surrogate, {text[error.start]!r}, at position {error.start}, "
+            'which is no character; replace it: text.encode(errors="replace").decode()'
+        ) from None
 
 
 def parse_chat(
@@ -122,48 +141,40 @@ def parse_chat(
     tokenizer: Any,
     *,
     chat_template: str | None = None,
+    chat_template_content_format: str = "auto",
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
-    """One conversation or many, rendered by the chat template and tokenised. Raises ValueError."""
+    """One conversation or many, rendered by the chat template and tokenised.
+
+    `chat_template_content_format`: see `chat_template.render`. Raises ValueError.
+    """
     if tokenizer is None:
         raise ValueError("chat needs a tokenizer, skip_tokenizer_init=True; give ids to generate")
     if add_generation_prompt and continue_final_message:
         raise ValueError("continue_final_message=True needs add_generation_prompt=False")
-    conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    if chat_template_content_format not in CONTENT_FORMATS:
+        raise ValueError(
+            f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, got "
+            f"{chat_template_content_format!r}"
+        )
     options = dict(chat_template_kwargs or {}) | {
         "chat_template": load_chat_template(chat_template),
+        "content_format": chat_template_content_format,
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
         "tools": None if tools is None else list(tools),
     }
-    prompts = []
-    for conversation in conversations:
-        flat = [_with_plain_content(message) for message in conversation]
-        try:
-            text = tokenizer.apply_chat_template(flat, tokenize=False, **options)
-        except Exception as e:  # whatever the template runs into
-            raise ValueError(f"the chat template cannot render the messages: {e}") from e
-        prompts.append(Prompt(token_ids=[], text=text))
-    _tokenize(prompts, tokenizer, add_special_tokens=False)  # they are in the template
+    prompts = [
+        Prompt(token_ids=[], text=render(conversation, tokenizer, **options))
+        for conversation in check_conversations(messages)
+    ]
+    # Special tokens are in the template.
+    _tokenize(prompts, tokenizer, {"add_special_tokens": False} | dict(tokenization_kwargs or {}))
     return prompts
-
-
-def _with_plain_content(message: Any) -> dict[str, Any]:
-    """OpenAI's list of content parts as one string, as most templates expect it."""
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise ValueError(f'a message must be a dict with "role" and "content", got {message!r}')
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    for part in content:
-        if not isinstance(part, str) and part.get("type") != "text":
-            raise ValueError(f"only text can be in a message, got {part!r}")
-    return dict(message) | {
-        "content": "\n".join(part if isinstance(part, str) else part["text"] for part in content)
-    }
 
 
 def check(prompt: Prompt, limits: Limits) -> None:

@@ -67,6 +67,8 @@ class Request:
         frozenset()
     )  # every id that ends a sequence: EOS (unless ignored) and the user's
     eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None
+    # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
+    all_eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
@@ -86,11 +88,11 @@ class Request:
     beams: Any = (
         None  # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
     )
+    # What became of it: the engine writes these numbers, the output processor reads them.
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
+    num_cache_creation_tokens: int = 0  # the others, as far as they fill blocks of the prefix cache
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # seconds, monotonic
-    first_token_time: float | None = None
-    last_token_time: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -125,12 +127,7 @@ class Sequence:
     has_mixed_kv: bool = False
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[dict[int, Any]] | None = (
-        None  # one dict token id → Logprob for each output token, if asked for
-    )
-    cumulative_logprob: float = 0.0
-    detokenizer: Any = None  # jaxpage.tokenizer.Detokenizer, None when no text is wanted
+    stop_reason: int | None = None  # the stop id; None for EOS and other reasons
 
     @property
     def finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a user asks of one request: vLLM's `SamplingParams`, checked and normalised when built.
+"""What a user asks of one request: vLLM's `SamplingParams` and `BeamSearchParams`, checked when built.
 
 Knows names, defaults and ranges. Knows neither vocabulary, model nor engine: whether an id exists
 or a text fits is checked where the request is added.
@@ -6,10 +6,13 @@ or a text fits is checked where the request is added.
 
 from __future__ import annotations
 
+import copy
 import enum
 import logging
 import math
+import numbers
 import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,7 @@ MIN_TEMPERATURE = (
     0.01  # below it float32 logits overflow; raised to it with a warning, as vLLM does
 )
 GREEDY_TEMPERATURE = 1e-5  # below it the request is greedy
+MAX_FLOAT32 = 3.4028235e38
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -59,13 +63,15 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False  # keep the text of the stop string or stop token
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logit_bias: dict[int, float] | None = None  # id -> added to its logit
+    logit_bias: dict[int, float] | None = None  # id -> added to its logit; -inf bans the id
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None  # after construction a list
     skip_reading_prefix_cache: bool | None = None
 
-    # Known to vLLM, not to jaxpage: any value but the neutral one is refused by `_NOT_SUPPORTED`.
+    # Known to vLLM, not to jaxpage: any value but a neutral one is refused by `_NOT_SUPPORTED`.
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
     stream_interval: int | None = None
@@ -78,11 +84,15 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     best_of: int | None = None
     use_beam_search: bool = False
+    watermarking: bool | None = None
+    trace_decode_token_ids: list[int] | None = None
+    routed_experts_prompt_start: int = 0
+    skip_clone: bool = False  # changes nothing: params are always copied
 
     def __post_init__(self) -> None:
         for name, advice in _NOT_SUPPORTED.items():
-            value = getattr(self, name)
-            if value is not None and value is not False:
+            value, neutral = getattr(self, name), _NEUTRAL.get(name)
+            if not (value is None or value is False or (neutral is not None and value == neutral)):
                 raise ValueError(f"{name}={value!r} is not supported; {advice}")
         self._normalise()
         self._check_ranges()
@@ -103,12 +113,37 @@ class SamplingParams:
             )
             self.temperature = MIN_TEMPERATURE
 
+    @classmethod
+    def from_optional(cls, **options: Any) -> SamplingParams:
+        """The params of an OpenAI request: None means the default, biases are cut to [-100, 100]."""
+        given = {
+            name: value
+            for name, value in options.items()
+            if value is not None or name not in _NEVER_NONE
+        }
+        params = cls(**given)
+        if params.logit_bias:
+            params.logit_bias = {
+                token_id: min(100.0, max(-100.0, bias))
+                for token_id, bias in params.logit_bias.items()
+            }
+        return params
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
     def _normalise(self) -> None:
         """Plain ints, floats and fresh lists, so that a copy shares nothing with its original."""
+        for name in _BOOLS:
+            setattr(self, name, _to_bool(name, getattr(self, name)))
+        if self.skip_reading_prefix_cache is not None:
+            name = "skip_reading_prefix_cache"
+            self.skip_reading_prefix_cache = _to_bool(name, self.skip_reading_prefix_cache)
         for name in ("n", "top_k", "min_tokens"):
             setattr(self, name, _to_int(name, getattr(self, name)))
         for name in ("seed", "max_tokens"):
@@ -127,18 +162,19 @@ class SamplingParams:
             )
         self.stop = _to_strings("stop", self.stop)
         self.bad_words = _to_strings("bad_words", self.bad_words)
-        self.stop_token_ids = _to_ids("stop_token_ids", self.stop_token_ids or [])
+        ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        self.stop_token_ids = _to_ids("stop_token_ids", ids)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _to_ids("allowed_token_ids", self.allowed_token_ids)
         if self.logit_bias is not None:
-            # JSON has no integer keys, so ids may come as strings.
-            self.logit_bias = {
-                _to_int("logit_bias", int(k) if isinstance(k, str) else k): _to_float(
-                    "logit_bias", v
-                )
-                for k, v in self.logit_bias.items()
-            }
-        self.output_kind = RequestOutputKind(self.output_kind)
+            self.logit_bias = _to_biases(self.logit_bias)
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            kinds = ", ".join(f"{kind.value} ({kind.name})" for kind in RequestOutputKind)
+            raise ValueError(
+                f"output_kind must be one of {kinds}, got {self.output_kind!r}"
+            ) from None
 
     def _check_ranges(self) -> None:
         def check(name: str, ok: bool, range_: str) -> None:
@@ -173,6 +209,51 @@ class SamplingParams:
                 raise ValueError(f"{name} must not hold an empty string, got {getattr(self, name)}")
 
 
+@dataclass
+class BeamSearchParams:
+    """How to search. Names and defaults are vLLM's (0.32), `early_stopping` is transformers'.
+
+    Raises ValueError for values out of range and for options that jaxpage does not have.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False  # EOS no longer ends a beam
+    # Nothing is drawn, and scores are log-softmax of the raw logits, so it has no effect, as in vLLM. Where the
+    # engine's logprobs are asked to follow the temperature, only 0 and 1 are accepted.
+    temperature: float = 0.0
+    # score = cum_logprob / tokens ** length_penalty; > 0 favours length
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False  # keep the text of EOS; its id is in `tokens` anyway
+    structured_outputs: Any = None
+    skip_special_tokens: bool = True
+    early_stopping: bool | str = False  # or "never"; see `engine.beams.Beams`
+    watermarking: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            setattr(self, name, _to_bool(name, getattr(self, name)))
+        self.length_penalty = _to_float("length_penalty", self.length_penalty)
+        self.temperature = _to_float("temperature", self.temperature)
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature must be in [0, 2], got {self.temperature!r}")
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise ValueError(
+                f'early_stopping must be False, True or "never", got {self.early_stopping!r}'
+            )
+        if self.structured_outputs is not None:
+            raise ValueError(
+                f"structured_outputs={self.structured_outputs!r} is not supported; output cannot "
+                "be constrained by a grammar"
+            )
+        if self.watermarking:
+            raise ValueError("watermarking=True is not supported; leave it None")
+
+
 _FLOATS = (
     "presence_penalty",
     "frequency_penalty",
@@ -182,9 +263,21 @@ _FLOATS = (
     "min_p",
 )
 
+_BOOLS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+# Fields whose None means the default in an OpenAI request.
+_NEVER_NONE = ("n", "top_k", *_FLOATS, *_BOOLS, "min_tokens", "output_kind")
+
 # Field -> what to do instead.
 _NOT_SUPPORTED = {
     "prompt_logprobs": "logprobs of prompt tokens are not computed; leave it None",
+    "prompt_logprob_token_ids": "logprobs of prompt tokens are not computed; leave it None",
+    "prompt_logprob_start": "logprobs of prompt tokens are not computed; leave it None",
     "logprob_token_ids": "use logprobs=k for the k most likely ids",
     "flat_logprobs": "logprobs come as one dict per token",
     "stream_interval": "outputs are produced at every step",
@@ -197,6 +290,16 @@ _NOT_SUPPORTED = {
     "truncate_prompt_tokens": "shorten prompt_token_ids before the call",
     "best_of": "use n=best_of with logprobs=0 and keep the highest cumulative_logprob",
     "use_beam_search": "call LLM.beam_search, or sample: n with temperature > 0",
+    "watermarking": "outputs carry no watermark; leave it None",
+    "trace_decode_token_ids": "give the tokens as part of the prompt",
+    "routed_experts_prompt_start": "which experts served a token is not returned; leave it 0",
+}
+# Values besides None and False that ask for nothing.
+_NEUTRAL: dict[str, Any] = {
+    "stream_interval": 1,
+    "thinking_token_budget": -1,
+    "extra_args": {},
+    "routed_experts_prompt_start": 0,
 }
 
 
@@ -209,6 +312,13 @@ def _to_int(name: str, value: Any) -> int:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
 
 
+def _to_bool(name: str, value: Any) -> bool:
+    # Equality also admits NumPy's booleans, and 0 and 1.
+    if isinstance(value, str) or not (value == True or value == False):  # noqa: E712
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
 def _to_float(name: str, value: Any) -> float:
     try:
         number = float(value)
@@ -219,16 +329,46 @@ def _to_float(name: str, value: Any) -> float:
     return number
 
 
+def _to_biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias must be a dict of token id to number, got {value!r}")
+    return {_to_bias_id(key): _to_bias(key, bias) for key, bias in value.items()}
+
+
+def _to_bias_id(key: Any) -> int:
+    # JSON has no integer keys, so ids may come as strings.
+    if isinstance(key, str) and key.removeprefix("-").isdecimal():
+        return int(key)
+    try:
+        return _to_int("logit_bias", key)
+    except ValueError:
+        raise ValueError(f"a key of logit_bias must be a token id, got {key!r}") from None
+
+
+def _to_bias(key: Any, value: Any) -> float:
+    name = f"logit_bias[{key!r}]"
+    if isinstance(value, float) and value == -math.inf:  # a ban
+        return value
+    number = _to_float(name, value)
+    if abs(number) > MAX_FLOAT32:
+        raise ValueError(f"{name} must fit into float32, got {value!r}; -inf bans a token")
+    return number
+
+
 def _to_ids(name: str, value: Any) -> list[int]:
     """A list of ints without duplicates, in the order given."""
-    if isinstance(value, str | bytes | dict):
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
     return list(dict.fromkeys(_to_int(name, x) for x in value))
 
 
 def _to_strings(name: str, value: Any) -> list[str]:
-    strings: list[Any] = [value] if isinstance(value, str) else list(value or ())
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    strings = list(value) if isinstance(value, Iterable) else [value]
     for s in strings:
         if not isinstance(s, str):
-            raise ValueError(f"{name} must hold strings, got {s!r}")
+            raise ValueError(f"{name} must be a string or a list of strings, got {value!r}")
     return strings

@@ -6,6 +6,7 @@ Knows transformers' and tokenizers' interfaces. Must not know requests, sequence
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character, or not yet
 _CONTEXT = 5  # prompt tokens that may change how the first output token reads; vLLM's number
+_MAX_CHARACTER = 4  # bytes, so tokens too
 # Half of it is at least 3 bytes, enough to end any character that was begun before them.
 _MAX_WINDOW = 8
 
@@ -28,18 +30,32 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
     if not Path(folder).is_dir():
         raise ValueError(f"tokenizer={folder!r} is not a folder; download the tokenizer first")
+    advice = (
+        "name another folder with tokenizer=, or set skip_tokenizer_init=True and give "
+        "prompt_token_ids"
+    )
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as e:  # of many types, according to which file is missing or broken
+        raise ValueError(f"no tokenizer can be loaded from {folder}: {e}; {advice}") from e
+    # Of a folder without a vocabulary transformers makes a tokenizer that knows no text.
+    if not found("a b 1", add_special_tokens=False)["input_ids"]:
         raise ValueError(
-            f"no tokenizer can be loaded from {folder}: {e}; name another folder with tokenizer=, "
-            "or set skip_tokenizer_init=True and give prompt_token_ids"
-        ) from e
+            f"{folder} has no vocabulary: tokenizer.json (or tokenizer.model, or vocab.json) is "
+            f"missing; {advice}"
+        )
+    return found
 
 
-def load_chat_template(chat_template: str | None) -> str | None:
+def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
     """The template itself, of a file's name or of the template. Raises ValueError for neither."""
-    if chat_template is None or "{" in chat_template or "\n" in chat_template:
+    if chat_template is None:
+        return None
+    if not isinstance(chat_template, str | os.PathLike):
+        raise ValueError(f"chat_template must be a file or a template, got {chat_template!r}")
+    if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
         return chat_template
     try:
         return Path(chat_template).read_text(encoding="utf-8")
@@ -121,14 +137,32 @@ class Detokenizer:
             self._text += self._decode.flush()
             self._done = True
 
-    def decode_token(self, token_id: int) -> str:
-        """The text of one token on its own, for `Logprob.decoded_token`."""
-        return _decode_one(self._tokenizer, token_id)
+    def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
+        """The text of one token that follows `before`, for `Logprob.decoded_token`.
+
+        As in vLLM, a token that ends within a character has none, and the one that completes the
+        character has all of it.
+        """
+        text = _decode_one(self._tokenizer, token_id)
+        return _completed(self._tokenizer, token_id, before) if text.endswith(REPLACEMENT) else text
 
 
 @lru_cache(maxsize=65536)
 def _decode_one(tokenizer: Any, token_id: int) -> str:
     return tokenizer.decode([token_id])
+
+
+def _completed(tokenizer: Any, token_id: int, before: Sequence[int]) -> str:
+    """The character that `token_id` completes with the tokens of `before` that began it, else ""."""
+    begun = []
+    for earlier in reversed(before[-(_MAX_CHARACTER - 1) :]):
+        if not _decode_one(tokenizer, earlier).endswith(REPLACEMENT):
+            break
+        begun.insert(0, earlier)
+        text = tokenizer.decode([*begun, token_id])
+        if not text.endswith(REPLACEMENT):
+            return text
+    return ""
 
 
 def find_stop(text: str, num_new: int, stops: Sequence[str]) -> tuple[str, int] | None:

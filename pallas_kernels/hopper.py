@@ -1,12 +1,31 @@
-"""What the kernels in Mosaic GPU ask of a device and of jax; what they cannot do besides, each says itself."""
+"""What the kernels in Mosaic GPU need of a device, of jax and of ptxas. Other limits each kernel states itself."""
 
 from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
 
 import jax
 
 CAPABILITY = "9.0"
 # From the first jax that has all of what the kernels use, to the first with which they were not seen to compile.
 JAX_VERSIONS = ((0, 11, 2), (0, 12))
+# Of H100 and H200 in SXM modules. It only sizes grids: on a part with fewer SMs more programs take their turn, and no
+# result depends on it.
+NUM_SMS = 132
+
+Version = tuple[int, ...]
+# ptxas from the first version to before the second miscompiles code for sm_90a. 12.8 to 12.9.0: causal masking,
+# which JAX's own attention kernel for Hopper refuses too. 13.0: stores to shared memory in 13.0.88, right again in
+# 13.1.80 (https://github.com/fla-org/flash-linear-attention/pull/1262).
+MISCOMPILING: tuple[tuple[Version, Version, str], ...] = (
+    ((12, 8), (12, 9, 86), "causal masking"),
+    ((13, 0), (13, 1), "stores to shared memory"),
+)
 
 
 def unsupported_reason_on(compute_capability: str | None) -> str | None:
@@ -22,5 +41,56 @@ def unsupported_jax() -> str | None:
     oldest, newest = JAX_VERSIONS
     if oldest <= jax.__version_info__ < newest:
         return None
-    names = [".".join(map(str, version)) for version in JAX_VERSIONS]
-    return f"the kernels need jax >= {names[0]} and < {names[1]}, and this is {jax.__version__}"
+    names = [_text(version) for version in JAX_VERSIONS]
+    return (
+        f"the kernels need jax >= {names[0]} and < {names[1]}, and this is {jax.__version__}; "
+        f'install "jax[cuda13]>={names[0]},<{names[1]}", which needs Python 3.12'
+    )
+
+
+def unsupported_ptxas(path: Path | None, version: Version | None) -> str | None:
+    """Why code from such a ptxas cannot be trusted, in one line; None if it can, or if the version is unknown."""
+    if version is None:
+        return None
+    for first, fixed, what in MISCOMPILING:
+        if first <= version < fixed:
+            return (
+                f"ptxas {_text(version)} ({path}) miscompiles {what} for Hopper GPUs; install nvidia-cuda-nvcc>=13.1 "
+                f"and put its folder, nvidia/cu13/bin in site-packages, first on the PATH"
+            )
+    return None
+
+
+def unsupported_ptxas_here() -> str | None:
+    """`unsupported_ptxas` of the one that would be used. None if there is none: compiling says so."""
+    path = find_ptxas()
+    return None if path is None else unsupported_ptxas(path, ptxas_version(path))
+
+
+def find_ptxas() -> Path | None:
+    """The assembler that Mosaic GPU takes: the first on the PATH, else NVIDIA's wheel's or the CUDA toolkit's."""
+    if on_path := shutil.which("ptxas"):
+        return Path(on_path)
+    folders = [Path(folder) / "nvidia" / "cu13" for folder in sys.path]
+    places = [folder / "bin" / "ptxas" for folder in (*folders, Path("/usr/local/cuda"))]
+    return next((place for place in places if place.exists()), None)
+
+
+@cache
+def ptxas_version(path: Path) -> Version | None:
+    """(13, 1, 80), as it says itself; None if it does not."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parse_ptxas_version(done.stdout)
+
+
+def parse_ptxas_version(text: str) -> Version | None:
+    """Of `ptxas --version`, whose last but one line ends with "release 13.1, V13.1.80"."""
+    found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)\b", text)
+    return tuple(map(int, found.groups())) if found else None
+
+
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))

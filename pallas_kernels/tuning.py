@@ -21,18 +21,20 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 
-from pallas_kernels.hopper import unsupported_reason_on
+from pallas_kernels.hopper import unsupported_ptxas_here, unsupported_reason_on
 
 SAMPLES = 9
 SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, shows only once in a sample
 MOST_LAUNCHES = 50  # in flight at once, with their results
 
 
-class _Dataclass(Protocol):
+class Sizes(Protocol):
+    """A frozen dataclass, an operation's `TileSizes`."""
+
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-S = TypeVar("S", bound=_Dataclass)  # an operation's TileSizes
+S = TypeVar("S", bound=Sizes)
 W = TypeVar("W")  # what one measurement works on
 
 
@@ -58,7 +60,7 @@ def read(kind: type[S], device_kind: str, folder: Path) -> S:
     return kind(**sizes)
 
 
-def write(device_kind: str, sizes: _Dataclass, seconds: Mapping[str, float], folder: Path) -> Path:
+def write(device_kind: str, sizes: Sizes, seconds: Mapping[str, float], folder: Path) -> Path:
     """Write what `read` reads, and where it comes from. seconds: of each candidate, as `fastest` gives them."""
     path = path_of(device_kind, folder)
     path.parent.mkdir(exist_ok=True)
@@ -129,7 +131,7 @@ def _sample(launch: Callable[[], Any], launches: int) -> float:
     return (time.perf_counter() - start) / launches
 
 
-def tune_here(tune: Callable[[str], tuple[_Dataclass, dict[str, float]]], folder: Path) -> None:
+def tune_here(tune: Callable[[str], tuple[Sizes, dict[str, float]]], folder: Path) -> None:
     """Measure on the device that is there, write its file and print what it says.
 
     tune: of a platform, "gpu" or "tpu", what `fastest` gives. Raises SystemExit where there is no such device.
@@ -137,7 +139,8 @@ def tune_here(tune: Callable[[str], tuple[_Dataclass, dict[str, float]]], folder
     device = jax.devices()[0]
     reason: str | None = "the kernels are for Hopper GPUs and TPUs"
     if device.platform == "gpu":
-        reason = unsupported_reason_on(getattr(device, "compute_capability", None))
+        capability = getattr(device, "compute_capability", None)
+        reason = unsupported_reason_on(capability) or unsupported_ptxas_here()
     elif device.platform == "tpu":
         reason = None
     if reason:

@@ -93,6 +93,12 @@ class FakeDetokenizer:
         found = [s for s in self.stop if check_stop and self.text.endswith(s)]
         return found[0] if found else None
 
+    def flush(self) -> None:
+        pass
+
+    def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
+        return chr(ord("a") + token_id % 26)
+
 
 class FakeMaskSource:
     """Allows about half of the tokens after each history, and is slow to say which.

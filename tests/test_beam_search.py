@@ -26,7 +26,9 @@ class Letters:
     [
         ({"beam_width": 0}, "beam_width must be an int of at least 1, got 0"),
         ({"max_tokens": None}, "max_tokens must be an int of at least 1, got None"),
-        ({"length_penalty": float("nan")}, "length_penalty must be finite"),
+        ({"length_penalty": float("nan")}, "length_penalty must be a finite number, got nan"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"watermarking": True}, "watermarking=True is not supported"),
         ({"temperature": -1.0}, r"temperature must be in \[0, 2\], got -1.0"),
         ({"early_stopping": "always"}, 'early_stopping must be False, True or "never"'),
         ({"structured_outputs": {}}, "structured_outputs={} is not supported"),
@@ -81,6 +83,10 @@ def test_hypotheses_become_outputs(keep_eos_text):
     rows = [{i: Logprob(x, rank + 1) for rank, (i, x) in enumerate(r)} for r in (first, second)]
     assert longest.logprobs == rows
     assert read_output(request, params, None).sequences[0].text is None
+    assert longest.orig_prompt == {"type": "token", "prompt_token_ids": [6, 7]}
+    request.prompt = "gh"
+    (again, _) = read_output(request, params, None).sequences
+    assert again.orig_prompt["prompt"] == "gh"
 
 
 def test_a_beam_ends_at_the_engines_longest_sequence():

@@ -4,6 +4,9 @@ import jax
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.build import build
+from jaxpage.config import EngineConfig
+from jaxpage.weights.spec import variables
 from tests import checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -15,8 +18,9 @@ def path(tmp_path_factory):
     return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2")))
 
 
-def make_llm(path, **options):
+def make_built(path, **options):
     defaults = dict(
+        model=path,
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=128,
@@ -24,7 +28,11 @@ def make_llm(path, **options):
         max_num_batched_tokens=64,
         enforce_eager=True,
     )
-    return LLM(path, **(defaults | options))
+    return build(EngineConfig.from_options(**(defaults | options)))
+
+
+def make_llm(path, **options):
+    return LLM.from_built(make_built(path, **options))
 
 
 def tokens(llm, prompt=PROMPT, params=GREEDY):
@@ -47,12 +55,13 @@ def test_kv_memory_in_bytes_is_taken_as_it_is_and_nothing_is_measured(path, monk
     def measured(*args, **options):
         raise AssertionError("compiled or asked for memory, to size a pool of known size")
 
-    for name in ("pool_bytes", "size_pool", "bytes_besides_pool"):
-        monkeypatch.setattr(f"jaxpage.build.{name}", measured)
-    llm = make_llm(path, kv_cache_memory_bytes=20 * 16 * 4 * 8 * 4 * 2)
-    assert llm.config.num_gpu_blocks_override == 20
-    assert llm._engine.runner.programs.ready == {}  # enforce_eager: a program at its first use
-    assert len(tokens(llm)) == 12
+    for name in ("build.pool_bytes", "composition.size_pool", "composition.measured_step_memory"):
+        monkeypatch.setattr(f"jaxpage.{name}", measured)
+    built = make_built(path, kv_cache_memory_bytes=20 * 16 * 4 * 8 * 4 * 2)
+    assert built.config.num_gpu_blocks_override == 20
+    # enforce_eager: a program is compiled at its first use
+    assert built.engine.runner.programs.ready == {}
+    assert len(tokens(LLM.from_built(built))) == 12
 
 
 def test_a_head_dim_that_int4_cannot_pack_is_refused_before_the_weights(tmp_path):
@@ -75,6 +84,25 @@ def test_lmdeploys_share_reaches_the_pool(path, monkeypatch):
     make_llm(path, cache_max_entry_count=0.5)
     make_llm(path)
     assert asked == [0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kv_cache_memory_bytes": "100T"},
+            r"pool would take 1099\d\d\.\d\d GB, but cpu has .* GB free",
+        ),
+        ({"num_gpu_blocks_override": 10**9}, r"pool would take .*num_gpu_blocks_override"),
+        ({"swap_space": 4096}, "swap_space=4096 GiB takes 4398.05 GB of RAM"),
+    ],
+)
+def test_sizes_beyond_the_machine_are_refused_before_anything_is_allocated(
+    path, options, message, monkeypatch
+):
+    monkeypatch.setattr("jaxpage.build.Runner", None)  # not even its programs are lowered
+    with pytest.raises(ValueError, match=message):
+        make_llm(path, **options)
 
 
 @pytest.mark.slow
@@ -115,10 +143,10 @@ def test_numbers_too_large_for_the_device_mean_all_there_is(llm):
 
 
 def test_replaced_weights_are_used_at_once_and_find_no_stale_cache(path):
-    llm = make_llm(path)
+    built = make_built(path)
+    llm = LLM.from_built(built)
     before = tokens(llm)
-    variables = llm._engine.runner._variables
-    for variable in variables:
+    for variable in variables(built.model).values():
         variable.set_value(variable.get_value() * 1.25)
     (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
     assert output.num_cached_tokens == 0
@@ -129,13 +157,17 @@ def test_replaced_weights_are_used_at_once_and_find_no_stale_cache(path):
 
 @pytest.mark.slow
 def test_a_step_that_takes_the_pool_with_it_costs_its_requests_only(path):
-    llm = make_llm(path, max_num_seqs=1)
+    # A number of blocks that no other engine of these tests has: the arrays of the pool are told by their shape.
+    built = make_built(path, max_num_seqs=1, num_gpu_blocks_override=37)
+    llm, runner = LLM.from_built(built), built.engine.runner
     expected = tokens(llm)
-    runner = llm._engine.runner
     launch = runner.launch
 
     def failing(plan):
-        jax.tree.map(lambda x: x.delete(), runner._kv_pool)
+        pool = [x for x in jax.live_arrays() if x.shape == runner.pool_spec.array_shape]
+        assert len(pool) == runner.pool_spec.num_arrays
+        for array in pool:
+            array.delete()
         raise RuntimeError("device lost")
 
     llm.add_request("doomed", PROMPT[:20], GREEDY)

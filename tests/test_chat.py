@@ -18,7 +18,7 @@ from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.llm import LLM
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.tokenizer import Detokenizer, load_tokenizer
+from jaxpage.tokenizer import load_tokenizer
 from tests.fakes import FakeFieldsEngine, FakeRunner
 
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -38,7 +38,6 @@ def make(tmp_path_factory):
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=config.max_model_len,
-            make_detokenizer=lambda r: Detokenizer(tokenizer, r.params),
         )
         built = SimpleNamespace(
             engine=FakeFieldsEngine(scheduler, FakeRunner(400, 4), overlap=True),

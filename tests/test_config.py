@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from transformers import Qwen2Config
 
 from jaxpage import tiny
 from jaxpage.config import (
+    EngineArgs,
     EngineConfig,
     default_sampling,
     eos_token_ids,
@@ -185,6 +190,11 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"kv_cache_memory_bytes": "2X"},
         {"hf_overrides": "{}"},
         {"seed": None},
+        {"swap_space": "4"},
+        {"gpu_memory_utilization": "0.9"},
+        {"enforce_eager": "no"},
+        {"hf_overrides": 5},
+        {"override_generation_config": "{}"},
     ],
 )
 def test_bad_values_are_refused_by_name(options):
@@ -199,10 +209,12 @@ def test_nothing_is_left_to_interpret():
     assert config.tokenizer == "m"
     left = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) in (None, "auto")}
     unset = {"num_gpu_blocks_override", "chat_template", "quantization", "cache_max_entry_count"}
-    unset |= {"preemption_mode", "kv_offload_dir"}
+    unset |= {"preemption_mode", "kv_offload_dir", "revision", "tokenizer_revision", "download_dir"}
+    unset |= {"hf_overrides", "override_generation_config", "hf_token"}
     assert left == unset | {"load_format", "generation_config"}
-    for name in (f.name for f in dataclasses.fields(config)):
+    for name in {f.name for f in dataclasses.fields(config)} - {"hf_token"}:
         assert name in config.describe()
+    assert "secret" not in repr(resolve(hf_token="secret")) + resolve(hf_token="secret").describe()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
 
@@ -226,19 +238,36 @@ def test_unknown_options_name_their_neighbours():
         EngineConfig.from_options(model="m", zzz=3)
 
 
-def test_options_of_vllm_are_accepted_at_their_neutral_value():
-    config = EngineConfig.from_options(
-        model="m",
-        tensor_parallel_size=1,
-        quantization=None,
-        enable_chunked_prefill=True,
-        swap_space=0,
-        trust_remote_code=False,
-        kv_cache_dtype="auto",
-        disable_log_stats=False,
-        block_size=32,
-    )
-    assert config == EngineConfig(model="m", block_size=32)
+VLLM_DEFAULTS = json.loads(Path(__file__).with_name("vllm_engine_args.json").read_text())
+
+
+@pytest.mark.parametrize("name", VLLM_DEFAULTS)
+def test_every_option_of_vllm_is_accepted_at_its_default(name):
+    """All fields of vLLM 0.32's EngineArgs; the file has their defaults."""
+    for value in (VLLM_DEFAULTS[name], None):
+        config = EngineConfig.from_options(model="m", **{name: value})
+        assert dataclasses.replace(config, logprobs_mode="raw") == EngineConfig(model="m")
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"limit_mm_per_prompt": {}},
+        {"additional_config": {}},
+        {"stream_interval": 1},
+        {"enable_chunked_prefill": True},
+        {"cpu_offload_gb": 0.0},
+        {"swap_space": 0},
+        {"kv_offloading_size": None},
+        {"seed": None},
+        {"task": "generate"},
+        {"distributed_executor_backend": "mp"},
+        {"trust_remote_code": False},
+        {"model_impl": "vllm"},
+    ],
+)
+def test_options_of_vllm_are_accepted_at_other_harmless_values(neutral):
+    assert EngineConfig.from_options(model="m", **neutral) == EngineConfig(model="m")
 
 
 @pytest.mark.parametrize(
@@ -248,12 +277,66 @@ def test_options_of_vllm_are_accepted_at_their_neutral_value():
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"enable_chunked_prefill": False},
-        {"trust_remote_code": True},
+        {"quantization_config": {"linear": "fp8"}},
+        {"logits_processors": ["a.b"]},
+        {"rope_scaling": {"type": "yarn"}},
+        {"cpu_offload_gb": 4},
+        {"model_impl": "transformers"},
+        {"enable_sleep_mode": True},
+        {"stream_interval": 2},
     ],
 )
-def test_options_of_vllm_are_refused_at_other_values(option):
-    with pytest.raises(ValueError, match=f"{next(iter(option))}.*not supported"):
+def test_options_of_vllm_are_refused_at_other_values_with_what_to_do(option):
+    ((name, value),) = option.items()
+    pattern = rf"{name}={re.escape(repr(value))} is not supported: \w.*\. Leave the option out"
+    with pytest.raises(ValueError, match=pattern):
         EngineConfig.from_options(model="m", **option)
+
+
+def test_options_that_tune_what_jaxpage_lacks_are_remembered_to_be_told():
+    options = {
+        "compilation_config": {"mode": 3},
+        "disable_custom_all_reduce": True,
+        "disable_log_stats": True,
+        "attention_config": {"backend": "x"},
+        "served_model_name": "me",
+        "trust_remote_code": True,
+        "max_num_seqs": 3,
+    }
+    config = EngineConfig.from_options(model="m", **options)
+    assert set(config.options_without_effect) == options.keys() - {"max_num_seqs"}
+    assert resolve(gpu_memory_utilization=0.5).options_without_effect == ("gpu_memory_utilization",)
+    on_gpu = resolve(gpu_memory_utilization=0.5, platform="gpu", device_memory=GIB)
+    assert on_gpu.options_without_effect == ()
+
+
+def test_the_options_of_a_config_make_the_same_config():
+    config = EngineConfig.from_options(model="m", dtype="half", optimization_level=3)
+    assert EngineConfig.from_options(**dataclasses.asdict(config)) == config
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.float32, np.dtype("float32"), torch.float32])
+def test_a_dtype_may_be_that_of_an_array_library(dtype):
+    assert EngineConfig(model="m", dtype=dtype).dtype == "float32"
+    assert resolve(dtype=dtype, kv_cache_dtype=dtype).kv_cache_dtype == "float32"
+    with pytest.raises(ValueError, match="dtype must be one of .*, got 'int32'"):
+        EngineConfig(model="m", dtype=np.int32)
+
+
+@pytest.mark.parametrize("model", [None, "", 5])
+def test_a_model_must_be_named(model):
+    with pytest.raises(ValueError, match=f"model must be a folder or a name .*, got {model!r}"):
+        EngineConfig.from_options(model=model)
+
+
+def test_overrides_may_be_a_function(folder):
+    def one_layer(config):
+        config.num_hidden_layers = 1
+        return config
+
+    options = EngineConfig.from_options(model=folder, hf_overrides=one_layer)
+    assert load_hf_config(folder, options.hf_overrides).num_hidden_layers == 1
+    assert resolve(hf_overrides=one_layer).hf_overrides is one_layer
 
 
 def test_overrides_are_merged_into_the_models_config(folder):
@@ -275,9 +358,23 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         load_hf_config(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {}}')
-    with pytest.raises(ValueError, match="'mine'.*not run"):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json must hold a JSON object, it holds a list"):
         load_hf_config(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {}}')
+    with pytest.raises(ValueError, match="'mine'.*never run, whatever trust_remote_code says"):
+        load_hf_config(str(tmp_path))
+    rope = {"rope_type": "yarn", "rope_theta": 1e4}
+    config = {"model_type": "qwen2", "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: Missing .*'factor'"):
+        load_hf_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", ["x", [2, "x"], 2.5, {"a": 1}])
+def test_eos_ids_that_are_none_are_refused(wrong):
+    with pytest.raises(ValueError, match="eos_token_id of the generation config must be a token"):
+        eos_token_ids(Qwen2Config(), {"eos_token_id": wrong})
 
 
 def test_generation_config(tmp_path):
@@ -296,6 +393,25 @@ def test_generation_config(tmp_path):
     assert load_generation_config(EngineConfig(model="nowhere")) == {}
     with pytest.raises(ValueError, match="does not exist"):
         load_generation_config(EngineConfig(model="m", generation_config=str(tmp_path / "x")))
+
+
+def test_engine_args_are_the_options_of_an_llm():
+    args = EngineArgs(model="m", max_model_len=64, tensor_parallel_size=1, disable_log_stats=True)
+    assert EngineConfig.from_options(**dataclasses.asdict(args)) == EngineConfig(
+        model="m", max_model_len=64, options_without_effect=("disable_log_stats",)
+    )
+    with pytest.raises(ValueError, match="enable_lora=True is not supported"):
+        EngineArgs(model="m", enable_lora=True)
+
+
+def test_names_of_vllm_can_be_imported():
+    from jaxpage.inputs import PromptType, TextPrompt, TokensPrompt
+    from jaxpage.sampling_params import BeamSearchParams
+
+    assert TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
+    assert TextPrompt(prompt="a") == {"prompt": "a"}
+    assert TokensPrompt in PromptType.__args__
+    assert BeamSearchParams(2, 3).beam_width == 2
 
 
 def test_importing_the_package_imports_nothing_heavy():

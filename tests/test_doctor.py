@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import pytest
 
 from jaxpage import doctor
 from jaxpage.cli import main
+from jaxpage.ops.implementations import Choice
 from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import compile_program
+from pallas_kernels import hopper
 
 
 def lowering():
@@ -67,6 +71,32 @@ def test_a_device_that_computes_nonsense_is_told(capsys, cache, monkeypatch):
 
 
 def test_why_a_device_has_no_kernel_is_told(capsys, cache, monkeypatch):
-    monkeypatch.setattr(doctor, "choose", lambda pool, **options: (pool, "it is too old"))
+    choice = Choice("xla", None, ("it is too old",))
+    monkeypatch.setattr(doctor, "choose", lambda *asked, **options: choice)
     code, text = run(capsys, cache)
     assert code == 0 and "plain XLA: it is too old" in text
+
+
+def test_a_compiler_that_does_not_work_is_told(capsys, cache, monkeypatch):
+    said = {"tpu": ("install 'libtpu==0.0.42.*'", False), "gpu": ("it is not installed", True)}
+    monkeypatch.setattr(doctor, "check_compiler", said.get)
+    code, text = run(capsys, cache)
+    wrong = [line for line in text.splitlines() if "WRONG " in line]
+    assert code == 1 and len(wrong) == 1 and wrong[0].endswith("libtpu==0.0.42.*'")
+    assert "it is not installed" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ((13, 0, 88), "ptxas 13.0.88 (/cuda/bin/ptxas) miscompiles stores to shared memory"),
+        ((13, 1, 80), "13.1.80 (/cuda/bin/ptxas)"),
+        (None, "version unknown (/cuda/bin/ptxas)"),
+    ],
+)
+def test_the_assembler_of_gpus_is_told(capsys, cache, monkeypatch, version, said):
+    """On a machine without a GPU it is no fault."""
+    monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("/cuda/bin/ptxas"))
+    monkeypatch.setattr(hopper, "ptxas_version", lambda path: version)
+    code, text = run(capsys, cache)
+    assert code == 0 and said in text

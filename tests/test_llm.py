@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import tiny
+from jaxpage import BeamSearchParams, tiny
 from jaxpage.config import EngineConfig, load_hf_config
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
-from jaxpage.llm import LLM, derive_seed
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.tokenizer import Detokenizer, load_tokenizer
+from jaxpage.input_processor import derive_seed
+from jaxpage.llm import LLM
+from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.tokenizer import load_tokenizer
 from tests.fakes import FakeFieldsEngine, FakeRunner, expected_output
 
 EOS = 2
@@ -44,7 +47,6 @@ def make(folder):
             max_num_batched_tokens=64,
             max_model_len=config.max_model_len,
             policy=config.scheduling_policy,
-            make_detokenizer=lambda r: Detokenizer(own, r.params) if own else None,
         )
         runner = FakeRunner(400, 4, fail_collect=fail_collect)
         built = SimpleNamespace(
@@ -357,7 +359,7 @@ def test_ctrl_c_waits_for_the_step_and_aborts_only_what_generate_added(make, ove
         if len(whole_steps) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         touched = step()
-        whole_steps.append(len(touched))
+        whole_steps.append(len(touched.rows))
         return touched
 
     llm._engine.step = interrupted_step
@@ -427,3 +429,237 @@ def test_progress_tells_speeds(make):
 def test_ids_that_are_no_list_are_refused(make):
     with pytest.raises(ValueError, match="a prompt must be"):
         make().generate({"prompt_token_ids": 5})
+
+
+def test_calls_take_vllm_s_options_in_its_order(make):
+    """Those of vLLM 0.32, keyword-only ones behind the star."""
+
+    def names(function) -> list[str]:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        kinds = {p.name: p.kind for p in parameters}
+        return [f"*{n}" if k is inspect.Parameter.KEYWORD_ONLY else n for n, k in kinds.items()]
+
+    assert names(LLM.generate) == [
+        "prompts", "sampling_params", "*use_tqdm", "*lora_request", "*priority",
+        "*tokenization_kwargs", "*mm_processor_kwargs",
+    ]  # fmt: skip
+    assert names(LLM.chat) == [
+        "messages", "sampling_params", "use_tqdm", "lora_request", "priority", "chat_template",
+        "chat_template_content_format", "add_generation_prompt", "continue_final_message", "tools",
+        "chat_template_kwargs", "tokenization_kwargs", "mm_processor_kwargs",
+    ]  # fmt: skip
+    assert names(LLM.beam_search) == [
+        "prompts", "params", "lora_request", "use_tqdm", "concurrency_limit"
+    ]  # fmt: skip
+    llm = make(scheduling_policy="priority")
+    messages = [{"role": "user", "content": [{"type": "text", "text": "the"}]}]
+    (output,) = llm.chat(messages, SamplingParams(), False, None, 3, None, "string")
+    assert output.finished and "the" in output.prompt
+    with pytest.raises(ValueError, match="chat_template_content_format"):
+        llm.chat(messages, chat_template_content_format="xml")
+
+
+def test_options_of_later_versions_are_refused_by_name(make):
+    llm = make()
+    messages = [{"role": "user", "content": "x"}]
+    for attempt in (
+        lambda: llm.generate([5], lora_request="adapter"),
+        lambda: llm.chat(messages, lora_request="adapter"),
+        lambda: llm.beam_search([[5]], BeamSearchParams(2, 3), "adapter"),
+        lambda: llm.add_request("a", [5], SamplingParams(), lora_request="adapter"),
+    ):
+        with pytest.raises(ValueError, match="lora_request='adapter' is not supported"):
+            attempt()
+    with pytest.raises(ValueError, match="mm_processor_kwargs"):
+        llm.generate([5], mm_processor_kwargs={"size": 3})
+    assert llm.generate([5], lora_request=None, mm_processor_kwargs=None)[0].finished
+    assert not llm.has_unfinished_requests()
+
+
+def test_tokenization_kwargs_reach_the_tokenizer(make):
+    llm = make()
+    text = "the dog<|im_end|>"
+    kwargs = {"truncation": True, "max_length": 2}
+    ids = llm.get_tokenizer()(text, **kwargs)["input_ids"]
+    assert len(ids) == 2
+    (output,) = llm.generate(text, SamplingParams(), tokenization_kwargs=kwargs)
+    assert output.prompt_token_ids == ids
+    llm.add_request("a", text, SamplingParams(), tokenization_kwargs=kwargs)
+    while not (outputs := llm.step()):
+        pass
+    assert outputs[0].prompt_token_ids == ids
+    llm.abort_request("a")
+    messages = [{"role": "user", "content": text}]
+    (output,) = llm.chat(messages, SamplingParams(), tokenization_kwargs=kwargs)
+    assert len(output.prompt_token_ids) == 2
+
+
+def test_generate_returns_final_outputs_whatever_kind_was_asked_for(make):
+    expected = make().generate([[5], [6]], SamplingParams(max_tokens=9, n=2))
+    for kind in RequestOutputKind:
+        params = SamplingParams(max_tokens=9, n=2, output_kind=kind)
+        outputs = make().generate([[5], [6]], params)
+        assert tokens(outputs) == tokens(expected)
+        assert [[c.text for c in o.outputs] for o in outputs] == [
+            [c.text for c in o.outputs] for o in expected
+        ]
+        assert params.output_kind is kind
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_report_what_the_kind_of_output_says(make, overlap):
+    llm, got = make(async_scheduling=overlap), {kind.name: [] for kind in RequestOutputKind}
+    for kind in RequestOutputKind:
+        params = SamplingParams(max_tokens=12, n=2, seed=3, stop="o", output_kind=kind)
+        assert llm.add_request(kind.name, [5, 6], params) == kind.name
+    llm.generate([7], SamplingParams(max_tokens=2, ignore_eos=True))
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            got[output.request_id].append(output)
+    (final,) = got["FINAL_ONLY"]
+    assert tokens([got["CUMULATIVE"][-1]]) == tokens([final])
+    for index, completion in enumerate(final.outputs):
+        deltas = [c for output in got["DELTA"] for c in output.outputs if c.index == index]
+        assert sum((c.token_ids for c in deltas), []) == completion.token_ids
+        assert "".join(c.text for c in deltas) == completion.text
+        assert [c.finish_reason for c in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason == completion.finish_reason
+    # What came during `generate` is one delta.
+    assert len(got["DELTA"][0].outputs[0].token_ids) >= 2
+
+
+def test_beam_search_answers_as_many_prompts_at_a_time_as_it_may(make):
+    llm, params = make(), BeamSearchParams(2, 6)
+    prompts = [[i, 5] for i in range(3, 9)]
+    expected = make().beam_search(prompts, params)
+    most, add = [], llm._engine.add
+
+    def watched_add(request):
+        add(request)
+        most.append(llm.get_num_unfinished_requests())
+
+    llm._engine.add = watched_add
+    outputs = llm.beam_search(prompts, params, None, False, 2)
+    assert [[s.tokens for s in o.sequences] for o in outputs] == [
+        [s.tokens for s in o.sequences] for o in expected
+    ]
+    assert len(most) == 6 and max(most) == 2
+    assert len(llm.beam_search(prompts, params, use_tqdm=True, concurrency_limit=1)) == 6
+    with pytest.raises(ValueError, match="concurrency_limit must be None or at least 1, got 0"):
+        llm.beam_search(prompts, params, concurrency_limit=0)
+
+
+def test_vllm_s_engine_and_model_config_are_at_hand(make):
+    llm = make()
+    engine = llm.llm_engine
+    engine.add_request("a", [5], LONG)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[0].finished
+    assert llm.model_config.max_model_len == MAX_MODEL_LEN
+
+
+def test_tokens_written_to_the_prefix_cache_are_counted(make):
+    llm = make()
+    outputs = [llm.generate([3] * 11, LONG)[0] for _ in range(2)]
+    counts = [(o.num_cached_tokens, o.num_cache_creation_tokens) for o in outputs]
+    assert counts == [(0, 8), (8, 0)]
+
+
+def test_two_threads_at_once_are_told_apart(make):
+    llm = make()
+    inside, leave = threading.Event(), threading.Event()
+    step = llm._engine.step
+
+    def slow_step():
+        inside.set()
+        assert leave.wait(60)
+        return step()
+
+    llm._engine.step = slow_step
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.extend(llm.generate([5], LONG)), name="first")
+    thread.start()
+    assert inside.wait(60)
+    for attempt in (
+        lambda: llm.generate([6], LONG),
+        lambda: llm.add_request("a", [6], LONG),
+        llm.step,
+        lambda: llm.abort_request("0"),
+        llm.reset_prefix_cache,
+    ):
+        with pytest.raises(RuntimeError, match="while 'first' is in a call"):
+            attempt()
+    leave.set()
+    thread.join()
+    assert tokens(outputs) == [expected(llm, [5], LONG, 0)]
+    assert llm.generate([6], LONG)[0].finished  # one after the other is fine
+
+
+def test_a_forked_child_is_told_that_it_has_no_device(make):
+    llm = make()
+    assert llm.generate([5], LONG)[0].finished
+    readable, writable = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax and Python warn of forks
+        child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([5], LONG)
+        except RuntimeError as e:
+            os.write(writable, str(e).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable, encoding="utf-8") as message:
+        assert f"made in process {os.getpid()}, and this is its forked child" in message.read()
+    os.waitpid(child, 0)
+    assert llm.generate([5], LONG)[0].finished
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_detokenizer_that_raises_ends_its_request_and_no_other(make, overlap):
+    llm = make(async_scheduling=overlap)
+    for name in ("doomed", "lucky"):
+        llm.add_request(name, [5, 6], LONG)
+
+    def append(token_id, *, ends, check_stop):
+        raise RuntimeError("fails as told")
+
+    llm._outputs._requests["doomed"].sequences[0].detokenizer.append = append
+    outputs = {}
+    with pytest.raises(RuntimeError, match="fails as told"):
+        while llm.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in llm.step()}
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+    assert outputs["doomed"].outputs[0].finish_reason == "abort"
+    assert tokens([outputs["lucky"]]) == [expected(llm, [5, 6], LONG, 1)]
+    assert llm.reset_prefix_cache()
+
+
+def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
+    """As vLLM does: benchmarks ask for both. Here the device is real."""
+
+    def answers(eos: list[int], *min_tokens: int) -> list[list[int]]:
+        llm = LLM(
+            folder,
+            max_model_len=64,
+            max_num_seqs=1,
+            max_num_batched_tokens=16,
+            num_gpu_blocks_override=8,
+            enforce_eager=True,
+            override_generation_config={"eos_token_id": eos},
+        )
+        params = [
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, min_tokens=n)
+            for n in min_tokens
+        ]
+        return [o.outputs[0].token_ids for o in llm.generate([[5, 6, 7]] * len(params), params)]
+
+    (free,) = answers([EOS], 0)
+    eos = [free[0], free[2]]  # further ids, which only the generation config knows
+    unmasked, masked = answers(eos, 0, 6)
+    assert unmasked == free
+    assert len(masked) == 24
+    assert not {*eos, EOS} & set(masked[:6])

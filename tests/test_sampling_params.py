@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 
+import numpy as np
 import pytest
 
 from jaxpage import RequestOutputKind, SamplingParams
@@ -38,6 +39,16 @@ VLLM_DEFAULTS = {
 }
 
 
+# Of vLLM 0.32, besides those above.
+VLLM_FIELDS = (
+    *VLLM_DEFAULTS,
+    *("watermarking", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
+    *("logprob_token_ids", "flat_logprobs", "stream_interval", "structured_outputs", "extra_args"),
+    *("thinking_token_budget", "repetition_detection", "skip_clone", "routed_experts_prompt_start"),
+    "trace_decode_token_ids",
+)
+
+
 def test_defaults_are_those_of_vllm():
     params = SamplingParams()
     assert {name: getattr(params, name) for name in VLLM_DEFAULTS} == VLLM_DEFAULTS
@@ -57,20 +68,68 @@ def test_defaults_are_those_of_vllm():
         ("max_tokens", [None, 1], [0, -1, 2.5]),
         ("min_tokens", [0, 16], [-1, 17]),
         ("logprobs", [None, -1, 0, 20, True, False], [-2, 0.5]),
-        ("allowed_token_ids", [None, [0]], [[], "12", ["1"], [1.0]]),
-        ("stop_token_ids", [None, [], [7]], ["7", [True]]),
-        ("logit_bias", [None, {}, {3: -100}, {"3": 5}], [{3: math.nan}, {"x": 1}, {1.5: 1}]),
-        ("stop", [None, "a", ["a", "b"]], ["", ["a", ""], [1]]),
-        ("bad_words", [None, ["a"]], [[""], [1]]),
-        ("output_kind", [0, 1, 2, RequestOutputKind.DELTA], [3]),
+        ("allowed_token_ids", [None, [0]], [[], "12", ["1"], [1.0], 5]),
+        ("stop_token_ids", [None, [], [7]], ["7", [True], 5]),
+        (
+            "logit_bias",
+            [None, {}, {3: -100}, {"3": 5}, {3: -math.inf}],
+            [{3: math.nan}, {3: math.inf}, {3: 1e39}, {3: "1"}, {"x": 1}, {1.5: 1}, [1, 2]],
+        ),
+        ("stop", [None, "a", ["a", "b"]], ["", ["a", ""], [1], 5]),
+        ("bad_words", [None, ["a"]], [[""], [1], 5]),
+        ("output_kind", [0, 1, 2, RequestOutputKind.DELTA], [3, 9, "x"]),
+        ("ignore_eos", [True, False, np.True_, 0], ["no", "", None, 2]),
+        ("detokenize", [True], ["yes"]),
+        ("skip_reading_prefix_cache", [None, True], ["no"]),
+        ("extra_args", [None, {}], [{"a": 1}]),
+        ("stream_interval", [None, 1], [2]),
+        ("thinking_token_budget", [None, -1], [0, 5]),
+        ("prompt_logprobs", [None, False], [0, 3]),
     ],
 )
 def test_ranges_include_their_ends_and_nothing_beyond(name, good, bad):
     for value in good:
         SamplingParams(**{name: value})
     for value in bad:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=name):
             SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
+        ({"bad_words": 5}, "bad_words must be a string or a list of strings, got 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of token ids, got 5"),
+        ({"logit_bias": [1, 2]}, r"logit_bias must be a dict of token id to number, got \[1, 2\]"),
+        ({"logit_bias": {"a": 1}}, "a key of logit_bias must be a token id, got 'a'"),
+        ({"logit_bias": {3: 1e39}}, r"logit_bias\[3\] must fit into float32, got 1e\+39"),
+        ({"logit_bias": {3: math.inf}}, r"logit_bias\[3\] must be a finite number, got inf"),
+        ({"output_kind": 9}, r"one of 0 \(CUMULATIVE\), 1 \(DELTA\), 2 \(FINAL_ONLY\), got 9"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+    ],
+)
+def test_a_refusal_names_the_field_and_the_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)
+
+
+def test_a_bias_of_minus_infinity_bans_a_token():
+    assert SamplingParams(logit_bias={"7": -math.inf}).logit_bias == {7: -math.inf}
+
+
+def test_optional_fields_of_an_openai_request():
+    params = SamplingParams.from_optional(
+        temperature=None, top_p=None, n=None, max_tokens=None, logit_bias={"5": 300, "6": -1e6}
+    )
+    assert (params.temperature, params.top_p, params.n, params.max_tokens) == (1.0, 1.0, 1, None)
+    assert params.logit_bias == {5: 100.0, 6: -100.0}
+
+
+def test_every_field_of_vllm_is_known():
+    names = {f.name for f in dataclasses.fields(SamplingParams)}
+    assert set(VLLM_FIELDS) <= names
 
 
 def test_other_spellings_of_a_value_are_made_one():
@@ -136,7 +195,11 @@ def test_unknown_names_are_type_errors():
 
 def test_a_copy_is_equal_and_shares_nothing():
     params = SamplingParams(stop=["a"], logit_bias={1: 2}, stop_token_ids=[3], bad_words=["b"])
-    copy = dataclasses.replace(params)
+    for copy in (dataclasses.replace(params), params.clone()):
+        _check_copy(params, copy)
+
+
+def _check_copy(params, copy):
     assert copy == params
     copy.stop.append("x")
     copy.stop_token_ids.append(1)

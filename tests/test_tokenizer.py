@@ -236,9 +236,36 @@ def test_errors_of_loading_name_the_folder(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
+    folder = tiny.build(tmp_path / "tiny")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="has no vocabulary: tokenizer.json .* is missing"):
+        load_tokenizer(str(folder))
+
+
+def test_a_token_within_a_character_has_no_text_and_the_last_has_the_character(byte_level):
+    euro = byte_level.convert_tokens_to_ids(list("âĤ¬"))
+    detokenizer = Detokenizer(byte_level, SamplingParams())
+    before = [*byte_level.encode("the"), *euro]
+    texts = [detokenizer.decode_token(t, before[: i - 3]) for i, t in enumerate(euro)]
+    assert texts == ["", "", "€"]
+    assert detokenizer.decode_token(euro[2]) == ""  # nothing is known of what came before
+    smile = byte_level.convert_tokens_to_ids(list("ðŁĺĢ"))
+    two = [*euro, *smile]
+    assert [detokenizer.decode_token(t, two[:i]) for i, t in enumerate(two)][-4:] == [
+        "",
+        "",
+        "",
+        "😀",
+    ]
+    (the,) = byte_level.encode("a")
+    assert detokenizer.decode_token(the, euro[:2]) == "a"
+
+
 def test_a_chat_template_is_a_file_or_a_template(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ 1 }}")
     assert load_chat_template(str(tmp_path / "t.jinja")) == "{{ 1 }}"
+    assert load_chat_template(tmp_path / "t.jinja") == "{{ 1 }}"
     assert load_chat_template("{{ 2 }}") == "{{ 2 }}"
     assert load_chat_template(None) is None
     with pytest.raises(ValueError, match="neither"):

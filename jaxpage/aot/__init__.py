@@ -1,1 +1,1 @@
-"""Programs for chips that are not here: whether a model fits them, and how fast it can be at best."""
+"""Ahead-of-time compilation: whether a model fits a chip, how fast it can be at best, and executables for it."""

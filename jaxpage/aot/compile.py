@@ -1,128 +1,109 @@
-"""`jaxpage compile`: all programs of an engine, kept in a folder from which `LLM` starts without compiling.
+"""`jaxpage compile`: executables of all programs of an engine, in a folder from which `LLM` starts without compiling.
 
-From config.json alone: no weights are read. For the device that is here, or for a target that is not; then in a process
-of its own (`python -m jaxpage.aot.compile`, with the variables of `topology.environment`, from JSON).
+From config.json alone: no weights are read. For the device of this machine, or for a target; then in a process of its
+own (`process.run("jaxpage.aot.compile", ...)`).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxpage.aot.process import Report, run, serve
 from jaxpage.aot.targets import Target, parse_target
-from jaxpage.aot.topology import environment, mesh_of, missing_compiler
-from jaxpage.build import programs_folder, size_kv
+from jaxpage.aot.topology import mesh_of, missing_compiler
+from jaxpage.composition import executable_cache, size_from_cache
 from jaxpage.config import EngineConfig, compiler_flags
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
-from jaxpage.runner.facts import machine_facts
-from jaxpage.runner.lowering import num_bytes
-from jaxpage.runner.memory import pool_bytes
-from jaxpage.runner.program_store import MeasuredSizes, ProgramStore
+from jaxpage.runner.memory import pool_bytes, pool_bytes_of
 from jaxpage.runner.programs import compile_program
-from jaxpage.weights.spec import specs
 
-# Of what a pool could have on a target: a device that is there has a little less for it than its data sheet, and a
-# start takes these programs only if their pool fits.
+# Share of the pool that a target could have by its data sheet: a real device has a little less memory, and a start
+# takes these executables only if their pool fits.
 SAFE_SHARE = 0.97
 
 
 def compile_for(options: dict[str, Any], output: Path, target: Target | None) -> int:
-    """Fill the folder `output` with the programs of `LLM(**options)`, for `target` or the device that is here.
+    """Fill the folder `output` with executables for `LLM(**options)`, for `target` or the device of this machine.
 
     Prints a line for each. Raises ValueError for options that cannot be served, and for a target whose compiler is
-    not installed.
+    not installed or fails.
     """
     if target is None:
-        _compile(options, output, None)
+        _compile(options, output, None, _print)
         return 0
     missing = missing_compiler(target.chip.platform)
     if missing:
         raise ValueError(f"{target.name}: {missing}")
     request = {"options": options, "output": str(output.absolute()), "target": target.name}
-    done = subprocess.run(
-        ["env", *environment(target), sys.executable, "-m", "jaxpage.aot.compile"],
-        input=json.dumps(request),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode == 2:
-        raise ValueError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise ValueError(f"compiling for {target.name} failed: {done.stderr.strip()[-2000:]}")
+    run("jaxpage.aot.compile", request, target, on_report=lambda report: _print(report["line"]))
     return 0
 
 
-def _compile(options: dict[str, Any], output: Path, target: Target | None) -> None:
-    draft = _draft(options | {"compilation_cache_dir": str(output)}, target)
-    root = programs_folder(draft.config)
-    if root is None:
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _compile(
+    options: dict[str, Any], output: Path, target: Target | None, say: Callable[[str], None]
+) -> None:
+    spec = _engine_spec(options | {"compilation_cache_dir": str(output)}, target)
+    if spec.no_kernel_reason:
+        say(f"attention runs in plain XLA: {spec.no_kernel_reason}")
+    for reason in sorted(spec.transform_weights()):
+        say(f"int8 products run in plain XLA: {reason}")
+    # The flags that `topology.environment` sets for a GPU do not change what runs on that GPU.
+    flags = "" if spec.device.platform == "gpu" and target is not None else compiler_flags()
+    cache = executable_cache(spec, flags=flags, devices=[spec.device] if target is None else [])
+    if cache.root is None:
         raise ValueError("with enforce_eager programs are compiled when they are first used")
-    # Those that `topology.environment` sets for a GPU are no reason to compile anew on that GPU.
-    flags = "" if draft.device.platform == "gpu" and target is not None else compiler_flags()
-    machine = machine_facts(draft.device, flags)
-    sizes = MeasuredSizes(root, machine | draft.facts(0))
-    draft, num_blocks = size_kv(draft, partial(_available, draft, target), sizes)
-    facts = machine | draft.facts(num_blocks)
-    store = ProgramStore(root, facts, [draft.device] if target is None else [])
-    lowerings = draft.lowerings(num_blocks)
-    print(f"{len(lowerings.programs)} programs for {num_blocks} KV blocks", flush=True)
+    sized = size_from_cache(spec, cache, partial(_available, spec, target))
+    store = cache.store(sized)
+    assert store is not None
+    lowerings = sized.lowerings()
+    say(f"{len(lowerings.programs)} programs for {sized.pool.num_blocks} KV blocks")
     for name, lowering in lowerings.programs.items():
-        with draft.on_target():
+        with sized.on_target():
             program = compile_program(name, lowering, store)
-        print(f"{name:<20} {program.seconds:>8.2f} s  {program.origin}", flush=True)
-    print(f"in {store.folder}", flush=True)
+        say(f"{name:<20} {program.seconds:>8.2f} s  {program.origin}")
+    say(f"in {store.folder}")
 
 
-def _draft(options: dict[str, Any], target: Target | None) -> EngineSpec:
-    mesh = None if target is None else mesh_of(target, 1)
-    if target is None or mesh is None:
+def _engine_spec(options: dict[str, Any], target: Target | None) -> EngineSpec:
+    config = EngineConfig.from_options(**options)
+    if target is None:
         device = jax.local_devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit")
-    else:
-        device, memory = mesh.devices.flat[0], target.chip.num_bytes
-    engine = EngineConfig.from_options(**options)
-    draft = make_engine_spec(engine, device=device, device_memory=memory, mesh=mesh)
-    if draft.no_kernel_reason:
-        print(f"attention runs in plain XLA: {draft.no_kernel_reason}")
-    for reason in draft.transform_weights():
-        print(f"products of int8 run in plain XLA: {reason}")
-    return draft
-
-
-def _available(draft: EngineSpec, target: Target | None, temp_bytes: int) -> int:
-    """Bytes for the pool, as `LLM` will count them once the weights are there."""
-    config = draft.config
-    used = temp_bytes + sum(
-        num_bytes(jax.ShapeDtypeStruct(s.shape, s.dtype)) for s in specs(draft.model).values()
+        return make_engine_spec(config, device=device, device_memory=memory)
+    mesh = mesh_of(target, 1)
+    return make_engine_spec(
+        config, device=mesh.devices.flat[0], device_memory=target.chip.num_bytes, mesh=mesh
     )
+
+
+def _available(spec: EngineSpec, target: Target | None, temp_bytes: int) -> int:
+    """Bytes for the pool, as `LLM` will count them once the weights are there."""
+    used = temp_bytes + sum(spec.weight_bytes.values())
+    utilization, share = spec.config.gpu_memory_utilization, spec.config.cache_max_entry_count
     if target is None:
         return pool_bytes(
-            (draft.device,),
-            utilization=config.gpu_memory_utilization,
-            temp_bytes=used,
-            share_of_free=config.cache_max_entry_count,
+            (spec.device,), utilization=utilization, temp_bytes=used, share_of_free=share
         )
-    limit = target.chip.num_bytes
-    if config.cache_max_entry_count is not None:
-        return int(SAFE_SHARE * config.cache_max_entry_count * (limit - used))
-    return int(SAFE_SHARE * (limit * config.gpu_memory_utilization - used))
+    capacity = target.chip.num_bytes
+    of_data_sheet = pool_bytes_of(capacity, used, utilization=utilization, share_of_free=share)
+    return int(SAFE_SHARE * of_data_sheet)
 
 
-def _main() -> int:
-    request = json.load(sys.stdin)
-    try:
-        _compile(request["options"], Path(request["output"]), parse_target(request["target"]))
-    except ValueError as error:  # the user's
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
+def _work(request: dict[str, Any], report: Report) -> None:
+    target = parse_target(request["target"])
+    _compile(
+        request["options"], Path(request["output"]), target, lambda line: report({"line": line})
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    serve(_work)

@@ -1,4 +1,4 @@
-"""What the text of a compiled program tells: what devices exchange, and which large arrays are made anew.
+"""What the text of a compiled program shows: collectives, copies of large arrays, calls of kernels.
 
 Knows how XLA writes its optimised programs (HLO). Must not know jax, nor what a program computes.
 """

@@ -1,4 +1,4 @@
-"""Chips that programs can be compiled for without having one: what their makers say of them.
+"""Chips to compile for: the numbers in their data sheets.
 
 Knows numbers and names. Must not know jax.
 """
@@ -13,7 +13,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device as jax counts them (a TPU7x chip is two). Rates are peaks, from the makers' data sheets."""
+    """One device as jax counts them (a TPU7x chip is two). Rates are peaks, from data sheets."""
 
     name: str
     platform: str  # "tpu" or "gpu"

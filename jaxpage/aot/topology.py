@@ -1,23 +1,28 @@
-"""Devices that are not here: what jax's compilers need to compile for them.
+"""Compile-only topologies: what jax's compilers need to compile for devices that this machine does not have.
 
-The libtpu wheel holds the compiler of TPUs, the CUDA plugin that of GPUs; neither touches a device. They must be told
-before jax is imported, so whoever compiles for a target does it in a process of its own.
+The libtpu wheel holds the compiler for TPUs, the CUDA plugin that for GPUs; neither touches a device. They are
+configured by variables that must be set before jax is imported, so `process` starts a process for each target.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+from packaging.requirements import Requirement
 
 from jaxpage.aot.targets import Target
 
-TENSOR_AXIS = "tensor"
+COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}  # packages, by platform
+_EXTRAS = {"tpu": "tpu", "gpu": "cuda13-local"}  # of jax, that ask for them
 
-# What the driver of an H200 would tell. ACCELERATED_FEATURES make it sm_90a, which has wgmma.
+# What the driver of an H200 reports. ACCELERATED_FEATURES make it sm_90a, which has wgmma.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
@@ -36,15 +41,36 @@ device_description_str: "NVIDIA H200"
 
 def missing_compiler(platform: str) -> str | None:
     """What must be installed to compile for "tpu" or "gpu"; None if nothing is missing."""
+    wanted = f"{COMPILERS[platform]}{wanted_version(platform)}"
     if platform == "tpu":
         found = _is_installed("libtpu")
-        return None if found else "the compiler of TPUs is not installed: pip install libtpu"
+        return None if found else f"the TPU compiler is not installed: pip install '{wanted}'"
     if not _is_installed("jax_plugins") or not _is_installed("jax_plugins.xla_cuda13"):
-        return (
-            "the compiler of GPUs is not installed: pip install jax-cuda13-plugin and jax-cuda13-pjrt of "
-            "the version of jax, and nvidia-cuda-nvcc"
-        )
+        return f"the GPU compiler is not installed: pip install '{wanted}' nvidia-cuda-nvcc"
     return None if cuda_folder() else "there is no ptxas: pip install nvidia-cuda-nvcc"
+
+
+def wanted_version(platform: str) -> str:
+    """Which version of the compiler the installed jax is made for, such as "==0.0.42.*"; "" if it does not say."""
+    package, extra = COMPILERS[platform], _EXTRAS[platform]
+    of_package = re.compile(rf"""{package}([=<>~!][^;]*);.*extra == ["']{extra}["']""")
+    found = (of_package.match(each) for each in metadata.requires("jax") or ())
+    return next((match[1].strip() for match in found if match), "")
+
+
+def compiler_advice(platform: str) -> str:
+    """What to install where the compiler does not work: the version that jax is made for. "" if it is installed."""
+    package, wanted = COMPILERS[platform], wanted_version(platform)
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:  # a nightly build has another name
+        installed = "0"
+    if not wanted or Requirement(f"{package}{wanted}").specifier.contains(installed):
+        return ""
+    return (
+        f"{package} {installed} is installed, and jax {metadata.version('jax')} is made for "
+        f"{package}{wanted}: pip install '{package}{wanted}'"
+    )
 
 
 def _is_installed(module: str) -> bool:
@@ -52,27 +78,31 @@ def _is_installed(module: str) -> bool:
 
 
 def environment(target: Target) -> list[str]:
-    """`NAME=value` of the variables that must stand before a process that compiles for `target` imports jax."""
+    """`NAME=value` of the variables that must be set before a process that compiles for `target` imports jax."""
     variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if target.chip.platform == "tpu":
-        variables["TPU_SKIP_MDS_QUERY"] = "1"  # nobody asks for the metadata of a TPU VM
+        variables["TPU_SKIP_MDS_QUERY"] = "1"  # do not ask for the metadata of a TPU VM
         variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no device is touched
     else:
         # Autotuning would run candidates on the device.
         variables["XLA_FLAGS"] = (
             f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={cuda_folder()}"
         )
+        if folder := cuda_folder():  # Mosaic GPU takes the first ptxas on the PATH
+            variables["PATH"] = os.pathsep.join([str(folder / "bin"), *os.get_exec_path()])
     return [f"{name}={value}" for name, value in variables.items()]
 
 
 def mesh_of(target: Target, num_devices: int):
-    """A `jax.sharding.Mesh` of the first devices of a target, along TENSOR_AXIS. Raises ValueError for too many."""
+    """A `jax.sharding.Mesh` of the first devices of a target, along TENSOR. Raises ValueError for too many."""
     from jax.sharding import Mesh
+
+    from jaxpage.parallel.sharding import TENSOR
 
     devices = _devices(target)
     if num_devices > len(devices):
         raise ValueError(f"{target.name} has {len(devices)} devices, fewer than {num_devices}")
-    return Mesh(np.array(devices[:num_devices]), (TENSOR_AXIS,))
+    return Mesh(np.array(devices[:num_devices]), (TENSOR,))
 
 
 def _devices(target: Target) -> list:
@@ -80,7 +110,7 @@ def _devices(target: Target) -> list:
 
     if target.chip.platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=target.name).devices
-    from jax._src import xla_bridge  # the plugin is known by this only
+    from jax._src import xla_bridge  # there is no public way to load the plugin without a GPU
 
     xla_bridge.discover_pjrt_plugins()
     return topologies.get_topology_desc(
@@ -89,7 +119,7 @@ def _devices(target: Target) -> list:
 
 
 def cuda_folder() -> Path | None:
-    """That of a CUDA toolkit, or of the wheel with its assembler."""
+    """The folder of a CUDA toolkit, or of the wheel with its assembler; None if there is neither."""
     wheels = [Path(path) / "nvidia" / "cu13" for path in sys.path]
     on_path = shutil.which("ptxas")
     folders = wheels + ([Path(on_path).resolve().parents[1]] if on_path else [])

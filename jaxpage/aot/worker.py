@@ -1,136 +1,152 @@
-"""Compiles a model's largest steps for a target and says what they need: a process of its own, from JSON to JSON.
+"""Compiles a model's largest steps for a target and reports what they need: `process.run("jaxpage.aot.worker", ...)`.
 
-`python -m jaxpage.aot.worker`, with the variables of `topology.environment`. What it prints is data, not a verdict.
+What it returns are measurements, see `estimate` for what follows from them.
+
+Most of a decode program's compilation is its sampler, which `sample` programs contain too. So `measure` compiles the
+layers of the largest decode step and its sampler apart. The step runs through both, one after the other, and needs no
+more than the sum of their temporaries.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-import sys
+import math
+import os
+import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
+from jaxpage.aot.process import Report, serve
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
-from jaxpage.config import EngineConfig, ResolvedConfig
+from jaxpage.composition import executable_cache, size
+from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
-from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.decoder import CausalLM
+from jaxpage.ops.attention import max_blocks
 from jaxpage.parallel.sharding import sharding
-from jaxpage.runner.buckets import Bucket, sample_name
-from jaxpage.runner.lowering import Lowerings, num_bytes
-from jaxpage.runner.programs import compile_program
+from jaxpage.runner.lowering import Lowerings
+from jaxpage.runner.memory import pool_bytes_of
+from jaxpage.runner.programs import Lowering, compile_program, num_cores, step_bytes
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import quantize
-from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 
 LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest batch is asked
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A draft on a target, with a pool to compile its programs with; nothing is compiled yet."""
+class CompileJob:
+    """A sized engine on a target; nothing is compiled yet."""
 
-    draft: EngineSpec
+    spec: EngineSpec
     target: Target
-    mesh: Mesh
-    num_blocks: int  # of the pool
-    weights: dict[str, int]  # bytes of each parameter on one device
-
-    @property
-    def free(self) -> int:
-        """Bytes of a device that the weights leave."""
-        return _free(self.draft.config, self.target, self.weights)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of a KV block on one device."""
-        return _block_bytes(self.draft.pool, self.mesh.size)
 
     @property
     def pool_shapes(self) -> list[tuple[int, ...]]:
-        """Of the pool's arrays, on one device."""
-        pool = self.draft.pool_of(self.num_blocks)
+        """Shapes of the pool's arrays on one device."""
+        pool = self.spec.pool
         return [
-            sharding(self.mesh, pool.axes_of(x)).shard_shape(x.shape)
+            sharding(self.spec.mesh, pool.axes_of(x)).shard_shape(x.shape)
             for x in jax.tree.leaves(pool.abstract())
         ]
 
     @cached_property
     def lowerings(self) -> Lowerings:
-        return self.draft.lowerings(self.num_blocks)
+        return self.spec.lowerings()
 
 
-def make_trial(options: dict[str, Any], target: Target, num_devices: int) -> Trial:
+def make_job(options: dict[str, Any], target: Target, num_devices: int) -> CompileJob:
     """`options`: those of EngineConfig. Raises ValueError.
 
     Without `num_gpu_blocks_override` the pool has half of what the weights leave: a copy of it would be seen in the
     temporaries.
     """
     mesh = mesh_of(target, num_devices)
-    draft = make_engine_spec(
+    spec = make_engine_spec(
         EngineConfig.from_options(**options),
         device=mesh.devices.flat[0],
         device_memory=target.chip.num_bytes,
         mesh=mesh,
     )
-    draft.transform_weights()
-    weights = _weights(draft.model, mesh)
-    num_blocks = draft.config.num_gpu_blocks_override
+    spec.transform_weights()
+    num_blocks = spec.config.num_gpu_blocks_override
     if num_blocks is None:
-        half = _free(draft.config, target, weights) // 2
-        num_blocks = max(2, min(half // _block_bytes(draft.pool, num_devices), MOST_BLOCKS))
-    return Trial(draft=draft, target=target, mesh=mesh, num_blocks=num_blocks, weights=weights)
+        half = _pool_bytes(spec, target, 0) // 2
+        num_blocks = max(2, min(half // spec.block_bytes, max_blocks(spec.pool)))
+    return CompileJob(spec=spec.with_blocks(num_blocks), target=target)
 
 
-def measure(options: dict[str, Any], target: Target, num_devices: int) -> dict[str, Any]:
-    """Everything that a verdict needs. Bytes and rates are those of one device. Raises ValueError."""
-    trial = make_trial(options, target, num_devices)
-    draft, weights = trial.draft, trial.weights
-    config, footprint = draft.config, draft.footprint
+def measure(
+    options: dict[str, Any], target: Target, num_devices: int, report: Report = lambda _: None
+) -> dict[str, Any]:
+    """Everything that an estimate needs. Bytes and rates are those of one device. Raises ValueError.
+
+    `report` gets {"compiling": names}, and {"compiled": name, "seconds": s} after each. Results are kept on disk.
+    """
+    job = make_job(options, target, num_devices)
+    spec = job.spec
+    config, weights = spec.config, spec.weight_bytes
     # Where the weights alone are too many there is nothing to compile.
-    programs = [examine(trial, n) for n in _largest(draft.buckets)] if trial.free > 0 else []
-    embedding = weights["model.embed_tokens.weight"] if draft.model.lm_head is not None else 0
+    fits = _pool_bytes(spec, target, 0) > 0
+    state_bytes = job.lowerings.state_bytes
+    programs = _remembered(job, partial(_compile_largest, job, report)) if fits else []
+    temp_bytes = largest_step_bytes(programs, config.decode_steps)
+    sized = size(
+        spec,
+        available=partial(_pool_bytes, spec, target),
+        step_memory=lambda _: state_bytes + temp_bytes,
+        must_fit=False,
+    )
+    embedding = weights["model.embed_tokens.weight"] if spec.model.lm_head is not None else 0
     lengths = sorted({n for n in LENGTHS if n < config.max_model_len} | {config.max_model_len})
+    footprint = spec.footprint
     return {
         "target": target.name,
         "num_devices": num_devices,
         "target_devices": target.num_devices,
-        "config": _facts(config),
+        "config": _options_shown(config),
         "chip": dataclasses.asdict(target.chip),
         "weight_bytes": sum(weights.values()),
-        # An embedding that is not the head too is read by the row.
+        # Of an embedding that is not the head too, only the rows of the step's tokens are read.
         "bytes_per_step": sum(weights.values()) - embedding,
-        "flops_per_token": 2 * _num_parameters(draft.model, embedding > 0) // num_devices,
-        "state_bytes": trial.lowerings.state_bytes,
-        "block_bytes": trial.block_bytes,
-        "most_blocks": MOST_BLOCKS if draft.pool.lanes else None,  # that block tables can name
-        "pool_bytes": trial.num_blocks * trial.block_bytes,  # as compiled
+        "flops_per_token": 2 * _num_parameters(spec.model, embedding > 0) // num_devices,
+        "state_bytes": state_bytes,
+        "temp_bytes": temp_bytes,
+        "block_bytes": spec.block_bytes,
+        "num_blocks": sized.pool.num_blocks,  # the null block included
+        "pool_bytes": spec.pool.num_blocks * spec.block_bytes,  # as compiled
         "blocks": {str(n): footprint.num_blocks(n) for n in lengths},
         "longest": [[n, footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
-        "attention": _attention(trial, programs),
-        "in_int8": _in_int8(trial),
+        "attention": _attention(job, programs),
+        "in_int8": _in_int8(spec),
     }
 
 
-def examine(trial: Trial, name: str) -> dict[str, Any]:
-    """What the compiler says of a program; if it needs more than a device has, just that (and no alias)."""
-    print(f"compiling {name}", file=sys.stderr, flush=True)
-    found = {"name": name, "temp_bytes": trial.target.chip.num_bytes, "result_bytes": 0}
+def compile_and_inspect(
+    job: CompileJob, name: str, lowering: Lowering | None = None
+) -> dict[str, Any]:
+    """What the compiler says of a program; if it needs more than a device has, just that (and no alias).
+
+    `lowering`: for a program that is none of the engine's own.
+    """
+    found = {"name": name, "temp_bytes": job.target.chip.num_bytes, "result_bytes": 0}
     found |= {"alias_bytes": 0, "collectives": {}, "pool_copies": [], "kernels": []}
     start = time.perf_counter()
     try:
-        with trial.draft.on_target():
-            program = compile_program(name, trial.lowerings.programs[name])
+        with job.spec.on_target():
+            program = compile_program(name, lowering or job.lowerings.programs[name])
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -142,67 +158,120 @@ def examine(trial: Trial, name: str) -> dict[str, Any]:
         "result_bytes": program.result_bytes,
         "alias_bytes": program.alias_bytes,
         "collectives": collectives(text),
-        "pool_copies": list(copies_of_size(text, trial.pool_shapes)),
+        "pool_copies": list(copies_of_size(text, job.pool_shapes)),
         "kernels": kernel_calls(text),
     }
 
 
-def _attention(trial: Trial, programs: list[dict[str, Any]]) -> str:
+def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
+    """The layers of the largest decode step, then the largest `forward` and `sample` programs."""
+    buckets = job.spec.buckets
+    decode = [bucket for bucket in buckets if bucket.decode][-1]
+    layers = f"layers R={decode.num_rows}"
+    forward, sample = buckets[-1].programs(buckets[-1].num_rows)
+    lowerings = job.lowerings.programs | {layers: partial(job.lowerings.layers_of, decode)}
+    order = (forward, sample, layers)  # the longest compilation first: there may be fewer threads
+    report({"compiling": order})
+
+    def compile_one(name: str) -> dict[str, Any]:
+        found = compile_and_inspect(job, name, lowerings[name])
+        report({"compiled": name, "seconds": found["seconds"]})
+        return found
+
+    with ThreadPoolExecutor(min(num_cores(), len(order))) as pool:
+        found = dict(zip(order, pool.map(compile_one, order), strict=True))
+    return [found[name] for name in (layers, forward, sample)]
+
+
+class Memory(NamedTuple):
+    """What a program needs on a device."""
+
+    temp_bytes: int
+    result_bytes: int
+
+
+def largest_step_bytes(programs: list[dict[str, Any]], decode_steps: int) -> int:
+    """Upper bound of what a step, or a launch of so many decode steps, needs besides weights, state and pool.
+
+    `programs`: the layers of a decode step, forward, sample; or none, which need nothing.
+    """
+    if not programs:
+        return 0
+    layers, forward, sample = (Memory(p["temp_bytes"], p["result_bytes"]) for p in programs)
+    decode = Memory(layers.temp_bytes + sample.temp_bytes, decode_steps * sample.result_bytes)
+    return max(step_bytes([decode]), step_bytes([forward, sample]))
+
+
+def _remembered(
+    job: CompileJob, compile_all: Callable[[], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """What was measured for an equal engine, target, compiler and source; else measured now, and kept."""
+    spec = job.spec
+    folder = spec.config.compilation_cache_dir
+    if not folder:
+        return compile_all()
+    machine = executable_cache(spec, flags=compiler_flags()).machine
+    key = (
+        machine | spec.fingerprint() | {"target": job.target.name, "devices": str(spec.num_devices)}
+    )
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    path = Path(folder, "plans", f"{name}.json")
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        programs = compile_all()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(programs, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # it is only measured again
+    return programs
+
+
+def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> str:
     """ "kernel" if the steps call it, else "plain XLA", and why."""
     if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
         return "kernel"
-    return ": ".join(
-        ["plain XLA", *([trial.draft.no_kernel_reason] if trial.draft.no_kernel_reason else [])]
-    )
+    reason = job.spec.no_kernel_reason
+    return f"plain XLA: {reason}" if reason else "plain XLA"
 
 
-def _in_int8(trial: Trial) -> dict[str, int | None]:
-    """What weights and a KV block would come to in int8; None where they are, or cannot be."""
-    draft, mesh = trial.draft, trial.mesh
+def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
+    """Bytes of weights and of a KV block in int8; None where they are already, or cannot be."""
     weights = block = None
-    if draft.config.quantization is None:
-        model = nnx.clone(draft.model)
-        quantize(model, draft.device, num_devices=mesh.size)
-        weights = sum(_weights(model, mesh).values())
-    if draft.pool.format is None:
-        block = _block_bytes(dataclasses.replace(draft.pool, format="int8"), mesh.size)
+    if spec.config.quantization is None:
+        model = nnx.clone(spec.model)
+        quantize(model, spec.choose_matmul)
+        weights = sum(dataclasses.replace(spec, model=model).weight_bytes.values())
+    if spec.pool.format is None:
+        pool = dataclasses.replace(spec.pool, format="int8")
+        block = dataclasses.replace(spec, pool=pool).block_bytes
     return {"weight_bytes": weights, "block_bytes": block}
 
 
-def _weights(model: CausalLM, mesh: Mesh) -> dict[str, int]:
-    return {path: _bytes_on_one_device(spec, mesh) for path, spec in specs(model).items()}
+def _pool_bytes(spec: EngineSpec, target: Target, temp_bytes: int) -> int:
+    """For the pool of a device beside the weights, and a step that needs `temp_bytes`."""
+    return pool_bytes_of(
+        target.chip.num_bytes,
+        sum(spec.weight_bytes.values()) + temp_bytes,
+        utilization=spec.config.gpu_memory_utilization,
+    )
 
 
-def _free(config: ResolvedConfig, target: Target, weights: dict[str, int]) -> int:
-    return int(target.chip.num_bytes * config.gpu_memory_utilization) - sum(weights.values())
-
-
-def _block_bytes(pool: KVPoolSpec, num_devices: int) -> int:
-    return pool.bytes_per_block // (num_devices if pool.sharded else 1)
-
-
-def _facts(config: ResolvedConfig) -> dict[str, Any]:
+def _options_shown(config: ResolvedConfig) -> dict[str, Any]:
     names = ("dtype", "kv_cache_dtype", "quantization", "max_model_len", "block_size")
     names += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
     return {name: getattr(config, name) for name in names}
 
 
-def _largest(buckets: tuple[Bucket, ...]) -> list[str]:
-    """The programs that need most memory of each kind, and the smallest decode step."""
-    decode = [bucket for bucket in buckets if bucket.decode]
-    return [decode[0].name, decode[-1].name, buckets[-1].name, sample_name(buckets[-1].num_rows)]
-
-
-def _bytes_on_one_device(spec: Any, mesh: Any) -> int:
-    shape = spec.sharding(mesh).shard_shape(spec.shape)
-    return num_bytes(jax.ShapeDtypeStruct(shape, spec.dtype))
-
-
-def _num_parameters(model: Any, has_own_head: bool) -> int:
+def _num_parameters(model: CausalLM, has_own_head: bool) -> int:
     """Those that every token is multiplied with."""
-    total = sum(num_bytes(s) // s.dtype.itemsize for s in specs(model).values())
-    embedding = specs(model)["model.embed_tokens.weight"]
-    return total - (embedding.shape[0] * embedding.shape[1] if has_own_head else 0)
+    shapes = specs(model)
+    total = sum(math.prod(each.shape) for each in shapes.values())
+    embedding = shapes["model.embed_tokens.weight"]
+    return total - (math.prod(embedding.shape) if has_own_head else 0)
 
 
 def _shorter(max_model_len: int) -> list[int]:
@@ -214,14 +283,10 @@ def _shorter(max_model_len: int) -> list[int]:
     return lengths
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    try:
-        target = parse_target(request["target"])
-        print(json.dumps(measure(request["options"], target, request["num_devices"])))
-    except ValueError as error:  # the user's
-        print(json.dumps({"error": str(error)}))
+def _work(request: dict[str, Any], report: Report) -> dict[str, Any]:
+    target = parse_target(request["target"])
+    return measure(request["options"], target, request["num_devices"], report)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_work)

@@ -1,8 +1,7 @@
 """`jaxpage bench accuracy`: what a quantised KV pool costs, in answers and in log-probabilities.
 
 Two measurements with each `kv_cache_dtype`: how many questions the demo model answers word for word, and how far the
-log-probabilities of random models of several families are from those with an unquantised pool. Must not know how a
-pool is quantised: it asks whole engines.
+log-probabilities of random models of several families are from those with an unquantised pool.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.bench import results
 from jaxpage.demo import checkpoint, evaluate
 from pallas_kernels.kv_write.quantized import FORMATS
 
@@ -66,12 +67,10 @@ class AccuracyBench:
 
 def main(bench: AccuracyBench) -> None:
     """Measure, print a table, and write all figures to `bench.json` if asked for."""
-    # Else twenty engines would say how they are set.
+    # Else twenty engines would log their configuration.
     logging.getLogger("jaxpage").setLevel(logging.WARNING)
     report = measure(bench)
-    if bench.json is not None:
-        bench.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(show(report))
+    results.publish(report, bench.json, show(report))
 
 
 def measure(bench: AccuracyBench) -> dict[str, Any]:
@@ -94,16 +93,15 @@ def measure(bench: AccuracyBench) -> dict[str, Any]:
     }
 
 
+def _engine(model: str, **options: Any) -> LLM:
+    # Eager: only the programs that are used are compiled.
+    return LLM(model, kv_cache_memory_bytes=_POOL_BYTES, enforce_eager=True, **options)
+
+
 def accuracy(kv_cache_dtype: str, bench: AccuracyBench) -> dict[str, float]:
     """Share of each suite's questions that the demo model answers word for word."""
-    llm = LLM(
-        str(checkpoint()),
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=1024,
-        max_num_seqs=32,
-        kv_cache_memory_bytes=_POOL_BYTES,
-        enforce_eager=True,  # only what is used
-    )
+    options = {"max_model_len": 1024, "max_num_seqs": 32}
+    llm = _engine(str(checkpoint()), kv_cache_dtype=kv_cache_dtype, **options)
     return {
         suite: evaluate.answered(llm, suite, questions=bench.questions, seed=bench.seed)
         for suite in bench.suites
@@ -124,7 +122,7 @@ def differences(config: dict[str, Any], bench: AccuracyBench) -> dict[str, dict[
         prefixes: list[list[int]] = []
         expected: list[dict[int, float]] = []
         for kv_cache_dtype in KV_DTYPES:
-            llm = LLM(
+            llm = _engine(
                 folder,
                 load_format="dummy",
                 seed=bench.seed,
@@ -132,75 +130,61 @@ def differences(config: dict[str, Any], bench: AccuracyBench) -> dict[str, dict[
                 kv_cache_dtype=kv_cache_dtype,
                 max_model_len=max(PROMPT_LENS) + bench.num_tokens + 1,
                 max_num_seqs=16,
-                kv_cache_memory_bytes=_POOL_BYTES,
                 max_logprobs=-1,
                 skip_tokenizer_init=True,
-                enforce_eager=True,
             )
             if not prefixes:
-                prefixes, expected = _continue(llm, prompts, bench.num_tokens)
+                prefixes, expected = continuations(llm, prompts, bench.num_tokens)
+            after = [logprobs for _, [logprobs] in greedy_logprobs(llm, prefixes, 1, -1)]
             distances = [
-                abs(after[token_id] - logprob)
-                for after, wanted in zip(_next_logprobs(llm, prefixes), expected, strict=True)
+                abs(logprobs[token_id] - logprob)
+                for logprobs, wanted in zip(after, expected, strict=True)
                 for token_id, logprob in wanted.items()
             ]
-            found[kv_cache_dtype] = {
-                "max": max(distances),
-                "mean": sum(distances) / len(distances),
-            }
+            found[kv_cache_dtype] = {"max": max(distances), "mean": statistics.fmean(distances)}
     return found
 
 
-def _continue(
+def continuations(
     llm: LLM, prompts: list[list[int]], num_tokens: int
 ) -> tuple[list[list[int]], list[dict[int, float]]]:
     """All prefixes of the greedy continuations that end in or after the prompt, and what is likely after each."""
-    outputs = llm.generate(prompts, _greedy(num_tokens, NUM_BEST), use_tqdm=False)
     prefixes, expected = [], []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        (completion,) = output.outputs
-        assert completion.logprobs is not None
-        for index, logprobs in enumerate(completion.logprobs):
-            prefixes.append([*prompt, *completion.token_ids[:index]])
-            expected.append({token_id: entry.logprob for token_id, entry in logprobs.items()})
+    for prompt, (token_ids, logprobs) in zip(
+        prompts, greedy_logprobs(llm, prompts, num_tokens, NUM_BEST), strict=True
+    ):
+        prefixes += [[*prompt, *token_ids[:index]] for index in range(len(logprobs))]
+        expected += logprobs
     return prefixes, expected
 
 
-def _next_logprobs(llm: LLM, prefixes: Sequence[list[int]]) -> list[dict[int, float]]:
-    """Of every id of the vocabulary, after each prefix."""
+def greedy_logprobs(
+    llm: LLM, prompts: Sequence[list[int]], num_tokens: int, num_best: int
+) -> list[tuple[list[int], list[dict[int, float]]]]:
+    """Of each prompt its greedy continuation, and by token of it the logprobs of the best ids (-1: of all)."""
+    params = SamplingParams(
+        temperature=0, max_tokens=num_tokens, logprobs=num_best, ignore_eos=True, detokenize=False
+    )
     found = []
-    for output in llm.generate(list(prefixes), _greedy(1, -1), use_tqdm=False):
+    for output in llm.generate(list(prompts), params, use_tqdm=False):
         (completion,) = output.outputs
         assert completion.logprobs is not None
-        (logprobs,) = completion.logprobs
-        found.append({token_id: entry.logprob for token_id, entry in logprobs.items()})
+        logprobs = [{i: x.logprob for i, x in best.items()} for best in completion.logprobs]
+        found.append((completion.token_ids, logprobs))
     return found
-
-
-def _greedy(num_tokens: int, num_logprobs: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0,
-        max_tokens=num_tokens,
-        logprobs=num_logprobs,
-        ignore_eos=True,
-        detokenize=False,
-    )
 
 
 def show(report: dict[str, Any]) -> str:
     """Everything that is printed."""
-    results = report["results"]
-    some = results["auto"]
-    header = "".join(f"{name:>12}" for name in (*some["accuracy"], *some["differences"]))
-    lines = [
-        f"demo model: answers that are right word for word, %, of {report['questions']} questions each",
-        f"random models in float32: largest |logprob - the unquantised pool's| of the {NUM_BEST} most likely",
-        f"ids after each of {report['num_prefixes']} prefixes",
-        "",
-        f"{'KV dtype':<12}{header}",
-    ]
-    for kv_cache_dtype, found in results.items():
-        shares = "".join(f"{100 * share:>12.1f}" for share in found["accuracy"].values())
-        largest = "".join(f"{values['max']:>12.4f}" for values in found["differences"].values())
-        lines.append(f"{kv_cache_dtype:<12}{shares}{largest}")
-    return "\n".join(lines)
+    some = report["results"]["auto"]
+    rows = [["KV dtype", *some["accuracy"], *some["differences"]]]
+    for kv_cache_dtype, found in report["results"].items():
+        shares = [f"{100 * share:.1f}" for share in found["accuracy"].values()]
+        largest = [f"{values['max']:.4f}" for values in found["differences"].values()]
+        rows.append([kv_cache_dtype, *shares, *largest])
+    return (
+        "demo model: answers that are right word for word, %, of "
+        f"{report['questions']} questions each\nrandom models in float32: largest |logprob - the "
+        f"unquantised pool's| of the {NUM_BEST} most likely\nids after each of "
+        f"{report['num_prefixes']} prefixes\n\n{results.table(rows)}"
+    )

@@ -1,7 +1,4 @@
-"""How fast attention is on the device that is here: decoding by bytes, prompts by operations, peers in turns with it.
-
-Knows what is timed and which bars there are. What takes part is in `attention_peers.py`, torch in `torch_peers.py`.
-"""
+"""How fast attention is on this device: decoding by bytes, prompts by operations, in turns with peers."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from typing import Any
 
 import jax
 
-from jaxpage.bench import attention_peers, device_time, exact
+from jaxpage.bench import attention_peers, device_time, oracle
 from jaxpage.bench.attention_peers import Inputs, Peer, Work
-from jaxpage.bench.children import Child
 from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
+from jaxpage.bench.subprocess_rpc import RemoteObject
 
 TORCH = "torch SDPA"
 CALLS = 8  # of attention in one launch
@@ -46,7 +43,7 @@ def _both(context: Context, *, batch: int, length: int, decode: bool) -> Iterato
     heads: tuple[tuple[int, int], ...] = ((16, 2), (32, 8))
     if context.tiny:
         batch, length, heads = 2, 64, ((4, 2),)
-    with Child("jaxpage.bench.torch_peers:Attention") as torch:
+    with RemoteObject("jaxpage.bench.torch_attention:Attention") as torch:
         for num_heads, num_kv_heads in heads:
             work = Work(
                 batch=batch,
@@ -63,12 +60,12 @@ def _both(context: Context, *, batch: int, length: int, decode: bool) -> Iterato
 class Launch:
     """CALLS calls of a peer's attention, each on the result of the one before, in one program; compiled when made."""
 
-    def __init__(self, peer: Peer, given: Inputs, calls: int = CALLS) -> None:
+    def __init__(self, peer: Peer, given: Inputs) -> None:
         attend = jax.jit(peer.attend)  # traced and lowered once for all calls
 
         def run(q: Any, kv: Any, rows: Any) -> Any:
             kv = list(kv)
-            for i in range(calls):
+            for i in range(CALLS):
                 q, kv[i % len(kv)] = attend(q, kv[i % len(kv)], *rows)
             return q, kv if peer.writes else None
 
@@ -76,86 +73,75 @@ class Launch:
         jitted = jax.jit(run, donate_argnums=(0, 1) if peer.writes else ())
         kv, rows = peer.kv(given), given.rows()
         compiled = jitted.lower(given.q, kv, rows).compile()
-
-        def launch(carry: Any) -> Any:
-            return compiled(carry[0], carry[1] if peer.writes else kv, rows)
-
-        self.name, self._launch, self._calls = peer.name, launch, calls
+        self.name = peer.name
+        self._launch = lambda carry: compiled(carry[0], carry[1] if peer.writes else kv, rows)
         self._carry = (given.q.copy(), kv) if peer.writes else (given.q, None)
 
     def seconds(self, *, tiny: bool) -> float:
         """Of one call, median."""
         options = {"at_least": 0.0 if tiny else 0.02, "samples": 1 if tiny else 5}
         taken, self._carry = device_time.seconds(self._launch, self._carry, within=SLOW, **options)
-        return statistics.median(taken) / self._calls
+        return statistics.median(taken) / CALLS
 
 
 class Comparison:
     """One amount of work through everything that can do it, in turns."""
 
-    def __init__(self, work: Work, context: Context, torch: Child) -> None:
+    def __init__(self, work: Work, context: Context, torch: RemoteObject) -> None:
         self.work, self.context, self.torch = work, context, torch
-        self.device = jax.devices()[0].device_kind
-        self.platform = jax.devices()[0].platform
+        self.device = jax.devices()[0]
         self.name = f"{work.num_heads}/{work.num_kv_heads} heads"
         self.given = attention_peers.inputs(work, num_pools=POOLS)
-        self.rounds = 1 if context.tiny else 3
         self.faster = FASTER if work.decode else None
-        self.peers, self.absent = attention_peers.peers(work, self.platform)
+        self.limit = "bandwidth" if work.decode else "matrix product rate"
+        self.peers, self.absent = attention_peers.peers(work, self.device.platform)
 
     def results(self) -> Iterator[Result]:
-        """The error of ours, the time of each, what share of the ceiling ours takes, and how it stands to the best."""
-        share, faster = f"{self.name}, share of {self._ceiling}", f"{self.name}, speed to the best"
-        _, absent = attention_peers.kernels_of(jax.devices()[0])
-        if reason := absent.get(self.platform):  # a GPU that is not the kernel's
-            yield missing(share, "", reason, SHARE[self.work.decode])
+        """The error of ours, the time of each, what share of the peak rate ours takes, how it stands to the best."""
+        whats = ("relative error", f"share of {self.limit}", "speed to the best")
+        wrong, share, faster = (f"{self.name}, {what}" for what in whats)
+        bar = SHARE[self.work.decode]
+        _, absent = attention_peers.kernels_of(self.device)
+        if reason := absent.get(self.device.platform):  # a GPU that is not the kernel's
+            yield missing(share, "", reason, bar)
             yield missing(faster, "x", reason, self.faster)
             return
         ours, *others = self.peers
-        wrong = f"{self.name}, relative error"
-        due = {wrong: RIGHT, share: SHARE[self.work.decode], faster: self.faster}
+        due = {wrong: RIGHT, share: bar, faster: self.faster}
         try:
             yield measured(wrong, self.error(ours[0]), "", due.pop(wrong))
             launch = Launch(ours[0], self.given)
             launch.seconds(tiny=True)
         except Exception as problem:  # whatever a compiler or a device comes up with
             traceback.print_exc()
-            for name, bar in due.items():
-                yield failed(name, last_line(problem), bar)
+            for name, missed in due.items():
+                yield failed(name, last_line(problem), missed)
             return
-        launches = [launch, *self._fastest(others)]
-        times = self._rounds(launches, with_torch=self._set_up_torch())
+        times = self._rounds([launch, *self._fastest(others)], with_torch=self._set_up_torch())
         for name, reason in self.absent.items():
             yield missing(f"{self.name}, {name}", "us", reason)
-        best_times = {name: min(taken) for name, taken in times.items()}
         medians = {name: statistics.median(taken) for name, taken in times.items()}
-        for name, seconds in medians.items():
-            details = {"best": best_times[name] * 1e6, "samples": [t * 1e6 for t in times[name]]}
-            yield measured(f"{self.name}, {name}", seconds * 1e6, "us", **details)
-        yield self._share(share, medians[launch.name])
-        yield self._against_best(faster, medians, launch.name)
-
-    @property
-    def _ceiling(self) -> str:
-        return "bandwidth" if self.work.decode else "matrix product rate"
+        for name, taken in times.items():
+            details = {"best": min(taken) * 1e6, "samples": [t * 1e6 for t in taken]}
+            yield measured(f"{self.name}, {name}", medians[name] * 1e6, "us", **details)
+        yield self._share(share, medians[launch.name], bar)
+        yield self._against_best(faster, medians.pop(launch.name), medians)
 
     def error(self, peer: Peer) -> float:
         """Of its attention in the first pool: the worst row of every eighth, or of a whole prompt and another's end."""
         work, given = self.work, self.given
         out, kv = jax.jit(peer.attend)(given.q, peer.kv(given)[0], *given.rows())
-        shape = given.pools[0].shape
         arguments = {
             "q": given.q,
-            "pool": kv.reshape(shape) if peer.writes else given.pools[0],
+            "pool": kv.reshape(given.pools[0].shape) if peer.writes else given.pools[0],
             "block_table": given.table,
             "kv_lens": given.kv_lens,
             "query_starts": given.query_starts,
             "scale": work.scale,
         }
-        last = work.batch - 1
-        expected = exact.attention(arguments, range(0, work.batch, 8))
-        expected |= exact.attention(arguments, (last,), queries=16)
-        return exact.worst_row(out, given.query_starts, expected)
+        expected = oracle.attention(arguments, range(0, work.batch, 8))
+        expected |= oracle.attention(arguments, (work.batch - 1,), queries=16)
+        return oracle.worst_row(out, given.query_starts, expected)
 
     def _fastest(self, peers: list[list[Peer]]) -> list[Launch]:
         """Of each peer the fastest variant that runs. They are compiled side by side, which takes most of the time."""
@@ -181,7 +167,8 @@ class Comparison:
 
     def _set_up_torch(self) -> bool:
         """Whether there is torch, and it sees the device that we see."""
-        if self.platform == "tpu":
+        platform = self.device.platform
+        if platform == "tpu":
             self.absent[TORCH] = "it has no TPU here"
             return False
         try:
@@ -190,15 +177,14 @@ class Comparison:
             print(error, file=sys.stderr)
             self.absent[TORCH] = last_line(str(error))
             return False
-        if (versions["device"] == "cuda") != (self.platform == "gpu"):
-            self.absent[TORCH] = f"torch sees {versions['device']}, jax {self.platform}"
-            return False
-        return True
+        if (versions["device"] == "cuda") != (platform == "gpu"):
+            self.absent[TORCH] = f"torch sees {versions['device']}, jax {platform}"
+        return TORCH not in self.absent
 
     def _rounds(self, launches: list[Launch], *, with_torch: bool) -> dict[str, list[float]]:
         """Seconds of one call by name, in each round; all take part in every round."""
         times: dict[str, list[float]] = {launch.name: [] for launch in launches}
-        for _ in range(self.rounds):
+        for _ in range(1 if self.context.tiny else 3):
             for launch in launches:
                 times[launch.name].append(launch.seconds(tiny=self.context.tiny))
             try:
@@ -212,19 +198,18 @@ class Comparison:
                     times.setdefault(name, []).append(seconds)
         return times
 
-    def _share(self, name: str, seconds: float) -> Result:
-        decode, bar = self.work.decode, SHARE[self.work.decode]
-        ceiling = self.context.bandwidth if decode else self.context.matmul
-        if ceiling is None:
-            return missing(name, "", f"the {self._ceiling} was not measured", bar)
+    def _share(self, name: str, seconds: float, bar: Bar) -> Result:
+        decode = self.work.decode
+        peak = self.context.bandwidth if decode else self.context.matmul
+        if peak is None:
+            return missing(name, "", f"the {self.limit} was not measured", bar)
         amount = self.work.kv_bytes if decode else self.work.flops
-        details = {("bytes" if decode else "flops"): amount, "ceiling": ceiling}
-        return measured(name, amount / seconds / ceiling, "", bar, device=self.device, **details)
+        details = {("bytes" if decode else "flops"): amount, "peak": peak}
+        kind = self.device.device_kind
+        return measured(name, amount / seconds / peak, "", bar, device=kind, **details)
 
-    def _against_best(self, name: str, medians: dict[str, float], ours: str) -> Result:
-        others = {peer: seconds for peer, seconds in medians.items() if peer != ours}
+    def _against_best(self, name: str, ours: float, others: dict[str, float]) -> Result:
         if not others:
             return missing(name, "x", "nothing to compare with is here", self.faster)
-        best = min(others, key=lambda peer: others[peer])
-        ratio = others[best] / medians[ours]
-        return measured(name, ratio, "x", self.faster, device=self.device, best=best)
+        best, kind = min(others, key=lambda peer: others[peer]), self.device.device_kind
+        return measured(name, others[best] / ours, "x", self.faster, device=kind, best=best)

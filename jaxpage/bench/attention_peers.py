@@ -1,11 +1,12 @@
 """The attentions that the suite times against one another: ours, JAX's own kernels, and what they are given.
 
-Each is a function (q, kv, table, kv_lens, query_starts) -> (out, kv), where kv is the pool in a form of its own. Knows
-their signatures; must not know how anything is timed. torch's is in `torch_peers.py`, in a process of its own.
+Each is a function (q, kv, table, kv_lens, query_starts) -> (out, kv), where kv is the pool in a form of its own.
+torch's is in `torch_attention.py`, in a process of its own.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from pallas_kernels.hopper import unsupported_reason_on
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 KERNELS = ("gpu", "tpu")  # modules of an operation that need such a device
-OURS_GPU, OURS_TPU, XLA = "our GPU kernel", "our TPU kernel", "our XLA path"
+OURS = {"gpu": "our GPU kernel", "tpu": "our TPU kernel", "xla": "our XLA path"}
 TRITON, CUDNN = "JAX's Triton kernel", "jax.nn.dot_product_attention (cuDNN)"
 RAGGED = "JAX's ragged paged attention"
 
@@ -29,15 +30,16 @@ RAGGED = "JAX's ragged paged attention"
 def kernels_of(device: jax.Device) -> tuple[str, dict[str, str]]:
     """Which of KERNELS serves the device, "cpu" if none does; and why the others do not."""
     platform = device.platform
-    needs = {name: f"it needs a {name.upper()}; this is a {platform.upper()}" for name in KERNELS}
-    if platform not in KERNELS:
-        return "cpu", needs
-    absent = {name: reason for name, reason in needs.items() if name != platform}
-    if platform == "gpu" and (
-        reason := unsupported_reason_on(getattr(device, "compute_capability", None))
-    ):
-        return "cpu", absent | {"gpu": reason}
-    return platform, absent
+    absent = {
+        name: f"it needs a {name.upper()}; this is a {platform.upper()}"
+        for name in KERNELS
+        if name != platform
+    }
+    if platform == "gpu":
+        reason = unsupported_reason_on(getattr(device, "compute_capability", None))
+        if reason:
+            return "cpu", absent | {"gpu": reason}
+    return (platform if platform in KERNELS else "cpu"), absent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +115,16 @@ class Peer:
 
     name: str
     attend: Attend
-    kv: Callable[[Inputs], list[Any]]  # the pools as it reads them
+    kv: Callable[[Inputs], list[Any]] = lambda given: list(given.pools)  # as it reads them
     writes: bool = False  # into kv, which its launches therefore own
 
 
 def peers(work: Work, platform: str) -> tuple[list[list[Peer]], dict[str, str]]:
     """Ours first. Each is a list of variants, the fastest of which counts; and why others cannot take part."""
     found, absent = [[_ours(work, platform)]], {}
-    if platform != "cpu":
-        found.append([_xla(work)])
     this = f"this is a {platform.upper()}"
+    if platform != "cpu":
+        found.append([_ours(work, "cpu")])
     if platform == "tpu":
         found.append([_ragged(work)])
     else:
@@ -141,65 +143,36 @@ def peers(work: Work, platform: str) -> tuple[list[list[Peer]], dict[str, str]]:
     return found, absent
 
 
-def _pools(given: Inputs) -> list[Any]:
-    return list(given.pools)
-
-
 def _ours(work: Work, platform: str) -> Peer:
-    if platform == "tpu":
-        return _tpu(work)
-    if platform == "cpu":
-        return _xla(work)
-    from pallas_kernels.paged_attention import gpu
-    from pallas_kernels.paged_attention.tune import tuned_sizes
+    name = platform if platform in KERNELS else "xla"
+    module = importlib.import_module(f"pallas_kernels.paged_attention.{name}")
+    options: dict[str, Any] = {"scale": work.scale, "one_query_per_row": work.decode}
+    if name in KERNELS:
+        from pallas_kernels.paged_attention.tune import tuned_sizes
 
-    attend = partial(
-        gpu.paged_attention,
-        scale=work.scale,
-        one_query_per_row=work.decode,
-        sizes=tuned_sizes("gpu", jax.devices()[0].device_kind),  # as the engine has them
-    )
-    return Peer(OURS_GPU, lambda q, pool, *rows: (attend(q, pool, *rows), pool), _pools)
+        options["sizes"] = tuned_sizes(name, jax.devices()[0].device_kind)  # as the engine has them
+    attend = partial(module.paged_attention, **options)
+    if name != "tpu":
+        return Peer(OURS[name], lambda q, pool, *rows: (attend(q, pool, *rows), pool))
 
-
-def _xla(work: Work) -> Peer:
-    from pallas_kernels.paged_attention import xla
-
-    attend = partial(xla.paged_attention, scale=work.scale, one_query_per_row=work.decode)
-    return Peer(XLA, lambda q, pool, *rows: (attend(q, pool, *rows), pool), _pools)
-
-
-def _tpu(work: Work) -> Peer:
-    """It writes keys and values as well: what it is given as new ones are some of the queries."""
-    from pallas_kernels.paged_attention import tpu
     from pallas_kernels.paged_attention.tpu_layout import to_tpu
-    from pallas_kernels.paged_attention.tune import tuned_sizes
-
-    attend = partial(
-        tpu.paged_attention,
-        scale=work.scale,
-        one_query_per_row=work.decode,
-        sizes=tuned_sizes("tpu", jax.devices()[0].device_kind),
-    )
 
     def run(q, pool, *rows):
-        new = q[:, : work.num_kv_heads]
+        new = q[:, : work.num_kv_heads]  # it writes keys and values too: some of the queries
         return attend(q, new, new, pool, *rows)
 
-    return Peer(OURS_TPU, run, lambda given: [to_tpu(x) for x in given.pools], writes=True)
+    return Peer(OURS[name], run, lambda given: [to_tpu(x) for x in given.pools], writes=True)
 
 
 def _ragged(work: Work) -> Peer:
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     def run(q, pool, table, kv_lens, query_starts):
-        num_rows = jnp.full(1, table.shape[0], jnp.int32)
-        out = ragged_paged_attention(
-            q, pool, kv_lens, table, query_starts, num_rows, sm_scale=work.scale
-        )
-        return out, pool
+        count = jnp.full(1, table.shape[0], jnp.int32)
+        given = (q, pool, kv_lens, table, query_starts, count)
+        return ragged_paged_attention(*given, sm_scale=work.scale), pool
 
-    return Peer(RAGGED, run, _pools)
+    return Peer(RAGGED, run)
 
 
 def triton(work: Work, *, interpret: bool = False) -> list[Peer]:
@@ -218,29 +191,19 @@ def triton(work: Work, *, interpret: bool = False) -> list[Peer]:
 
     def peer(keys: int, splits: int) -> Peer:
         pages = max(1, min(keys // work.block_size, blocks // splits))
+        sizes = {"pages_per_compute_block": pages, "k_splits": splits, "interpret": interpret}
+        sizes["num_warps"] = 4 if keys == 64 else 8
 
-        def run(q, kv, table, kv_lens, query_starts):
+        def run(q, kv, *rows):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # once more, while it is traced
-                out = paged_attention(
-                    q,
-                    *kv,
-                    table,
-                    kv_lens,
-                    pages_per_compute_block=pages,
-                    k_splits=splits,
-                    num_warps=4 if keys == 64 else 8,
-                    interpret=interpret,
-                )
-            return out, kv
+                return paged_attention(q, *kv, *rows[:2], **sizes), kv
 
         return Peer(f"{TRITON}, {pages * work.block_size} keys at once, {splits} splits", run, kv)
 
     blocks = (work.num_blocks - 1) // work.batch
-    fitting = [
-        (keys, splits) for keys in (64, 128) for splits in (4, 8, 16) if blocks % splits == 0
-    ]
-    return [peer(keys, splits) for keys, splits in fitting] or [peer(64, 1)]
+    fitting = [(keys, n) for keys in (64, 128) for n in (4, 8, 16) if blocks % n == 0]
+    return [peer(keys, splits) for keys, splits in fitting or [(64, 1)]]
 
 
 def _cudnn(work: Work) -> Peer:
@@ -251,9 +214,8 @@ def _cudnn(work: Work) -> Peer:
 
     def run(q, kv, *rows):
         queries = q.reshape(work.batch, -1, work.num_heads, work.head_dim)
-        out = jax.nn.dot_product_attention(
-            queries, *kv, scale=work.scale, is_causal=not work.decode, implementation="cudnn"
-        )
+        options: Any = {"is_causal": not work.decode, "implementation": "cudnn"}
+        out = jax.nn.dot_product_attention(queries, *kv, scale=work.scale, **options)
         return out.reshape(q.shape), kv
 
     return Peer(CUDNN, run, kv)

@@ -1,7 +1,4 @@
-"""How long the device takes for a launch: launches that follow one another, without the way there and back.
-
-Knows jax's asynchronous dispatch. Must not know what is launched.
-"""
+"""How long the device takes for a launch: launches that follow one another, without the way there and back."""
 
 from __future__ import annotations
 
@@ -25,20 +22,18 @@ def seconds(
 ) -> tuple[list[float], Carry]:
     """Seconds of one launch in each of `samples`, and the last carry; each launch takes the result of the one before.
 
-    A sample is as many launches as fill `at_least` seconds, so that the device waits for nothing but the data: it
-    should be some 100 times what a host needs to ask for a launch and to hear of its end. There are fewer samples, but
-    one, where they would not begin `within` so many seconds. A launch comes first that does not count.
+    A sample is as many launches as fill `at_least` seconds, some 100 times what a host needs to ask for a launch and
+    to hear of its end. There are fewer samples, but one, where they would not begin `within` so many seconds. A launch
+    comes first that does not count.
     """
     carry = jax.block_until_ready(launch(carry))
-    begin = start = time.perf_counter()
-    carry = jax.block_until_ready(launch(carry))
-    once = time.perf_counter() - start
-    launches = max(1, round(at_least / once))
-    taken = []
-    while len(taken) < samples and (not taken or time.perf_counter() - begin < within):
+    taken: list[float] = []
+    begin, launches = time.perf_counter(), 1
+    while len(taken) <= samples and (len(taken) < 2 or time.perf_counter() - begin < within):
         start = time.perf_counter()
         for _ in range(launches):
             carry = launch(carry)
         carry = jax.block_until_ready(carry)
         taken.append((time.perf_counter() - start) / launches)
-    return taken, carry
+        launches = max(1, round(at_least / taken[0]))
+    return taken[1:], carry

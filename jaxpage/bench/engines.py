@@ -1,66 +1,139 @@
-"""How jaxpage, transformers and vLLM are driven, in the process of a peer.
+"""The engines that are compared, as they are driven in a process of their own; and the work they are given.
 
-Each class imports its engine when it is set up, and this file nothing but the standard library: it
-runs in the engine's own environment. Must not know workloads, nor the other engines.
+Each class imports its engine when it is set up, since it runs in the engine's own environment.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
+import json
+import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-if TYPE_CHECKING:
-    from jaxpage.bench.peers import Options, Work
+from typing import Any, ClassVar
 
 
-class Jaxpage:
-    package: ClassVar[str] = "jax"
-    environment: ClassVar[dict[str, str]] = {}
-    options: ClassVar[dict[str, Any]] = {}  # of the engine, over those of the benchmark
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every engine is set up with."""
+
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    prefix_caching: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Requests to be answered greedily, each with exactly its number of tokens: EOS is ignored."""
+
+    prompts: list[list[int]]
+    num_tokens: list[int]
+    static_batch: int  # how many requests an engine without continuous batching takes at a time
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+class Peer:
+    """One engine."""
+
+    package: ClassVar[str]  # which its Python must have
+    environment: ClassVar[dict[str, str]] = {}  # set before anything is imported
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
-        # A checkout need not be installed.
-        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-        import jax
+        """Load the checkpoint `folder` and return versions. Called once."""
+        raise NotImplementedError
 
-        from jaxpage import LLM
+    def run(self, work: Work) -> tuple[float, int]:
+        """Seconds from the first token in to the last token out, and how many tokens came out."""
+        raise NotImplementedError
 
+
+class LLMPeer(Peer):
+    """What jaxpage and vLLM share: `LLM.generate`."""
+
+    def run(self, work: Work) -> tuple[float, int]:
+        return run_llm(self.llm, self.params_of, work)
+
+    def start(self, module: Any, folder: str, options: Options, **more: Any) -> None:
+        self.params_of = module.SamplingParams
         given = {
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "enable_prefix_caching": options.prefix_caching,
             "skip_tokenizer_init": True,
         }
-        self.llm = LLM(folder, **(given | self.options))
+        self.llm = module.LLM(folder, **(given | more))
+
+
+def run_llm(llm: Any, params_of: Any, work: Work) -> tuple[float, int]:
+    """Seconds and tokens of `generate`. `params_of` is the class `SamplingParams`."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
+    options = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    params = [params_of(max_tokens=count, **options) for count in work.num_tokens]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+class Jaxpage(LLMPeer):
+    package = "jax"
+    options: ClassVar[dict[str, Any]] = {}  # of the engine, over those of the benchmark
+
+    def setup(self, folder: str, options: Options) -> dict[str, str]:
+        import jax
+
+        import jaxpage
+
+        self.start(jaxpage, folder, options, **self.options)
         self.llm.wait_until_warm()
         return {"jax": jax.__version__}
 
-    def run(self, work: Work) -> tuple[float, int]:
-        from jaxpage import SamplingParams
-
-        return _run_llm(self.llm, SamplingParams, work)
-
 
 class JaxpageInt8(Jaxpage):
-    options: ClassVar[dict[str, Any]] = {"quantization": "int8"}
+    options = {"quantization": "int8"}
 
 
 class JaxpageNoPrefixCache(Jaxpage):
-    options: ClassVar[dict[str, Any]] = {"enable_prefix_caching": False}
+    options = {"enable_prefix_caching": False}
 
 
-class Vllm:
+class JaxpageStart:
+    """In a fresh process: how long a start takes."""
+
+    def measure(self, options: dict[str, Any], threads: int) -> dict[str, float]:
+        """Seconds from before the first import by event, see `peers.starts`."""
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        start = time.perf_counter()
+        seconds = {}
+
+        def note(event: str) -> None:
+            seconds[event] = time.perf_counter() - start
+
+        from jaxpage import LLM, SamplingParams
+
+        note("imported")
+        llm = LLM(**options, skip_tokenizer_init=True)
+        note("built")
+        run_llm(llm, SamplingParams, Work(prompts=[[3, 4, 5]], num_tokens=[1], static_batch=1))
+        note("first_token")
+        llm.wait_until_warm()
+        note("warm")
+        return seconds
+
+
+class Vllm(LLMPeer):
     """vLLM for CPU, all of it in this process: workers of its own would poll for work on our cores.
 
     So its threads are those of the process: as many as it is allowed processors.
     """
 
-    package: ClassVar[str] = "vllm"
-    environment: ClassVar[dict[str, str]] = {
+    package = "vllm"
+    environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -71,77 +144,52 @@ class Vllm:
         import torch
 
         vllm = importlib.import_module("vllm")
-        self.llm = vllm.LLM(
-            folder,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            enable_prefix_caching=options.prefix_caching,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            enforce_eager=True,  # compiling pays on a GPU; here it costs minutes
-            kv_cache_memory_bytes=4 << 30,
-        )
+        # Eager: compiling pays on a GPU; here it costs minutes.
+        more = {"dtype": "bfloat16", "enforce_eager": True, "kv_cache_memory_bytes": 4 << 30}
+        self.start(vllm, folder, options, **more)
         return {"vllm": vllm.__version__, "torch": torch.__version__}
 
-    def run(self, work: Work) -> tuple[float, int]:
-        return _run_llm(self.llm, importlib.import_module("vllm").SamplingParams, work)
 
-
-def _run_llm(llm: Any, params_of: Any, work: Work) -> tuple[float, int]:
-    """Through `LLM.generate`, which jaxpage and vLLM call alike."""
-    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
-    params = [
-        params_of(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-        for n in work.num_tokens
-    ]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
-
-
-class TransformersGenerate:
+class TransformersGenerate(Peer):
     """`generate`: static batches, padded on the left, each as long as its longest request."""
 
-    package: ClassVar[str] = "transformers"
-    environment: ClassVar[dict[str, str]] = {}
+    package = "transformers"
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
-        self.model, versions = _load_transformers(folder, options)
+        self.model, versions = _load_transformers(Path(folder), options)
         return versions
 
     def run(self, work: Work) -> tuple[float, int]:
         import torch
 
         start = time.perf_counter()
-        num_tokens = 0
         for first in range(0, len(work.prompts), work.static_batch):
             prompts = work.prompts[first : first + work.static_batch]
-            wanted = work.num_tokens[first : first + work.static_batch]
+            most = max(work.num_tokens[first : first + work.static_batch])
             longest = max(map(len, prompts))
             ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
             mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-            config = _greedy(max(wanted))
-            outputs = self.model.generate(ids, attention_mask=mask, generation_config=config)
-            assert outputs.shape[1] == longest + max(wanted)
-            num_tokens += sum(wanted)  # the others are of no use to anybody
-        return time.perf_counter() - start, num_tokens
+            given = {"attention_mask": mask.to(self.model.device)}
+            outputs = self.model.generate(
+                ids.to(self.model.device), generation_config=_greedy(most), **given
+            )
+            assert outputs.shape[1] == longest + most
+        # Tokens beyond a request's own number are of no use to anybody.
+        return time.perf_counter() - start, work.num_output_tokens
 
 
-class TransformersContinuous:
+class TransformersContinuous(Peer):
     """The continuous batching of transformers 5, its background thread kept between runs."""
 
-    package: ClassVar[str] = "transformers"
-    environment: ClassVar[dict[str, str]] = {}
+    package = "transformers"
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
-        model, versions = _load_transformers(folder, options)
-        return versions | self.start(model, options, page_size=64)
+        model, versions = _load_transformers(Path(folder), options)
+        self.start(model, options)
+        return versions | {"attention": str(model.config._attn_implementation)}
 
-    def start(
-        self, model: Any, options: Options, *, page_size: int | None = None
-    ) -> dict[str, str]:
-        """Begin to serve a model that is in place. Without a `page_size` it is their default. Says how it attends.
+    def start(self, model: Any, options: Options) -> None:
+        """Pages are of 64 tokens on a CPU, else of their default size.
 
         With less than 15 % of the pages free they take no new prompts, so there are a quarter more than requests fill.
         """
@@ -149,7 +197,8 @@ class TransformersContinuous:
 
         known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
         page = "page_size" if "page_size" in known else "block_size"  # until 5.17
-        size: int = page_size or getattr(ContinuousBatchingConfig(), page)
+        on_cpu = model.device.type == "cpu"
+        size: int = 64 if on_cpu else getattr(ContinuousBatchingConfig(), page)
         wanted = {
             page: size,
             "num_blocks": options.max_num_seqs * -(-options.max_model_len // size) * 5 // 4,
@@ -157,43 +206,50 @@ class TransformersContinuous:
             "max_requests_per_batch": options.max_num_seqs,
             "allow_block_sharing": options.prefix_caching,
         }
-        if model.device.type == "cpu" and "auto_switch_to_flash" in known:
+        if on_cpu and "auto_switch_to_flash" in known:
             wanted["auto_switch_to_flash"] = False  # there is none for a CPU
-        self.manager = model.init_continuous_batching(
+        self.batching = model.init_continuous_batching(
             generation_config=_greedy(options.max_model_len),
             continuous_batching_config=ContinuousBatchingConfig(**wanted),
         )
-        self.manager.start()
-        return {"attention": str(model.config._attn_implementation)}
+        self.batching.start()
 
     def run(self, work: Work) -> tuple[float, int]:
         start = time.perf_counter()
-        for prompt, num_tokens in zip(work.prompts, work.num_tokens, strict=True):
-            self.manager.add_request(prompt, max_new_tokens=num_tokens)
+        for prompt, count in zip(work.prompts, work.num_tokens, strict=True):
+            self.batching.add_request(prompt, max_new_tokens=count)
         num_tokens = 0
         for _ in work.prompts:
-            result = self.manager.get_result(timeout=600)
+            result = self.batching.get_result(timeout=600)
             if result is None or result.error is not None:
                 raise RuntimeError(f"continuous batching failed: {result and result.error}")
             num_tokens += len(result.generated_tokens)
         return time.perf_counter() - start, num_tokens
 
 
-def _load_transformers(folder: str, options: Options) -> tuple[Any, dict[str, str]]:
+def _load_transformers(folder: Path, options: Options) -> tuple[Any, dict[str, str]]:
+    """The model on the GPU if there is one, and versions. A folder with only config.json gives random weights."""
     import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    auto, dtype = transformers.AutoModelForCausalLM, torch.bfloat16
+    if any(folder.glob("*.safetensors")):
+        model = auto.from_pretrained(folder, dtype=dtype)
+    else:
+        fields = json.loads((folder / "config.json").read_text())
+        with torch.device(device):
+            model = auto.from_config(transformers.AutoConfig.for_model(**fields), dtype=dtype)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    return model.eval(), versions
+    return model.to(device).eval(), versions
 
 
 def _greedy(max_tokens: int) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(
-        do_sample=False, max_new_tokens=max_tokens, eos_token_id=-1, pad_token_id=0
-    )
+    options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    return GenerationConfig(max_new_tokens=max_tokens, **options)

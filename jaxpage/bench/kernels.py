@@ -1,7 +1,4 @@
-"""Is every kernel right on the device that is here? Each against float64 on the host, NaN in all that it may not read.
-
-Knows which module serves which platform, and what arguments are worth a try. Must not know how a kernel works.
-"""
+"""Is every kernel right on this device? Each against float64 on the host, NaN in all that it may not read."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import importlib.util
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.bench import attention_peers, exact
+from jaxpage.bench import attention_peers, oracle
 from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
 from pallas_kernels.block_copy import cases as copy_cases
 from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.grouped_matmul import tune as grouped_tune
-from pallas_kernels.kv_write.quantized import QuantizedPool
+from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
 from pallas_kernels.kv_write.xla import to_storage, write_kv
 from pallas_kernels.paged_attention import cases as attention_cases
 from pallas_kernels.paged_attention import tune as attention_tune
@@ -57,7 +54,6 @@ class Check:
     error: Callable[[Any], float]
     bar: Bar = BAR
     unit: str = ""
-    compiled: Any = field(default=None)
 
 
 def measure(context: Context) -> Iterator[Result]:
@@ -65,7 +61,7 @@ def measure(context: Context) -> Iterator[Result]:
     platform, absent = attention_peers.kernels_of(jax.devices()[0])
     for operation in OPERATIONS:
         for module, reason in absent.items():
-            if _spec(operation, module):
+            if _exists(operation, module):
                 yield missing(f"{operation} ({module})", "", reason)
     # On the host: the many small programs that make arguments would take minutes to compile for a GPU.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -96,17 +92,14 @@ def _compile(check: Check) -> Any:
     return jax.jit(check.run).lower(*check.arguments).compile()
 
 
-def _spec(operation: str, module: str) -> bool:
+def _exists(operation: str, module: str) -> bool:
     return importlib.util.find_spec(f"pallas_kernels.{operation}.{module}") is not None
 
 
 def _modules(operation: str, platform: str) -> list[tuple[str, ModuleType]]:
     """The platform's own kernel, if the operation has one, and what XLA makes of it."""
-    return [
-        (name, importlib.import_module(f"pallas_kernels.{operation}.{name}"))
-        for name in (platform, "xla")
-        if _spec(operation, name)
-    ]
+    names = [name for name in (platform, "xla") if _exists(operation, name)]
+    return [(n, importlib.import_module(f"pallas_kernels.{operation}.{n}")) for n in names]
 
 
 def _tuned(tune: ModuleType, module_name: str) -> dict[str, Any]:
@@ -121,30 +114,28 @@ def attention_table(tiny: bool) -> list[Case]:
     no_rows = partial(Case, name="", query_lens=(), kv_lens=(), block_size=64, dtype="bfloat16")
     if tiny:
         small = no_rows(num_heads=4, num_kv_heads=2, head_dim=64)
-        return [
-            small,
-            replace(small, format="int8"),
-            replace(small, window=20, soft_cap=5.0, sinks=True),
-        ]
+        masked = replace(small, window=20, soft_cap=5.0, sinks=True)
+        return [small, replace(small, format="int8"), masked]
     wide = no_rows(num_heads=16, num_kv_heads=2, head_dim=128)
-    table = [replace(wide, head_dim=dim) for dim in (64, 96, 128, 192, 256)]
-    table += [replace(wide, num_heads=32, num_kv_heads=8, head_dim=dim) for dim in (64, 128)]
-    table += [
-        replace(wide, format=format, head_dim=dim)
-        for format in ("int8", "fp8_e4m3", "int4")
-        for dim in (64, 128)
+    many = replace(wide, num_heads=32, num_kv_heads=8)
+    formats = ("int8", "fp8_e4m3", "int4")
+    return [
+        *(replace(wide, head_dim=dim) for dim in (64, 96, 128, 192, 256)),
+        *(replace(many, head_dim=dim) for dim in (64, 128)),
+        *(replace(wide, format=format, head_dim=dim) for format in formats for dim in (64, 128)),
+        replace(many, format="int8"),
+        replace(wide, window=100),
+        replace(wide, soft_cap=5.0),
+        replace(wide, sinks=True),
     ]
-    table += [replace(wide, num_heads=32, num_kv_heads=8, format="int8")]
-    masks = ({"window": 100}, {"soft_cap": 5.0}, {"sinks": True})
-    return [*table, *(replace(wide, **mask) for mask in masks)]
 
 
 def _attention_checks(platform: str, tiny: bool) -> Iterator[Check]:
     (module_name, module), *_ = _modules("paged_attention", platform)
+    kinds = {"decode": TINY_DECODE if tiny else DECODE, "mixed": TINY_MIXED if tiny else MIXED}
     for shape in attention_table(tiny):
-        for kind in ("decode", "mixed"):
+        for kind, lens in kinds.items():
             decode = kind == "decode"
-            lens = (TINY_DECODE if decode else TINY_MIXED) if tiny else DECODE if decode else MIXED
             # Decoding, query r is row r's: one for the empty row too.
             case = replace(shape, **lens, num_padding_tokens=1 if decode else 9)
             if platform == "tpu":
@@ -166,15 +157,13 @@ def _attention_check(name: str, module: ModuleType, arguments: dict, decode: boo
     options = {k: arguments[k] for k in ("scale", "window", "soft_cap")}
     options |= _tuned(attention_tune, module.__name__.rpartition(".")[2])
     attend = partial(module.paged_attention, one_query_per_row=decode, **options)
-    given = {name: arguments[name] for name in ROWS}
-    if "sinks" in arguments:
-        given["sinks"] = arguments["sinks"]
+    given = {name: arguments[name] for name in (*ROWS, "sinks") if name in arguments}
     expected = arguments
     if module.__name__.endswith(".tpu"):
         attend, given, expected = _writing(attend, arguments, given)
 
     def error(out: jax.Array) -> float:
-        return exact.worst_row(out, arguments["query_starts"], exact.attention(expected))
+        return oracle.worst_row(out, arguments["query_starts"], oracle.attention(expected))
 
     return Check(name, lambda given: attend(**given), (given,), error)
 
@@ -188,9 +177,7 @@ def _writing(attend: Callable[..., Any], arguments: dict, given: dict) -> tuple:
         pool = replace(pool, scale_zero=jax.lax.bitcast_convert_type(pool.scale_zero, q.dtype))
     shape = (q.shape[0], pool.shape[2] // 2, q.shape[2])
     k, v = (jax.random.normal(jax.random.key(i), shape, q.dtype) for i in (1, 2))
-    table, kv_lens, starts = (
-        np.asarray(arguments[name]) for name in ("block_table", "kv_lens", "query_starts")
-    )
+    table, kv_lens, starts = (np.asarray(arguments[name]) for name in ROWS[2:])
     slots = np.full(q.shape[0], pool.shape[0] * pool.shape[1], np.int32)  # padding: dropped
     for row, kv_len in enumerate(kv_lens):
         tokens = np.arange(starts[row], starts[row + 1])
@@ -202,28 +189,27 @@ def _writing(attend: Callable[..., Any], arguments: dict, given: dict) -> tuple:
 
 
 def _matmul_checks(platform: str, tiny: bool) -> Iterator[Check]:
-    cases = list(matmul_cases.SMALL)
-    if not tiny:
-        cases += [
-            matmul_cases.Case(
-                name=f"{format}-{num_in}-to-{num_out}",
-                num_tokens=64,
-                num_in=num_in,
-                num_out=num_out,
-                format=format,
-                group_size=128 if format == "int4" else None,
-            )
-            for num_in, num_out in matmul_cases.LAYERS["3b"][2:]
-            for format in ("int8", "int4", "fp8_e4m3")
-        ]
+    large = [
+        matmul_cases.Case(
+            name=f"{format}-{num_in}-to-{num_out}",
+            num_tokens=64,
+            num_in=num_in,
+            num_out=num_out,
+            format=format,
+            group_size=128 if format == "int4" else None,
+        )
+        for num_in, num_out in matmul_cases.LAYERS["3b"][2:]
+        for format in ("int8", "int4", "fp8_e4m3")
+    ]
+    cases = [*matmul_cases.SMALL, *([] if tiny else large)]
     inputs = [(case, *matmul_cases.arguments(case)) for case in cases]
-    expected = [_product(*given) for given in inputs]
+    errors = [partial(_error, _product(*given)) for given in inputs]
     for module_name, module in _modules("quant_matmul", platform):
         sizes = _tuned(matmul_tune, module_name)
-        for (case, x, weight), want in zip(inputs, expected, strict=True):
+        for (case, *arguments), error in zip(inputs, errors, strict=True):
             run = partial(module.quant_matmul, round_x=case.round_x, **sizes)
-            error = partial(_error, want)
-            yield Check(f"quant_matmul ({module_name}) {case.name}", run, (x, weight), error)
+            name = f"quant_matmul ({module_name}) {case.name}"
+            yield Check(name, run, tuple(arguments), error)
 
 
 def _product(case: matmul_cases.Case, x: jax.Array, weight: QuantizedWeight) -> np.ndarray:
@@ -231,12 +217,12 @@ def _product(case: matmul_cases.Case, x: jax.Array, weight: QuantizedWeight) -> 
     if case.round_x:
         integers, scale = round_rows(x)
         x = integers.astype(jnp.float32) * scale
-    w = exact.float64(matmul_definition.dequantize(weight))
-    return exact.float64(x) @ w[:, : x.shape[1]].T
+    w = oracle.float64(matmul_definition.dequantize(weight))
+    return oracle.float64(x) @ w[:, : x.shape[1]].T
 
 
 def _error(expected: np.ndarray, out: jax.Array) -> float:
-    return exact.relative(exact.float64(out), expected)
+    return oracle.relative(oracle.float64(out), expected)
 
 
 def _grouped_checks(platform: str) -> Iterator[Check]:
@@ -245,37 +231,39 @@ def _grouped_checks(platform: str) -> Iterator[Check]:
         run = partial(module.grouped_matmul, **_tuned(grouped_tune, module_name))
         for case in grouped_cases.SMALL:
             arguments = grouped_cases.arguments(case)
-
-            x, weights = (exact.float64(arguments[name]) for name in ("x", "weights"))
-            ends = np.cumsum(case.group_sizes)
+            x, weights = (oracle.float64(arguments[name]) for name in ("x", "weights"))
             want = np.zeros((case.num_rows, case.num_outputs))
-            for size, end, weight in zip(case.group_sizes, ends, weights, strict=True):
-                want[end - size : end] = x[end - size : end] @ weight.T
+            for size, end, w in zip(
+                case.group_sizes, np.cumsum(case.group_sizes), weights, strict=True
+            ):
+                want[end - size : end] = x[end - size : end] @ w.T
             name = f"grouped_matmul ({module_name}) {case.name}"
             yield Check(name, run, tuple(arguments.values()), partial(_error, want))
 
 
 def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
     """All lists of copies, padded to one length, in pools of every kind: no byte may differ."""
+    longest = max(len(copies.pairs) for copies in copy_cases.COPIES)
+    pairs = np.zeros((len(copy_cases.COPIES), longest, 2), np.int32)
+    for row, copies in zip(pairs, copy_cases.COPIES, strict=True):
+        row[: len(copies.pairs)] = copies.pairs
     for module_name, module in _modules("block_copy", platform):
-        kinds = [pool for pool in copy_cases.POOLS if pool.lanes == (module_name == "tpu")]
+        kinds = [
+            pool for pool in copy_cases.POOLS if (pool.layout == "tpu") == (module_name == "tpu")
+        ]
         for pool in kinds[:1] if tiny else kinds:
             layers = copy_cases.layers(pool)
-            longest = max(len(copies.pairs) for copies in copy_cases.COPIES)
-            pairs = np.zeros((len(copy_cases.COPIES), longest, 2), np.int32)
-            for row, copies in zip(pairs, copy_cases.COPIES, strict=True):
-                row[: len(copies.pairs)] = copies.pairs
 
             def run(layers, pairs, module=module):
                 return [module.copy_blocks(layers, p[:, 0], p[:, 1]) for p in pairs]
 
-            def error(out, layers=layers, pairs=pairs) -> float:
+            def error(out, layers=layers) -> float:
                 total = 0
-                for number, now in enumerate(out):
+                for now, (sources, destinations) in zip(out, pairs.transpose(0, 2, 1), strict=True):
                     for new, old in zip(jax.tree.leaves(now), jax.tree.leaves(layers), strict=True):
-                        want = _bits(old)
-                        want[pairs[number, :, 1]] = want[pairs[number, :, 0]]
-                        total += int((want[1:] != _bits(new)[1:]).sum())  # but the null block
+                        want = _bytes(old)
+                        want[destinations] = want[sources]
+                        total += int((want[1:] != _bytes(new)[1:]).sum())  # but the null block
                 return float(total)
 
             name = f"block_copy ({module_name}) {pool.name}"
@@ -285,7 +273,7 @@ def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
 def _write_checks(platform: str, tiny: bool) -> Iterator[Check]:
     """Slots out of order get what `to_storage` makes of keys and values, and no other slot changes."""
     (module_name, module), *_ = _modules("kv_write", platform)
-    for format in (None, "int8") if tiny else (None, "int8", "int4", "fp8_e4m3", "fp8_e5m2"):
+    for format in (None, "int8") if tiny else (None, *FORMATS):
         case = Case(name="", query_lens=(1,), kv_lens=(400,), dtype="bfloat16", format=format)
         pool = attention_cases.arguments(case)["pool"]
         shape = (50, case.num_kv_heads, case.head_dim)
@@ -293,15 +281,14 @@ def _write_checks(platform: str, tiny: bool) -> Iterator[Check]:
         num_slots = pool.shape[0] * pool.shape[1]
         slots = np.random.default_rng(0).permutation(num_slots)[: shape[0]].astype(np.int32)
 
-        def error(out, k=k, v=v, pool=pool, slots=slots, shape=shape) -> float:
-            kv = jnp.stack([k, v], axis=2).reshape(shape[0], -1, shape[2])
+        def error(out, k=k, v=v, pool=pool, slots=slots, num_slots=num_slots) -> float:
+            kv = jnp.stack([k, v], axis=2).reshape(len(slots), -1, k.shape[2])
+            trees = (out, pool, jax.jit(to_storage)(kv, pool))
             total = 0
-            stored = jax.jit(to_storage)(kv, pool)
-            trees = map(jax.tree.leaves, (out, pool, stored))
-            for new, old, kv_bits in zip(*map(list, trees), strict=True):
-                want = _bits(old).reshape(num_slots_of(old), -1)
-                want[slots] = _bits(kv_bits).reshape(len(slots), -1)
-                total += int((want.reshape(-1) != _bits(new).reshape(-1)).sum())
+            for new, old, stored in zip(*map(jax.tree.leaves, trees), strict=True):
+                want = _bytes(old).reshape(num_slots, -1)
+                want[slots] = _bytes(stored).reshape(len(slots), -1)
+                total += int((want != _bytes(new).reshape(num_slots, -1)).sum())
             return float(total)
 
         name = f"kv_write ({module_name}) {format or case.dtype}"
@@ -309,10 +296,6 @@ def _write_checks(platform: str, tiny: bool) -> Iterator[Check]:
         yield Check(name, module.write_kv, arguments, error, SAME, "bytes differ")
 
 
-def num_slots_of(pool: jax.Array) -> int:
-    return pool.shape[0] * pool.shape[1]
-
-
-def _bits(x: jax.Array) -> np.ndarray:
-    """A copy of the bytes: [N, ...] with the last axis in bytes. NaN equals itself."""
+def _bytes(x: jax.Array) -> np.ndarray:
+    """A copy: [N, ...] with the last axis in bytes. NaN equals itself."""
     return np.array(x).view(np.uint8)

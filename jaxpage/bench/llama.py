@@ -1,7 +1,6 @@
 """llama.cpp as a peer, through the C functions of llama-cpp-python, and the GGUF file that it reads.
 
-Runs in the engine's own environment (llama_cpp, gguf, numpy), and imports nothing but the standard
-library at its top. Knows Qwen2's names in both formats. Must not know workloads or other engines.
+Runs in the engine's own environment (llama_cpp, gguf, numpy).
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.bench.engines import Options, Peer, Work
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from jaxpage.bench.peers import Options, Work
 
 MAX_BATCH_TOKENS = 2048  # of one llama_decode
 LOG_ERROR = 4
@@ -40,6 +39,16 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GGUF_FIELDS = {  # of the file: of config.json
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
 
 
 @dataclass
@@ -53,15 +62,14 @@ class Row:
     output: list[int] = field(default_factory=list)
 
 
-class LlamaCpp:
+class LlamaCpp(Peer):
     """llama.cpp with a plain continuous batch around `llama_decode`, as its server has one.
 
     Greedy tokens are taken with NumPy, which costs a few microseconds a row. With prefix caching,
     what all prompts of a work begin with is computed once and copied to their sequences.
     """
 
-    package: ClassVar[str] = "llama_cpp"
-    environment: ClassVar[dict[str, str]] = {}
+    package = "llama_cpp"
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
         self.lib = lib = importlib.import_module("llama_cpp")
@@ -90,18 +98,16 @@ class LlamaCpp:
         free = list(range(self.options.max_num_seqs))
         shared = self._share_prefix(work.prompts) if self.options.prefix_caching else 0
         rows: list[Row] = []
-        num_tokens = 0
         while rows or waiting:
             while free and waiting:
                 prompt, wanted = waiting.pop()
                 rows.append(Row(free.pop(0), prompt[shared:], wanted, num_computed=shared))
             self._step(rows)
             for row in [r for r in rows if len(r.output) == r.num_wanted]:
-                num_tokens += len(row.output)
                 self.lib.llama_memory_seq_rm(self.memory, row.sequence, shared, -1)
                 free.append(row.sequence)
                 rows.remove(row)
-        return time.perf_counter() - start, num_tokens
+        return time.perf_counter() - start, work.num_output_tokens
 
     def _share_prefix(self, prompts: list[list[int]]) -> int:
         """Compute what all prompts begin with into every sequence; its length, in tokens.
@@ -172,10 +178,7 @@ def gguf_of(folder: Path) -> Path:
 
 
 def write_gguf(folder: Path, path: Path) -> None:
-    """Matrices in bfloat16, vectors in float32, as llama.cpp wants them; no tokenizer.
-
-    Raises ValueError if the checkpoint is not Qwen2 in bfloat16.
-    """
+    """Matrices in bfloat16, vectors in float32, no tokenizer. Raises ValueError if it is not Qwen2 in bfloat16."""
     import numpy as np
 
     gguf = importlib.import_module("gguf")
@@ -184,17 +187,11 @@ def write_gguf(folder: Path, path: Path) -> None:
         raise ValueError(f"only Qwen2 is written as GGUF, and {folder} is {config['model_type']}")
     rope = config.get("rope_parameters") or config
     writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for field_name, key in GGUF_FIELDS.items():
+        getattr(writer, f"add_{field_name}")(config[key])
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
-    writer.add_vocab_size(config["vocab_size"])
     for name, bits in bfloat16_tensors(folder):
         if bits.ndim == 1:
             writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))

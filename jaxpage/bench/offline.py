@@ -1,8 +1,7 @@
 """`jaxpage bench offline`: the same offline work through jaxpage and other engines, in turns.
 
-Knows the order of measurements and what is reported; what is measured is in `workloads.py`, how an
-engine is driven in `engines.py`. One engine works at a time, rounds alternate between them, and
-medians are compared, so a slow minute of the machine falls on all of them.
+One engine works at a time, rounds alternate between them, and medians are compared, so a slow minute of the machine
+falls on all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxpage import tiny
-from jaxpage.bench import bandwidth, warm_up
-from jaxpage.bench.peers import PEERS, PeerProcess, check_python, engine_of
+from jaxpage.bench import peaks, results
+from jaxpage.bench.peers import PEERS, PeerProcess, check_python, engine_of, starts
 from jaxpage.bench.workloads import MAX_NUM_SEQS, Workload, workloads
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class OfflineBench:
     scale: float = 1.0  # of prompt and output lengths, steps and the number of requests
     threads: int = 2
     seed: int = 0
-    cache_dir: Path = Path("~/.cache/jaxpage/bench")  # where checkpoints of a shape are kept
+    cache_dir: Path = Path("~/.cache/jaxpage/bench")  # where checkpoints of a shape are written
     json: Path | None = None  # all timings, versions and the machine go to this file
 
 
@@ -73,9 +72,7 @@ def main(bench: OfflineBench) -> None:
     if unknown := set(compared) - set(ENGINES):
         raise ValueError(f"no engine {sorted(unknown)} to compare; there are {', '.join(ENGINES)}")
     report = measure(bench, ["jaxpage", *(peer for name in compared for peer in ENGINES[name])])
-    if bench.json is not None:
-        bench.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(show(report))
+    results.publish(report, bench.json, show(report))
 
 
 def split(names: Sequence[str]) -> list[str]:
@@ -99,8 +96,8 @@ def pythons(entries: Sequence[str]) -> dict[str, str]:
 def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     """Run the workloads through each of the named peers and return everything that was seen.
 
-    Raises ValueError for an unknown workload or peer and for a peer that is not installed,
-    RuntimeError if a peer fails.
+    Raises ValueError for an unknown workload or peer and for a peer that is not installed, RuntimeError if a peer
+    fails.
     """
     folder, config = checkpoint(bench)
     known = workloads(config["vocab_size"], bench.scale)
@@ -117,15 +114,15 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(bench).items()},
         "config": config,
         "machine": machine(),
-        "bandwidth": bandwidth.measure(bench.threads),
+        "bandwidth": peaks.memory_bandwidth(bench.threads),
         "weight_bytes": weight_bytes(folder, config),
         "versions": {},
         "results": [],
     }
+    # The same processes for all workloads that need the same.
     for (options, also), group in itertools.groupby(
         [w for w in known if w.name in chosen], lambda w: (w.options(bench.threads), w.also)
     ):
-        # The same processes for all workloads that need the same.
         with contextlib.ExitStack() as stack:
             processes = [
                 stack.enter_context(PeerProcess(peer, python[engine_of(peer)]))
@@ -133,12 +130,11 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
             ]
             for process in processes:
                 report["versions"][process.name] = process.setup(folder, options)
-            for workload in group:
-                report["results"].append(_measure_workload(workload, processes, bench))
+            report["results"] += [_measure_workload(w, processes, bench) for w in group]
     if WARM_UP in chosen and "jaxpage" in peers:
         size = {"max_model_len": known[0].max_model_len, "max_num_seqs": MAX_NUM_SEQS}
         report["warm_up"] = [
-            warm_up.measure(folder, python["jaxpage"], bench.threads, size)
+            dict(starts(folder, size, python=python["jaxpage"], threads=bench.threads))
             for _ in range(bench.rounds)
         ]
     return report
@@ -157,7 +153,6 @@ def _measure_workload(
             if number > 0:
                 seconds[peer.name].append(taken)
                 values[peer.name].append(workload.value(works, taken))
-    load = os.getloadavg()[0]  # of the last minute: more than `threads` means that others were busy
     medians = {name: statistics.median(value) for name, value in values.items()}
     logger.info("%s, %s: %s", workload.name, workload.unit, _joined(medians))
     ours, *others = medians
@@ -166,7 +161,7 @@ def _measure_workload(
         "unit": workload.unit,
         "median": medians,
         "speedup": {o: workload.speedup(medians[ours], medians[o]) for o in others},
-        "load": load,
+        "load": os.getloadavg()[0],  # of the last minute: more than `threads` if others were busy
         "values": values,
         "seconds": seconds,
     }
@@ -193,77 +188,54 @@ def weight_bytes(folder: Path, config: dict[str, Any]) -> int:
 def machine() -> dict[str, Any]:
     """What the numbers depend on besides versions."""
     processor = platform.processor()
-    with contextlib.suppress(OSError):  # says more, on Linux
+    with contextlib.suppress(OSError, StopIteration):  # says more, on Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        processor = names[0] if names else processor
-    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        line = next(line for line in lines if line.startswith("model name"))
+        processor = line.split(":", 1)[1].strip()
     return {
         "processor": processor,
         "num_processors": len(os.sched_getaffinity(0)),
-        "memory_gib": round(pages * page_size / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
 
 
 def show(report: dict[str, Any]) -> str:
-    """Everything that is printed."""
-    return "\n".join([*table(report["results"]), *_against_memory(report), *_start_up(report)])
-
-
-def table(results: list[dict[str, Any]]) -> list[str]:
-    """Medians, and in brackets how many times as fast the first engine is as each other one."""
-    if not results:
-        return []
-    peers = list(dict.fromkeys(peer for result in results for peer in result["median"]))
-    rows = [["workload", "unit", *peers]]
-    for result in results:
-        cells = []
-        for peer in peers:
-            median, speedup = result["median"].get(peer), result["speedup"].get(peer)
-            cells.append("" if median is None else f"{median:.1f}")
-            cells[-1] += f" ({speedup:.2f}x)" if speedup else ""
-        rows.append([result["workload"], result["unit"], *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _against_memory(report: dict[str, Any]) -> list[str]:
-    """The time to read the weights once, and how many times that each decode-8 step takes."""
+    """Everything that is printed: medians, and what they are against memory; how long starts took."""
+    lines = [table(report["results"])] if report["results"] else []
     copy, read = (report["bandwidth"][kind] / 1e9 for kind in ("copy", "read"))
     weights = report["weight_bytes"] / 1e9
     once = weights / copy * 1e3
-    lines = [
+    lines.append(
         f"memory: copy {copy:.1f} GB/s (read and written), read {read:.1f} GB/s; "
         f"at copy speed {weights:.3f} GB of weights are read once in {once:.2f} ms"
-    ]
+    )
     for result in report["results"]:
         if result["workload"] == "decode-8":
             ratios = {peer: median / once for peer, median in result["median"].items()}
             lines.append(f"decode-8 step over that time: {_joined(ratios)}")
-    return lines
+    rounds = report.get("warm_up", ())
+    for cache in ("cold", "cached") if rounds else ():
+        first, warm = (
+            statistics.median(start[cache][event] for start in rounds)
+            for event in ("first_token", "warm")
+        )
+        lines.append(f"start, {cache}: first token {first:.1f} s, all programs {warm:.1f} s")
+    return "\n".join(lines)
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Medians, and in brackets how many times as fast the first engine is as each other one."""
+    peers = list(dict.fromkeys(peer for result in found for peer in result["median"]))
+    rows = [["workload", "unit", *peers]]
+    for result in found:
+        cells = {peer: f"{median:.1f}" for peer, median in result["median"].items()}
+        for peer, speedup in result["speedup"].items():
+            cells[peer] += f" ({speedup:.2f}x)"
+        rows.append([result["workload"], result["unit"], *(cells.get(peer, "") for peer in peers)])
+    return results.table(rows, left=2)
 
 
 def _joined(values: dict[str, float]) -> str:
     return ", ".join(f"{peer} {value:.2f}" for peer, value in values.items())
-
-
-def _start_up(report: dict[str, Any]) -> list[str]:
-    starts = report.get("warm_up")
-    if not starts:
-        return []
-    lines = []
-    for cache in starts[0]:
-        first, warm = (
-            statistics.median(start[cache][event] for start in starts)
-            for event in ("first_token", "warm")
-        )
-        lines.append(f"start, {cache}: first token {first:.1f} s, all programs {warm:.1f} s")
-    return lines

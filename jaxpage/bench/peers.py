@@ -1,75 +1,22 @@
-"""The engines that a benchmark compares, each in a child process of its own, told by a pipe to run.
+"""The engines that a benchmark compares, each in a process of its own, perhaps of another Python.
 
-Both ends of the pipe are here: `PeerProcess` in the benchmark, `serve` in the child. The child may
-run in another Python, which need not have jaxpage: this file, `engines.py` and `llama.py` import
-only the standard library at their tops. Knows nothing of workloads: a peer runs what it is given
-and tells the seconds.
-
-The pipe carries one JSON object a line: {"setup": {...}} or {"run": {...}} down, {"answer": ...}
-or {"error": traceback} up. A peer that is not asked anything is stopped by a signal: thread pools
-of some engines spin for a while, or for as long as they live, when they have nothing to do.
+What that Python imports of jaxpage (this file, `engines.py`, `llama.py`) imports only the standard library at its top.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import signal
 import subprocess
 import sys
-import traceback
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from jaxpage.bench import engines, llama
-
-ROOT = Path(__file__).resolve().parents[2]  # where `import jaxpage` finds this checkout
-# At the end of the path, and only while our own files are imported, so that the peer's packages
-# never come from here.
-CHILD = """import sys
-sys.path.append({root!r})
-from jaxpage.bench.peers import serve
-sys.path.pop()
-serve({name!r})
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What every peer is set up with."""
-
-    threads: int
-    max_model_len: int
-    max_num_seqs: int
-    prefix_caching: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Requests to be answered greedily, each with exactly its number of tokens: EOS is ignored."""
-
-    prompts: list[list[int]]
-    num_tokens: list[int]
-    static_batch: int  # how many requests an engine without continuous batching takes at a time
-
-
-class Peer(Protocol):
-    """One engine, in the child process."""
-
-    package: ClassVar[str]  # which its Python must have
-    environment: ClassVar[dict[str, str]]  # variables that must stand before anything is imported
-
-    def setup(self, folder: str, options: Options) -> dict[str, str]:
-        """Load the checkpoint `folder` and return versions. Called once."""
-        ...
-
-    def run(self, work: Work) -> tuple[float, int]:
-        """Answer the requests; seconds from the first token in to the last token out, and how
-        many tokens came out for them."""
-        ...
-
+from jaxpage.bench.engines import Options, Peer, Work
+from jaxpage.bench.subprocess_rpc import RemoteObject
 
 PEERS: dict[str, type[Peer]] = {
     "jaxpage": engines.Jaxpage,
@@ -87,62 +34,43 @@ def engine_of(peer: str) -> str:
     return peer.split("-")[0]
 
 
-class PeerProcess:
-    """A peer's child process, seen from the benchmark. It works only while it is asked."""
+class PeerProcess(RemoteObject):
+    """A peer in a process of its own, which is stopped while it is not asked anything."""
 
     def __init__(self, name: str, python: str = sys.executable) -> None:
         if name not in PEERS:
             raise ValueError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+        environment, target = PEERS[name].environment, "jaxpage.bench.peers:Served"
+        super().__init__(target, python=python, environment=environment, pause=True)
         self.name = name
-        variables = [f"{key}={value}" for key, value in PEERS[name].environment.items()]
-        code = CHILD.format(root=str(ROOT), name=name)
-        self._process = subprocess.Popen(
-            # -P: the folder that we are in must not come before the peer's own packages
-            ["env", *variables, python, "-P", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
-    def setup(self, folder: Path, options: Options) -> dict[str, str]:
-        return self._ask({"setup": {"folder": str(folder), "options": asdict(options)}})
+    def setup(
+        self, folder: Path, options: Options, *, timeout: float | None = None
+    ) -> dict[str, str]:
+        return self.ask("setup", self.name, str(folder), asdict(options), timeout=timeout)
 
-    def run(self, work: Work) -> float:
-        """Seconds that the peer needed. Raises RuntimeError if it answered too little or died."""
-        seconds, num_tokens = self._ask({"run": asdict(work)})
-        if num_tokens != sum(work.num_tokens):
+    def run(self, work: Work, *, timeout: float | None = None) -> float:
+        """Seconds that the peer needed. Raises RuntimeError if it answered too little, failed or died."""
+        seconds, count = self.ask("run", asdict(work), timeout=timeout)
+        if count != work.num_output_tokens:
             raise RuntimeError(
-                f"{self.name} gave {num_tokens} tokens instead of {sum(work.num_tokens)}"
+                f"{self.name} gave {count} tokens instead of {work.num_output_tokens}"
             )
         return seconds
 
-    def _ask(self, message: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.send_signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} died with status {self._process.wait()}")
-        self._process.send_signal(signal.SIGSTOP)
-        reply = json.loads(line)
-        if "error" in reply:
-            raise RuntimeError(f"{self.name} failed:\n{reply['error']}")
-        return reply["answer"]
 
-    def __enter__(self) -> PeerProcess:
-        return self
+class Served:
+    """A peer, in its process."""
 
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()  # the child's loop ends
-        self._process.send_signal(signal.SIGCONT)
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+    def setup(self, name: str, folder: str, options: dict[str, Any]) -> dict[str, str]:
+        given = Options(**options)
+        # Both XLA's and OpenMP's thread pools are as large as the set of allowed processors.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.threads])
+        self.peer = PEERS[name]()
+        return self.peer.setup(folder, given)
+
+    def run(self, work: dict[str, Any]) -> tuple[float, int]:
+        return self.peer.run(Work(**work))
 
 
 def check_python(name: str, python: str) -> None:
@@ -159,33 +87,20 @@ def check_python(name: str, python: str) -> None:
         raise ValueError(
             f"{python} has no package {package}, which {name} needs; name the Python of an "
             f"environment that has it: --python {engine_of(name)}=ENVIRONMENT/bin/python "
-            "(README.md, Measuring, says how to make one)"
+            "(jaxpage/bench/README.md says how to make one)"
         )
 
 
-def serve(name: str) -> None:
-    """The child: answer until the pipe closes. What libraries print goes to stderr."""
-    # A stopped process cannot see its pipe close: it ends with the benchmark, however that ends.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    peer = PEERS[name]()
-    for line in sys.stdin:
-        try:
-            answer = _answer(peer, json.loads(line))
-            reply = {"answer": answer}
-        except Exception:
-            reply = {"error": traceback.format_exc()}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-    # A peer's background threads must not hold the process back.
-    os._exit(0)
+def starts(
+    folder: Path, options: dict[str, Any], *, python: str = sys.executable, threads: int
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """How long jaxpage takes to start with an empty cache of programs ("cold"), and with a full one ("cached").
 
-
-def _answer(peer: Peer, message: dict[str, Any]) -> Any:
-    if "run" in message:
-        return peer.run(Work(**message["run"]))
-    options = Options(**message["setup"]["options"])
-    # Both XLA's and OpenMP's thread pools are as large as the set of allowed processors.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    return peer.setup(message["setup"]["folder"], options)
+    Seconds from before the first import by event: "imported", "built" (`LLM` is there), "first_token" (of a request
+    made at once), "warm" (all programs are there). `options` are the engine's. Raises RuntimeError if a start fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxpage-") as cache:
+        options = options | {"model": str(folder), "compilation_cache_dir": cache}
+        for name in ("cold", "cached"):
+            with RemoteObject("jaxpage.bench.engines:JaxpageStart", python=python) as process:
+                yield name, process.ask("measure", options, threads)

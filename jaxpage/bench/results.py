@@ -1,15 +1,34 @@
-"""What a measurement says: a value, the bar that it is held to, and why there is none of the two where there is none.
-
-Knows numbers and text. Must not know how anything is measured.
-"""
+"""What a measurement says: a value, the bar that it is held to, and why there is none where there is none."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 TARGET = "H200"  # whose speed the bars of the suite are about
+VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
+
+
+def publish(report: Mapping[str, Any], path: Path | None, text: str) -> None:
+    """Write the report to `path` as JSON if there is one, and print the text."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    print(text)
+
+
+def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """The rows in aligned columns, the first `left` of them to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 @dataclass(frozen=True)
@@ -29,14 +48,14 @@ class Bar:
 class Context:
     """What a part of the suite is told. All of it goes through a pipe as JSON."""
 
-    tiny: bool  # sizes that a CPU has done in seconds
+    tiny: bool  # sizes that a CPU computes in seconds
     folder: str  # for files of the part's own
-    # What the device can do at best, once that is measured: bytes and floating point operations per second.
+    # Peak rates of the device, once they are measured: bytes and floating point operations per second.
     bandwidth: float | None = None
     matmul: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Result:
     """One measurement. Without a value, or with a bar but no verdict, `reason` says why."""
 
@@ -48,18 +67,20 @@ class Result:
     reason: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def has_verdict(self) -> bool:
+        return self.bar is not None or self.passed is False
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Name, value, bar, verdict and reason; "" for what there is not."""
+        value = "" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
+        verdict = VERDICTS[self.passed] if self.has_verdict else ""
+        return self.name, value, self.bar or "", ": ".join(filter(None, (verdict, self.reason)))
 
     def __str__(self) -> str:
-        value = "" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
-        bar = "" if self.bar is None else f"bar {self.bar}"
-        reason = "" if self.reason is None else f"({self.reason})"
-        verdict = "" if self.bar is None and self.passed is not False else VERDICTS[self.passed]
-        return "  ".join(part for part in (self.name + ":", value, bar, verdict, reason) if part)
-
-
-VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
+        name, value, bar, verdict = self.cells
+        return "  ".join(filter(None, (f"{name}:", value, bar and f"bar {bar}", verdict)))
 
 
 def measured(
@@ -72,31 +93,26 @@ def measured(
     **details: Any,
 ) -> Result:
     """With a `bar`, a verdict; with a `device` (its kind) only if that is the bars' TARGET."""
-    text = None if bar is None else str(bar)
+    passed, reason = bar and bar.holds(value), None
     if bar is not None and device is not None and TARGET not in device:
-        reason = f"the bar is for an {TARGET}; this is {device}"
-        return Result(name=name, value=value, unit=unit, bar=text, reason=reason, details=details)
-    passed = None if bar is None else bar.holds(value)
-    return Result(name=name, value=value, unit=unit, bar=text, passed=passed, details=details)
+        passed, reason = None, f"the bar is for an {TARGET}; this is {device}"
+    return Result(name, value, unit, bar and str(bar), passed, reason, details)
 
 
 def missing(name: str, unit: str, reason: str, bar: Bar | None = None) -> Result:
     """What could not be measured, and why: something that it needs is not here."""
-    return Result(
-        name=name, value=None, unit=unit, bar=None if bar is None else str(bar), reason=reason
-    )
+    return Result(name, None, unit, bar and str(bar), None, reason)
 
 
 def failed(name: str, reason: str, bar: Bar | None = None) -> Result:
     """What should have worked here and did not."""
-    text = None if bar is None else str(bar)
-    return Result(name=name, value=None, unit="", bar=text, passed=False, reason=reason)
+    return Result(name, None, "", bar and str(bar), False, reason)
 
 
 def last_line(error: BaseException | str) -> str:
-    """What an error says, in one line: the first of its own, or of a printed traceback's that follows the last frame.
+    """What an error says, in one line: the first of its own, or the first after the last frame of a traceback.
 
-    (Notes of an exception come after it: jax adds one that says nothing of the error.)
+    Notes of an exception, which jax adds, come later.
     """
     if isinstance(error, str):
         lines = error.strip().splitlines()
@@ -108,22 +124,9 @@ def last_line(error: BaseException | str) -> str:
     return line if len(line) <= 300 else line[:300] + " .."
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A line for everything that has a bar or failed: `results` as in the JSON file."""
-    rows = [("", "value", "bar", "")]
-    for result in results:
-        if result["bar"] is None and result["passed"] is not False:
-            continue
-        value = "" if result["value"] is None else f"{result['value']:.4g} {result['unit']}".strip()
-        verdict = VERDICTS[result["passed"]]
-        if result["reason"]:
-            verdict += f": {result['reason']}"
-        name = f"{result['part']}: {result['name']}"
-        rows.append((name, value, result["bar"] or "", verdict))
-    if len(rows) == 1:
-        return "nothing that was measured has a bar"
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]).rstrip()
-        for row in rows
-    )
+def table_of_bars(results: Sequence[tuple[str, Result]]) -> str:
+    """A line for each result, given with its part, that has a bar or failed."""
+    shown = [(part, result.cells) for part, result in results if result.has_verdict]
+    rows = [(f"{part}: {name}", *rest) for part, (name, *rest) in shown]
+    header = ("", "value", "bar", "")
+    return table([header, *rows], left=4) if rows else "nothing that was measured has a bar"

@@ -1,7 +1,4 @@
-"""The engine with a model of Qwen2.5-3B's shape and random weights: decode steps, a shared table, start-up.
-
-Knows the public names of the engine. What transformers does with the same work is in `torch_peers.py`.
-"""
+"""The engine with a model of Qwen2.5-3B's shape and random weights: decode steps, a shared table, start-up."""
 
 from __future__ import annotations
 
@@ -12,16 +9,15 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxpage import LLM, SamplingParams, tiny
-from jaxpage.bench import warm_up as starts
-from jaxpage.bench.children import Child
-from jaxpage.bench.peers import Options, Work
+from jaxpage.bench.engines import Options, Work, run_llm
+from jaxpage.bench.peers import PeerProcess, starts
 from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
 
 QWEN25_3B: dict[str, Any] = tiny.TINY_CONFIG | {
@@ -40,37 +36,28 @@ FASTER = Bar(">=", 3.0)
 REUSED = Bar("<=", 0.25)  # second time to first token over the first
 WARM = {"cold": Bar("<=", 60.0), "cached": Bar("<=", 8.0)}
 CONTINUOUS = "transformers' continuous batching"
+PATIENCE = 40.0  # seconds, after which no further round begins
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
+@dataclass(frozen=True)
+class ServingLoad:
+    """The model and how much is asked of it."""
+
     config: dict[str, Any]
-    max_model_len: int = 2048
-    batch: int = 64
-    context: int = 1024
-    launches: int = 10  # that are timed together
-    windows: int = 3  # as often
+    max_model_len: int
+    batch: int
+    context: int
+    launches: int  # that are timed together
+    windows: int  # as often
     # Of the two runs whose difference counts: whole launches, and the prompts are done before the shorter one ends.
-    num_tokens: tuple[int, int] = (49, 97)
-    rounds: int = 2
-    patience: float = 40.0  # seconds, after which no further round begins
-    prompt: int = 1848  # tokens, of the table
-    questions: int = 20
+    num_tokens: tuple[int, int]
+    rounds: int
+    prompt: int  # tokens, of the table
+    questions: int
 
 
-FULL = Sizes(config=QWEN25_3B)
-TINY = Sizes(
-    config=tiny.TINY_CONFIG,
-    max_model_len=256,
-    batch=4,
-    context=32,
-    launches=2,
-    windows=1,
-    num_tokens=(9, 41),
-    rounds=1,
-    prompt=100,
-    questions=2,
-)
+FULL = ServingLoad(QWEN25_3B, 2048, 64, 1024, 10, 3, (49, 97), 2, prompt=1848, questions=20)
+TINY = ServingLoad(tiny.TINY_CONFIG, 256, 4, 32, 2, 1, (9, 41), 1, prompt=100, questions=2)
 
 
 def weight_bytes(config: dict[str, Any]) -> int:
@@ -88,66 +75,64 @@ def kv_bytes(config: dict[str, Any]) -> int:
     return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
 
 
-def _start(context: Context, sizes: Sizes, **options: Any) -> LLM:
-    """An engine with all its programs. They are kept in the suite's folder, where a later part finds them."""
-    folder = _folder(context, sizes)
-    given = {
-        "load_format": "dummy",
-        "max_model_len": sizes.max_model_len,
-        "max_num_seqs": sizes.batch,
-        "max_num_batched_tokens": sizes.max_model_len,
-        "skip_tokenizer_init": True,
-        "compilation_cache_dir": str(Path(context.folder) / "cache"),
-    }
-    llm = LLM(str(folder), **given, **options)
+def _start(context: Context, load: ServingLoad, **options: Any) -> LLM:
+    """An engine with all its programs, which are cached in the suite's folder for later parts."""
+    llm = LLM(
+        str(_folder(context, load)),
+        load_format="dummy",
+        max_model_len=load.max_model_len,
+        max_num_seqs=load.batch,
+        max_num_batched_tokens=load.max_model_len,
+        skip_tokenizer_init=True,
+        compilation_cache_dir=str(Path(context.folder) / "cache"),
+        **options,
+    )
     llm.wait_until_warm()
     return llm
 
 
-def _folder(context: Context, sizes: Sizes) -> Path:
+def _folder(context: Context, load: ServingLoad) -> Path:
     """With config.json alone: weights are random."""
     folder = Path(context.folder) / "model"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(sizes.config))
+    (folder / "config.json").write_text(json.dumps(load.config))
     return folder
 
 
-def _prompts(sizes: Sizes, number: int, length: int, seed: str) -> list[list[int]]:
-    rng = random.Random(seed)
-    vocabulary = sizes.config["vocab_size"]
-    return [[rng.randrange(3, vocabulary) for _ in range(length)] for _ in range(number)]
-
-
-def _params(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+def _work(load: ServingLoad, seed: str, number: int, length: int, num_tokens: int) -> Work:
+    """As many random prompts of that length."""
+    rng, vocabulary = random.Random(seed), load.config["vocab_size"]
+    prompts = [[rng.randrange(3, vocabulary) for _ in range(length)] for _ in range(number)]
+    return Work(prompts=prompts, num_tokens=[num_tokens] * number, static_batch=number)
 
 
 def steps(context: Context) -> Iterator[Result]:
     """Decode steps of one sequence and of many, against the time to read the bytes; and against transformers."""
-    sizes = TINY if context.tiny else FULL
+    load = TINY if context.tiny else FULL
     device = jax.devices()[0].device_kind
-    llm = _start(context, sizes, enable_prefix_caching=False)
-    weights = weight_bytes(sizes.config)
-    for batch, bar in ((1, ALONE), (sizes.batch, TOGETHER)):
-        seconds, length = step_seconds(llm, sizes, batch)
+    llm = _start(context, load, enable_prefix_caching=False)
+    weights = weight_bytes(load.config)
+    for batch, bar in ((1, ALONE), (load.batch, TOGETHER)):
+        seconds, length = step_seconds(llm, load, batch)
         name = f"decode step, batch {batch}"
         yield measured(name, seconds * 1e3, "ms", context=length, tokens_per_second=batch / seconds)
-        needed = weights + (0 if batch == 1 else round(batch * length * kv_bytes(sizes.config)))
+        needed = weights + (0 if batch == 1 else round(batch * length * kv_bytes(load.config)))
         over = f"{name}, time over that of reading {'weights' if batch == 1 else 'weights and KV'}"
         if context.bandwidth is None:
             yield missing(over, "x", "the bandwidth was not measured", bar)
             continue
         ratio = seconds / (needed / context.bandwidth)
         yield measured(over, ratio, "x", bar, device=device, bytes=needed)
-    yield from _against_transformers(llm, context, sizes, device)
+    yield from _against_transformers(llm, context, load, device)
 
 
-def step_seconds(llm: LLM, sizes: Sizes, batch: int) -> tuple[float, float]:
+def step_seconds(llm: LLM, load: ServingLoad, batch: int) -> tuple[float, float]:
     """Seconds of a decode step as a user has them, median of windows; and the mean context meanwhile, in tokens."""
     names = [f"{batch}-{number}" for number in range(batch)]
-    params = _params(sizes.max_model_len - sizes.context)
-    prompts = _prompts(sizes, batch, sizes.context, f"steps {batch}")
-    for name, prompt in zip(names, prompts, strict=True):
+    more = load.max_model_len - load.context
+    work = _work(load, f"steps {batch}", batch, load.context, more)
+    params = SamplingParams(temperature=0, max_tokens=more, ignore_eos=True, detokenize=False)
+    for name, prompt in zip(names, work.prompts, strict=True):
         llm.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def known() -> int:
@@ -157,54 +142,32 @@ def step_seconds(llm: LLM, sizes: Sizes, batch: int) -> tuple[float, float]:
                 if output.request_id == names[-1]:
                     return len(output.outputs[0].token_ids)
 
-    before = known()
-    for _ in range(3):  # the first launches of this size compile, and the overlap begins
+    for _ in range(4):  # the first launches of this size compile, and the overlap begins
         before = known()
     first, taken = before, []
-    for _ in range(sizes.windows):
+    for _ in range(load.windows):
         start = time.perf_counter()
-        for _ in range(sizes.launches):
+        for _ in range(load.launches):
             after = known()
         taken.append((time.perf_counter() - start) / (after - before))
         before = after
     llm.abort_request(names)
-    return statistics.median(taken), sizes.context + (first + before) / 2
+    return statistics.median(taken), load.context + (first + before) / 2
 
 
 def _against_transformers(
-    llm: LLM, context: Context, sizes: Sizes, device: str
+    llm: LLM, context: Context, load: ServingLoad, device: str
 ) -> Iterator[Result]:
-    name = f"decode rate to {CONTINUOUS}, batch {sizes.batch}"
-    with Child("jaxpage.bench.torch_peers:ContinuousBatching") as child:
-        options = Options(
-            threads=len(os.sched_getaffinity(0)),
-            max_model_len=sizes.context + max(sizes.num_tokens),
-            max_num_seqs=sizes.batch,
-            prefix_caching=False,
-        )
-        taken: dict[str, list[list[float]]] = {"jaxpage": [], CONTINUOUS: []}
-        try:
-            folder = str(_folder(context, sizes))
-            versions = child.ask("setup", folder, asdict(options), timeout=120)
-            warming = _work(sizes, "warming", sizes.num_tokens[0])
-            _seconds(llm, warming)
-            child.ask("seconds", asdict(warming), timeout=150)
-            start = time.perf_counter()
-            for number in range(sizes.rounds):
-                if number > 0 and time.perf_counter() - start > sizes.patience:
-                    break
-                short, long = (_work(sizes, f"{number} {n}", n) for n in sizes.num_tokens)
-                taken["jaxpage"].append([_seconds(llm, work) for work in (short, long)])
-                taken[CONTINUOUS].append(
-                    [child.ask("seconds", asdict(work), timeout=150) for work in (short, long)]
-                )
-        except jax.errors.JaxRuntimeError:
-            raise  # ours; whatever happens to them is a plain RuntimeError here
-        except (RuntimeError, TimeoutError) as error:
-            print(error, file=sys.stderr)
-            yield missing(name, "x", last_line(str(error)), FASTER)
-            return
-    more = sizes.batch * (sizes.num_tokens[1] - sizes.num_tokens[0])
+    name = f"decode rate to {CONTINUOUS}, batch {load.batch}"
+    try:
+        taken, versions = _in_turns(llm, context, load)
+    except jax.errors.JaxRuntimeError:
+        raise  # ours; whatever happens to them is a plain RuntimeError here
+    except (RuntimeError, TimeoutError) as error:
+        print(error, file=sys.stderr)
+        yield missing(name, "x", last_line(str(error)), FASTER)
+        return
+    more = load.batch * (load.num_tokens[1] - load.num_tokens[0])
     rates = {
         engine: statistics.median(more / (long - short) for short, long in pairs)
         for engine, pairs in taken.items()
@@ -213,40 +176,59 @@ def _against_transformers(
         yield failed(name, f"the longer run was not the slower one: {taken}", FASTER)
         return
     for engine, rate in rates.items():
-        yield measured(f"decode rate, {engine}, batch {sizes.batch}", rate, "tokens/s")
+        yield measured(f"decode rate, {engine}, batch {load.batch}", rate, "tokens/s")
     ratio = rates["jaxpage"] / rates[CONTINUOUS]
-    details = {"seconds": taken, "num_tokens": sizes.num_tokens, "versions": versions}
+    details = {"seconds": taken, "num_tokens": load.num_tokens, "versions": versions}
     yield measured(name, ratio, "x", FASTER, device=device, **details)
 
 
-def _work(sizes: Sizes, seed: str, num_tokens: int) -> Work:
-    prompts = _prompts(sizes, sizes.batch, sizes.context, seed)
-    return Work(prompts=prompts, num_tokens=[num_tokens] * sizes.batch, static_batch=sizes.batch)
-
-
-def _seconds(llm: LLM, work: Work) -> float:
-    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
-    start = time.perf_counter()
-    llm.generate(prompts, [_params(n) for n in work.num_tokens], use_tqdm=False)
-    return time.perf_counter() - start
+def _in_turns(
+    llm: LLM, context: Context, load: ServingLoad
+) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
+    """Seconds of a short and a long run in each round, by engine; and their versions."""
+    options = Options(
+        threads=len(os.sched_getaffinity(0)),
+        max_model_len=load.context + max(load.num_tokens),
+        max_num_seqs=load.batch,
+        prefix_caching=False,
+    )
+    taken: dict[str, list[list[float]]] = {"jaxpage": [], CONTINUOUS: []}
+    with PeerProcess("transformers-continuous") as peer:
+        versions = peer.setup(_folder(context, load), options, timeout=120)
+        start = time.perf_counter()
+        for number in range(-1, load.rounds):  # one more, which does not count
+            if number > 0 and time.perf_counter() - start > PATIENCE:
+                break
+            works = [
+                _work(load, f"{number} {count}", load.batch, load.context, count)
+                for count in load.num_tokens[: 1 if number < 0 else 2]
+            ]
+            ours = [run_llm(llm, SamplingParams, work)[0] for work in works]
+            theirs = [peer.run(work, timeout=150) for work in works]
+            if number < 0:
+                start = time.perf_counter()
+            else:
+                taken["jaxpage"].append(ours)
+                taken[CONTINUOUS].append(theirs)
+    return taken, versions
 
 
 def table(context: Context) -> Iterator[Result]:
     """A long prompt twice: the second time its blocks are found. Medians over prompts, but the first."""
-    sizes = TINY if context.tiny else FULL
-    llm = _start(context, sizes, enable_prefix_caching=True)
+    load = TINY if context.tiny else FULL
+    llm = _start(context, load, enable_prefix_caching=True)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     taken: list[list[float]] = []
-    for prompt in _prompts(sizes, 1 + sizes.questions, sizes.prompt, "table"):
+    for prompt in _work(load, "table", 1 + load.questions, load.prompt, 1).prompts:
         taken.append([])
         for _ in range(2):
             start = time.perf_counter()
-            (output,) = llm.generate({"prompt_token_ids": prompt}, _params(1), use_tqdm=False)
+            (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
             taken[-1].append(time.perf_counter() - start)
     first, second = (statistics.median(times[i] for times in taken[1:]) for i in (0, 1))
-    name = f"{sizes.prompt} tokens"
+    name, device = f"{load.prompt} tokens", jax.devices()[0].device_kind
     yield measured(f"{name}, first time to first token", first * 1e3, "ms")
     yield measured(f"{name}, second time to first token", second * 1e3, "ms")
-    device = jax.devices()[0].device_kind
     details = {"seconds": taken, "cached_tokens": output.num_cached_tokens}
     yield measured(
         f"{name}, second over first", second / first, "x", REUSED, device=device, **details
@@ -255,11 +237,10 @@ def table(context: Context) -> Iterator[Result]:
 
 def warm_up(context: Context) -> Iterator[Result]:
     """Seconds from before the first import until all programs are there, in fresh processes; default sizes."""
-    sizes = TINY if context.tiny else FULL
+    load = TINY if context.tiny else FULL
     options: dict[str, Any] = {"load_format": "dummy"}
     if context.tiny:
         options |= {"max_model_len": 64, "max_num_seqs": 2}
-    threads = len(os.sched_getaffinity(0))
-    device = jax.devices()[0].device_kind
-    for cache, events in starts.starts(_folder(context, sizes), sys.executable, threads, options):
+    threads, device = len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
+    for cache, events in starts(_folder(context, load), options, threads=threads):
         yield measured(f"start, {cache}", events["warm"], "s", WARM[cache], device=device, **events)

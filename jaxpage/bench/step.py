@@ -1,7 +1,6 @@
 """`jaxpage bench step`: where the time of a decode step goes, by part of the model.
 
 Takes jax's own profile of a few launches and adds up its operations by the names that the compiled program gives them.
-Knows those names and the trace's form; must not know how anything is computed.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.bench import results
 from jaxpage.bench.offline import OfflineBench, checkpoint
 
 PARTS = {  # part: what its operations are called, the first that fits
@@ -30,6 +30,7 @@ PARTS = {  # part: what its operations are called, the first that fits
     "matrix products": r"dot_general",
 }
 OTHER = "norms, activations, the rest"
+NUM_STEPS = 8  # of a launch
 _CONTAINERS = re.compile(r"while|cond|call")  # their time is that of what they contain
 _TIMED_LAUNCHES, _TRACED_LAUNCHES = 3, 2
 
@@ -49,36 +50,32 @@ class StepBench:
 def main(bench: StepBench) -> None:
     """Measure, print a table, and write all figures to `bench.json` if asked for."""
     report = measure(bench)
-    if bench.json is not None:
-        bench.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
+    results.publish(report, bench.json, table(report))
 
 
 def measure(bench: StepBench) -> dict[str, Any]:
     """Milliseconds of a step and of its parts, by batch. Raises ValueError for bad sizes."""
     if not bench.batch or min(*bench.batch, bench.context - 1) < 1:
         raise ValueError(f"batches must be positive, and the context 2 tokens or more: {bench}")
-    where = OfflineBench(model=bench.model, shape=bench.shape)
-    folder, _ = checkpoint(where)
-    num_steps = 8
+    folder, _ = checkpoint(OfflineBench(model=bench.model, shape=bench.shape))
     llm = LLM(
         str(folder),
-        max_model_len=bench.context + 16 * num_steps,
+        max_model_len=bench.context + 16 * NUM_STEPS,
         max_num_seqs=max(bench.batch),
-        decode_steps=num_steps,
+        decode_steps=NUM_STEPS,
         enable_prefix_caching=False,
         async_scheduling=False,  # a launch is one step of the engine
         quantization=bench.quantization,
         skip_tokenizer_init=True,
         enforce_eager=True,  # only what is measured
     )
-    results = [_measure(llm, batch, bench.context, num_steps) for batch in bench.batch]
-    return {"context": bench.context, "quantization": bench.quantization, "results": results}
+    found = [_measure(llm, batch, bench.context) for batch in bench.batch]
+    return {"context": bench.context, "quantization": bench.quantization, "results": found}
 
 
-def _measure(llm: LLM, batch: int, context: int, num_steps: int) -> dict[str, Any]:
+def _measure(llm: LLM, batch: int, context: int) -> dict[str, Any]:
     rng = random.Random(batch)
-    params = SamplingParams(temperature=0, max_tokens=15 * num_steps, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=15 * NUM_STEPS, ignore_eos=True)
     names = [f"{batch}-{number}" for number in range(batch)]
     for name in names:
         prompt = [rng.randrange(3, 500) for _ in range(context)]
@@ -88,25 +85,22 @@ def _measure(llm: LLM, batch: int, context: int, num_steps: int) -> dict[str, An
         waiting -= {output.request_id for output in llm.step()}
     for _ in range(2):  # the first of these launches compiles
         llm.step()
-    seconds = [_seconds(llm) for _ in range(_TIMED_LAUNCHES)]
+    seconds = []
+    for _ in range(_TIMED_LAUNCHES):
+        start = time.perf_counter()
+        llm.step()
+        seconds.append(time.perf_counter() - start)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(_TRACED_LAUNCHES):
                 llm.step()
         micros = operations(Path(folder))
     llm.abort_request(names)
-    rows = max(2, 1 << (batch - 1).bit_length())
-    runner: Any = llm._engine.runner
-    program = runner.programs[f"decode R={rows}"].as_text()
-    steps = num_steps * _TRACED_LAUNCHES
-    parts = {part: total / 1e3 / steps for part, total in by_part(micros, program).items()}
-    return {"batch": batch, "step": statistics.median(seconds) * 1e3 / num_steps, "parts": parts}
-
-
-def _seconds(llm: LLM) -> float:
-    start = time.perf_counter()
-    llm.step()
-    return time.perf_counter() - start
+    name = f"decode R={max(2, 1 << (batch - 1).bit_length())}"
+    (text,) = (p.executable.as_text() for p in llm.programs() if p.name == name and p.executable)
+    steps = NUM_STEPS * _TRACED_LAUNCHES
+    parts = {part: total / 1e3 / steps for part, total in by_part(micros, text).items()}
+    return {"batch": batch, "step": statistics.median(seconds) * 1e3 / NUM_STEPS, "parts": parts}
 
 
 def operations(folder: Path) -> dict[str, float]:
@@ -124,21 +118,17 @@ def by_part(micros: dict[str, float], program: str) -> dict[str, float]:
     names = dict(re.findall(r"%(\S+) = [^\n]*?op_name=\"([^\"]*)\"", program))
     totals = dict.fromkeys([*PARTS, OTHER], 0.0)
     for operation, total in micros.items():
-        if _CONTAINERS.match(operation):
-            continue
-        fitting = (
-            part for part, name in PARTS.items() if re.search(name, names.get(operation, ""))
-        )
-        totals[next(fitting, OTHER)] += total
+        if not _CONTAINERS.match(operation):
+            name = names.get(operation, "")
+            fitting = (part for part, pattern in PARTS.items() if re.search(pattern, name))
+            totals[next(fitting, OTHER)] += total
     return totals
 
 
 def table(report: dict[str, Any]) -> str:
     """A line for each batch; parts in milliseconds of a step."""
-    parts = list(report["results"][0]["parts"])
-    lines = ["  ".join(["batch", "ms/step", *parts])]
-    for result in report["results"]:
-        cells = [f"{result['batch']:>5}", f"{result['step']:>7.1f}"]
-        cells += [f"{result['parts'][part]:>{len(part)}.1f}" for part in parts]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    rows = [["batch", "ms/step", *report["results"][0]["parts"]]]
+    for found in report["results"]:
+        figures = (found["step"], *found["parts"].values())
+        rows.append([str(found["batch"]), *(f"{x:.1f}" for x in figures)])
+    return results.table(rows, left=0)

@@ -1,7 +1,7 @@
 """`jaxpage bench suite`: everything that has a bar on an H200, checked and measured in one call.
 
-Knows the parts, their order and how long each may take; what a part does is in its own module. Each runs in a process
-of its own, so that what crashes, hangs or fills the device's memory costs no other part its results. Imports no jax.
+Each part runs in a process of its own, so that what crashes, hangs or fills the device's memory costs no other part its
+results. Imports no jax.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import shlex
 import subprocess
 import tempfile
@@ -20,12 +19,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxpage.bench.children import ROOT, Child
-from jaxpage.bench.results import Context, Result, failed, last_line, missing, table
+from jaxpage.bench.results import Context, Result, failed, last_line, missing, table_of_bars
+from jaxpage.bench.subprocess_rpc import ROOT, RemoteObject
+from jaxpage.runner.verified_files import write_atomically
 
 # In the order of their run: what the bars refer to; what the table of bars is about; each kernel in all its forms.
 PARTS = {  # name: the function, and the seconds that it may take while others wait
-    "ceilings": ("jaxpage.bench.ceilings:measure", 120),
+    "peaks": ("jaxpage.bench.peaks:measure", 120),
     "decode": ("jaxpage.bench.attention:decode", 130),
     "prefill": ("jaxpage.bench.attention:prefill", 110),
     "steps": ("jaxpage.bench.serving:steps", 240),
@@ -33,7 +33,8 @@ PARTS = {  # name: the function, and the seconds that it may take while others w
     "warm-up": ("jaxpage.bench.serving:warm_up", 180),
     "kernels": ("jaxpage.bench.kernels:measure", 240),
 }
-CEILINGS = "ceilings"
+PEAKS = "peaks"
+RATES = {"GB/s": ("bandwidth", 1e9), "TFLOP/s": ("matmul", 1e12)}  # of `Context`, by unit
 SHORTEST = 10  # seconds: with less no part begins
 # JAX would take three quarters of the device's memory at once, and torch's processes need some too.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1"}
@@ -44,7 +45,7 @@ class SuiteBench:
     """Check and measure everything that has a bar, part by part."""
 
     json: Path | None = None  # all results go to this file, after each of them
-    # ceilings, decode, prefill, steps, table, warm-up, kernels; none: all. Ceilings are always measured.
+    # peaks, decode, prefill, steps, table, warm-up, kernels; none: all. Peaks are always measured.
     only: tuple[str, ...] = ()
     tiny: bool = False  # sizes for a CPU, to see that everything runs
     time_limit: float = 570  # seconds for all parts together
@@ -52,10 +53,10 @@ class SuiteBench:
 
 
 class Part:
-    """In a part's process: what it finds, one by one."""
+    """In a part's process: its results, one by one."""
 
     def start(self, target: str, context: dict[str, Any]) -> dict[str, str]:
-        """The device it runs on. Whatever it finds comes by `next`."""
+        """The device it runs on. The results come by `next`."""
         import jax
 
         device, given = jax.devices()[0], Context(**context)
@@ -68,28 +69,30 @@ class Part:
 
     def next(self) -> dict[str, Any] | None:
         result = next(self._results, None)
-        return None if result is None else result.as_dict()
+        return result and asdict(result)
 
 
 def main(bench: SuiteBench) -> int:
     """Run the parts, print each result as it comes and all bars at the end. 1 if something failed.
 
-    Raises ValueError for a part that there is not.
+    Raises ValueError for an unknown part.
     """
     if unknown := set(bench.only) - set(PARTS):
         raise ValueError(f"no part {sorted(unknown)}; there are {', '.join(PARTS)}")
     report = Report(bench)
     with tempfile.TemporaryDirectory(prefix="jaxpage-suite-") as folder:
         context = Context(tiny=bench.tiny, folder=folder)
-        chosen = [part for part in PARTS if part in (CEILINGS, *(bench.only or PARTS))]
+        chosen = [part for part in PARTS if part in (PEAKS, *(bench.only or PARTS))]
         for part in chosen:
             for result in _run(part, context, report, waiting=part != chosen[-1]):
                 report.add(part, result)
-                context = _with_ceiling(context, part, result)
+                if part == PEAKS and result.value is not None:
+                    name, unit = RATES[result.unit]
+                    context = replace(context, **{name: result.value * unit})
     # The last part has the most: what is cut off a long log is its beginning.
-    ordered = sorted(report.results, key=lambda result: -list(PARTS).index(result["part"]))
-    print("\n" + table(ordered), flush=True)
-    return int(any(result["passed"] is False for result in report.results))
+    ordered = sorted(report.results, key=lambda found: -list(PARTS).index(found[0]))
+    print("\n" + table_of_bars(ordered), flush=True)
+    return int(any(result.passed is False for _, result in report.results))
 
 
 def _run(part: str, context: Context, report: Report, *, waiting: bool) -> Iterator[Result]:
@@ -101,12 +104,12 @@ def _run(part: str, context: Context, report: Report, *, waiting: bool) -> Itera
         return
     limit = min(limit, left) if waiting else left
     start = time.monotonic()
-    with Child("jaxpage.bench.suite:Part", environment=ENVIRONMENT) as child:
+    with RemoteObject("jaxpage.bench.suite:Part", environment=ENVIRONMENT) as process:
         try:
-            report.device = child.ask("start", target, asdict(context), timeout=limit)
+            report.device = process.ask("start", target, asdict(context), timeout=limit)
             while True:
                 used = time.monotonic() - start
-                result = child.ask("next", timeout=max(0.0, limit - used))
+                result = process.ask("next", timeout=max(0.0, limit - used))
                 if result is None:
                     break
                 yield Result(**result)
@@ -118,20 +121,13 @@ def _run(part: str, context: Context, report: Report, *, waiting: bool) -> Itera
     print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
 
 
-def _with_ceiling(context: Context, part: str, result: Result) -> Context:
-    if part != CEILINGS or result.value is None:
-        return context
-    factor = {"GB/s": ("bandwidth", 1e9), "TFLOP/s": ("matmul", 1e12)}
-    name, unit = factor[result.unit]
-    return replace(context, **{name: result.value * unit})
-
-
 class Report:
     """All results so far, each with where it came from; printed and written as they come."""
 
     def __init__(self, bench: SuiteBench) -> None:
-        self.results: list[dict[str, Any]] = []
+        self.results: list[tuple[str, Result]] = []  # each with its part
         self.device: dict[str, str] = {}  # of the part that runs
+        self._written: list[dict[str, Any]] = []
         self._bench = bench
         self._begin = time.monotonic()
         self._commit = bench.commit or _commit()
@@ -143,32 +139,26 @@ class Report:
         print(f"{part}: {result}", flush=True)
         command = ["jaxpage", "bench", "suite", "--only", part]
         command += ["--tiny"] if self._bench.tiny else []
-        self.results.append(
+        self.results.append((part, result))
+        self._written.append(
             {"part": part}
-            | result.as_dict()
+            | asdict(result)
             | {"command": shlex.join(command), "commit": self._commit}
             | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
             | {key: self.device.get(key) for key in ("device", "platform", "jax")}
         )
-        self._write()
-
-    def _write(self) -> None:
-        """All of it or what was there before: the process may be killed at any time."""
-        path = self._bench.json
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps({"results": self.results}, indent=1) + "\n")
-        os.replace(draft, path)
+        if self._bench.json is not None:  # atomically: the process may be killed at any time
+            text = json.dumps({"results": self._written}, indent=1) + "\n"
+            write_atomically(self._bench.json, text.encode())
 
 
 def _commit() -> str:
     """Of this checkout, with a mark if files differ from it; "unknown" where there is no git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        git = ["git", "-C", str(ROOT)]
-        options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-        head = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], **options).stdout.strip()
-        return head + (" with changes" if changed else "")
+        return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
     return "unknown"

@@ -1,8 +1,4 @@
-"""What `jaxpage bench offline` measures: requests drawn from a seed, and the figure they give.
-
-Knows lengths and counts, and what of the engine's options a workload needs. Must not know any
-engine, nor how work is run.
-"""
+"""What `jaxpage bench offline` measures: requests drawn from a seed, and the figure they give."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxpage.bench.peers import Options, Work
+from jaxpage.bench.engines import Options, Work
 
 MAX_NUM_SEQS = 64
 UNCACHED = "jaxpage-no-prefix-cache"  # the peer
@@ -46,8 +42,7 @@ class Workload:
 def workloads(vocab_size: int, scale: float) -> list[Workload]:
     """All workloads; `scale` multiplies lengths, steps and the number of requests, not batches.
 
-    Those that need the same engine options stand together. Token ids below 3 are left to special
-    tokens.
+    Those that need the same engine options stand together. Token ids below 3 are left to special tokens.
     """
 
     def scaled(number: int) -> int:
@@ -75,37 +70,33 @@ def workloads(vocab_size: int, scale: float) -> list[Workload]:
         )
 
     def mixed(rng: random.Random) -> list[Work]:
-        num_requests = scaled(64)
-        prompts = [prompt(rng, log_uniform(rng, 16, 512)) for _ in range(num_requests)]
-        num_tokens = [log_uniform(rng, 8, 256) for _ in range(num_requests)]
+        number = scaled(64)
+        prompts = [prompt(rng, log_uniform(rng, 16, 512)) for _ in range(number)]
+        num_tokens = [log_uniform(rng, 8, 256) for _ in range(number)]
         return [Work(prompts=prompts, num_tokens=num_tokens, static_batch=8)]
 
     def questions(rng: random.Random) -> list[Work]:
         """All of them at once, on a table that no round has seen before."""
-        num_questions, the_table = scaled(32), prompt(rng, scaled(1500))
-        prompts = [the_table + prompt(rng, scaled(15)) for _ in range(num_questions)]
-        return [Work(prompts=prompts, num_tokens=[scaled(16)] * num_questions, static_batch=8)]
+        number, the_table = scaled(32), prompt(rng, scaled(1500))
+        prompts = [the_table + prompt(rng, scaled(15)) for _ in range(number)]
+        return [Work(prompts=prompts, num_tokens=[scaled(16)] * number, static_batch=8)]
 
+    def prompt_rate(works: list[Work], seconds: list[float]) -> float:
+        return sum(map(len, works[0].prompts)) / seconds[0]
+
+    def output_rate(works: list[Work], seconds: list[float]) -> float:
+        return works[0].num_output_tokens / seconds[0]
+
+    rate = {"unit": "output tokens/s", "value": output_rate}
+    cached = {"max_model_len": 2048, "prefix_caching": True, "also": (UNCACHED,)}
     return [
         *(decode(batch) for batch in (1, 8, 32)),
         Workload(
             name="prefill-8",
             unit="prompt tokens/s",
             make=lambda rng: [alike(rng, 8, 1)],
-            value=lambda works, seconds: sum(map(len, works[0].prompts)) / seconds[0],
+            value=prompt_rate,
         ),
-        Workload(name="mixed", unit="output tokens/s", make=mixed, value=_output_rate),
-        Workload(
-            name="questions",
-            unit="output tokens/s",
-            make=questions,
-            value=_output_rate,
-            max_model_len=2048,
-            prefix_caching=True,
-            also=(UNCACHED,),
-        ),
+        Workload(name="mixed", make=mixed, **rate),
+        Workload(name="questions", make=questions, **rate, **cached),
     ]
-
-
-def _output_rate(works: list[Work], seconds: list[float]) -> float:
-    return sum(works[0].num_tokens) / seconds[0]

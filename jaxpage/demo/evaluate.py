@@ -1,8 +1,6 @@
 """Held-out accuracy: which share of answers the model would give word for word.
 
-Names and sums come from the split that training never sees. The right answer is put in and every
-token of it must be the most likely one: then, and only then, greedy decoding gives that answer.
-`answered` asks an engine instead (`jaxpage bench accuracy`).
+Names and sums come from the split that training never sees.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from jaxpage.models.config import ModelConfig
 if TYPE_CHECKING:
     from jaxpage import LLM
 
-SUITES: dict[str, tuple[text.Kind, int]] = {  # name -> kind, rows of the table
+SUITES: dict[str, tuple[text.Kind, int]] = {  # name -> kind, rows of the table or digits
     **{f"look-up {rows}": ("look_up", rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)},
     **{f"json {rows}": ("json", rows) for rows in (3, 8, 16)},
     "sum 0..99": ("sum", 2),
@@ -44,6 +42,11 @@ def question(rng: random.Random, kind: text.Kind, size: int) -> tuple[str | None
     return system, ask(rng, people)
 
 
+def questions_of(suite: str, count: int, seed: int) -> list[tuple[str | None, text.Turn]]:
+    rng = random.Random(f"{seed}/{suite}")
+    return [question(rng, *SUITES[suite]) for _ in range(count)]
+
+
 def accuracy(
     params: network.Params,
     config: ModelConfig,
@@ -53,24 +56,25 @@ def accuracy(
     questions: int = 100,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Share of exact answers per suite. `questions` is rounded up to a multiple of 20."""
+    """Share of exact answers per suite. `questions` is rounded up to a multiple of 20.
+
+    The right answer is put in and every token of it must be the most likely one: then, and only then, greedy decoding
+    gives that answer.
+    """
     result = {}
     for suite in suites:
         kind, size = SUITES[suite]
-        rng = random.Random(f"{seed}/{suite}")
         table = size if kind in ("look_up", "json") else 0
         length = -(-(tokens.HEADER_TOKENS + tokens.ROW_TOKENS * table + 80) // 64) * 64
-        right = 0
-        launches = -(-questions // _ROWS)
-        for _ in range(launches):
-            texts = [
-                tokens.said(s, [t]) for s, t in (question(rng, kind, size) for _ in range(_ROWS))
-            ]
-            batch = tokens.pack(tokenizer, texts, length, 48 * _ROWS)
+        asked = questions_of(suite, -(-questions // _ROWS) * _ROWS, seed)
+        texts = [tokens.said(system, [turn]) for system, turn in asked]
+        wrong = 0
+        for first in range(0, len(texts), _ROWS):
+            batch = tokens.pack(tokenizer, texts[first : first + _ROWS], length, 48 * _ROWS)
             said = np.asarray(_answers(config)(params, batch))
-            wrong = (said != batch.targets) & (batch.weights > 0)
-            right += _ROWS - len(np.unique(batch.selected[wrong] // length))
-        result[suite] = right / (launches * _ROWS)
+            differs = (said != batch.targets) & (batch.weights > 0)
+            wrong += len(np.unique(batch.selected[differs] // length))
+        result[suite] = 1 - wrong / len(texts)
     return result
 
 
@@ -78,18 +82,14 @@ def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
     """Share of questions of a suite that an engine answers word for word, greedily."""
     from jaxpage import SamplingParams
 
-    kind, size = SUITES[suite]
-    rng = random.Random(f"{seed}/{suite}")
-    asked = [question(rng, kind, size) for _ in range(questions)]
+    asked = questions_of(suite, questions, seed)
     outputs = llm.chat(
         [text.messages(system, [turn]) for system, turn in asked],
         SamplingParams(temperature=0, max_tokens=64),
         use_tqdm=False,
     )
-    right = [
-        output.outputs[0].text == turn.answer
-        for output, (_, turn) in zip(outputs, asked, strict=True)
-    ]
+    answers = [output.outputs[0].text for output in outputs]
+    right = [said == turn.answer for said, (_, turn) in zip(answers, asked, strict=True)]
     return sum(right) / questions
 
 

@@ -1,6 +1,6 @@
 """The demo model as a pure function of its parameters: jaxpage's own Qwen2, its loss, its answers.
 
-Parameters are a dict by path, as `weights.spec.variables` names them. Knows no text and no files.
+Parameters are a dict by path, as `weights.spec.variables` names them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jaxpage.demo.row_attention import RowAttention
 from jaxpage.demo.tokens import Batch
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.registry import family
 from jaxpage.weights.spec import variables
 
@@ -54,15 +55,17 @@ def logits(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
         variable.set_value(params[path])
     rows, length = batch.tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    hidden = model.hidden_states(jnp.asarray(batch.tokens), positions, RowAttention())
+    inputs = ForwardInput(
+        token_ids=jnp.asarray(batch.tokens), positions=positions, attention=RowAttention()
+    )
+    hidden = model.hidden_states(inputs)
     return model.logits(hidden.reshape(rows * length, -1)[batch.selected])
 
 
 def loss(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
     """float32[]: mean cross-entropy of the targets."""
-    each = optax.softmax_cross_entropy_with_integer_labels(
-        logits(params, config, batch), batch.targets
-    )
+    found = logits(params, config, batch)
+    each = optax.softmax_cross_entropy_with_integer_labels(found, batch.targets)
     return jnp.sum(each * batch.weights) / jnp.sum(batch.weights)
 
 

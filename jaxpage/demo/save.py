@@ -1,7 +1,4 @@
-"""A trained model as a Hugging Face folder, in bfloat16, which transformers and jaxpage load alike.
-
-Knows file names and formats; nothing of how the model was trained. Needs no torch.
-"""
+"""A trained model as a Hugging Face folder, in bfloat16, which transformers and jaxpage load alike."""
 
 from __future__ import annotations
 
@@ -23,11 +20,20 @@ from jaxpage.demo.network import HF_CONFIG, Params, model_config
 from jaxpage.models.config import ModelConfig
 from jaxpage.tiny import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START
 
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": IM_END,
+    "pad_token": END_OF_TEXT,
+    "additional_special_tokens": [IM_START],
+    "model_max_length": HF_CONFIG["max_position_embeddings"],
+    "clean_up_tokenization_spaces": False,
+}
+
 
 def write(folder: Path, params: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Write the model to `folder`, which must not exist yet, all of it or nothing.
+    """Write the model to `folder`, all of it or nothing. `params` are arrays by path.
 
-    `params` are arrays by path. Raises FileExistsError.
+    Raises FileExistsError if the folder exists.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; name another folder or remove it")
@@ -38,13 +44,14 @@ def write(folder: Path, params: Mapping[str, Any], tokenizer: Tokenizer) -> None
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(str(draft / "tokenizer.json"))
         (draft / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-        ends = {key: tokenizer.token_to_id(token) for key, token in _SPECIAL.items()}
-        config = HF_CONFIG | {"vocab_size": tokenizer.get_vocab_size()} | ends
-        for name, content in (
-            ("config.json", config),
-            ("generation_config.json", ends),
-            ("tokenizer_config.json", _TOKENIZER_CONFIG),
-        ):
+        special = {"eos_token_id": IM_END, "pad_token_id": END_OF_TEXT}
+        ends = {key: tokenizer.token_to_id(token) for key, token in special.items()}
+        files = {
+            "config.json": HF_CONFIG | {"vocab_size": tokenizer.get_vocab_size()} | ends,
+            "generation_config.json": ends,
+            "tokenizer_config.json": TOKENIZER_CONFIG,
+        }
+        for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (draft / name).write_text(text, encoding="utf-8")
         draft.chmod(0o755)  # mkdtemp made it private, and save_file its file
@@ -59,14 +66,3 @@ def read(folder: Path) -> tuple[Params, ModelConfig, Tokenizer]:
     params = {path: jnp.asarray(p) for path, p in load_file(folder / "model.safetensors").items()}
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return params, model_config(tokenizer.get_vocab_size(), jnp.bfloat16), tokenizer
-
-
-_SPECIAL = {"eos_token_id": IM_END, "pad_token_id": END_OF_TEXT}
-_TOKENIZER_CONFIG = {
-    "tokenizer_class": "Qwen2Tokenizer",
-    "eos_token": IM_END,
-    "pad_token": END_OF_TEXT,
-    "additional_special_tokens": [IM_START],
-    "model_max_length": HF_CONFIG["max_position_embeddings"],
-    "clean_up_tokenization_spaces": False,
-}

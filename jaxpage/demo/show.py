@@ -1,8 +1,4 @@
-"""`jaxpage demo`: what the engine is, what it compiled, three acts, and what to type next.
-
-Knows the order of events, and how the engine is made and described. What is asked in the acts, and
-how that is shown, is in `acts`.
-"""
+"""`jaxpage demo`: what the engine is, what it compiled, three scenarios, and what to type next."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -22,12 +18,12 @@ from jaxpage.demo import checkpoint
 
 if TYPE_CHECKING:
     from jaxpage.build import Built
-    from jaxpage.demo.acts import BatchFigures, StoryFigures, TableFigures
+    from jaxpage.demo.scenarios import Answer
+    from jaxpage.engine.stats import EngineStats
     from jaxpage.llm import LLM
-    from jaxpage.runner.programs import Program
-    from jaxpage.runner.runner import Runner
+    from jaxpage.runner.programs import ProgramRecord
 
-# Ten programs instead of 24, so that they are compiled soon; questions of act 2 wait for a row.
+# Ten programs instead of 24, so that they are compiled soon; questions wait for a row.
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
@@ -47,17 +43,19 @@ llm = LLM("FOLDER")
 print(llm.generate("Once upon a time")[0].outputs[0].text)"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What the acts measured."""
+@dataclass(frozen=True)
+class Shown:
+    """What the scenarios saw."""
 
-    table: TableFigures
-    batch: BatchFigures
-    stories: StoryFigures
+    table: list[Answer]
+    batch: list[Answer]
+    batch_stats: list[EngineStats]
+    stories: list[str]
+    story_stats: EngineStats
 
 
-def show(console: Console | None = None, options: Mapping[str, Any] | None = None) -> Figures:
-    """Perform. `options` are those of `LLM`, besides `OPTIONS`."""
+def show(console: Console | None = None, options: Mapping[str, Any] | None = None) -> Shown:
+    """Run the demo. `options` are those of `LLM`, besides `OPTIONS`."""
     start = time.perf_counter()
     console = console or Console()
     options = {"model": str(checkpoint())} | OPTIONS | dict(options or {})
@@ -71,7 +69,7 @@ def show(console: Console | None = None, options: Mapping[str, Any] | None = Non
         # Not before: these imports alone take seconds.
         from jaxpage.build import build
         from jaxpage.config import EngineConfig
-        from jaxpage.demo import acts
+        from jaxpage.demo import scenarios
         from jaxpage.llm import LLM
 
         built = build(EngineConfig.from_options(**options), use_tqdm=False)
@@ -79,45 +77,40 @@ def show(console: Console | None = None, options: Mapping[str, Any] | None = Non
     _chapter(console, "What runs")
     console.print(configuration(built))
     _chapter(console, "What was compiled")
-    _greet_and_wait(console, llm, _runner(built), start)
-    acts.rehearse(llm)
+    _greet_and_wait(console, llm, start)
+    scenarios.rehearse(llm)
     _chapter(console, "1. Questions about one table, one after the other")
-    table = acts.ask_one_by_one(llm, console, rng, num_rows=24, num_questions=6)
+    table = scenarios.ask_one_by_one(llm, console, rng, num_rows=24, num_questions=6)
     _chapter(console, "2. 32 questions in one continuous batch")
-    batch = acts.ask_at_once(llm, console, rng, num_questions=32)
+    batch = scenarios.ask_at_once(llm, console, rng, num_questions=32)
     _chapter(console, "3. Eight stories from one prompt")
-    stories = acts.tell_stories(llm, console, rng, num_stories=8)
+    stories = scenarios.tell_stories(llm, console, rng, num_stories=8)
     _chapter(console, "What to type next")
     console.print(NEXT, highlight=False)
-    return Figures(table=table, batch=batch, stories=stories)
+    return Shown(table, *batch, *stories)
 
 
-def _greet_and_wait(console: Console, llm: LLM, runner: Runner, start: float) -> None:
+def _greet_and_wait(console: Console, llm: LLM, start: float) -> None:
     """A first answer by the few programs there are, then the manifest until it is complete."""
-    from jaxpage.demo.acts import GREEDY, end_live
+    from jaxpage.demo.scenarios import GREEDY, end_live
 
-    ready, names = runner.programs.ready, runner.programs.names
+    programs = llm.programs()
+    num_ready = sum(program.origin is not None for program in programs)
     console.print(
-        f"{len(ready)} of {len(names)} programs are ready; the others are compiled behind a first "
-        "answer:",
+        f"{num_ready} of {len(programs)} programs are ready; the others are compiled behind a "
+        f"first answer:\n\n[bold]> {GREETING}[/]",
         highlight=False,
     )
-    console.print(f"\n> {GREETING}", style="bold", highlight=False)
     (output,) = llm.chat([{"role": "user", "content": GREETING}], GREEDY, use_tqdm=False)
     seconds = time.perf_counter() - start
     console.print(Text(output.outputs[0].text))
     console.print(f"answered {seconds:.1f} s after the start", style="dim", highlight=False)
     console.print("\nWaiting for them, so that the figures below are of the engine alone:\n")
     with Live(
-        get_renderable=lambda: manifest(names, dict(ready)), console=console, refresh_per_second=4
+        get_renderable=lambda: manifest(llm.programs()), console=console, refresh_per_second=4
     ):
         llm.wait_until_warm()
     end_live(console)
-
-
-def _runner(built: Built) -> Runner:
-    """The engine knows two verbs of its runner; this is the whole of it."""
-    return cast("Runner", built.engine.runner)
 
 
 def num_parameters(model: str) -> int:
@@ -131,12 +124,11 @@ def configuration(built: Built) -> Table:
     """What the options came to on this machine, in a few lines."""
     import jax
 
-    config, runner = built.config, _runner(built)
-    spec, buckets = runner.pool_spec, runner.buckets
-    decode = [bucket.num_rows for bucket in buckets if bucket.decode]
-    mixed = [bucket.num_tokens for bucket in buckets if not bucket.decode]
+    runner: Any = built.engine.runner
+    config, spec = built.config, runner.pool_spec
+    decode = [bucket.num_rows for bucket in runner.buckets if bucket.decode]
+    mixed = [bucket.num_tokens for bucket in runner.buckets if not bucket.decode]
     pool = f"{spec.num_blocks} blocks of {spec.block_size} tokens, {spec.num_bytes / 2**20:.1f} MiB"
-    on = {True: "on", False: "off"}
     rows = {
         "model": config.model,
         "parameters": f"{num_parameters(config.model):,} in {config.dtype}",
@@ -147,8 +139,8 @@ def configuration(built: Built) -> Table:
         f"or {config.decode_steps} decode steps in one launch",
         "buckets": f"decode steps of {decode[0]} to {decode[-1]} rows, "
         f"others of {mixed[0]} to {mixed[-1]} tokens",
-        "prefix cache": on[config.enable_prefix_caching],
-        "programs kept in": config.compilation_cache_dir or "memory only",
+        "prefix cache": "on" if config.enable_prefix_caching else "off",
+        "executables cached in": config.compilation_cache_dir or "memory only",
     }
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
@@ -156,22 +148,22 @@ def configuration(built: Built) -> Table:
     return table
 
 
-def manifest(names: Sequence[str], ready: Mapping[str, Program]) -> Table:
-    """All programs: how long each took and whether the cache on disk had it, if it is ready."""
+def manifest(programs: Sequence[ProgramRecord]) -> Table:
+    """All programs: how long each took, and where it came from, if it is ready."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("program")
     for name in ("seconds", "temporaries"):
         table.add_column(name, justify="right")
     table.add_column("")
-    for name in names:
-        program = ready.get(name)
-        if program is None:
-            table.add_row(name, "", "", "compiling or waiting", style="dim")
+    for program in programs:
+        if program.origin is None:
+            table.add_row(program.name, "", "", "compiling or waiting", style="dim")
         else:
             megabytes = f"{program.temp_bytes / 1e6:.1f} MB"
-            table.add_row(name, f"{program.seconds:.2f}", megabytes, program.origin)
-    num_kept = sum(program.origin == "kept" for program in ready.values())
-    table.add_row(f"{len(ready)} of {len(names)} ready", "", "", f"{num_kept} were kept on disk")
+            table.add_row(program.name, f"{program.seconds:.2f}", megabytes, program.origin)
+    origins = [program.origin for program in programs if program.origin is not None]
+    ready = f"{len(origins)} of {len(programs)} ready"
+    table.add_row(ready, "", "", f"{origins.count('stored')} were cached on disk")
     return table
 
 

@@ -1,13 +1,7 @@
 """What the demo model hears and says: people in a table, look-ups, JSON, sums, small talk, stories.
 
-Every piece is drawn from the `random.Random` it is given, so a seed fixes it. Some name pairs and
-some sums are never used for training: `split="held_out"` draws from those only. Knows strings,
-nothing of tokens, models or arrays.
-
-    rng = random.Random(7)
-    rows = people(rng, 5, split="held_out")
-    turn = look_up(rng, rows, "age")
-    conversation = messages(system_message(table(rows)), [turn])
+Every piece is drawn from the `random.Random` it is given, so a seed fixes it. Some name pairs and some sums are never
+used for training: `split="held_out"` draws from those only.
 """
 
 from __future__ import annotations
@@ -19,52 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from jaxpage.demo.words import (
-    COUNTRIES,
-    FIRST_NAMES,
-    LAST_NAMES,
-    OCCUPATIONS,
-    STORY,
-    STORY_ANIMALS,
-    STORY_MOODS,
-    TALK,
-)
+from jaxpage.demo import words
 
 Split = Literal["train", "held_out"]
 Column = Literal["age", "occupation", "country"]
 Kind = Literal["look_up", "json", "sum", "talk", "story"]
 
 COLUMNS: tuple[Column, ...] = ("age", "occupation", "country")
-INTRODUCTIONS = (
-    "Use the table to answer.",
-    "Here is a table of people.",
-    "Answer the questions with the table below.",
-    "You are a helpful assistant. Use the table to answer.",
-)
-QUESTIONS: dict[Column, tuple[str, ...]] = {
-    "age": ("What is the age of {name}?", "How old is {name}?"),
-    "occupation": (
-        "What is the occupation of {name}?",
-        "What is the job of {name}?",
-        "What does {name} do?",
-    ),
-    "country": (
-        "What is the country of {name}?",
-        "Which country is {name} from?",
-        "Where is {name} from?",
-    ),
-}
-ANSWERS: dict[Column, str] = {
-    "age": "According to the table, {name} is {age} years old.",
-    "occupation": "According to the table, {name} works as a {occupation}.",
-    "country": "According to the table, {name} comes from {country}.",
-}
-SUMS = ("What is {a} + {b}?", "What is {a} + {b}?", "Add {a} + {b}.", "{a} + {b} = ?")
-STORY_REQUESTS = (
-    "Tell me a story about {article} {animal}.",
-    "Tell me a short story about {article} {animal}.",
-    "Write a story about {article} {animal}.",
-)
+INTRODUCTIONS = words.INTRODUCTIONS
+# With more, drawing names gets slow.
+MAX_ROWS = min(len(words.FIRST_NAMES), len(words.LAST_NAMES)) // 2
 
 
 @dataclass(frozen=True)
@@ -92,29 +50,25 @@ def split_of(key: str) -> Split:
 
 
 def people(rng: random.Random, rows: int, *, split: Split = "train") -> list[Person]:
-    """`rows` people with names of one split; in nine tables of ten no first name and no last name
-    occurs twice. Raises ValueError for a table that the name lists cannot fill.
+    """`rows` people with names of one split; in nine tables of ten no first name and no last name occurs twice.
+
+    Raises ValueError for a table that the name lists cannot fill.
     """
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"{rows} rows; a table has 1 to {MAX_ROWS}")
     distinct = rng.random() < 0.9
-    found: dict[str, Person] = {}
-    firsts, lasts = set[str](), set[str]()
+    found: list[Person] = []
+    taken = set[str]()
     while len(found) < rows:
-        first, last = rng.choice(FIRST_NAMES), rng.choice(LAST_NAMES)
+        first, last = rng.choice(words.FIRST_NAMES), rng.choice(words.LAST_NAMES)
         name = f"{first} {last}"
-        taken = (first in firsts or last in lasts) if distinct else name in found
-        if taken or split_of(name) != split:
+        parts = {first, last} if distinct else {name}  # no word is a first and a last name
+        if parts & taken or split_of(name) != split:
             continue
-        firsts.add(first)
-        lasts.add(last)
-        found[name] = Person(
-            name, rng.randint(18, 89), rng.choice(OCCUPATIONS), rng.choice(COUNTRIES)
-        )
-    return list(found.values())
-
-
-MAX_ROWS = min(len(FIRST_NAMES), len(LAST_NAMES)) // 2  # beyond it, drawing names gets slow
+        taken |= parts
+        age = rng.randint(18, 89)
+        found.append(Person(name, age, rng.choice(words.OCCUPATIONS), rng.choice(words.COUNTRIES)))
+    return found
 
 
 def table(rows: Sequence[Person]) -> str:
@@ -133,15 +87,14 @@ def look_up(rng: random.Random, rows: Sequence[Person], column: Column | None = 
     """A question about one cell of the table; the column is drawn unless named."""
     person = rng.choice(rows)
     column = column or rng.choice(COLUMNS)
-    question = rng.choice(QUESTIONS[column]).format(name=person.name)
-    return Turn("look_up", question, ANSWERS[column].format(**asdict(person)))
+    question = rng.choice(words.QUESTIONS[column]).format(name=person.name)
+    return Turn("look_up", question, words.ANSWERS[column].format(**asdict(person)))
 
 
 def json_record(rng: random.Random, rows: Sequence[Person]) -> Turn:
     """Some columns of one row, asked for as JSON."""
     person = rng.choice(rows)
-    count = rng.choice((1, 2, 2, 3))
-    drawn = rng.sample(COLUMNS, count)
+    drawn = rng.sample(COLUMNS, rng.choice((1, 2, 2, 3)))
     columns = [column for column in COLUMNS if column in drawn]
     wanted = ", ".join(["name", *columns[:-1]]) + f" and {columns[-1]}"
     record = {"name": person.name} | {column: getattr(person, column) for column in columns}
@@ -155,53 +108,43 @@ def addition(rng: random.Random, digits: int | None = None, *, split: Split = "t
             rng.randrange(10 ** (digits or rng.choices((1, 2, 3), (1, 3, 4))[0])) for _ in range(2)
         )
         if split_of(f"{first} + {second}") == split:
-            question = rng.choice(SUMS).format(a=first, b=second)
+            question = rng.choice(words.SUMS).format(a=first, b=second)
             return Turn("sum", question, f"{first} + {second} = {first + second}.")
 
 
 def talk(rng: random.Random) -> Turn:
     """A line of small talk."""
-    questions, answer = rng.choice(TALK)
+    questions, answer = rng.choice(words.TALK)
     return Turn("talk", rng.choice(questions), answer)
 
 
 def story(rng: random.Random, animal: str | None = None) -> Turn:
     """A request for a story, and one of the very many that `words.STORY` can tell."""
-    animal = animal or rng.choice(STORY_ANIMALS)
-    friend = rng.choice([other for other in STORY_ANIMALS if other != animal])
-    mood, friend_mood = rng.sample(STORY_MOODS, 2)
-    parts = {
-        "animal": animal,
-        "friend": friend,
-        "mood": mood,
-        "friend_mood": friend_mood,
-        "name": rng.choice(FIRST_NAMES),
-    }
+    animal = animal or rng.choice(words.STORY_ANIMALS)
+    friend = rng.choice([other for other in words.STORY_ANIMALS if other != animal])
+    mood, friend_mood = rng.sample(words.STORY_MOODS, 2)
+    parts = {"animal": animal, "friend": friend, "mood": mood, "friend_mood": friend_mood}
+    parts["name"] = rng.choice(words.FIRST_NAMES)
     lines = [
         rng.choice(sentences).format(**parts)
-        for sentences, chance in STORY
+        for sentences, chance in words.STORY
         if rng.random() < chance
     ]
     article = "an" if animal[0] in "aeiou" else "a"
-    question = rng.choice(STORY_REQUESTS).format(article=article, animal=animal)
+    question = rng.choice(words.STORY_REQUESTS).format(article=article, animal=animal)
     return Turn("story", question, " ".join(lines))
 
 
 def turns(rng: random.Random, rows: Sequence[Person], weights: dict[Kind, float]) -> Iterator[Turn]:
-    """Turns of the training split without end, each kind as often as its weight says; look-ups and
-    JSON need `rows`.
+    """Turns of the training split without end, each kind as often as its weight says.
+
+    Look-ups and JSON need `rows`.
     """
-    kinds, odds = list(weights), list(weights.values())
+    makers = {"sum": addition, "talk": talk, "story": story}
+    about_rows = {"look_up": look_up, "json": json_record}
     while True:
-        kind = rng.choices(kinds, odds)[0]
-        if kind == "look_up":
-            yield look_up(rng, rows)
-        elif kind == "json":
-            yield json_record(rng, rows)
-        elif kind == "sum":
-            yield addition(rng)
-        else:
-            yield talk(rng) if kind == "talk" else story(rng)
+        kind = rng.choices(list(weights), list(weights.values()))[0]
+        yield about_rows[kind](rng, rows) if kind in about_rows else makers[kind](rng)
 
 
 def messages(system: str | None, said: Sequence[Turn]) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """From text to training batches: the tokenizer of the demo model, and conversations packed in rows.
 
-Every name, job and country is one token, after a space and (but for last names) after a quotation
-mark, so a row of a table is always twelve tokens. Knows strings and NumPy; nothing of the model.
+Every name, job and country is one token, after a space and (but for last names) after a quotation mark, so a row of a
+table is always twelve tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jaxpage.demo import text, words
 from jaxpage.tiny import END_OF_TEXT, IM_END, IM_START, SPECIAL_TOKENS, train_byte_level_bpe
 
 TURN_TOKENS = {"look_up": 32, "json": 45, "sum": 30, "talk": 25, "story": 85}  # on average
-TABLE_TALK: dict[text.Kind, float] = {  # turns, by weight, after a table
+# Turns, by weight, after a table and without one.
+TABLE_TALK: dict[text.Kind, float] = {
     "look_up": 0.62,
     "json": 0.25,
     "sum": 0.05,
@@ -40,9 +41,7 @@ class Stage:
 
 
 class Batch(NamedTuple):
-    """Rows of tokens and the positions whose next token the model should say; the rest is padding
-    of weight 0.
-    """
+    """Rows of tokens and the positions whose next token the model should say; the rest is padding of weight 0."""
 
     tokens: np.ndarray  # int32[B, T]
     selected: np.ndarray  # int32[S], positions in the flattened rows
@@ -54,8 +53,8 @@ def train_tokenizer() -> Tokenizer:
     """The demo model's; digits stand alone in it."""
     rng = random.Random(0)
     texts = [conversation(rng, rows=12, length=400) for _ in range(3000)]
-    spaced = words.FIRST_NAMES + words.LAST_NAMES + words.OCCUPATIONS + words.COUNTRIES
     quoted = words.FIRST_NAMES + words.OCCUPATIONS + words.COUNTRIES
+    spaced = words.FIRST_NAMES + words.LAST_NAMES + words.OCCUPATIONS + words.COUNTRIES
     texts += [f"x {word}" for word in spaced] * 50 + [f' "{word}"' for word in quoted] * 50
     for special in SPECIAL_TOKENS:
         texts = [one.replace(special, "") for one in texts]
@@ -63,27 +62,20 @@ def train_tokenizer() -> Tokenizer:
     return train_byte_level_bpe(texts, vocab_size=2560, min_frequency=5)
 
 
-def render(messages: Sequence[dict[str, str]]) -> str:
-    """The messages in ChatML, as `tiny.CHAT_TEMPLATE` writes them."""
+def said(system: str | None, turns: Sequence[text.Turn]) -> str:
+    """A conversation with its last answer, in ChatML, as `tiny.CHAT_TEMPLATE` writes it."""
+    answer = {"role": "assistant", "content": turns[-1].answer}
+    messages = [*text.messages(system, turns), answer]
     return "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
 
 
-def said(system: str | None, turns: Sequence[text.Turn]) -> str:
-    """A conversation with its last answer."""
-    answer = {"role": "assistant", "content": turns[-1].answer}
-    return render([*text.messages(system, turns), answer])
-
-
 def conversation(rng: random.Random, *, rows: int, length: int, tables: float = 0.75) -> str:
-    """One conversation of at least about `length` tokens, with chance `tables` about a table of
-    1 to `rows` people.
-    """
+    """One of at least about `length` tokens, with chance `tables` about a table of 1 to `rows` people."""
     if rng.random() < tables:
         most = min(rows, (length - HEADER_TOKENS - 80) // ROW_TOKENS)
         people = text.people(rng, rng.randint(1, most))
         system = text.system_message(text.table(people), rng.choice(text.INTRODUCTIONS))
-        weights = TABLE_TALK
-        used = HEADER_TOKENS + ROW_TOKENS * len(people)
+        used, weights = HEADER_TOKENS + ROW_TOKENS * len(people), TABLE_TALK
     else:
         people, system, used = [], rng.choice((None, *words.GREETINGS)), 12
         weights = OTHER_TALK
@@ -92,14 +84,13 @@ def conversation(rng: random.Random, *, rows: int, length: int, tables: float = 
         turns.append(turn)
         used += TURN_TOKENS[turn.kind]
         if used > length:
-            return said(system, turns)
-    raise AssertionError("turns never end")
+            break
+    return said(system, turns)
 
 
 def answer_mask(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
     """bool[n]: which tokens the assistant says, its <|im_end|> included."""
-    start, end = tokenizer.token_to_id(IM_START), tokenizer.token_to_id(IM_END)
-    assistant = tokenizer.token_to_id("assistant")
+    start, end, assistant = map(tokenizer.token_to_id, (IM_START, IM_END, "assistant"))
     mask = np.zeros(len(ids), bool)
     first = None
     for index, token in enumerate(ids):
@@ -124,12 +115,12 @@ def pack(tokenizer: Tokenizer, texts: Sequence[str], length: int, selected: int)
         positions.append(row * length + wanted - 1)
         targets.append(ids[wanted])
     where, what = np.concatenate(positions)[:selected], np.concatenate(targets)[:selected]
-    padding = selected - len(where)
+    padding = (0, selected - len(where))
     return Batch(
         tokens=tokens,
-        selected=np.pad(where, (0, padding)).astype(np.int32),
-        targets=np.pad(what, (0, padding)).astype(np.int32),
-        weights=np.pad(np.ones(len(where), np.float32), (0, padding)),
+        selected=np.pad(where, padding).astype(np.int32),
+        targets=np.pad(what, padding).astype(np.int32),
+        weights=np.pad(np.ones(len(where), np.float32), padding),
     )
 
 
@@ -137,10 +128,9 @@ def training_batch(
     tokenizer: Tokenizer, stage: Stage, *, tokens: int, seed: int, step: int
 ) -> Batch:
     """The batch of one step, of about `tokens` tokens: it depends on the arguments only."""
-    rng = random.Random(f"{seed}/{step}")
-    size = max(1, tokens // stage.length)
+    rng, length = random.Random(f"{seed}/{step}"), stage.length
     texts = [
-        conversation(rng, rows=stage.rows, length=stage.length, tables=stage.tables)
-        for _ in range(size)
+        conversation(rng, rows=stage.rows, length=length, tables=stage.tables)
+        for _ in range(max(1, tokens // length))
     ]
-    return pack(tokenizer, texts, stage.length, size * stage.length * 2 // 5)
+    return pack(tokenizer, texts, length, len(texts) * length * 2 // 5)

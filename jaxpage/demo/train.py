@@ -1,8 +1,7 @@
 """Train the demo model: `python -m jaxpage.demo.train`, or measure one: `... train eval`.
 
-One command, on a CPU or a GPU. It may be killed at any time: the same command goes on from its last
-checkpoint and ends with the same weights, because the data of a step depends on the seed and the
-step only. Knows how training is driven; what is learned is in `text`, from where in `start`.
+One command, on a CPU or a GPU. It may be killed at any time: the same command goes on from its last checkpoint and ends
+with the same weights, because the data of a step depends on the seed and the step only.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from optax.contrib import MuonDimensionNumbers, muon
-from tokenizers import Tokenizer
 
 from jaxpage.demo import checkpoint, evaluate, network, save, start, tokens
 from jaxpage.models.config import ModelConfig
 
+PACKAGED = checkpoint()
 STAGES = (
     tokens.Stage(start=0, rows=3, length=192),
     tokens.Stage(start=120, rows=6, length=256),
@@ -36,8 +35,6 @@ STAGES = (
 )
 WATCHED = ("look-up 3", "look-up 8", "look-up 16", "look-up 24", "json 3", "sum 0..99", "talk")
 WARM_UP = 20  # steps over which the learning rates rise
-
-PACKAGED = checkpoint()
 
 State = tuple[network.Params, optax.OptState]
 Step = Callable[[network.Params, optax.OptState, tokens.Batch], tuple[Any, Any, jax.Array]]
@@ -60,20 +57,19 @@ class Training:
 
 
 def main(options: Training) -> None:
-    """Train, or go on training, and save the model. Raises ValueError if the state was left by other
-    options, FileExistsError if the output exists.
+    """Train, or go on training, and save the model.
+
+    Raises ValueError if the state was left by other options, FileExistsError if the output exists.
     """
     if options.output.exists():
         raise FileExistsError(f"{options.output} exists already; name another folder with --output")
-    _remember(options)
+    check_options(options)
     tokenizer = tokens.train_tokenizer()
     config = network.model_config(tokenizer.get_vocab_size())
-    params: network.Params = {
-        path: jnp.asarray(value)
-        for path, value in start.weights(config, tokenizer, seed=options.seed).items()
-    }
+    params = jax.tree.map(jnp.asarray, start.weights(config, tokenizer, seed=options.seed))
     optimiser = optimiser_of(options, params)
-    state: State = (params, optimiser.init(params))
+    memory = optimiser.init(params)
+    step_of = make_step(config, optimiser)
     count = sum(p.size for p in params.values())
     print(f"{count:,} parameters, {config.vocab_size} tokens, {jax.default_backend()}")
     with ocp.CheckpointManager(
@@ -82,48 +78,34 @@ def main(options: Training) -> None:
     ) as manager:
         done = manager.latest_step() or 0
         if done:
-            state = _restore(manager, done, state)
+            params, memory = _restore(manager, done, (params, memory))
             print(f"going on after step {done}")
-        params, _ = _run(options, config, tokenizer, optimiser, state, done, manager)
+        began, seen = time.monotonic(), 0
+        for step in range(done + 1, options.steps + 1):
+            batch = tokens.training_batch(
+                tokenizer,
+                stage_of(options, step - 1),
+                tokens=options.tokens_per_step,
+                seed=options.seed,
+                step=step - 1,
+            )
+            params, memory, loss = step_of(params, memory, batch)
+            seen += batch.tokens.size
+            if step % options.log_every == 0:
+                rate = seen / (time.monotonic() - began)
+                print(f"step {step}: loss {loss:.3f}, {rate:.0f} tokens/s", flush=True)
+            if step % options.save_every == 0 or step == options.steps:
+                manager.save(step, args=ocp.args.StandardSave(_by_number((params, memory))))
+                found = evaluate.accuracy(params, config, tokenizer, suites=WATCHED, questions=60)
+                shares = ", ".join(f"{suite} {share:.2f}" for suite, share in found.items())
+                print(f"  held out: {shares}", flush=True)
     save.write(options.output, params, tokenizer)
     print(f"saved {options.output}")
     report(options.output)
 
 
-def _run(
-    options: Training,
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    optimiser: optax.GradientTransformation,
-    state: State,
-    done: int,
-    manager: ocp.CheckpointManager,
-) -> State:
-    """The steps after `done`, with what is printed and kept on the way."""
-    take = _step(config, optimiser)
-    params, memory = state
-    began, seen = time.monotonic(), 0
-    for step in range(done, options.steps):
-        stage = stage_of(options, step)
-        batch = tokens.training_batch(
-            tokenizer, stage, tokens=options.tokens_per_step, seed=options.seed, step=step
-        )
-        params, memory, loss = take(params, memory, batch)
-        seen += batch.tokens.size
-        if (step + 1) % options.log_every == 0:
-            rate = seen / (time.monotonic() - began)
-            print(f"step {step + 1}: loss {loss:.3f}, {rate:.0f} tokens/s", flush=True)
-        if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
-            manager.save(step + 1, args=ocp.args.StandardSave(_tree((params, memory))))
-            found = evaluate.accuracy(params, config, tokenizer, suites=WATCHED, questions=60)
-            print("  held out: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items()), flush=True)
-    return params, memory
-
-
 def stage_of(options: Training, step: int) -> tokens.Stage:
-    """The stage that a step takes its rows from: mostly the newest, else any reached, so that nothing
-    learned is forgotten.
-    """
+    """The stage of a step's rows: mostly the newest, else any reached, so that nothing learned is forgotten."""
     reached = [stage for stage in STAGES if step >= stage.start]
     rng = random.Random(f"stage {options.seed}/{step}")
     return reached[-1] if rng.random() < 0.6 else rng.choice(reached)
@@ -134,14 +116,12 @@ def optimiser_of(options: Training, params: network.Params) -> optax.GradientTra
 
     def schedule(rate: float) -> optax.Schedule:
         falling = int(options.steps * options.decay)
-        return optax.join_schedules(
-            [
-                optax.linear_schedule(0.0, rate, WARM_UP),
-                optax.constant_schedule(rate),
-                optax.linear_schedule(rate, 0.0, falling),
-            ],
-            [WARM_UP, options.steps - falling],
-        )
+        parts = [
+            optax.linear_schedule(0.0, rate, WARM_UP),
+            optax.constant_schedule(rate),
+            optax.linear_schedule(rate, 0.0, falling),
+        ]
+        return optax.join_schedules(parts, [WARM_UP, options.steps - falling])
 
     def scale(updates: Any, _: Any) -> Any:
         return {path: update * factors[path] for path, update in updates.items()}
@@ -156,23 +136,21 @@ def optimiser_of(options: Training, params: network.Params) -> optax.GradientTra
         * (options.record_rate if "layers.0.self_attn" in path else 1.0)
         for path in params
     }
-    return optax.chain(
-        muon(
-            schedule(options.matrix_rate),
-            adam_learning_rate=schedule(options.vector_rate),
-            adam_b2=0.98,
-            muon_weight_dimension_numbers=matrices,
-        ),
-        optax.stateless(scale),
+    by_kind = muon(
+        schedule(options.matrix_rate),
+        adam_learning_rate=schedule(options.vector_rate),
+        adam_b2=0.98,
+        muon_weight_dimension_numbers=matrices,
     )
+    return optax.chain(by_kind, optax.stateless(scale))
 
 
-def _step(config: ModelConfig, optimiser: optax.GradientTransformation) -> Step:
+def make_step(config: ModelConfig, optimiser: optax.GradientTransformation) -> Step:
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, batch: tokens.Batch) -> tuple[Any, Any, jax.Array]:
+    def step(params: Any, memory: Any, batch: tokens.Batch) -> tuple[Any, Any, jax.Array]:
         loss, gradients = jax.value_and_grad(network.loss)(params, config, batch)
-        updates, state = optimiser.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        updates, memory = optimiser.update(gradients, memory, params)
+        return optax.apply_updates(params, updates), memory, loss
 
     return step
 
@@ -181,36 +159,35 @@ def _state_folder(options: Training) -> Path:
     return options.output.resolve().with_name(options.output.name + ".state")
 
 
-def _remember(options: Training) -> None:
-    """Write down what this run is, or check that it is the one that was begun."""
-    facts = asdict(options) | {"output": options.output.name}
+def check_options(options: Training) -> None:
+    """Write down the options of this run, or check that they are those of the run that was begun."""
+    given = asdict(options) | {"output": options.output.name}
     path = _state_folder(options) / "options.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    elif (begun := json.loads(path.read_text(encoding="utf-8"))) != facts:
-        changed = {k: (begun.get(k), v) for k, v in facts.items() if begun.get(k) != v}
+        path.write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+    elif (begun := json.loads(path.read_text(encoding="utf-8"))) != given:
+        changed = {k: (begun.get(k), v) for k, v in given.items() if begun.get(k) != v}
         raise ValueError(
             f"{path.parent} holds a run with other options, {changed} (then, now); "
             "give the same options, or remove it to start anew"
         )
 
 
-def _tree(state: State) -> dict[str, Any]:
-    """The arrays of a state by number: optax's own containers are none of Orbax's business."""
+def _by_number(state: State) -> dict[str, Any]:
+    """The arrays of a state by number: Orbax does not know optax's containers."""
     return {str(index): leaf for index, leaf in enumerate(jax.tree.leaves(state))}
 
 
 def _restore(manager: ocp.CheckpointManager, step: int, like: State) -> State:
-    stored = manager.restore(step, args=ocp.args.StandardRestore(_tree(like)))
+    stored = manager.restore(step, args=ocp.args.StandardRestore(_by_number(like)))
     leaves = [stored[str(index)] for index in range(len(stored))]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def report(folder: Path = PACKAGED, questions: int = 200) -> None:
     """Print the held-out accuracy of a saved model, as it is in bfloat16."""
-    params, config, tokenizer = save.read(folder)
-    found = evaluate.accuracy(params, config, tokenizer, questions=questions)
+    found = evaluate.accuracy(*save.read(folder), questions=questions)
     for suite, share in found.items():
         print(f"{suite:<12} {share:.3f}", flush=True)
 

@@ -180,7 +180,6 @@ def _go_on(
         parent = parents[survivor.parent]
         kv.share(parent, sequence)
         sequence.token_ids = [*parent.token_ids, survivor.token_id]
-        sequence.cumulative_logprob = survivor.cum_logprob
         sequence.waiting_for = None
     for parent in parents:
         kv.unshare(parent)

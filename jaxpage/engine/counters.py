@@ -53,6 +53,9 @@ def count_first_scheduling(
     prompt_len = len(request.prompt_token_ids)
     request.first_scheduled_time = time.monotonic()
     request.num_cached_tokens = num_hit_tokens
+    if pool.enable_prefix_caching:
+        num_in_full_blocks = prompt_len // pool.block_size * pool.block_size
+        request.num_cache_creation_tokens = max(0, num_in_full_blocks - num_hit_tokens)
     counters.prompt_tokens += prompt_len
     if pool.enable_prefix_caching and not request.params.skip_reading_prefix_cache:
         counters.prefix_cache_queries += prompt_len

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats, engine_stats
+from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import Request, WaitingFor
 
@@ -61,9 +62,9 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
-        self._launched: tuple[ScheduledStep, Any] | None = (
-            None  # the overlapped loop's step under way
-        )
+        # The overlapped loop's step under way.
+        self._launched: tuple[ScheduledStep, Any] | None = None
+        self._failed: list[str] = []
 
     def add(self, request: Request) -> None:
         """Queue a request, the engine's from here on. Raises ValueError for what can never run."""
@@ -73,26 +74,35 @@ class Engine:
         """End a request between two steps, with the tokens it has; None if unknown or ended."""
         return self.scheduler.abort(request_id)
 
-    def step(self) -> list[Request]:
-        """Move on by one step. Returns the requests that gained tokens or ended, perhaps none.
+    def end_by_text(self, end: TextEnd) -> None:
+        """End a sequence between two steps, because of its text; nothing if it has ended already."""
+        self.scheduler.end_by_text(end)
+
+    def step(self) -> StepOutput:
+        """Move on by one step. Returns what sequences gained, perhaps nothing.
 
         If nothing can run before a mask is there, it waits for that and returns.
 
         If a launch or a collection raises, the requests of that step end as aborted, all others go
-        on with the next call, and the exception propagates.
+        on with the next call, and the exception propagates; `take_failed` says whose requests.
         """
         if self.runner.weights_changed():
             self.scheduler.begin_weight_epoch()
         return self._step_overlapped() if self.overlap else self._step_plain()
 
-    def _step_plain(self) -> list[Request]:
+    def take_failed(self) -> list[str]:
+        """Ids of the requests that steps which raised have ended since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _step_plain(self) -> StepOutput:
         step = self.scheduler.schedule()
         if step is None:
             self._wait()
-            return []
+            return StepOutput()
         return self._collect(step, self._launch(step))
 
-    def _step_overlapped(self) -> list[Request]:
+    def _step_overlapped(self) -> StepOutput:
         step = self.scheduler.schedule()
         if step is None and self._launched is None:
             self._wait()
@@ -100,7 +110,7 @@ class Engine:
         # call.
         launched = None if step is None else (step, self._launch(step))
         previous, self._launched = self._launched, launched
-        return [] if previous is None else self._collect(*previous)
+        return StepOutput() if previous is None else self._collect(*previous)
 
     def has_unfinished_requests(self) -> bool:
         """Whether to call `step` again: a request is unfinished, or a step not yet collected."""
@@ -141,7 +151,7 @@ class Engine:
             self._abort_failed([step])
             raise
 
-    def _collect(self, step: ScheduledStep, handle: Any) -> list[Request]:
+    def _collect(self, step: ScheduledStep, handle: Any) -> StepOutput:
         try:
             result = self.runner.collect(handle)
         except BaseException:
@@ -152,12 +162,12 @@ class Engine:
             raise
         try:
             return self.scheduler.update(step, result)
-        except BaseException:  # of a detokenizer, say
+        except BaseException:  # the result contradicts the plan
             self._abort_failed([step])
             raise
 
     def _abort_failed(self, steps: list[ScheduledStep]) -> None:
         """End the requests of failed steps. If the pool was lost, the others are computed anew."""
-        self.scheduler.abort_steps(steps)
+        self._failed += [request.request_id for request in self.scheduler.abort_steps(steps)]
         if self.runner.recover():
             self.scheduler.preempt_all()

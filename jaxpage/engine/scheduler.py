@@ -15,8 +15,7 @@ of blocks are taken from its end, so a victim was never planned in the same step
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from jaxpage.engine import beam_scheduling
 from jaxpage.engine.collect import collect
@@ -24,6 +23,7 @@ from jaxpage.engine.counters import Counters, count_first_scheduling
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.sequences import check_runnable, new_sequence
+from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence, WaitingFor
 
@@ -44,7 +44,6 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         decode_steps: int = 1,
-        make_detokenizer: Callable[[Request], Any] = lambda request: None,
     ):
         """Raises ValueError for limits below 1."""
         limits = {
@@ -61,7 +60,6 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.decode_steps = decode_steps
-        self.make_detokenizer = make_detokenizer
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -105,13 +103,25 @@ class Scheduler:
         self.counters.count_step(self.kv.pool, self.running, step.close(), step.sequences)
         return step
 
-    def update(self, step: ScheduledStep, result: StepResult) -> list[Request]:
-        """Append what a step sampled. Returns the requests that gained tokens, each once."""
-        touched, ended, num_tokens = collect(self.kv, step, result)
-        self.counters.generation_tokens += num_tokens
-        if ended:
-            self._remove(ended)
-        return touched
+    def update(self, step: ScheduledStep, result: StepResult) -> StepOutput:
+        """Append what a step sampled. Returns what each sequence gained, and which of them ended."""
+        collected = collect(self.kv, step, result)
+        self.counters.generation_tokens += collected.num_tokens
+        if collected.ended:
+            self._remove(collected.ended)
+        return collected.output
+
+    def end_by_text(self, end: TextEnd) -> None:
+        """End a sequence with fewer tokens than it may have: its text met a stop string."""
+        self.counters.generation_tokens -= end.num_dropped
+        request = self.requests.get(end.request_id)
+        if request is None:
+            return
+        sequence = request.sequences[end.index]
+        if sequence.finish_reason is None:
+            del sequence.token_ids[len(request.prompt_token_ids) + end.num_tokens :]
+            sequence.finish_reason = FinishReason.STOP
+            self._remove([sequence])
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, with what it has; None if there is no such unfinished request."""
@@ -146,7 +156,7 @@ class Scheduler:
         return (request.priority if self._by_priority else 0, request.arrival, sequence.index)
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
-        return new_sequence(request, index, self.max_model_len, self.make_detokenizer(request))
+        return new_sequence(request, index, self.max_model_len)
 
     def _plan_running(self, step: ScheduledStep) -> int:
         """Rows for the running sequences, front first; returns what is left of the token budget."""

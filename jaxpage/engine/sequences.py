@@ -1,32 +1,25 @@
 """A sequence apart from where it lives: how it begins, takes its sampled tokens, and ends.
 
-What this file knows: one sequence, its params and its row of a result. What it must never learn:
-which blocks it has, slots, other rows.
+What this file knows: one sequence and its params. What it must never learn: which blocks it has,
+slots, other rows, text.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.kv_groups import most_blocks
-from jaxpage.outputs import Logprob
-from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence
 
 
-def new_sequence(request: Request, index: int, max_model_len: int, detokenizer: Any) -> Sequence:
+def new_sequence(request: Request, index: int, max_model_len: int) -> Sequence:
     """Continuation `index` of a request: it knows the prompt and has computed nothing."""
-    params = request.params
     return Sequence(
         request=request,
         index=index,
         token_ids=list(request.prompt_token_ids),
         max_len=max_len_of(request, max_model_len),
-        logprobs=None if params.logprobs is None else [],
-        detokenizer=detokenizer,
     )
 
 
@@ -78,59 +71,22 @@ def next_mask(sequence: Sequence) -> np.ndarray | None:
     return source.mask(sequence.index, sequence.output_token_ids)
 
 
-def append_tokens(sequence: Sequence, token_ids: list[int], result: StepResult, row: int) -> int:
-    """Append the tokens a row sampled, up to the one that ends the sequence; returns how many.
+def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
+    """Append the tokens that a row sampled, up to the one that ends the sequence; returns those.
 
-    Tokens after the end are dropped: the device goes on until it meets a stop id or `max_len`, it
-    knows no stop strings.
+    vLLM's order of checks: EOS, then the other stop ids, then length; stop strings come after, in
+    the text (`output_processor`). Ids need no min_tokens guard: the device masks them until then.
     """
-    request = sequence.request
-    logprobs, width = sequence.logprobs, request.params.logprobs or 0
-    plain = sequence.detokenizer is None
-    stop_ids, max_len, known = request.stop_token_ids, sequence.max_len, sequence.token_ids
-    for step, token_id in enumerate(token_ids):
+    request, known = sequence.request, sequence.token_ids
+    stop_ids, max_len = request.stop_token_ids, sequence.max_len
+    for count, token_id in enumerate(token_ids, start=1):
         known.append(token_id)
-        if logprobs is not None:
-            logprobs.append(_best(token_id, width, result, step, row))
-            sequence.cumulative_logprob += logprobs[-1][token_id].logprob
-        # The usual token ends nothing and has no text to look at.
-        if plain and token_id not in stop_ids and len(known) < max_len:
-            continue
-        _check_end(sequence, token_id)
-        if sequence.finish_reason is not None:
-            return step + 1
-    return len(token_ids)
-
-
-def _check_end(sequence: Sequence, token_id: int) -> None:
-    """Set finish and stop reason if the last token ends the sequence. Order of the checks: vLLM's.
-
-    EOS, then the other stop ids, then length, then stop strings, which win over all of them because
-    vLLM looks for them last, in the text. Ids need no min_tokens guard: the device masks them until
-    then.
-    """
-    request = sequence.request
-    is_stop_id = token_id in request.stop_token_ids
-    if is_stop_id:
-        sequence.finish_reason = FinishReason.STOP
-        sequence.stop_reason = None if token_id in request.eos_token_ids else token_id
-    elif len(sequence.token_ids) >= sequence.max_len:
-        sequence.finish_reason = FinishReason.LENGTH
-    if sequence.detokenizer is not None:
-        past_min_tokens = sequence.num_output_tokens > request.params.min_tokens
-        stop = sequence.detokenizer.append(token_id, ends=is_stop_id, check_stop=past_min_tokens)
-        if stop is not None:
+        if token_id in stop_ids:
             sequence.finish_reason = FinishReason.STOP
-            sequence.stop_reason = stop
-
-
-def _best(token_id: int, width: int, result: StepResult, step: int, row: int) -> dict[int, Logprob]:
-    """The sampled token's logprob, and those of the best `width` ids (-1: all that came)."""
-    sampled = Logprob(float(result.logprobs[step, row]), int(result.ranks[step, row]))
-    best = {token_id: sampled}
-    ids = result.top_token_ids[step, row].tolist()
-    values = result.top_logprobs[step, row].tolist()
-    count = len(ids) if width == -1 else width
-    for rank, (top_id, value) in enumerate(zip(ids[:count], values[:count], strict=True), start=1):
-        best.setdefault(top_id, Logprob(value, rank))
-    return best
+            sequence.stop_reason = None if token_id in request.eos_token_ids else token_id
+        elif len(known) >= max_len:
+            sequence.finish_reason = FinishReason.LENGTH
+        else:
+            continue
+        return token_ids[:count]
+    return token_ids

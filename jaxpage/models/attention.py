@@ -18,8 +18,7 @@ class Attention(Protocol):
 
     Query head h reads KV head `h // (H/K)`. Scores are `scale * q.k`, then `soft_cap * tanh(scores
     / soft_cap)` if there is a cap. Key j is visible to query i iff j <= i and, with a window, j > i
-    - window (transformers' convention). `sinks` float [H] are a logit more in each head's softmax,
-    which has no value (gpt-oss). Returns [..., T, H, D] in q's dtype.
+    - window (transformers' convention). Returns [..., T, H, D] in q's dtype.
     """
 
     def __call__(
@@ -32,7 +31,6 @@ class Attention(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
-        sinks: jax.Array | None = None,
     ) -> jax.Array: ...
 
 
@@ -42,9 +40,8 @@ class DenseAttention:
     """
 
     def __init__(self, positions: jax.Array):
-        self.positions = (
-            positions  # int32[..., T], ascending: a token sees those of lower or equal position
-        )
+        # int32[..., T], ascending: a token sees those of lower or equal position.
+        self.positions = positions
 
     def __call__(
         self,
@@ -56,7 +53,6 @@ class DenseAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None,
-        sinks: jax.Array | None = None,
     ) -> jax.Array:
         del layer
         num_kv_heads = k.shape[-2]
@@ -70,10 +66,6 @@ class DenseAttention:
         if window is not None:
             visible &= key > query - window
         scores = jnp.where(visible[..., None, None, :, :], scores, -jnp.inf)
-        if sinks is not None:
-            sink = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1, 1)
-            sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
-            scores = jnp.concatenate([scores, sink], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1)[..., : v.shape[-3]]
+        weights = jax.nn.softmax(scores, axis=-1)
         out = jnp.einsum("...kgts,...skd->...tkgd", weights, v)
         return out.reshape(q.shape).astype(q.dtype)

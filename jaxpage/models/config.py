@@ -64,7 +64,7 @@ def decoder_config(
     `max_model_len` defaults to the config's `max_position_embeddings`. Raises ValueError for what
     cannot be served.
     """
-    architecture = (hf.architectures or ["?"])[0]
+    architecture = facts.get("architecture") or (hf.architectures or ["?"])[0]
     num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     if num_heads % num_kv_heads:
         raise ValueError(

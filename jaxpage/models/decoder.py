@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxpage.models.attention import Attention, DenseAttention
 from jaxpage.models.config import ModelConfig
+from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.layers import (
     ACTIVATION_FUNCTIONS,
     Embedding,
@@ -155,17 +156,20 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([layer(config, index) for index in range(config.num_layers)])
         self.norm = hidden_norm(norm, config)
 
-    def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, attention: Attention
-    ) -> jax.Array:
+    def __call__(self, inputs: ForwardInput) -> jax.Array:
         config = self.config
-        x = self.embed_tokens(token_ids)
+        x = self.embed_tokens(inputs.token_ids)
         if config.embedding_scale is not None:
             # Rounded to the model's dtype first: the weights were trained with that.
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        rotations = {rope: rope.angles(positions, x.dtype) for rope in dict.fromkeys(config.ropes)}
+        if inputs.embeds is not None and inputs.is_embed is not None:
+            x = jnp.where(inputs.is_embed[..., None], inputs.embeds, x)
+        ropes = dict.fromkeys(config.ropes)
+        positions = inputs.positions
+        three = positions.ndim > inputs.token_ids.ndim
+        rotations = {rope: rope.angles(positions, x.dtype, three=three) for rope in ropes}
         for layer, rope in zip(self.layers, config.ropes, strict=True):
-            x = layer(x, rotations[rope], attention)
+            x = layer(x, rotations[rope], inputs.attention)
         return self.norm(x)
 
 
@@ -192,13 +196,9 @@ class CausalLM(nnx.Module):
         )
         self.lm_head = None if config.tie_word_embeddings else head
 
-    def hidden_states(
-        self, token_ids: jax.Array, positions: jax.Array, attention: Attention
-    ) -> jax.Array:
-        """int32[..., T] tokens and positions -> [..., T, E] in the model's dtype, after the final
-        norm.
-        """
-        return self.model(token_ids, positions, attention)
+    def hidden_states(self, inputs: ForwardInput) -> jax.Array:
+        """[..., T, E] in the model's dtype, after the final norm."""
+        return self.model(inputs)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., E] -> float32[..., V], soft-capped where the family does so."""
@@ -220,4 +220,6 @@ class CausalLM(nnx.Module):
                 ),
                 token_ids.shape,
             )
-        return self.logits(self.hidden_states(token_ids, positions, DenseAttention(positions)))
+        attention = DenseAttention(positions)
+        inputs = ForwardInput(token_ids=token_ids, positions=positions, attention=attention)
+        return self.logits(self.hidden_states(inputs))

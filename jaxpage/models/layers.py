@@ -96,16 +96,16 @@ class Linear(nnx.Module):
         self.weight = param(shape, axes=axes, units=units, init=init, dtype=dtype)
         offset = param(shape[:1], axes=axes[:1], units=units[:1], init=Constant(0.0), dtype=dtype)
         self.bias = offset if bias else None
-        # Once the weight is int8, see `weights.transform`: float32[out], and who computes the product.
+        # Once the weight is int8, see `weights.transform`: float32[out], and what computes the product.
         self.scale: nnx.Param | None = None
-        self.implementation = XLA
+        self.matmul_kernel = XLA
 
     def product(self, x: jax.Array) -> jax.Array:
         """x W^T, float32, without the bias."""
         if self.scale is None:
             return matmul(x, self.weight[...])
         weight = QuantizedWeight(data=self.weight[...], scale=self.scale[...])
-        return quant_matmul(x, weight, implementation=self.implementation, round_x=True)
+        return quant_matmul(x, weight, kernel=self.matmul_kernel)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.product(x)

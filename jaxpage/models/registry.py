@@ -1,5 +1,4 @@
-"""Which architectures there are. A family that differs from another by data is one entry and no
-code.
+"""The supported architectures. A family that differs from another by data is one entry and no code.
 
 Knows families; must not know devices, meshes or files.
 """
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config
-from jaxpage.models.sources import Source, fused_projections, same_names
+from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config, gemma3_text_config
+from jaxpage.models.sources import Source, fused_projections, same_name, same_names, text_part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,14 +25,19 @@ class Family:
 
     config_from_hf: Callable[..., ModelConfig] = decoder_config  # (hf, *, dtype, max_model_len)
     module: Callable[[ModelConfig], CausalLM] = CausalLM
-    weight_map: Callable[[ModelConfig], dict[str, Source]] = (
-        same_names  # paths that are not tensor names
-    )
+    # Parameters that are not the tensor of their own name: path -> place in the checkpoint.
+    weight_map: Callable[[ModelConfig], dict[str, Source]] = same_names
+    # A checkpoint's name of a tensor -> ours; None: it belongs to a part that is not served.
+    tensor_name: Callable[[str], str | None] = same_name
 
 
 REGISTRY: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(config_from_hf=gemma2_config, module=gemma),
     "Gemma3ForCausalLM": Family(config_from_hf=gemma3_config, module=gemma),
+    # Released Gemma 3 of 4B and more; images are not served.
+    "Gemma3ForConditionalGeneration": Family(
+        config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part
+    ),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),
@@ -43,9 +47,7 @@ REGISTRY: dict[str, Family] = {
 
 
 def family(hf_config: PretrainedConfig) -> Family:
-    """The family of a config. Raises ValueError, with the list of what is supported, for any other
-    architecture.
-    """
+    """The family of a config. Raises ValueError for an architecture that is not supported."""
     name = (hf_config.architectures or [f"none (model_type {hf_config.model_type!r})"])[0]
     if name not in REGISTRY:
         supported = ", ".join(REGISTRY)
@@ -68,3 +70,8 @@ def build(hf_config: PretrainedConfig, *, dtype: Any, max_model_len: int | None 
 def weight_map(config: ModelConfig) -> dict[str, Source]:
     """Path -> place in the checkpoint, of parameters that are not the tensor of their own name."""
     return REGISTRY[config.architecture].weight_map(config)
+
+
+def tensor_name(config: ModelConfig, name: str) -> str | None:
+    """The name under which the family looks for a checkpoint's tensor; None if it does not use it."""
+    return REGISTRY[config.architecture].tensor_name(name)

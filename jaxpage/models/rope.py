@@ -34,17 +34,28 @@ class Rope:
 
     inv_freq: tuple[float, ...]  # radians per position, float32 values
     scale: float = 1.0  # factor on cos and sin (yarn, longrope)
+    # For each frequency, which of a token's three positions (time, height, width) turns it: multimodal RoPE of
+    # transformers' Qwen2-VL ("mrope_section"). None: tokens have one position.
+    sections: tuple[int, ...] | None = None
 
-    def angles(self, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """cos and sin, each dtype[..., T, 1, len(inv_freq)], of int32[..., T] positions; computed
-        in float32.
+    def angles(
+        self, positions: jax.Array, dtype: jnp.dtype, *, three: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """cos and sin, each dtype[..., T, 1, len(inv_freq)], computed in float32.
+
+        positions: int32[..., T]; `three`: int32[3, ..., T], of which a Rope without sections reads the first.
         """
         inv_freq = jnp.asarray(np.array(self.inv_freq, np.float32))
-        inv_freq = jnp.expand_dims(inv_freq, range(positions.ndim + 1))
-        angles = positions.astype(jnp.float32)[..., None, None] * inv_freq
-        return (jnp.cos(angles) * self.scale).astype(dtype), (jnp.sin(angles) * self.scale).astype(
-            dtype
-        )
+        inv_freq = jnp.expand_dims(inv_freq, range(positions.ndim + 1 - three))
+        if not three:
+            turned = positions[..., None, None]
+        elif self.sections is None:
+            turned = positions[0][..., None, None]
+        else:
+            turned = jnp.moveaxis(positions, 0, -1)[..., None, np.array(self.sections)]
+        angles = turned.astype(jnp.float32) * inv_freq
+        cos, sin = jnp.cos(angles) * self.scale, jnp.sin(angles) * self.scale
+        return cos.astype(dtype), sin.astype(dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -85,7 +96,28 @@ def _rope(p: dict[str, Any], hf: PretrainedConfig, head_dim: int, max_model_len:
         inv_freq, scale = _FREQUENCIES[rope_type](p, dim, lengths)
     except KeyError as missing:
         raise ValueError(f"rope_type {rope_type!r} needs {missing} in rope_parameters") from None
-    return Rope(tuple(inv_freq.astype(np.float32).tolist()), float(scale))
+    frequencies = tuple(inv_freq.astype(np.float32).tolist())
+    return Rope(frequencies, float(scale), _sections(p, len(frequencies)))
+
+
+def _sections(p: dict[str, Any], num_frequencies: int) -> tuple[int, ...] | None:
+    """`Rope.sections` of `mrope_section`, the number of frequencies that each position turns."""
+    counts = p.get("mrope_section")
+    if counts is None:
+        return None
+    if len(counts) != 3 or sum(counts) != num_frequencies:
+        raise ValueError(
+            f"mrope_section {counts} must be three numbers with the sum {num_frequencies}, half of the "
+            "rotated dimensions of a head; correct config.json"
+        )
+    if not p.get("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+    # Qwen3-VL: height and width take every third frequency, from the second and third on.
+    sections = [0] * num_frequencies
+    for axis in (1, 2):
+        for index in range(axis, min(3 * counts[axis], num_frequencies), 3):
+            sections[index] = axis
+    return tuple(sections)
 
 
 @dataclass(frozen=True)

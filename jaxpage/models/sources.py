@@ -1,6 +1,4 @@
-"""Where parameters stand in a Hugging Face checkpoint, for families that store several in one
-tensor.
-"""
+"""Where parameters stand in a Hugging Face checkpoint, where that is not a tensor of their own name."""
 
 from __future__ import annotations
 
@@ -22,6 +20,36 @@ def same_names(config: ModelConfig) -> dict[str, Source]:
     """Every parameter has a tensor of its own, of its own name."""
     del config
     return {}
+
+
+def same_name(name: str) -> str | None:
+    """All tensors of the checkpoint belong to the model."""
+    return name
+
+
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+_OTHER_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+
+
+def text_part(name: str) -> str | None:
+    """Of a model for images and text: the name that the tensor has in the text model alone, None for the rest.
+
+    transformers has written such checkpoints in two ways. A name of neither stays, and is reported as unknown.
+    """
+    for theirs, ours in _TEXT_PREFIXES.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return None if name.startswith(_OTHER_PREFIXES) else name
 
 
 def fused_projections(config: ModelConfig) -> dict[str, Source]:

@@ -1,13 +1,15 @@
 """Paged attention for a step: write the new keys and values, then attend. Chooses the implementation, and shards it.
 
 On a mesh each device has its own heads: query heads, the KV heads that they read, and those heads of the pool.
-Who reads a pool is settled before there is one: `choose` says it in the pool's spec. A TPU's kernel wants it laid out
-in its own way and writes it too; the kernel of Hopper GPUs reads what XLA's scatter has written.
+Which implementation reads a pool is decided before the pool exists, because a TPU's kernel wants a layout of its own:
+`choose` writes the decision into the pool's spec. That kernel also writes new keys and values; the kernel for Hopper
+GPUs reads what XLA's scatter has written.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import jax
@@ -16,9 +18,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpage.batch import StepBatch
-from jaxpage.kv_pool import KernelSizes, KVPool, KVPoolSpec, Layer
+from jaxpage.device import Device
+from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
+from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
 from jaxpage.parallel.sharding import TENSOR
-from pallas_kernels.hopper import unsupported_reason_on
+from pallas_kernels import hopper
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
@@ -44,52 +48,88 @@ def _gpu_attention():
     return jax.jit(gpu.paged_attention, static_argnames=(*_OPTIONS, "sizes"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A pool that is to be read, in the shapes of one device's share."""
+
+    spec: KVPoolSpec
+    device: Device
+    q: jax.ShapeDtypeStruct  # [1, H, D]
+    num_kv_heads: int  # of a device
+    table: tuple[int, int]  # [R, M]
+
+    def layer(self, spec: KVPoolSpec) -> Layer:
+        """A device's share of an array of the pool."""
+        share = replace(spec, num_blocks=1, num_arrays=1, num_kv_heads=self.num_kv_heads)
+        return share.abstract()[0]
+
+
+def _accept_tpu(request: _Request) -> KVPoolSpec:
+    sizes = tuned_sizes("tpu", request.device.kind)
+    rows = tpu_layout.scale_rows(request.num_kv_heads)
+    spec = replace(request.spec, layout="tpu", scale_rows=rows)
+    require(
+        tpu_layout.unsupported_reason(
+            request.q, request.layer(spec), request.num_kv_heads, request.table, sizes
+        )
+    )
+    return replace(spec, attention="tpu", kernel_sizes=sizes)
+
+
+def _accept_hopper(request: _Request) -> KVPoolSpec:
+    require(hopper.unsupported_reason_on(request.device.compute_capability))
+    require(gpu_layout.unsupported_reason(request.q, request.layer(request.spec)))
+    require(hopper.unsupported_ptxas_here())
+    sizes = tuned_sizes("gpu", request.device.kind)
+    return replace(request.spec, attention="hopper", kernel_sizes=sizes)
+
+
+IMPLEMENTATIONS: tuple[Implementation[_Request, KVPoolSpec], ...] = (
+    Implementation("tpu", "tpu", _accept_tpu),
+    Implementation("hopper", "gpu", _accept_hopper),
+    Implementation("xla", None, lambda request: request.spec),
+)
+
+
 def choose(
     spec: KVPoolSpec,
+    device: Device,
     *,
-    platform: str,
     num_devices: int,
     table: tuple[int, int],
     num_heads: int | None = None,
-    device_kind: str = "",
-    compute_capability: str | None = None,
-) -> tuple[KVPoolSpec, str | None]:
-    """The pool as the kernel of the platform reads it; or as it was, for XLA, and why the kernel cannot serve.
+) -> Choice[KVPoolSpec]:
+    """The pool as the first implementation that can serve reads it.
 
-    table: the largest block table, [R, M]; num_heads: the query heads of the model; device_kind and, of GPUs,
-    compute_capability, as jax tells them of a device: "NVIDIA H200", "9.0".
+    spec: of a pool in the layout "heads", for XLA. table: the largest block table, [R, M]. num_heads: the query heads
+    of the model.
     """
     sharing = num_devices if spec.sharded else 1
-    kv_heads = spec.num_kv_heads // sharing
     heads = (num_heads or spec.num_kv_heads) // sharing
-    q = jax.ShapeDtypeStruct((1, heads, spec.head_dim), spec.dtype)
+    request = _Request(
+        spec=spec,
+        device=device,
+        q=jax.ShapeDtypeStruct((1, heads, spec.head_dim), spec.dtype),
+        num_kv_heads=spec.num_kv_heads // sharing,
+        table=table,
+    )
+    return first_supported("paged attention", IMPLEMENTATIONS, request, device.platform)
 
-    def share(spec: KVPoolSpec) -> Layer:  # of one device, in shapes
-        return replace(spec, num_blocks=1, num_arrays=1, num_kv_heads=kv_heads).abstract()[0]
 
-    if platform == "tpu":
-        sizes = tuned_sizes("tpu", device_kind)
-        rows = tpu_layout.scale_rows(kv_heads)
-        lanes = replace(spec, lanes=True, scale_rows=rows, kernel_sizes=sizes)
-        reason = tpu_layout.unsupported_reason(q, share(lanes), kv_heads, table, sizes)
-        return (spec, reason) if reason else (lanes, None)
-    if platform == "gpu":
-        reason = unsupported_reason_on(compute_capability) or gpu_layout.unsupported_reason(
-            q, share(spec)
-        )
-        if reason is None:
-            return replace(spec, kernel_sizes=tuned_sizes("gpu", device_kind)), None
-        return spec, reason
-    return spec, None
+def max_blocks(spec: KVPoolSpec) -> int:
+    """The most blocks of a pool that its attention can address."""
+    if spec.layout == "tpu":
+        return tpu_layout.MOST_BLOCKS
+    return (2**31 - 1) // spec.block_size  # slots are int32
 
 
 class PagedAttention:
     """The attention argument of a model inside a compiled step (`models.attention.Attention`).
 
-    Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, `layer_locations` says of each
-    layer which KV-cache group and which array are its; a call replaces that array, and the step returns the list when
-    the model is done. `kernel_sizes` as `choose` left it in the pool's spec. K and V of all rows are written before
-    any row reads, so a request may hit blocks which another computes in the same step.
+    Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, as `spec` describes them;
+    `layer_locations` says of each layer which KV-cache group and which array are its. A call replaces that array, and
+    the step returns the list when the model is done. K and V of all rows are written before any row reads, so a request
+    may hit blocks that another one computes in the same step.
     """
 
     def __init__(
@@ -98,16 +138,16 @@ class PagedAttention:
         batch: StepBatch,
         layer_locations: tuple[tuple[int, int], ...],
         *,
+        spec: KVPoolSpec,
         one_query_per_row: bool,
         mesh: Mesh | None = None,
-        kernel_sizes: KernelSizes | None = None,
     ):
         self.kv_pool = list(kv_pool)
         self._batch = batch
         self._layer_locations = layer_locations
+        self._spec = spec
         self._one_query_per_row = one_query_per_row
         self._mesh = mesh
-        self._kernel_sizes = kernel_sizes
 
     def __call__(
         self,
@@ -119,25 +159,25 @@ class PagedAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None,
-        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
+        """q [T, H, D] and k, v [T, K, D] after RoPE → [T, H, D]."""
         batch, (group, array) = self._batch, self._layer_locations[layer]
         attend = partial(
             _write_and_attend,
+            self._spec,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
             one_query_per_row=self._one_query_per_row,
-            kernel_sizes=self._kernel_sizes,
         )
         pool = self.kv_pool[array]
-        if self._mesh is not None and num_sharded_kv_heads(q.shape[1], k.shape[1], self._mesh.size):
-            attend = _sharded(attend, self._mesh, k.shape[1], pool)
-        elif self._mesh is not None and self._mesh.size > 1:  # XLA cannot divide a kernel
-            attend = jax.shard_map(
-                attend, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False
-            )
+        if self._mesh is not None and self._mesh.size > 1:
+            if self._spec.sharded:
+                attend = _sharded(attend, self._mesh, k.shape[1], self._spec, pool)
+            else:  # XLA cannot divide a kernel
+                attend = jax.shard_map(
+                    attend, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False
+                )
         self.kv_pool[array], out = attend(
             pool,
             q,
@@ -147,13 +187,12 @@ class PagedAttention:
             batch.block_tables[group],
             batch.kv_lens,
             batch.query_starts,
-            sinks,
         )
         return out
 
 
 def num_sharded_kv_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> int:
-    """KV heads of a pool whose heads are dealt out to devices; 0 if they cannot be, and each device has all.
+    """KV heads of a pool whose heads are distributed over devices; 0 if they cannot be, and each device has all.
 
     More than the model has if there are more devices: then several keep the same head, each for other query heads.
     """
@@ -165,33 +204,31 @@ def num_sharded_kv_heads(num_heads: int, num_kv_heads: int, num_devices: int) ->
 
 
 def _write_and_attend(
+    spec: KVPoolSpec,
     pool: Layer,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
-    *where_and_sinks: jax.Array | None,
-    kernel_sizes: KernelSizes | None,
+    *rows: jax.Array,
     **options,
 ) -> tuple[Layer, jax.Array]:
-    """The pool with k and v in it, and the attention of q.
-
-    `where_and_sinks` are block table, kv_lens and query_starts, then the sinks or None.
-    """
-    *where, options["sinks"] = where_and_sinks
-    if len(pool.shape) == 3:  # as `choose` laid it out for a TPU
-        out, pool = _tpu_attention()(q, k, v, pool, *where, sizes=kernel_sizes, **options)
+    """The pool with k and v in it, and the attention of q. rows: block table, kv_lens and query_starts."""
+    if spec.attention == "tpu":
+        out, pool = _tpu_attention()(q, k, v, pool, *rows, sizes=spec.kernel_sizes, **options)
         return pool, out
     pool = _write_kv(pool, k, v, slot_mapping)
-    if kernel_sizes is not None:
-        return pool, _gpu_attention()(q, pool, *where, sizes=kernel_sizes, **options)
-    return pool, _paged_attention(q, pool, *where, **options)
+    if spec.attention == "hopper":
+        return pool, _gpu_attention()(q, pool, *rows, sizes=spec.kernel_sizes, **options)
+    return pool, _paged_attention(q, pool, *rows, **options)
 
 
-def _sharded(attend, mesh: Mesh, num_kv_heads: int, pool: Layer):
+def _sharded(
+    attend: Callable, mesh: Mesh, num_kv_heads: int, spec: KVPoolSpec, pool: Layer
+) -> Callable:
     """`attend` with a share of the heads on each device. No device needs anything of another."""
     by_head, pool_by_head = P(None, TENSOR), P(None, None, TENSOR)
-    if isinstance(pool, QuantizedPool) and len(pool.shape) == 3 and pool.scale_zero is not None:
+    if spec.layout == "tpu" and isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
         pool_by_head = replace(pool, data=pool_by_head, scale_zero=by_head)
     own_kv_heads = num_kv_heads % mesh.size == 0
 
@@ -205,7 +242,7 @@ def _sharded(attend, mesh: Mesh, num_kv_heads: int, pool: Layer):
     return jax.shard_map(
         attend_own,
         mesh=mesh,
-        in_specs=(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P(), P(TENSOR)),
+        in_specs=(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P()),
         out_specs=(pool_by_head, by_head),
         check_vma=False,  # the loops' carries start as constants
     )

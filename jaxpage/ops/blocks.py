@@ -1,14 +1,14 @@
 """Whole blocks of the KV pool: copied, read for the host, written back. Chooses the implementation, and shards it.
 
-How the pool is laid out says who moves its blocks, as for attention: three axes are a TPU's, which Mosaic kernels move
-by DMA; else XLA does. Must not know whose blocks they are, nor why they move.
+Blocks in a TPU's layout are moved by Mosaic kernels, as DMAs; all others by XLA. Must not know whose blocks they are,
+nor why they move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -16,17 +16,33 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpage.kv_pool import KVPool, Layer
+from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
+from jaxpage.ops.implementations import Implementation, first_supported, require
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels.block_copy import xla
 from pallas_kernels.kv_write.quantized import QuantizedPool
 
 
-@cache
-def _tpu():
+def _accept_tpu(spec: KVPoolSpec) -> ModuleType:
+    if spec.layout != "tpu":
+        require(
+            f'the TPU kernels move blocks in the layout "tpu", and this pool has {spec.layout!r}'
+        )
     from pallas_kernels.block_copy import tpu
 
     return tpu
+
+
+IMPLEMENTATIONS: tuple[Implementation[KVPoolSpec, ModuleType], ...] = (
+    Implementation("tpu", "tpu", _accept_tpu),
+    Implementation("xla", None, lambda spec: xla),
+)
+
+
+def _kernels(spec: KVPoolSpec) -> ModuleType:
+    """The module with the moves of whole blocks of such a pool."""
+    platform = spec.platform or jax.default_backend()
+    return first_supported("moves of KV blocks", IMPLEMENTATIONS, spec, platform).chosen
 
 
 def copy_blocks(
@@ -34,53 +50,52 @@ def copy_blocks(
     sources: jax.Array,
     destinations: jax.Array,
     *,
+    spec: KVPoolSpec,
     mesh: Mesh | None = None,
-    by_head: bool = False,
 ) -> KVPool:
     """The pool with block `destinations[i]` a copy of block `sources[i]`, int32[C] each; padding is (0, 0).
 
-    All sources are read before any destination is written. `by_head`: each device of the mesh has its own heads of
-    every block, and copies those; else each has all.
+    All sources are read before any destination is written. On a mesh each device copies its own heads of every block,
+    or all heads if the pool is not sharded.
     """
-    if _in_lanes(pool):
-        of_pool = _specs(pool, by_head)
-        copy = _on_each(_tpu().copy_blocks, mesh, (of_pool, P(), P()), of_pool)
-        return copy(pool, sources, destinations)
-    # Most steps copy nothing, and XLA would copy the padding.
-    return lax.cond(
-        sources.any(), lambda pool: xla.copy_blocks(pool, sources, destinations), list, pool
-    )
+    kernels = _kernels(spec)
+    if kernels is xla:
+        # Most steps copy nothing, and XLA would copy the padding.
+        return lax.cond(
+            sources.any(), lambda pool: xla.copy_blocks(pool, sources, destinations), list, pool
+        )
+    of_pool = _specs(pool, spec)
+    copy = _on_each(kernels.copy_blocks, mesh, (of_pool, P(), P()), of_pool)
+    return copy(pool, sources, destinations)
 
 
 def gather_blocks(
-    pool: KVPool, block_ids: jax.Array, *, mesh: Mesh | None = None, by_head: bool = False
-) -> Any:
+    pool: KVPool, block_ids: jax.Array, *, spec: KVPoolSpec, mesh: Mesh | None = None
+) -> Layer:
     """The contents of blocks int32[C]: one array [C, L, ...], or a `QuantizedPool` of them, for the L of the pool."""
-    if not _in_lanes(pool):
+    kernels = _kernels(spec)
+    if kernels is xla:
         return xla.gather_blocks(pool, block_ids)
-    of_pool = _specs(pool, by_head)
-    gather = _on_each(_tpu().gather_blocks, mesh, (of_pool, P()), _of_contents(of_pool))
+    of_pool = _specs(pool, spec)
+    gather = _on_each(kernels.gather_blocks, mesh, (of_pool, P()), _of_contents(of_pool))
     return gather(pool, block_ids)
 
 
 def scatter_blocks(
     pool: KVPool,
     block_ids: jax.Array,
-    contents: Any,
+    contents: Layer,
     *,
+    spec: KVPoolSpec,
     mesh: Mesh | None = None,
-    by_head: bool = False,
 ) -> KVPool:
     """The pool with those contents in its blocks, the inverse of `gather_blocks`; padding is the null block, 0."""
-    if not _in_lanes(pool):
+    kernels = _kernels(spec)
+    if kernels is xla:
         return xla.scatter_blocks(pool, block_ids, contents)
-    of_pool = _specs(pool, by_head)
+    of_pool = _specs(pool, spec)
     specs = (of_pool, P(), _of_contents(of_pool))
-    return _on_each(_tpu().scatter_blocks, mesh, specs, of_pool)(pool, block_ids, contents)
-
-
-def _in_lanes(pool: KVPool) -> bool:
-    return len(pool[0].shape) == 3
+    return _on_each(kernels.scatter_blocks, mesh, specs, of_pool)(pool, block_ids, contents)
 
 
 def _on_each(move: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
@@ -90,15 +105,14 @@ def _on_each(move: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -
     return jax.shard_map(move, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _specs(pool: KVPool, by_head: bool) -> list:
-    """Of a pool in lanes: heads are among the lanes of a slot, and the rows of scales and zeros."""
-
-    lanes, rows = (P(None, None, TENSOR), P(None, TENSOR)) if by_head else (P(), P())
+def _specs(pool: KVPool, spec: KVPoolSpec) -> list:
+    """Of a pool in the layout "tpu": heads lie along the last axis of data, and along the rows of scales and zeros."""
+    data, rows = (P(None, None, TENSOR), P(None, TENSOR)) if spec.sharded else (P(), P())
 
     def of(layer: Layer):
         if not isinstance(layer, QuantizedPool):
-            return lanes
-        return replace(layer, data=lanes, scale_zero=None if layer.scale_zero is None else rows)
+            return data
+        return replace(layer, data=data, scale_zero=None if layer.scale_zero is None else rows)
 
     return [of(layer) for layer in pool]
 

@@ -3,70 +3,91 @@
 On several devices XLA's products serve: linear layers stand inside the partitioned program, which divides a product
 over outputs (q, k, v, gate, up) or inputs (o, down, and adds the parts) as the weight is sharded. It cannot divide a
 kernel.
+
+For int8 weights each row of x is rounded to int8 too: integers are summed exactly, whoever computes them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.hopper import unsupported_reason_on
+from jaxpage.device import Device
+from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
+from pallas_kernels import hopper, tuning
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 from pallas_kernels.quant_matmul.tune import kernel_of, tuned_sizes
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """Who computes a product: "tpu", "gpu" or "xla", and the `TileSizes` of that platform's kernel."""
+class MatmulKernel:
+    """What computes a product: XLA, or the kernel of "tpu" or "gpu" with the tile sizes of a kind of device."""
 
-    name: str
-    sizes: Any = None
+    platform: str | None
+    sizes: tuning.Sizes | None = None
 
 
-XLA = Implementation("xla")
+XLA = MatmulKernel(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    weight: QuantizedWeight
+    dtype: jnp.dtype  # of x
+    device: Device
+    num_devices: int
+
+
+def _accept_kernel(request: _Request) -> MatmulKernel:
+    platform, weight = request.device.platform, request.weight
+    if request.num_devices > 1:
+        require(f"{request.num_devices} devices share the weight, and XLA cannot divide a kernel")
+    rounds = _rounds_x(weight)
+    require(kernel_of(platform).unsupported_reason(request.dtype, weight, round_x=rounds))
+    return MatmulKernel(platform, tuned_sizes(platform, request.device.kind))
+
+
+def _accept_hopper(request: _Request) -> MatmulKernel:
+    require(hopper.unsupported_reason_on(request.device.compute_capability))
+    kernel = _accept_kernel(request)
+    require(hopper.unsupported_ptxas_here())
+    return kernel
+
+
+IMPLEMENTATIONS: tuple[Implementation[_Request, MatmulKernel], ...] = (
+    Implementation("tpu", "tpu", _accept_kernel),
+    Implementation("hopper", "gpu", _accept_hopper),
+    Implementation("xla", None, lambda request: XLA),
+)
 
 
 def choose(
-    weight: QuantizedWeight,
-    *,
-    platform: str,
-    num_devices: int,
-    dtype: DTypeLike = jnp.bfloat16,
-    round_x: bool = False,
-    device_kind: str = "",
-    compute_capability: str | None = None,
-) -> tuple[Implementation, str | None]:
-    """Who computes it, and why it is not the platform's kernel. Of the weight shapes and dtypes suffice.
+    weight: QuantizedWeight, device: Device, *, num_devices: int, dtype: DTypeLike = jnp.bfloat16
+) -> Choice[MatmulKernel]:
+    """What computes products with x of `dtype` there. Of the weight shapes and dtypes suffice.
 
-    device_kind and, of GPUs, compute_capability, as jax tells them: "NVIDIA H200", "9.0"; the sizes are those that
-    were measured on such a device, and a capability of None is not looked at. Must be asked once for a weight, not for
-    each number of tokens: the choice is a part of what its products are.
+    Ask once for a weight, not for each number of tokens: the choice is a part of what its products are.
     """
-    if platform not in ("tpu", "gpu"):
-        return XLA, None
-    if num_devices > 1:
-        return XLA, f"{num_devices} devices share the weight, and XLA cannot divide a kernel"
-    reason = kernel_of(platform).unsupported_reason(jnp.dtype(dtype), weight, round_x=round_x)
-    if platform == "gpu" and compute_capability is not None:
-        reason = unsupported_reason_on(compute_capability) or reason
-    if reason:
-        return XLA, reason
-    return Implementation(platform, tuned_sizes(platform, device_kind)), None
+    request = _Request(
+        weight=weight, dtype=jnp.dtype(dtype), device=device, num_devices=num_devices
+    )
+    return first_supported("quant_matmul", IMPLEMENTATIONS, request, device.platform)
 
 
-def quant_matmul(
-    x: jax.Array, weight: QuantizedWeight, *, implementation: Implementation, round_x: bool = False
-) -> jax.Array:
+def quant_matmul(x: jax.Array, weight: QuantizedWeight, *, kernel: MatmulKernel) -> jax.Array:
     """x [..., E] times a weight [F, E] -> float32[..., F], by what `choose` chose."""
-    rows = x.reshape(-1, x.shape[-1])
-    if implementation == XLA:
-        out = xla.quant_matmul(rows, weight, round_x=round_x)
+    rows, rounds = x.reshape(-1, x.shape[-1]), _rounds_x(weight)
+    if kernel.platform is None:
+        out = xla.quant_matmul(rows, weight, round_x=rounds)
     else:
-        kernel = kernel_of(implementation.name)
-        out = kernel.quant_matmul(rows, weight, round_x=round_x, sizes=implementation.sizes)
+        product = kernel_of(kernel.platform).quant_matmul
+        out = product(rows, weight, round_x=rounds, sizes=kernel.sizes)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _rounds_x(weight: QuantizedWeight) -> bool:
+    return weight.format == "int8"

@@ -1,7 +1,8 @@
 """The padded sizes for which programs are compiled, and which of them a plan takes.
 
 A decode step is one program. Any other step is two: `forward`, whose size is its tokens, and `sample`, whose size is
-its rows; so sizes of tokens and of rows add up instead of multiplying.
+its rows; so sizes of tokens and of rows add up instead of multiplying. A step whose rows an earlier one computed is
+`sample` alone.
 """
 
 from __future__ import annotations
@@ -61,10 +62,34 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Buc
     return (*decode, *(Bucket(tokens, most_rows, False) for tokens in sizes[-num_sizes:]))
 
 
+@dataclass(frozen=True)
+class StepPrograms:
+    """What a plan runs through: the bucket of its tokens, if it has any, and the `sample` program, if it needs one."""
+
+    bucket: Bucket | None
+    sample: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.bucket and self.bucket.name, self.sample) if name)
+
+
+def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepPrograms]:
+    """Every choice of programs that holds the plan, smallest first."""
+    if plan.total_tokens == 0:  # all rows are late
+        return [StepPrograms(None, sample_name(buckets[-1].sample_rows(plan.num_rows)))]
+    return [
+        StepPrograms(b, None if b.decode else sample_name(b.sample_rows(plan.num_rows)))
+        for b in fitting_buckets(buckets, plan)
+    ]
+
+
 def fitting_buckets(buckets: Sequence[Bucket], plan: StepPlan) -> list[Bucket]:
-    """Those that hold the plan, smallest first. Raises ValueError if none does (a bug in the scheduler's limits)."""
+    """Those that hold the plan's tokens, smallest first. Raises ValueError if none does (a bug in the scheduler's
+    limits). Rows with masks, and rows that sample later, need the hidden states that `forward` keeps.
+    """
     tokens, rows = plan.total_tokens, plan.num_rows
-    decode = tokens == rows and max(plan.num_tokens) == 1
+    decode = tokens == rows and max(plan.num_tokens) == 1 and all(plan.samples) and not plan.masks
     fitting = [
         bucket
         for bucket in buckets

@@ -2,26 +2,25 @@
 
 Knows arrays and the order of moves. Must not know whose blocks they are (the scheduler's), nor why they move.
 
-What leaves the device is gathered by a program launched before the step that overwrites it. Nobody waits for it: an
-array is a promise, and what uses it comes later.
+What leaves the device is gathered by a program launched before the step that overwrites it. Dispatch is asynchronous:
+nobody waits for the contents until they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
+from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.ops.blocks import gather_blocks, scatter_blocks
-from jaxpage.plan import NULL_BLOCK
+from jaxpage.runner.calls import BLOCKS_PER_CALL
 
-MOVE_BLOCKS = 16  # blocks that one program moves; padding moves the null block
-
-Other = TypeVar("Other")
 # Of one block: [L, block_size, ...], the L arrays of the pool one after another; of a quantised pool two such arrays.
 Content = list[jax.Array] | list[np.ndarray]
 
@@ -64,42 +63,43 @@ class HostMemory:
         """The content, once it has arrived."""
         return [np.asarray(array) for array in self._contents[host_id]]
 
+    def save(self, block_hash: bytes, content: list[np.ndarray]) -> None:
+        """Write a content to the disk, if there is a store."""
+        if self.store is not None:
+            self.store.save(block_hash, content)
+
     def contents(self, host_ids: Sequence[int]) -> list[Content]:
-        """What `write_blocks` takes: MOVE_BLOCKS contents on their way to the device, padded with one of them."""
+        """What `write_blocks` takes: BLOCKS_PER_CALL contents on their way to the device, padded with one of them."""
         found = [self._contents[host_id] for host_id in host_ids]
         if self._there is not None:
             found = jax.device_put(found, self._there)
-        return found + found[:1] * (MOVE_BLOCKS - len(found))
+        return found + found[:1] * (BLOCKS_PER_CALL - len(found))
 
 
-def read_blocks(pool: Any, block_ids: jax.Array) -> list[list[jax.Array]]:
+def read_blocks(
+    spec: KVPoolSpec, mesh: Mesh | None, pool: KVPool, block_ids: jax.Array
+) -> list[list[jax.Array]]:
     """The contents of blocks int32[C], one after another."""
-    stacks = jax.tree.leaves(gather_blocks(pool, block_ids))  # each [C, L, ...]
+    contents = gather_blocks(pool, block_ids, spec=spec, mesh=mesh)
+    stacks = jax.tree.leaves(contents)  # each [C, L, ...]
     return [[stack[i] for stack in stacks] for i in range(block_ids.shape[0])]
 
 
-def write_blocks(pool: Any, block_ids: jax.Array, contents: list[list[jax.Array]]) -> Any:
+def write_blocks(
+    spec: KVPoolSpec,
+    mesh: Mesh | None,
+    pool: KVPool,
+    block_ids: jax.Array,
+    contents: list[list[jax.Array]],
+) -> KVPool:
     """The pool with those contents in blocks int32[C]; the inverse of `read_blocks`."""
     stacks = [jnp.stack(parts) for parts in zip(*contents, strict=True)]  # [C, L, ...]
     structure = jax.tree.structure(pool[0])
-    return scatter_blocks(pool, block_ids, jax.tree.unflatten(structure, stacks))
+    contents_of_pool = jax.tree.unflatten(structure, stacks)
+    return scatter_blocks(pool, block_ids, contents_of_pool, spec=spec, mesh=mesh)
 
 
-def content_shapes(pool: Any) -> list[jax.ShapeDtypeStruct]:
-    """Of one block of an abstract pool."""
+def content_shapes(spec: KVPoolSpec) -> list[jax.ShapeDtypeStruct]:
+    """Of one block of such a pool."""
     ids = jax.ShapeDtypeStruct((1,), np.int32)
-    return jax.eval_shape(read_blocks, pool, ids)[0]
-
-
-def portions(pairs: Sequence[tuple[int, Other]]) -> Iterator[tuple[list[int], list[Other]]]:
-    """The first and the second of at most MOVE_BLOCKS pairs at a time."""
-    for start in range(0, len(pairs), MOVE_BLOCKS):
-        some = pairs[start : start + MOVE_BLOCKS]
-        yield [first for first, _ in some], [second for _, second in some]
-
-
-def padded(block_ids: Sequence[int]) -> np.ndarray:
-    """int32[MOVE_BLOCKS], the null block behind the given ones."""
-    ids = np.full(MOVE_BLOCKS, NULL_BLOCK, np.int32)
-    ids[: len(block_ids)] = block_ids
-    return ids
+    return jax.eval_shape(partial(read_blocks, spec, None), spec.abstract(), ids)[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Field:
-    """`shape` and a 4-byte dtype ("int32", "uint32" or "float32") of one part of the buffer."""
+    """`shape` and a 4-byte dtype ("int32", "uint32" or "float32") of one part of the buffer, and what pads it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = ()
     dtype: str = "int32"
+    fill: int | float = 0
 
     @property
     def size(self) -> int:
@@ -32,9 +34,20 @@ class Layout:
 
     fields: tuple[Field, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(field.size for field in self.fields)
+
+    def new_buffer(self) -> np.ndarray:
+        """int32[size] with every field's fill value. Fresh each time: the device may still read the last one."""
+        return self._filled.copy()
+
+    @cached_property
+    def _filled(self) -> np.ndarray:
+        buffer = np.zeros(self.size, np.int32)
+        for field, view in zip(self.fields, self.views(buffer).values(), strict=True):
+            view[...] = field.fill
+        return buffer
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Writable NumPy views of int32[size] `buffer`, by name."""

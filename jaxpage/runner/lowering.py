@@ -16,17 +16,25 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding
 
-from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, sample_name
-from jaxpage.runner.host_memory import MOVE_BLOCKS, read_blocks, write_blocks
+from jaxpage.runner.calls import ADMIT, BLOCKS_PER_CALL, READ, SET_MASKS, WRITE
+from jaxpage.runner.host_memory import read_blocks, write_blocks
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.pack import admission_layout, rows_layout, step_layout
+from jaxpage.runner.pack import masks_layout, rows_layout, step_layout
 from jaxpage.runner.programs import Lowering
-from jaxpage.runner.step import Step, StepSpec, abstract_request_state, make_admit
-
-ADMIT = "admit"
-READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory
+from jaxpage.runner.slots import (
+    abstract_request_state,
+    admission_layout,
+    allocate_request_state,
+    make_admit,
+    make_set_masks,
+    words_of,
+)
+from jaxpage.runner.spec import StepSpec
+from jaxpage.runner.step import Step
+from jaxpage.sampling.fields import RequestState
 
 # Of XLA, by platform. Weights lie in memory in tiles of (8, 128). From TPU7x on a loop would have what it carries in
 # 16 bits in tiles of (16, 128), and each launch of decode steps would begin with a copy of all weights; its products
@@ -35,7 +43,7 @@ _DECODE_OPTIONS = {"tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "fa
 
 
 class Lowerings:
-    """The programs of an engine: `programs` by name, and what goes up to each, `layouts` and `admission`.
+    """The programs of an engine: `programs` by name, and what goes up to each, `layouts` and `embeds`.
 
     `model`: an NNX module with arrays or `jax.ShapeDtypeStruct`s as parameters. Without a `mesh` programs are for the
     device where the arrays are; with one for its devices, which may be those of a topology nobody has here.
@@ -56,32 +64,35 @@ class Lowerings:
             graphdef=graphdef,
             treedef=jax.tree.structure(state),
             spec=step_spec,
+            pool_spec=pool_spec,
             mesh=mesh,
-            kernel_sizes=pool_spec.kernel_sizes,
         )
         self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
         self._platform = _platform(self._leaves)
         self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
         self._state = _structs(abstract_request_state(step_spec), mesh)
-        self._spec, self._mesh = step_spec, mesh
+        self._spec, self._pool_spec, self._mesh = step_spec, pool_spec, mesh
         largest = buckets[-1]
-        self._most_rows = largest.num_rows
         groups = len(step_spec.groups.windows)
         sizes = {"block_size": step_spec.block_size, "decode_steps": step_spec.decode_steps}
-        self.layouts = {b.name: step_layout(b, num_groups=groups, **sizes) for b in buckets}
-        for rows in (largest.sample_rows(1), largest.num_rows):
-            self.layouts[sample_name(rows)] = rows_layout(rows)
-        self.admission = admission_layout(
-            max_model_len=step_spec.max_model_len,
-            num_blocks_per_row=step_spec.num_blocks_per_row,
-            vocab_size=step_spec.vocab_size,
-            num_groups=groups,
-        )
-        self.programs: dict[str, Lowering] = {ADMIT: self._lower_admit}
+        self.layouts = {
+            ADMIT: admission_layout(step_spec),
+            SET_MASKS: masks_layout(step_spec.vocab_size),
+        }
+        self.layouts |= {b.name: step_layout(b, num_groups=groups, **sizes) for b in buckets}
+        # By `forward` program: what goes up for a step with embeddings.
+        self.embeds: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
+            b.name: self._embeds(b.num_tokens) for b in buckets if not b.decode
+        }
+        self.programs: dict[str, Lowering] = {
+            ADMIT: self._lower_admit,
+            SET_MASKS: self._lower_set_masks,
+        }
         for bucket in buckets:
             self.programs[bucket.name] = partial(self._lower_step, bucket)
         for rows in (largest.sample_rows(1), largest.num_rows):
             name = sample_name(rows)
+            self.layouts[name] = rows_layout(rows)
             self.programs[name] = partial(self._lower_sample, self.layouts[name])
         if moves_blocks:
             self.programs |= {READ: self._lower_read, WRITE: self._lower_write}
@@ -91,6 +102,26 @@ class Lowerings:
         """Bytes of the request state."""
         return num_bytes(self._state)
 
+    def allocate(self) -> tuple[KVPool, RequestState]:
+        """The pool and the request state of zeros and fill values, where the programs expect them."""
+
+        def make() -> tuple[KVPool, RequestState]:
+            return self._pool_spec.allocate(), allocate_request_state(self._spec)
+
+        if self._mesh is None:
+            return make()
+        shardings = jax.tree.map(lambda struct: struct.sharding, (self._pool, self._state))
+        return jax.jit(make, out_shardings=shardings)()
+
+    def _embeds(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        if not self._spec.prompt_embeds:
+            return ()
+        words = jax.ShapeDtypeStruct(
+            (num_tokens, self._spec.hidden_size), words_of(self._spec.dtype)
+        )
+        where = jax.ShapeDtypeStruct((num_tokens,), np.bool_)
+        return tuple(_structs([words, where], self._mesh))
+
     def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         layout = self.layouts[bucket.name]
         step, options = self._step.forward, None
@@ -98,33 +129,52 @@ class Lowerings:
             step, options = self._step.decode, _DECODE_OPTIONS.get(self._platform)
         program = partial(step, bucket, layout)
         return jax.jit(program, donate_argnums=(1, 2), compiler_options=options).lower(
-            self._leaves, self._pool, self._state, self._integers(layout.size)
+            self._leaves,
+            self._pool,
+            self._state,
+            self._integers(layout.size),
+            *self.embeds.get(bucket.name, ()),
         )
 
     def _lower_sample(self, layout: Layout) -> jax.stages.Lowered:
-        spec = self._spec
-        hidden = jax.ShapeDtypeStruct((self._most_rows, spec.hidden_size), spec.dtype)
         return jax.jit(partial(self._step.sample, layout), donate_argnums=1).lower(
-            self._leaves, self._state, *_structs([hidden], self._mesh), self._integers(layout.size)
+            self._leaves, self._state, self._integers(layout.size)
         )
 
     def _lower_admit(self) -> jax.stages.Lowered:
-        admit = make_admit(self.admission)
-        return jax.jit(admit, donate_argnums=0).lower(
-            self._state, self._integers(self.admission.size)
-        )
+        return self._lower_change(make_admit(self.layouts[ADMIT]), self.layouts[ADMIT])
+
+    def _lower_set_masks(self) -> jax.stages.Lowered:
+        return self._lower_change(make_set_masks(self.layouts[SET_MASKS]), self.layouts[SET_MASKS])
+
+    def _lower_change(self, change: Callable, layout: Layout) -> jax.stages.Lowered:
+        """Of the request state alone."""
+        return jax.jit(change, donate_argnums=0).lower(self._state, self._integers(layout.size))
 
     def _lower_read(self) -> jax.stages.Lowered:
-        return jax.jit(read_blocks).lower(self._pool, self._integers(MOVE_BLOCKS))
+        read = partial(read_blocks, self._pool_spec, self._mesh)
+        return jax.jit(read).lower(self._pool, self._integers(BLOCKS_PER_CALL))
 
     def _lower_write(self) -> jax.stages.Lowered:
-        ids = self._integers(MOVE_BLOCKS)
-        contents = jax.eval_shape(read_blocks, self._pool, ids)
-        return jax.jit(write_blocks, donate_argnums=0).lower(self._pool, ids, contents)
+        ids, where = self._integers(BLOCKS_PER_CALL), (self._pool_spec, self._mesh)
+        contents = jax.eval_shape(partial(read_blocks, *where), self._pool, ids)
+        write = partial(write_blocks, *where)
+        return jax.jit(write, donate_argnums=0).lower(self._pool, ids, contents)
 
     def _integers(self, size: int) -> jax.ShapeDtypeStruct:
         (struct,) = _structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)
         return struct
+
+    def layers_of(self, bucket: Bucket) -> jax.stages.Lowered:
+        """One run through the layers of a decode step, without its loop and its sampler. No engine runs it: it compiles
+        in a fraction of the time, and shows what the layers need.
+        """
+        layout = self.layouts[bucket.name]
+        layers = partial(self._step.forward, bucket, layout)
+        options = _DECODE_OPTIONS.get(self._platform)
+        return jax.jit(layers, donate_argnums=(1, 2), compiler_options=options).lower(
+            self._leaves, self._pool, self._state, self._integers(layout.size)
+        )
 
 
 def num_bytes(tree: Any) -> int:

@@ -1,6 +1,7 @@
-"""How many KV blocks fit: measured where the device can tell, a stated share of the free RAM on a CPU.
+"""Bytes for the KV pool, and how many blocks fit into them.
 
-Knows devices and sizes in bytes. Must not know what a block holds.
+An accelerator reports its memory; on a CPU the pool takes a share of the free RAM. Knows devices and sizes in bytes.
+Must not know what a block holds.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from jaxpage.runner.buckets import Bucket, make_buckets
 
 logger = logging.getLogger(__name__)
 
-CPU_SHARE = (
-    0.25  # of the free RAM: the weights, the compiler and the user's own arrays live there too
-)
+# Of the free RAM: the weights, the compiler and the user's own arrays live there too.
+CPU_SHARE = 0.25
 CPU_MOST_BYTES = 4 << 30  # zeroing more than this would be felt at start-up
 SMALLEST_BUDGET = 64  # tokens: max_num_batched_tokens is not halved below this
-FEWEST_BLOCKS = (
-    16  # as LMDeploy: with fewer the largest step is halved, whatever the sequences' length
-)
+# As LMDeploy: with fewer the largest step is halved, whatever the sequences' length.
+FEWEST_BLOCKS = 16
 
 
 def pool_bytes(
@@ -35,14 +34,13 @@ def pool_bytes(
     temp_bytes: int,
     share_of_free: float | None = None,
 ) -> int:
-    """Bytes for the KV pool on each of `devices`: what the one with the least has to give.
+    """Bytes for the KV pool on each of `devices`: the least that any of them can give.
 
-    Call it once the weights are loaded; the largest step needs `temp_bytes` beside the pool. An accelerator gives
-    `utilization` of its memory, less what is in use and the temporaries. With `share_of_free` it gives that share of
-    what use and temporaries leave (LMDeploy's `cache_max_entry_count`).
+    Call it once the weights are loaded; the largest step needs `temp_bytes` beside the pool. For an accelerator see
+    `pool_bytes_of`; what is in use is measured.
 
     A CPU cannot tell what is in use. It gives CPU_SHARE of the free RAM, less the temporaries, and at most
-    CPU_MOST_BYTES; or `share_of_free` of what the temporaries leave of it, however much that is: it was asked for.
+    CPU_MOST_BYTES; with `share_of_free`, that share of what the temporaries leave of the free RAM, without a limit.
     """
     return min(_pool_bytes(device, utilization, temp_bytes, share_of_free) for device in devices)
 
@@ -55,14 +53,51 @@ def _pool_bytes(
         if share_of_free is not None:
             return int(share_of_free * (free_ram() - temp_bytes))
         return min(int(CPU_SHARE * free_ram()) - temp_bytes, CPU_MOST_BYTES)
-    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+    return pool_bytes_of(
+        stats["bytes_limit"],
+        stats["bytes_in_use"] + temp_bytes,
+        utilization=utilization,
+        share_of_free=share_of_free,
+    )
+
+
+def pool_bytes_of(
+    capacity: int, used: int, *, utilization: float, share_of_free: float | None = None
+) -> int:
+    """Bytes for the KV pool on an accelerator with `capacity` bytes; negative if less than nothing is left.
+
+    `used` bytes go to weights, request state and temporaries. The pool gets `utilization` of the capacity, less what is
+    used; with `share_of_free` that share of what is not used (LMDeploy's `cache_max_entry_count`).
+    """
     if share_of_free is not None:
-        return int(share_of_free * (limit - in_use - temp_bytes))
-    return int(limit * utilization) - in_use - temp_bytes
+        return int(share_of_free * (capacity - used))
+    return int(capacity * utilization) - used
+
+
+def check_room(device: jax.Device, *, pool_bytes: int, host_bytes: int) -> None:
+    """Raise ValueError if a KV pool or host blocks of so many bytes exceed what is free now.
+
+    Nothing may have been allocated yet: a pool beyond the RAM of a CPU would not fail, but have the process killed.
+    """
+    stats = device.memory_stats() or {}
+    ram = free_ram()
+    on_host = "bytes_limit" not in stats
+    free = ram if on_host else stats["bytes_limit"] - stats["bytes_in_use"]
+    if pool_bytes > free:
+        raise ValueError(
+            f"the KV pool would take {pool_bytes / 1e9:.2f} GB, but {device.platform} has {free / 1e9:.2f} GB free; "
+            "lower kv_cache_memory_bytes or num_gpu_blocks_override, or leave them out"
+        )
+    left = ram - pool_bytes if on_host else ram
+    if host_bytes > left:
+        raise ValueError(
+            f"swap_space={host_bytes / 2**30:.4g} GiB takes {host_bytes / 1e9:.2f} GB of RAM, of which "
+            f"{left / 1e9:.2f} GB are free beside the KV pool; lower swap_space"
+        )
 
 
 def free_ram() -> int:
-    """Bytes of RAM that can be had without swapping (Linux: MemAvailable; elsewhere half of what there is)."""
+    """Bytes of RAM available without swapping (Linux: MemAvailable; elsewhere half of the RAM)."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -73,18 +108,18 @@ def free_ram() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceFootprint:
-    """What decides how many blocks a sequence needs; see `kv_groups`."""
+    """What determines how many blocks a sequence needs; see `kv_groups`."""
 
     windows: Windows
     block_size: int
     max_num_batched_tokens: int  # of one sequence in a step, too
 
     def num_blocks(self, num_tokens: int) -> int:
-        """That a sequence of so many tokens holds at most."""
+        """The most blocks that a sequence of `num_tokens` tokens holds."""
         return most_blocks(self.windows, num_tokens, self.block_size, self.max_num_batched_tokens)
 
     def longest(self, limit: int, num_blocks: int) -> int:
-        """Tokens, at most `limit`, of the longest sequence for which a pool of `num_blocks` is enough."""
+        """Length of the longest sequence, at most `limit` tokens, that fits a pool of `num_blocks`."""
         return longest_fitting(
             self.windows,
             limit,
@@ -121,11 +156,11 @@ def size_pool(
 ) -> tuple[int, SequenceFootprint]:
     """(num_blocks, footprint): the pool that fits beside the temporaries of the largest step.
 
-    `available(temp_bytes)` are the bytes for the pool, `temp_bytes(bucket)` what a compiled step needs besides. The
-    pool is no larger than `max_num_seqs` sequences of full length could fill. While it does not hold one of them (if
-    one `must_fit`) besides the null block, or holds fewer than FEWEST_BLOCKS (unless `max_num_seqs` sequences fill
-    fewer), the largest step is halved, that is `footprint.max_num_batched_tokens`: its temporaries grow with
-    its tokens.
+    `available(temp_bytes)`: bytes for the pool beside temporaries of so many; `temp_bytes(bucket)`: bytes that the step
+    of a bucket needs. The pool is no larger than `max_num_seqs` sequences of full length could fill. Temporaries grow
+    with a step's tokens, so `footprint.max_num_batched_tokens` is halved while the pool, besides the null block,
+    cannot hold one such sequence (if one `must_fit`), or has fewer than FEWEST_BLOCKS (unless `max_num_seqs` sequences
+    fill fewer).
     """
     most = max_num_seqs * footprint.num_blocks(max_model_len) + 1
     if 2 * most * bytes_per_block <= available(0):

@@ -1,31 +1,40 @@
-"""From a plan to the integers that go up: NumPy in, one int32 buffer out. Pure; knows no device."""
+"""From a plan to the calls that carry it out. Pure: NumPy in, NumPy out; knows no device.
+
+The calls of a plan, in order: block contents move between device, host and disk; sequences are admitted; masks are set;
+then the step, either `decode` or `forward` and `sample`. Rows that an earlier step computed are in `sample` alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
 import numpy as np
 
-from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
-from jaxpage.plan import StepPlan
-from jaxpage.request import Sequence
-from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.layout import Field, Layout
-from jaxpage.sampling.constraints import pack_mask
-from jaxpage.sampling.keys import row_key
-
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+from jaxpage.plan import NULL_BLOCK, BlockTransfers, StepPlan
+from jaxpage.runner.buckets import Bucket, StepPrograms
+from jaxpage.runner.calls import (
+    ADMIT,
+    BLOCKS_PER_CALL,
+    LOAD,
+    MASKS_PER_CALL,
+    SET_MASKS,
+    STORE_DEVICE,
+    STORE_HOST,
+    SWAP_IN,
+    SWAP_OUT,
+    Call,
 )
+from jaxpage.runner.layout import Field, Layout
+from jaxpage.runner.slots import pack_admission, words_of
+
+Other = TypeVar("Other")
 
 
 def step_layout(
     bucket: Bucket, *, block_size: int, decode_steps: int, num_groups: int = 1
 ) -> Layout:
-    """What goes up for one step of a bucket; `pack_step` fills it.
+    """What goes up for one step of a bucket.
 
     In each KV-cache group a row gains at most one block for each `block_size` of its new tokens, one for their start
     within a block, and one for a copy-on-write; so U table updates always suffice.
@@ -47,11 +56,11 @@ def step_layout(
 
 
 def rows_layout(num_rows: int) -> Layout:
-    """What must be known of the rows to sample for them; `pack_rows` fills it."""
+    """What must be known of the rows to sample for them."""
     return Layout(
         (
-            Field("features", ()),
-            Field("num_steps", ()),
+            Field("features"),
+            Field("num_steps"),
             Field("slots", (num_rows,)),  # padding: NULL_SLOT
             Field("starts", (num_rows,)),
             Field("num_tokens", (num_rows,)),  # padding: 0
@@ -60,23 +69,46 @@ def rows_layout(num_rows: int) -> Layout:
     )
 
 
-def pack_rows(plan: StepPlan, layout: Layout) -> np.ndarray:
-    """int32[layout.size]. A fresh buffer each time: the device may read the last one while this one is filled."""
-    buffer = np.zeros(layout.size, np.int32)
+def masks_layout(vocab_size: int) -> Layout:
+    """What the next tokens of some slots may be; padding goes to the null slot, which nobody samples for."""
+    return Layout(
+        (
+            Field("slots", (MASKS_PER_CALL,)),
+            Field("masks", (MASKS_PER_CALL, -(-vocab_size // 32)), "uint32"),
+        )
+    )
+
+
+def pack(plan: StepPlan, programs: StepPrograms, layouts: dict[str, Layout]) -> list[Call]:
+    """The calls of a plan. `programs` of its step hold its tokens and rows; `layouts` are those of all programs."""
+    calls = [] if plan.transfers is None else list(_transfers(plan.transfers))
+    calls += [Call(ADMIT, (pack_admission(a, layouts[ADMIT]),)) for a in plan.admissions]
+    calls += _masks(plan, layouts)
+    if programs.bucket is not None:
+        packed = _pack_step(plan, layouts[programs.bucket.name])
+        calls.append(Call(programs.bucket.name, (packed, *_embeds(plan, programs.bucket))))
+    if programs.sample is not None:
+        packed = _pack_rows(plan, layouts[programs.sample], plan.num_rows)
+        calls.append(Call(programs.sample, (packed,)))
+    return calls
+
+
+def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
+    """int32[layout.size] with the first rows of a plan."""
+    buffer = layout.new_buffer()
     views = layout.views(buffer)
-    rows = plan.num_rows
-    views["features"][()] = int(plan.features)
+    views["features"][()] = plan.features
     views["num_steps"][()] = plan.num_steps
-    views["slots"][:rows] = plan.slots
-    views["starts"][:rows] = plan.starts
-    views["num_tokens"][:rows] = plan.num_tokens
-    views["samples"][:rows] = plan.samples
+    views["slots"][:num_rows] = plan.slots[:num_rows]
+    views["starts"][:num_rows] = plan.starts[:num_rows]
+    views["num_tokens"][:num_rows] = plan.num_tokens[:num_rows]
+    views["samples"][:num_rows] = plan.samples[:num_rows]
     return buffer
 
 
-def pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
-    """The same with what changes in block tables and pool before the rows run."""
-    buffer = pack_rows(plan, layout)
+def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
+    """The rows that compute tokens, and what changes in block tables and pool before they run."""
+    buffer = _pack_rows(plan, layout, plan.num_rows - plan.num_late_rows)
     views = layout.views(buffer)
     if plan.table_updates:
         updates = np.asarray(plan.table_updates, np.int32)
@@ -89,64 +121,82 @@ def pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
     return buffer
 
 
-def admission_layout(
-    *, max_model_len: int, num_blocks_per_row: int, vocab_size: int, num_groups: int = 1
-) -> Layout:
-    """What goes up once when a sequence takes a request slot: field for field, `batch.RequestState` of that slot."""
-    words = -(-vocab_size // 32)
-    return Layout(
-        (
-            Field("slot", ()),
-            Field("token_ids", (max_model_len,)),
-            Field("block_tables", (num_groups, num_blocks_per_row)),
-            Field("prompt_len", ()),
-            Field("min_len", ()),
-            Field("max_len", ()),
-            Field("key", (2,), "uint32"),
-            Field("temperature", (), "float32"),
-            Field("top_k", ()),
-            Field("top_p", (), "float32"),
-            Field("min_p", (), "float32"),
-            Field("presence_penalty", (), "float32"),
-            Field("frequency_penalty", (), "float32"),
-            Field("repetition_penalty", (), "float32"),
-            Field("stop_mask", (words,), "uint32"),
-            Field("allowed_mask", (words,), "uint32"),
-            Field("bias_ids", (MAX_LOGIT_BIAS,)),
-            Field("bias_values", (MAX_LOGIT_BIAS,), "float32"),
-            Field("bad_words", (MAX_BAD_WORDS, MAX_BAD_WORD_LEN)),
-        )
-    )
+def _embeds(plan: StepPlan, bucket: Bucket) -> tuple[np.ndarray, ...]:
+    """The embeddings among the step's tokens, as words [T, E], and bool[T] where they are; () if there are none."""
+    if not plan.input_embeds:
+        return ()
+    row_starts = np.cumsum([0, *plan.num_tokens])
+    _, first = plan.input_embeds[0]
+    words = np.zeros((bucket.num_tokens, first.shape[1]), words_of(first.dtype))
+    where = np.zeros(bucket.num_tokens, np.bool_)
+    for row, embeds in plan.input_embeds:
+        start = row_starts[row]
+        words[start : start + len(embeds)] = embeds.view(words.dtype)
+        where[start : start + len(embeds)] = True
+    return words, where
 
 
-def pack_admission(sequence: Sequence, layout: Layout, *, vocab_size: int) -> np.ndarray:
-    """int32[layout.size] for a sequence that has its slot and its blocks."""
-    buffer = np.zeros(layout.size, np.int32)
-    views = layout.views(buffer)
-    request, params = sequence.request, sequence.request.params
-    prompt_len = len(request.prompt_token_ids)
-    views["slot"][()] = sequence.slot
-    views["token_ids"][: len(sequence.token_ids)] = sequence.token_ids
-    for group, table in enumerate(sequence.block_tables):
-        views["block_tables"][group, : len(table)] = table
-    views["prompt_len"][()] = prompt_len
-    views["min_len"][()] = min(prompt_len + params.min_tokens, sequence.max_len)
-    views["max_len"][()] = sequence.max_len
-    views["key"][:] = row_key(request.seed, sequence.index)
-    views["top_k"][()] = min(params.top_k, vocab_size)
-    for name in _FLOATS:
-        views[name][()] = getattr(params, name)
-    views["stop_mask"][:] = pack_mask(request.stop_token_ids, vocab_size)
-    if params.allowed_token_ids is None:
-        views["allowed_mask"][:] = np.uint32(0xFFFFFFFF)
-    else:
-        views["allowed_mask"][:] = pack_mask(params.allowed_token_ids, vocab_size)
-    views["bias_ids"][:] = vocab_size
-    if params.logit_bias:
-        count = len(params.logit_bias)
-        views["bias_ids"][:count] = list(params.logit_bias)
-        views["bias_values"][:count] = list(params.logit_bias.values())
-    views["bad_words"][:] = -1
-    for i, word in enumerate(request.bad_words_token_ids):
-        views["bad_words"][i, -len(word) :] = word
-    return buffer
+def _masks(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
+    calls, masks = [], [(plan.slots[row], mask) for row, mask in plan.masks.items()]
+    for slots, words in portions(masks, MASKS_PER_CALL):
+        buffer = layouts[SET_MASKS].new_buffer()
+        views = layouts[SET_MASKS].views(buffer)
+        views["slots"][: len(slots)] = slots
+        views["masks"][: len(slots)] = words
+        calls.append(Call(SET_MASKS, (buffer,)))
+    return calls
+
+
+def _transfers(transfers: BlockTransfers) -> Iterator[Call]:
+    """Block contents between disk, host memory and the pool, in the order that `BlockTransfers` promises."""
+    if transfers.stores:
+        yield _store(STORE_HOST, transfers.stores)
+    for host_id, content in transfers.loads:
+        yield Call(LOAD, (np.array(host_id, np.int32), *map(np.asarray, content)))
+    for block_ids, host_ids in portions(transfers.swaps_out):
+        yield Call(SWAP_OUT, (padded(block_ids), np.array(host_ids, np.int32)))
+    for host_ids, block_ids in portions(transfers.swaps_in):
+        yield Call(SWAP_IN, (np.array(host_ids, np.int32), padded(block_ids)))
+
+
+def pack_stores(
+    device: Sequence[tuple[int, bytes]], host: Sequence[tuple[int, bytes]]
+) -> list[Call]:
+    """The calls that write the contents of blocks to the disk: (block of the device or of the host, hash)."""
+    calls = [_store(STORE_HOST, host)] if host else []
+    for start in range(0, len(device), BLOCKS_PER_CALL):
+        calls.append(_store(STORE_DEVICE, device[start : start + BLOCKS_PER_CALL]))
+    return calls
+
+
+def _store(program: str, blocks: Sequence[tuple[int, bytes]]) -> Call:
+    """Buffers: int32[n] block ids, and uint8[n, hash length]; hashes of one call are equally long."""
+    ids = np.array([block_id for block_id, _ in blocks], np.int32)
+    length = max(len(block_hash) for _, block_hash in blocks)
+    hashes = np.zeros((len(blocks), 1 + length), np.uint8)
+    for row, (_, block_hash) in zip(hashes, blocks, strict=True):
+        row[0] = len(block_hash)
+        row[1 : 1 + len(block_hash)] = np.frombuffer(block_hash, np.uint8)
+    return Call(program, (ids, hashes))
+
+
+def unpack_stores(ids: np.ndarray, hashes: np.ndarray) -> list[tuple[int, bytes]]:
+    """(block, hash) of a call that stores blocks."""
+    rows = zip(ids.tolist(), hashes, strict=True)
+    return [(block_id, row[1 : 1 + row[0]].tobytes()) for block_id, row in rows]
+
+
+def portions(
+    pairs: Sequence[tuple[int, Other]], size: int = BLOCKS_PER_CALL
+) -> Iterator[tuple[list[int], list[Other]]]:
+    """The first and the second of at most `size` pairs at a time."""
+    for start in range(0, len(pairs), size):
+        some = pairs[start : start + size]
+        yield [first for first, _ in some], [second for _, second in some]
+
+
+def padded(block_ids: Sequence[int]) -> np.ndarray:
+    """int32[BLOCKS_PER_CALL], the null block behind the given ones."""
+    ids = np.full(BLOCKS_PER_CALL, NULL_BLOCK, np.int32)
+    ids[: len(block_ids)] = block_ids
+    return ids

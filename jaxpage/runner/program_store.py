@@ -1,11 +1,10 @@
-"""Compiled programs on disk: a start that finds its own there neither traces nor compiles.
+"""Cached executables on disk: a start that finds its own there neither traces nor compiles.
 
-Knows files, and as text whatever a program depends on: its facts. Must not know what a program computes. All programs
-with the same facts lie in a folder that is named by their hash and says in plain text what they are, so a start that
-finds nothing can tell which fact differs.
+What a program depends on is given as text: its facts. Executables with the same facts share a folder, which is named by
+the hash of the facts and holds them as plain text, so a start that finds nothing can say which fact differs.
 
-A program is code, and jax keeps it in a pickle: whoever can write it can run anything as its reader. So the folders are
-their owner's alone, and one that everybody may write to, or that is somebody else's, is not read.
+An executable is code, and jax serializes it as a pickle: whoever can write it can run anything as its reader. So the
+folders are private, and one that others may write to, or own, is not read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import logging
 import os
 import pickle
 import stat
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,108 +23,84 @@ from typing import Any
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from jaxpage.runner.verified_files import VerifiedFiles, write_atomically
+
 logger = logging.getLogger(__name__)
 
 FORMAT = b"jaxpage program 1"
-CHECKSUM_LEN = 32  # bytes
 NUM_BLOCKS = "KV blocks"  # that sizing decided on, a name in `MeasuredSizes`
 Facts = Mapping[str, str]
 
 
 class ProgramStore:
-    """The programs with those facts under `root`, for `devices`.
+    """The executables with those facts under `root`, for `devices`.
 
-    Reading and writing never raise: a program that cannot be read is compiled, one that cannot be written (disk full)
-    is not kept, and the log says so.
+    Reading and writing never raise: what cannot be read is compiled, what cannot be written (disk full) is left out.
     """
 
     def __init__(self, root: Path, facts: Facts, devices: Sequence[jax.Device] = ()):
-        """Without devices programs can only be saved."""
+        """Without devices executables can only be saved."""
         self.folder = folder_of(root, facts)
         self._root, self._facts, self._devices = root, facts, list(devices)
+        self._files = VerifiedFiles(FORMAT)
         self._readable = bool(devices) and self.folder.is_dir() and _is_private(self.folder)
-        self._complained = False
 
     def load(self, name: str) -> jax.stages.Compiled | None:
-        """The program if it is there, whole, and of a kind that these devices run."""
-        if not self._readable:
-            return None
-        path = self._path(name)
-        try:
-            data = path.read_bytes()
-        except OSError:
-            return None
-        if not _is_whole(path.stem, data):
-            logger.warning(
-                "%s is damaged (%d bytes): compiling %s anew", path.name, len(data), name
-            )
-            path.unlink(missing_ok=True)
+        """The executable if it is there, whole, and of a kind that these devices run."""
+        payload = self._files.read(self._path(name)) if self._readable else None
+        if payload is None:
             return None
         try:
-            executable, in_tree, out_tree = pickle.loads(data[:-CHECKSUM_LEN])
+            executable, in_tree, out_tree = pickle.loads(payload)
             return deserialize_and_load(
                 executable, in_tree, out_tree, execution_devices=self._devices
             )
-        except Exception as error:  # whatever the runtime makes of a program that is not its own
-            logger.warning("%s cannot be loaded here (%s): compiling it anew", name, error)
+        except Exception as error:  # the runtime may raise anything for an executable not its own
+            logger.warning("%s cannot be loaded here (%s): compiling it", name, error)
             return None
 
     def save(self, name: str, compiled: jax.stages.Compiled) -> None:
-        """Keep a program. It appears whole or not at all."""
+        """Write an executable. It appears whole or not at all."""
         try:
             payload = pickle.dumps(serialize(compiled))
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             facts = self.folder / "facts.json"
             if not facts.exists():
-                _write(facts, json.dumps(dict(self._facts), indent=1).encode())
-            path = self._path(name)
-            _write(path, payload + _checksum(path.stem, payload))
+                write_atomically(facts, json.dumps(dict(self._facts), indent=1).encode())
         except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-            if not self._complained:
-                logger.warning(
-                    "%s is not kept in %s: %s; further ones are not reported",
-                    name,
-                    self.folder,
-                    error,
-                )
-            self._complained = True
+            self._files.warn("save", f"{name} is not cached in {self.folder}: {error}")
+        else:
+            self._files.write(self._path(name), payload)
 
     def why_empty(self) -> str | None:
-        """Which facts of programs kept for others differ; None if some have these facts, or there are none at all."""
+        """Which facts of the executables there differ; None if some have these facts, or there are none at all."""
         if self.folder.is_dir():
             return None if _is_private(self.folder) else f"{self.folder} can be written by others"
-        nearest = min(_all_facts(self._root), key=self._differences, default=None)
+        nearest = min(_all_facts(self._root), key=lambda x: len(self._differences(x)), default=None)
         if nearest is None:
             return None
-        names = self._differences(nearest)[1]
         return ", ".join(
-            f"{name}: {_shortened(nearest.get(name), self._facts.get(name))}" for name in names
+            f"{name}: {_shortened(nearest.get(name), self._facts.get(name))}"
+            for name in self._differences(nearest)
         )
 
-    def _differences(self, other: Facts) -> tuple[int, list[str]]:
-        names = [n for n in {**self._facts, **other} if other.get(n) != self._facts.get(n)]
-        return len(names), names
+    def _differences(self, other: Facts) -> list[str]:
+        return [n for n in {**self._facts, **other} if other.get(n) != self._facts.get(n)]
 
     def _path(self, name: str) -> Path:
         return self.folder / (name.replace(" ", "-").replace("=", "") + ".program")
 
 
 class MeasuredSizes:
-    """Numbers that sizing measured for programs with those facts, by name. Without a `root` they are not kept."""
+    """Numbers that sizing measured for programs with those facts, by name. Without a `root` they are not written."""
 
     def __init__(self, root: Path | None, facts: Facts):
         self._path = None if root is None else folder_of(root, facts).with_suffix(".sizes")
-        found = {}
-        if self._path is not None:
-            try:
-                found = json.loads(self._path.read_bytes())
-            except (OSError, ValueError):
-                pass
+        found = None if self._path is None else _read_json(self._path)
         is_whole = isinstance(found, dict) and all(type(n) is int for n in found.values())
         self._numbers: dict[str, int] = found if is_whole else {}
 
     def remember(self, name: str, measure: Callable[[], int]) -> int:
-        """The number of that name, measured if nobody has yet."""
+        """The number of that name, measured if it is not known yet."""
         if name not in self._numbers:
             self._put(name, measure())
         return self._numbers[name]
@@ -144,15 +118,14 @@ class MeasuredSizes:
         if self._path is None:
             return
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write(self._path, json.dumps(self._numbers).encode())
+            write_atomically(self._path, json.dumps(self._numbers).encode())
         except OSError as error:
             logger.warning("%s is not written: %s", self._path, error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What a folder of programs holds."""
+    """What a folder of cached executables holds."""
 
     num_sets: int  # each with facts of its own
     num_programs: int
@@ -162,36 +135,36 @@ class Survey:
 
 
 def survey(root: Path) -> Survey:
-    """Reads every program under `root`, and runs none."""
+    """Reads every executable under `root`, and runs none."""
+    files = VerifiedFiles(FORMAT)
     folders = [path.parent for path in root.glob("*/facts.json")]
     programs = [path for folder in folders for path in folder.glob("*.program")]
     return Survey(
         num_sets=len(folders),
         num_programs=len(programs),
         num_bytes=sum(path.stat().st_size for path in programs),
-        damaged=tuple(
-            str(path) for path in programs if not _is_whole(path.stem, path.read_bytes())
-        ),
+        damaged=tuple(str(path) for path in programs if not files.is_whole(path)),
         unsafe=tuple(str(folder) for folder in folders if not _is_private(folder)),
     )
 
 
 def folder_of(root: Path, facts: Facts) -> Path:
-    """Where the programs with those facts lie under `root`."""
+    """Where the executables with those facts lie under `root`."""
     text = json.dumps(dict(facts), sort_keys=True).encode()
     return root / hashlib.sha256(FORMAT + text).hexdigest()[:24]
 
 
 def _all_facts(root: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in root.glob("*/facts.json"):
-        try:
-            facts = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(facts, dict):
-            found.append(facts)
-    return found
+    found = (_read_json(path) for path in root.glob("*/facts.json"))
+    return [facts for facts in found if isinstance(facts, dict)]
+
+
+def _read_json(path: Path) -> Any:
+    """None if the file is absent or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def _shortened(old: str | None, new: str | None) -> str:
@@ -204,29 +177,8 @@ def _shortened(old: str | None, new: str | None) -> str:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it is this user's, or root's, and not everybody's to write."""
-    if not hasattr(os, "geteuid"):  # Windows keeps a user's folders to that user
+    """Whether this user or root owns it, and not everybody may write to it."""
+    if not hasattr(os, "geteuid"):  # Windows: a user's folders are private
         return True
     status = folder.stat()
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = file.name
-            file.write(data)
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _is_whole(stem: str, data: bytes) -> bool:
-    return data[-CHECKSUM_LEN:] == _checksum(stem, data[:-CHECKSUM_LEN])
-
-
-def _checksum(stem: str, payload: bytes) -> bytes:
-    return hashlib.sha256(FORMAT + stem.encode() + payload).digest()

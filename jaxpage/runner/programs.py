@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import jax
 
@@ -39,7 +40,8 @@ class Program:
     name: str
     compiled: jax.stages.Compiled
     seconds: float  # tracing, lowering and compiling, or loading
-    origin: str  # "kept": loaded from a `ProgramStore`; "cached": compiled, from jax's persistent cache; "compiled"
+    # "stored": loaded from a `ProgramStore`; "cached": compiled through jax's persistent cache; "compiled"
+    origin: str
 
     @property
     def temp_bytes(self) -> int:
@@ -56,6 +58,17 @@ class Program:
 
     def _memory(self, name: str) -> int:
         return getattr(self.compiled.memory_analysis(), name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramRecord:
+    """A program of an engine as `LLM.programs` reports it. Until it is compiled, only the name is known."""
+
+    name: str
+    origin: str | None = None  # as in `Program`; None until it is compiled
+    seconds: float = 0.0  # tracing, lowering and compiling, or loading
+    temp_bytes: int = 0  # that a launch needs besides its arguments and results
+    executable: jax.stages.Compiled | None = None
 
 
 class CompilationCounter:
@@ -97,11 +110,11 @@ jax.monitoring.register_event_listener(_on_event)
 def compile_program(name: str, lowering: Lowering, store: ProgramStore | None = None) -> Program:
     """The program, from the store if it is there; else it is there from now on, if it was compiled.
 
-    XLA:CPU writes a program that came from jax's cache without the functions it calls: that one cannot be kept.
+    XLA:CPU writes a program that came from jax's cache without the functions it calls: that one cannot be stored.
     """
     start = time.perf_counter()
     compiled = None if store is None else store.load(name)
-    origin = "kept"
+    origin = "stored"
     if compiled is None:
         _thread.hit = False
         compiled = lowering().compile()
@@ -112,8 +125,18 @@ def compile_program(name: str, lowering: Lowering, store: ProgramStore | None = 
     return Program(name=name, compiled=compiled, seconds=seconds, origin=origin)
 
 
-def step_bytes(programs: Sequence[Program]) -> int:
-    """Temporaries and results of a step that runs through these. Two results: one waits to be read."""
+class NeedsMemory(Protocol):
+    """A program, or what is known of one. Both in bytes."""
+
+    @property
+    def temp_bytes(self) -> int: ...
+
+    @property
+    def result_bytes(self) -> int: ...
+
+
+def step_bytes(programs: Sequence[NeedsMemory]) -> int:
+    """Temporaries and results of a step that runs through these programs. Two results: one waits to be read."""
     results = sum(program.result_bytes for program in programs)
     return max(program.temp_bytes for program in programs) + 2 * results
 
@@ -180,6 +203,22 @@ class Programs:
         if name not in self.ready:
             self.wait_for([[name]])
         return self.ready[name].compiled
+
+    def records(self) -> list[ProgramRecord]:
+        """All programs, in the order of their names."""
+        found = [(name, self.ready.get(name)) for name in self.names]
+        return [
+            ProgramRecord(name=name)
+            if program is None
+            else ProgramRecord(
+                name=name,
+                origin=program.origin,
+                seconds=program.seconds,
+                temp_bytes=program.temp_bytes,
+                executable=program.compiled,
+            )
+            for name, program in found
+        ]
 
     def manifest(self) -> str:
         """The table printed after warm-up: name, seconds, temporaries, origin."""

@@ -1,38 +1,48 @@
-"""The border between host and device: owns the KV pool and the request state, launches compiled steps.
+"""The border between host and device: owns the KV pool and the request state, and executes calls.
 
-What this file knows: buckets, programs, the order in which buffers are donated. What it must never learn: requests'
+What this file knows: programs, the arguments they take, which of these are donated. What it must never learn: requests'
 meaning (the scheduler's), what a layer computes (the model's), how a token is chosen (the sampler's). A feature that
-needs the device arrives as a field of the plan or of the request state and a pure function in `step`.
+needs the device arrives as a field of the plan or a slot field, and a pure function.
 
-Only the runner holds the pool and the state, and only `launch` replaces them. Steps run on the device in the order
+Only the runner holds the pool and the state, and only `execute` replaces them. Programs run on the device in the order
 of their launches; the host may reuse a block or a slot as soon as no later plan refers to it.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.plan import BlockTransfers, Feature, StepPlan, StepResult
-from jaxpage.runner.buckets import Bucket, fitting_buckets, start_order
-from jaxpage.runner.host_memory import HostMemory, padded, portions
-from jaxpage.runner.lowering import ADMIT, READ, WRITE, Lowerings
-from jaxpage.runner.pack import pack_admission, pack_rows, pack_step
+from jaxpage.plan import StepPlan, StepResult
+from jaxpage.runner import calls
+from jaxpage.runner.buckets import Bucket, StepPrograms, fitting_programs, start_order
+from jaxpage.runner.calls import Call
+from jaxpage.runner.host_memory import HostMemory
+from jaxpage.runner.lowering import Lowerings
+from jaxpage.runner.pack import pack, pack_stores, padded, unpack_stores
 from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import CompilationCounter, Programs
-from jaxpage.runner.step import DeviceResult, StepSpec, allocate_request_state
+from jaxpage.runner.recording import CallRecorder
+from jaxpage.runner.spec import StepSpec
+from jaxpage.runner.step import DeviceResult
+from jaxpage.sampling.features import bits
+from jaxpage.sampling.logprobs import TOP_LOGPROBS
 
 
 @dataclass(frozen=True)
 class Launched:
     """A step under way. `collect` turns it into a `StepResult`."""
 
-    plan: StepPlan
+    num_steps: int
+    num_rows: int
+    has_top_logprobs: bool
     result: DeviceResult
 
 
@@ -53,6 +63,8 @@ class Runner:
         ahead_of_time: bool = True,
         host_memory: HostMemory | None = None,
         store: ProgramStore | None = None,
+        recorder: CallRecorder | None = None,
+        mesh: Mesh | None = None,
     ):
         self._spec = step_spec
         self.groups = step_spec.groups
@@ -64,14 +76,19 @@ class Runner:
             pool_spec=pool_spec,
             step_spec=step_spec,
             moves_blocks=host_memory is not None,
+            mesh=mesh,
         )
         # The live variables themselves, in the order of their arrays in programs: looked up anew at each launch.
         self._variables = [variable for _, variable in nnx.to_flat_state(nnx.state(model))]
         self._seen = [weakref.ref(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
+        self._recorder = recorder
         self._counter = CompilationCounter()
         self.programs = Programs(self._lowerings.programs, store)
+        # By token size: what `forward` gets for steps without embeddings, already on the device.
+        self._no_embeds: dict[str, tuple[jax.Array, ...]] = {}
+        self._buckets = {bucket.name: bucket for bucket in buckets}
 
     def warmup(self) -> None:
         """Allocate pool and state, and compile what a first prompt needs; the rest follows behind. Call once.
@@ -82,15 +99,10 @@ class Runner:
             self._allocate()
             return
         first, then = start_order(self.buckets)
-        moving = [READ, WRITE] if self.host_memory is not None else []
-        self.programs.start([ADMIT, *first, *then, *moving])
+        moving = [calls.READ, calls.WRITE] if self.host_memory is not None else []
+        self.programs.start([calls.ADMIT, *first, *then, *moving, calls.SET_MASKS])
         self._allocate()
-        self.programs.wait_for([[ADMIT, *first]])
-
-    def _allocate(self) -> None:
-        self._kv_pool = self.pool_spec.allocate()
-        self._state = allocate_request_state(self._spec)
-        jax.block_until_ready((self._kv_pool, self._state))
+        self.programs.wait_for([[calls.ADMIT, *first]])
 
     def wait_until_warm(self) -> None:
         """Until every program is compiled. Raises what the compiler raised."""
@@ -112,6 +124,8 @@ class Runner:
         changed = any(seen() is not leaf for seen, leaf in zip(self._seen, leaves, strict=True))
         if changed:
             self._seen = [weakref.ref(leaf) for leaf in leaves]  # weak: the trainer's to free
+            if self._recorder is not None:
+                self._recorder.weights_changed()
         return changed
 
     def recover(self) -> bool:
@@ -119,89 +133,140 @@ class Runner:
         try:
             jax.block_until_ready((self._kv_pool, self._state))  # raises if deleted or poisoned
         except Exception:
-            self._allocate()
+            self.execute([Call(calls.RESET)])
             return True
         return False
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
-        bucket = self._choose(plan)
-        packed = pack_step(plan, self._lowerings.layouts[bucket.name])
-        programs, leaves = self.programs, self._leaves()
-        with self._counter.watching():
-            if plan.moves is not None:
-                self._move(plan.moves)
-            for sequence in plan.admissions:
-                row = pack_admission(
-                    sequence, self._lowerings.admission, vocab_size=self._spec.vocab_size
-                )
-                self._state = programs[ADMIT](self._state, row)
-            self._kv_pool, self._state, result = programs[bucket.name](
-                leaves, self._kv_pool, self._state, packed
-            )
-            if not bucket.decode:
-                name = bucket.programs(plan.num_rows)[-1]
-                rows = pack_rows(plan, self._lowerings.layouts[name])
-                self._state, result = programs[name](leaves, self._state, result, rows)
-        return Launched(plan, result)
+        result = self.execute(pack(plan, self._choose(plan), self._lowerings.layouts))
+        assert result is not None, "a step ends with decode or sample"
+        has_top = bool(plan.features & bits(TOP_LOGPROBS)) and self._spec.num_top_logprobs > 0
+        return Launched(plan.num_steps, plan.num_rows, has_top, result)
 
-    def _move(self, moves: BlockTransfers) -> None:
-        """Block contents between disk, host memory and the pool, in the order that `BlockTransfers` promises."""
-        host, programs = self.host_memory, self.programs
-        assert host is not None, "moves need host memory"
-        for host_id, block_hash in moves.stores:
-            if host.store is not None:
-                host.store.save(block_hash, host.get(host_id))
-        for host_id, content in moves.loads:
-            host.put(host_id, content)
-        for block_ids, host_ids in portions(moves.swaps_out):
-            for host_id, content in zip(
-                host_ids, programs[READ](self._kv_pool, padded(block_ids)), strict=False
-            ):
-                host.put(host_id, content)
-        for host_ids, block_ids in portions(moves.swaps_in):
-            contents = host.contents(host_ids)
-            self._kv_pool = programs[WRITE](self._kv_pool, padded(block_ids), contents)
+    def execute(self, step: Iterable[Call]) -> DeviceResult | None:
+        """Run calls in order; returns what the last of them sampled, not yet computed. None if none of them samples."""
+        step = list(step)
+        if self._recorder is not None:
+            self._recorder.calls(step)
+        result = None
+        with self._counter.watching():
+            for call in step:
+                result = self._run(call.program, *call.buffers)
+        return result
 
     def store_blocks(self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]]) -> None:
         """Write the contents of blocks to the disk: (block of the device or of the host, hash)."""
-        memory = self.host_memory
-        assert memory is not None and memory.store is not None, "there is no store"
-        for host_id, block_hash in host:
-            memory.store.save(block_hash, memory.get(host_id))
-        for block_ids, hashes in portions(device):
-            contents = self.programs[READ](self._kv_pool, padded(block_ids))
-            for block_hash, content in zip(hashes, contents, strict=False):  # padding is left over
-                memory.store.save(block_hash, [np.asarray(array) for array in content])
-
-    def _choose(self, plan: StepPlan) -> Bucket:
-        """The smallest bucket whose programs are ready."""
-        fitting = fitting_buckets(self.buckets, plan)
-        if not self._ahead_of_time:
-            return fitting[0]
-        choices = [bucket.programs(plan.num_rows) for bucket in fitting]
-        return fitting[self.programs.wait_for(choices)]
+        self.execute(pack_stores(device, host))
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step and bring its result to the host. Blocks here, and only here."""
-        plan, sampled = launched.plan, launched.result.sampled
-        steps, rows = plan.num_steps, plan.num_rows
-        token_ids = np.asarray(sampled.token_ids)[:steps, :rows]
-        wants_top = Feature.TOP_LOGPROBS in plan.features
-        width = self._spec.num_top_logprobs if wants_top else 0
-        empty = np.zeros((steps, rows, 0))
-        return StepResult(
-            token_ids=token_ids,
-            num_sampled=np.asarray(launched.result.num_sampled)[:rows],
-            logprobs=np.asarray(sampled.logprobs)[:steps, :rows],
-            ranks=np.asarray(sampled.ranks)[:steps, :rows],
-            top_token_ids=np.asarray(sampled.top_token_ids)[:steps, :rows]
-            if width
-            else empty.astype(np.int32),
-            top_logprobs=np.asarray(sampled.top_logprobs)[:steps, :rows]
-            if width
-            else empty.astype(np.float32),
-        )
+        result = to_host(launched)
+        if self._recorder is not None:
+            self._recorder.result(result)
+        return result
+
+    def _choose(self, plan: StepPlan) -> StepPrograms:
+        """The smallest programs that hold the plan and are ready."""
+        fitting = fitting_programs(self.buckets, plan)
+        if not self._ahead_of_time:
+            return fitting[0]
+        return fitting[self.programs.wait_for([programs.names for programs in fitting])]
+
+    def _run(self, name: str, *buffers: np.ndarray) -> DeviceResult | None:
+        """One call: what its program takes besides the buffers, and what it leaves."""
+        if name in _MEMORY_CALLS:
+            _MEMORY_CALLS[name](self, *buffers)
+            return None
+        program = self.programs[name]
+        if name in (calls.ADMIT, calls.SET_MASKS):
+            self._state = program(self._state, *buffers)
+            return None
+        leaves, bucket = self._leaves(), self._buckets.get(name)
+        if bucket is None:
+            self._state, result = program(leaves, self._state, *buffers)
+            return result
+        if bucket.decode:
+            self._kv_pool, self._state, result = program(
+                leaves, self._kv_pool, self._state, *buffers
+            )
+            return result
+        if self._spec.prompt_embeds and len(buffers) == 1:
+            buffers += self._empty_embeds(name)
+        self._kv_pool, self._state = program(leaves, self._kv_pool, self._state, *buffers)
+        return None
+
+    def _empty_embeds(self, name: str) -> tuple[jax.Array, ...]:
+        if name not in self._no_embeds:
+            shapes = self._lowerings.embeds[name]
+            self._no_embeds[name] = tuple(
+                jax.device_put(np.zeros(x.shape, x.dtype)) for x in shapes
+            )
+        return self._no_embeds[name]
+
+    def _allocate(self) -> None:
+        self._kv_pool, self._state = self._lowerings.allocate()
+        jax.block_until_ready((self._kv_pool, self._state))
+
+    @property
+    def _memory(self) -> HostMemory:
+        assert self.host_memory is not None, "blocks that leave the device need host memory"
+        return self.host_memory
+
+    def _swap_out(self, block_ids: np.ndarray, host_ids: np.ndarray) -> None:
+        contents = self.programs[calls.READ](self._kv_pool, block_ids)
+        for host_id, content in zip(host_ids.tolist(), contents, strict=False):
+            self._memory.put(host_id, content)
+
+    def _swap_in(self, host_ids: np.ndarray, block_ids: np.ndarray) -> None:
+        contents = self._memory.contents(host_ids.tolist())
+        self._kv_pool = self.programs[calls.WRITE](self._kv_pool, block_ids, contents)
+
+    def _load(self, host_id: np.ndarray, *content: np.ndarray) -> None:
+        self._memory.put(int(host_id), list(content))
+
+    def _store_host(self, host_ids: np.ndarray, hashes: np.ndarray) -> None:
+        for host_id, block_hash in unpack_stores(host_ids, hashes):
+            self._memory.save(block_hash, self._memory.get(host_id))
+
+    def _store_device(self, block_ids: np.ndarray, hashes: np.ndarray) -> None:
+        stored = unpack_stores(block_ids, hashes)
+        ids = padded([block_id for block_id, _ in stored])
+        contents = self.programs[calls.READ](self._kv_pool, ids)
+        for (_, block_hash), content in zip(stored, contents, strict=False):
+            self._memory.save(block_hash, [np.asarray(array) for array in content])
 
     def _leaves(self) -> list[jax.Array]:
         return [variable.get_raw_value() for variable in self._variables]
+
+
+_MEMORY_CALLS = {
+    calls.STORE_HOST: Runner._store_host,
+    calls.STORE_DEVICE: Runner._store_device,
+    calls.LOAD: Runner._load,
+    calls.SWAP_OUT: Runner._swap_out,
+    calls.SWAP_IN: Runner._swap_in,
+    calls.RESET: Runner._allocate,
+}
+
+
+def to_host(launched: Launched) -> StepResult:
+    """What a launched step sampled, without the padding; waits for it."""
+    steps, rows = launched.num_steps, launched.num_rows
+    sampled = launched.result.sampled
+    token_ids = np.asarray(sampled.token_ids)[:steps, :rows]
+    top_token_ids, top_logprobs = (
+        np.zeros((steps, rows, 0), np.int32),
+        np.zeros((steps, rows, 0), np.float32),
+    )
+    if launched.has_top_logprobs:
+        top_token_ids = np.asarray(sampled.top_token_ids)[:steps, :rows]
+        top_logprobs = np.asarray(sampled.top_logprobs)[:steps, :rows]
+    return StepResult(
+        token_ids=token_ids,
+        num_sampled=np.asarray(launched.result.num_sampled)[:rows],
+        logprobs=np.asarray(sampled.logprobs)[:steps, :rows],
+        ranks=np.asarray(sampled.ranks)[:steps, :rows],
+        top_token_ids=top_token_ids,
+        top_logprobs=top_logprobs,
+    )

@@ -1,13 +1,13 @@
-"""The compiled programs: a step, in one piece or two, and the admission of a sequence. Pure functions on the device.
+"""The compiled programs of a step, in one piece or two. Pure functions on the device.
 
 `decode(leaves, kv_pool, request_state, packed) -> (kv_pool, request_state, result)`: unpack the batch, embed, layers,
-final norm, LM head, masks, sample, logprobs, and again. Steps with prompts do the same once, in two programs: `forward`
-ends with the hidden states of the rows' last tokens, `sample` goes on from there. Pool and request state are donated.
+final norm, LM head, masks, sample, logprobs, and again. Other steps do the same once, in two programs: `forward` leaves
+the hidden states of the rows' last tokens in the request state, `sample` goes on from there, at once or in a later
+step. Pool and request state are donated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,17 +17,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jax.typing import DTypeLike
 
-from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState, StepBatch
-from jaxpage.kv_groups import KVGroups
-from jaxpage.kv_pool import KernelSizes, KVPool
-from jaxpage.ops.attention import PagedAttention, num_sharded_kv_heads
+from jaxpage.batch import StepBatch
+from jaxpage.kv_pool import KVPool, KVPoolSpec
+from jaxpage.models.inputs import ForwardInput
+from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
 from jaxpage.parallel.sharding import sharding
-from jaxpage.plan import NULL_BLOCK, NULL_SLOT
+from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
+from jaxpage.runner.slots import words_of
+from jaxpage.runner.spec import StepSpec
+from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.sampler import Sampled, sample, stops
 
 # Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
@@ -46,86 +48,17 @@ class DeviceResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """What all programs of an engine share: shapes and static choices."""
-
-    block_size: int
-    max_model_len: int  # C
-    num_blocks_per_row: int  # M
-    groups: KVGroups  # G
-    num_slots: int  # Q, the null slot included
-    vocab_size: int  # V
-    hidden_size: int  # E
-    dtype: DTypeLike  # of hidden states
-    decode_steps: int  # most decode steps in one launch
-    num_top_logprobs: int  # W
-    logprobs_mode: str
-
-
-def allocate_request_state(spec: StepSpec) -> RequestState:
-    """An empty state. The null slot counts as finished, so padding rows write nothing and keep no loop alive."""
-
-    def zeros(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.Array:
-        return jnp.zeros((spec.num_slots, *shape), dtype)
-
-    words = -(-spec.vocab_size // 32)
-    return RequestState(
-        token_ids=zeros(spec.max_model_len),
-        block_tables=zeros(len(spec.groups.windows), spec.num_blocks_per_row),
-        finished=zeros(dtype=jnp.bool_).at[NULL_SLOT].set(True),
-        prompt_len=zeros(),
-        min_len=zeros(),
-        max_len=zeros(),
-        key=zeros(2, dtype=jnp.uint32),
-        temperature=zeros(dtype=jnp.float32),
-        top_k=zeros(),
-        top_p=zeros(dtype=jnp.float32),
-        min_p=zeros(dtype=jnp.float32),
-        presence_penalty=zeros(dtype=jnp.float32),
-        frequency_penalty=zeros(dtype=jnp.float32),
-        repetition_penalty=zeros(dtype=jnp.float32),
-        stop_mask=zeros(words, dtype=jnp.uint32),
-        allowed_mask=zeros(words, dtype=jnp.uint32),
-        bias_ids=zeros(MAX_LOGIT_BIAS),
-        bias_values=zeros(MAX_LOGIT_BIAS, dtype=jnp.float32),
-        bad_words=zeros(MAX_BAD_WORDS, MAX_BAD_WORD_LEN),
-    )
-
-
-def abstract_request_state(spec: StepSpec) -> RequestState:
-    """The same with `jax.ShapeDtypeStruct`s for arrays."""
-    return jax.eval_shape(lambda: allocate_request_state(spec))
-
-
-def make_admit(layout: Layout) -> Callable:
-    """`admit(request_state, packed) -> request_state`: fills one request slot with what `pack_admission` wrote."""
-
-    def admit(state: RequestState, packed: jax.Array) -> RequestState:
-        row = layout.unpack(packed)
-        slot = row.pop("slot")
-        row["finished"] = jnp.zeros((), jnp.bool_)
-        return RequestState(
-            **{
-                name: lax.dynamic_update_index_in_dim(getattr(state, name), value, slot, 0)
-                for name, value in row.items()
-            }
-        )
-
-    return admit
-
-
-@dataclass(frozen=True, kw_only=True)
 class Step:
     """The programs of an engine; `graphdef` and `treedef` turn the flat list of parameter arrays into the model.
 
-    `packed` is int32[layout.size], what `pack.pack_step` wrote for the bucket (`pack_rows` for `sample`).
+    `packed` is int32[layout.size], what `pack` wrote for the program.
     """
 
     graphdef: nnx.GraphDef
     treedef: jax.tree_util.PyTreeDef
     spec: StepSpec
+    pool_spec: KVPoolSpec
     mesh: Mesh | None = None  # of devices that share weights and heads
-    kernel_sizes: KernelSizes | None = None  # see `KVPoolSpec`
 
     def forward(
         self,
@@ -135,26 +68,29 @@ class Step:
         kv_pool: KVPool,
         state: RequestState,
         packed: jax.Array,
-    ) -> tuple[KVPool, RequestState, jax.Array]:
-        """The rows' tokens through the layers; also [R, E], the hidden state of each row's last token.
+        *embeds: jax.Array,
+    ) -> tuple[KVPool, RequestState]:
+        """The rows' tokens through the layers; the hidden state of each row's last token is in its slot afterwards.
 
-        A fork has no tokens of its own: its last token is that of the row before it.
+        A sibling row has no tokens of its own: its last token is that of the row before it. `embeds`, if the spec has
+        prompt embeddings: words [T, E], and bool[T] where they stand in the place of tokens.
         """
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
-        kv_pool, batch, hidden = self._hidden(bucket, leaves, kv_pool, state, rows)
-        return kv_pool, state, hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+        kv_pool, batch, hidden = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
+        last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+        words = lax.bitcast_convert_type(last, words_of(last.dtype))
+        return kv_pool, state | {"hidden": state["hidden"].at[batch.slots].set(words)}
 
     def sample(
         self,
         layout: Layout,
         leaves: list[jax.Array],
         state: RequestState,
-        hidden: jax.Array,
         packed: jax.Array,
     ) -> tuple[RequestState, DeviceResult]:
-        """A token for each row that reached its last known one, from the first rows of `hidden` [>= R, E]."""
+        """A token for each row that samples, from the hidden state in its slot."""
         rows = layout.unpack(packed)
-        hidden = hidden[: rows["slots"].shape[0]]
+        hidden = lax.bitcast_convert_type(state["hidden"][rows["slots"]], self.spec.dtype)
         state, sampled, samples = self._sample_rows(self._model(leaves), hidden, state, rows)
         sampled = jax.tree.map(lambda x: x[None], sampled)
         return state, DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
@@ -173,7 +109,7 @@ class Step:
 
         def more(carry):
             index, _, state, _ = carry
-            return (index < rows["num_steps"]) & ~state.finished[rows["slots"]].all()
+            return (index < rows["num_steps"]) & ~state["finished"][rows["slots"]].all()
 
         def one_more(carry):
             index, kv_pool, state, result = carry
@@ -203,10 +139,8 @@ class Step:
     ) -> tuple[KVPool, RequestState, Rows]:
         """Before the rows run, and before anything is written: copy-on-write; blocks that rows gained."""
         rows = layout.unpack(packed)
-        config, mesh = self._model(leaves).config, self.mesh
-        shared = mesh and num_sharded_kv_heads(config.num_heads, config.num_kv_heads, mesh.size)
         copies = (rows["copy_sources"], rows["copy_destinations"])
-        kv_pool = copy_blocks(kv_pool, *copies, mesh=mesh, by_head=bool(shared))
+        kv_pool = copy_blocks(kv_pool, *copies, spec=self.pool_spec, mesh=self.mesh)
         return kv_pool, _update_tables(state, rows), rows
 
     def _model(self, leaves: list[jax.Array]) -> Any:
@@ -219,6 +153,7 @@ class Step:
         kv_pool: KVPool,
         state: RequestState,
         rows: Rows,
+        embeds: tuple[jax.Array, ...] = (),
     ) -> tuple[KVPool, StepBatch, jax.Array]:
         """The hidden states [T, E] of all tokens, whose KV is in the pool then."""
         batch = _unpack_batch(state, rows, bucket, self.spec)
@@ -227,12 +162,18 @@ class Step:
             kv_pool,
             batch,
             layer_locations,
+            spec=self.pool_spec,
             one_query_per_row=bucket.decode,
             mesh=self.mesh,
-            kernel_sizes=self.kernel_sizes,
         )
-        model = self._model(leaves)
-        hidden = model.hidden_states(batch.token_ids, batch.positions, attention)
+        inputs = ForwardInput(
+            token_ids=batch.token_ids, positions=batch.positions, attention=attention
+        )
+        if embeds:
+            words, where = embeds
+            values = lax.bitcast_convert_type(words, self.spec.dtype)
+            inputs = replace(inputs, embeds=values, is_embed=where)
+        hidden = self._model(leaves).hidden_states(inputs)
         return attention.kv_pool, batch, hidden
 
     def _sample_rows(
@@ -241,7 +182,7 @@ class Step:
         """A token for each of hidden [R, E], appended to its sequence; and bool[R], which rows sampled."""
         slots = rows["slots"]
         position = rows["starts"] + rows["num_tokens"]  # of the sampled tokens
-        samples = ~state.finished[slots] & (rows["samples"] > 0)
+        samples = ~state["finished"][slots] & (rows["samples"] > 0)
         choose = partial(
             _sample,
             num_top_logprobs=self.spec.num_top_logprobs,
@@ -263,7 +204,8 @@ class Step:
 
 def _update_tables(state: RequestState, rows: Rows) -> RequestState:
     where = (rows["update_slots"], rows["update_groups"], rows["update_indices"])
-    return replace(state, block_tables=state.block_tables.at[where].set(rows["update_blocks"]))
+    tables = state["block_tables"].at[where].set(rows["update_blocks"])
+    return state | {"block_tables": tables}
 
 
 def _token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
@@ -281,7 +223,7 @@ def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpe
     """The batch as attention and model want it. Rows whose sequence has finished on the device write nowhere."""
     token_row = _token_rows(rows["num_tokens"], bucket)
     slots, starts, num_tokens = rows["slots"], rows["starts"], rows["num_tokens"]
-    live = ~state.finished[slots]
+    live = ~state["finished"][slots]
     query_starts = jnp.concatenate(
         [jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)]
     )
@@ -290,8 +232,8 @@ def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpe
     positions = starts[token_row] + token - query_starts[token_row]
     positions = jnp.where(valid, positions, 0)
     token_slots = slots[token_row]
-    token_ids = jnp.where(valid, state.token_ids[token_slots, positions], 0)
-    blocks = state.block_tables[token_slots, :, positions // spec.block_size].T  # [G, T]
+    token_ids = jnp.where(valid, state["token_ids"][token_slots, positions], 0)
+    blocks = state["block_tables"][token_slots, :, positions // spec.block_size].T  # [G, T]
     slot_mappings = blocks * spec.block_size + (positions % spec.block_size)[None]
     return StepBatch(
         slots=slots,
@@ -300,7 +242,7 @@ def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpe
         token_ids=token_ids,
         positions=positions,
         slot_mappings=jnp.where(valid[None], slot_mappings, NULL_BLOCK * spec.block_size),
-        block_tables=jnp.moveaxis(state.block_tables[slots], 1, 0),
+        block_tables=jnp.moveaxis(state["block_tables"][slots], 1, 0),
     )
 
 
@@ -312,13 +254,12 @@ def _append(
     position: jax.Array,
 ) -> RequestState:
     """The state with the sampled tokens at `position` of their rows, and with the rows that ended marked."""
-    ended = stops(token_ids, state, slots) | (position + 1 >= state.max_len[slots])
-    slots = jnp.where(samples, slots, state.token_ids.shape[0])  # or nowhere
-    return replace(
-        state,
-        token_ids=state.token_ids.at[slots, position].set(token_ids, mode="drop"),
-        finished=state.finished.at[slots].set(ended, mode="drop"),
-    )
+    ended = stops(token_ids, state, slots) | (position + 1 >= state["max_len"][slots])
+    slots = jnp.where(samples, slots, state["token_ids"].shape[0])  # or nowhere
+    return state | {
+        "token_ids": state["token_ids"].at[slots, position].set(token_ids, mode="drop"),
+        "finished": state["finished"].at[slots].set(ended, mode="drop"),
+    }
 
 
 def _empty_result(bucket: Bucket, spec: StepSpec) -> DeviceResult:

@@ -3,33 +3,26 @@
 Knows threefry (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), of which JAX's default
 generator is made. Knows neither rows nor buckets nor batches, so these cannot change a token.
 
-The hash is written out here, and not taken from `jax.random`, for three reasons. The host needs a key at every
-admission without compiling or launching anything. The bits must not depend on `jax_threefry_partitionable`. And on
-a CPU JAX lowers its own hash to a loop over arrays: 68 ms for 32 rows of 150,000 words, against 5 ms for this one,
-which fuses.
+The hash is written out here, and not taken from `jax.random`, for two reasons. The bits must not depend on
+`jax_threefry_partitionable`. And on a CPU JAX lowers its own hash to a loop over arrays: 68 ms for 32 rows of 150,000
+words, against 5 ms for this one, which fuses.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-Words = TypeVar("Words", np.ndarray, jax.Array)  # uint32
+from jaxpage.sampling.fields import SamplerFeature, SlotField
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def row_key(seed: int, sequence_index: int) -> np.ndarray:
-    """uint32[2]: the key data of `fold_in(key(seed), sequence_index)`, computed on the host.
-
-    Both are taken modulo 2**32, as `jax.random` does.
-    """
-    words = [np.array([x % 2**32], np.uint32) for x in (0, seed, 0, sequence_index)]
-    return np.concatenate(_threefry2x32(*words))
+def row_keys(seeds: jax.Array, indices: jax.Array) -> jax.Array:
+    """uint32[R, 2]: the key data of `fold_in(key(seed), index)` for seeds uint32[R] and indices int32[R]."""
+    zero = jnp.zeros_like(seeds)
+    return jnp.stack(_threefry2x32(zero, seeds, zero, indices.astype(jnp.uint32)), axis=1)
 
 
 def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
@@ -51,8 +44,10 @@ def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.
     return -jnp.log(-jnp.log1p(-uniform))
 
 
-def _threefry2x32(key0: Words, key1: Words, x0: Words, x1: Words) -> tuple[Words, Words]:
-    """The hash of counter (x0, x1) under a key, 20 rounds. Operators only: NumPy on the host, JAX on the device."""
+def _threefry2x32(
+    key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The hash of counter (x0, x1) under a key, 20 rounds; words are uint32."""
     keys = (key0, key1, key0 ^ key1 ^ 0x1BD11BDA)
     x0, x1 = x0 + key0, x1 + key1
     for i in range(5):
@@ -61,3 +56,14 @@ def _threefry2x32(key0: Words, key1: Words, x0: Words, x1: Words) -> tuple[Words
             x1 = ((x1 << distance) | (x1 >> (32 - distance))) ^ x0
         x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + (i + 1)
     return x0, x1
+
+
+RANDOM = SamplerFeature(
+    name="random",
+    fields=(
+        SlotField(name="seed", dtype="uint32", value=lambda r, _: r.seed % 2**32),
+        # 0: greedy
+        SlotField(name="temperature", dtype="float32", value=lambda r, _: r.params.temperature),
+    ),
+    asked=lambda r: r.params.temperature > 0,
+)

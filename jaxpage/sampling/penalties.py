@@ -6,11 +6,16 @@ preemption. Knows nothing of what happens to the logits before or after.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpage.batch import RequestState
+from jaxpage.sampling.fields import RequestState, SamplerFeature, SlotField
+
+if TYPE_CHECKING:
+    from jaxpage.request import Request
 
 _CHUNK = 256  # tokens of history that are counted at a time
 
@@ -24,11 +29,11 @@ def penalise(
     the output alone, the frequency penalty for each occurrence and the presence penalty once.
     """
     seen, counts = count_history(state, slots, positions, logits.shape[1])
-    repetition = state.repetition_penalty[slots][:, None]
+    repetition = state["repetition_penalty"][slots][:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, repeated, logits)
-    logits = logits - state.frequency_penalty[slots][:, None] * counts.astype(jnp.float32)
-    return logits - state.presence_penalty[slots][:, None] * (counts > 0).astype(jnp.float32)
+    logits = logits - state["frequency_penalty"][slots][:, None] * counts.astype(jnp.float32)
+    return logits - state["presence_penalty"][slots][:, None] * (counts > 0).astype(jnp.float32)
 
 
 def count_history(
@@ -38,18 +43,18 @@ def count_history(
 
     The loop ends with the longest row, not with max_model_len.
     """
-    num_rows, max_len = slots.shape[0], state.token_ids.shape[1]
+    num_rows, max_len = slots.shape[0], state["token_ids"].shape[1]
     chunk = min(_CHUNK, max_len)
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     longest = positions.max()
-    prompt_lens = state.prompt_len[slots][:, None]
+    prompt_lens = state["prompt_len"][slots][:, None]
 
     def count(carry):
         begin, counts = carry
         # The last chunk is moved back to fit; what it then holds of the one before is not counted twice.
         first = jnp.minimum(begin, max_len - chunk)
         index = first + jnp.arange(chunk, dtype=jnp.int32)[None, :]
-        ids = lax.dynamic_slice_in_dim(state.token_ids, first, chunk, axis=1)[slots]
+        ids = lax.dynamic_slice_in_dim(state["token_ids"], first, chunk, axis=1)[slots]
         column = jnp.where(index < prompt_lens, ids, vocab_size + ids)
         counted = (index >= begin) & (index < positions[:, None])
         column = jnp.where(counted, column, 2 * vocab_size)
@@ -60,3 +65,33 @@ def count_history(
     _, counts = lax.while_loop(lambda carry: carry[0] < longest, count, (jnp.int32(0), counts))
     output_counts = counts[:, vocab_size:]
     return (counts[:, :vocab_size] > 0) | (output_counts > 0), output_counts
+
+
+def _asked(request: Request) -> bool:
+    p = request.params
+    return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1)
+
+
+PENALTIES = SamplerFeature(
+    name="penalties",
+    fields=(
+        SlotField(
+            name="repetition_penalty",
+            dtype="float32",
+            fill=1.0,
+            value=lambda r, _: r.params.repetition_penalty,
+        ),
+        SlotField(
+            name="frequency_penalty",
+            dtype="float32",
+            value=lambda r, _: r.params.frequency_penalty,
+        ),
+        SlotField(
+            name="presence_penalty",
+            dtype="float32",
+            value=lambda r, _: r.params.presence_penalty,
+        ),
+    ),
+    asked=_asked,
+    apply=penalise,
+)

@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpage.batch import RequestState
-from jaxpage.plan import Feature
-from jaxpage.sampling.constraints import constrain, is_set
-from jaxpage.sampling.keys import gumbel_noise
-from jaxpage.sampling.logprobs import log_normaliser, ranks
-from jaxpage.sampling.penalties import penalise
-from jaxpage.sampling.truncation import find_best, truncate
+from jaxpage.sampling.constraints import is_set
+from jaxpage.sampling.features import BEFORE_ARGMAX, bits
+from jaxpage.sampling.fields import RequestState, SamplerFeature
+from jaxpage.sampling.keys import RANDOM, gumbel_noise, row_keys
+from jaxpage.sampling.logprobs import TOP_LOGPROBS, log_normaliser, ranks
+from jaxpage.sampling.truncation import TRUNCATION, find_best
 
 LOGPROBS_MODES = ("raw", "temperature", "processed")
 
@@ -34,9 +33,8 @@ class Sampled:
     token_ids: jax.Array  # int32[R]
     logprobs: jax.Array  # float32[R] of the sampled tokens
     ranks: jax.Array  # int32[R] tokens at least as likely as the sampled one; 1 = the most likely
-    top_token_ids: (
-        jax.Array
-    )  # int32[R, W] best first, ties by id; means nothing unless the step has Feature.TOP_LOGPROBS
+    # int32[R, W] best first, ties by id; means nothing unless the step asks for TOP_LOGPROBS
+    top_token_ids: jax.Array
     top_logprobs: jax.Array  # float32[R, W]
 
 
@@ -53,7 +51,7 @@ def sample(
     """Samples one token for each row.
 
     logits: float32[R, V]. slots: int32[R]. positions: int32[R], where the sampled token will stand: the number of
-    known tokens, whose ids are `state.token_ids[slot, :position]`. features: int32[], bits of `plan.Feature`; a bit
+    known tokens, whose ids are `state["token_ids"][slot, :position]`. features: int32[], see `features.bits`; a bit
     that is set without need changes nothing but the time. V at most 2**24.
 
     logprobs_mode names the distribution of logprobs, ranks and top logprobs: "raw", of the logits as given;
@@ -77,7 +75,7 @@ def sample(
     else:
         # The processed logits die within the branch, and a plain greedy step does not even copy its logits.
         token_ids = lax.cond(
-            _any(features, Feature.CONSTRAINTS | Feature.PENALTIES | Feature.RANDOM),
+            _any(features, *BEFORE_ARGMAX, RANDOM),
             lambda: _choose(logits, state, slots, positions, features)[0],
             lambda: _argmax(logits),
         )
@@ -89,7 +87,7 @@ def sample(
     top_ids, top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     if num_top_logprobs:
         top, top_ids = lax.cond(
-            _any(features, Feature.TOP_LOGPROBS),
+            _any(features, TOP_LOGPROBS),
             lambda: find_best(scored, num_top_logprobs),
             lambda: (top, top_ids),
         )
@@ -105,7 +103,7 @@ def sample(
 
 def stops(token_ids: jax.Array, state: RequestState, slots: jax.Array) -> jax.Array:
     """bool[R]: whether token_ids[r] ends the sequence in slots[r]."""
-    return is_set(state.stop_mask, token_ids, slots)
+    return is_set(state["stop_mask"], token_ids, slots)
 
 
 def _choose(
@@ -117,51 +115,38 @@ def _choose(
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[R] tokens, float32[R, V] the processed logits they were chosen by)."""
 
-    def adjust(logits):
-        for feature, function in (Feature.CONSTRAINTS, constrain), (Feature.PENALTIES, penalise):
-            logits = lax.cond(
-                _any(features, feature),
-                lambda x, function=function: function(x, state, slots, positions),
-                lambda x: x,
-                logits,
-            )
-        return logits
-
-    def draw(logits):
-        logits = logits / _temperature(state, slots)
-        logits = lax.cond(
-            _any(features, Feature.TRUNCATE),
-            lambda x: _truncate(x, state, slots),
+    def apply(feature, logits):
+        return lax.cond(
+            _any(features, feature),
+            lambda x: feature.apply(x, state, slots, positions),
             lambda x: x,
             logits,
         )
-        noise = gumbel_noise(state.key[slots], positions, logits.shape[1])
-        random = (state.temperature[slots] > 0)[:, None]
+
+    def adjust(logits):
+        for feature in BEFORE_ARGMAX:
+            logits = apply(feature, logits)
+        return logits
+
+    def draw(logits):
+        logits = apply(TRUNCATION, logits / _temperature(state, slots))
+        keys = row_keys(state["seed"][slots], state["sequence_index"][slots])
+        noise = gumbel_noise(keys, positions, logits.shape[1])
+        random = (state["temperature"][slots] > 0)[:, None]
         return _argmax(jnp.where(random, logits + noise, logits)), logits
 
-    adjusts = _any(features, Feature.CONSTRAINTS | Feature.PENALTIES)
-    logits = lax.cond(adjusts, adjust, lambda x: x, logits)
-    return lax.cond(_any(features, Feature.RANDOM), draw, lambda x: (_argmax(x), x), logits)
-
-
-def _truncate(logits: jax.Array, state: RequestState, slots: jax.Array) -> jax.Array:
-    random = state.temperature[slots] > 0
-    return truncate(
-        logits,
-        top_k=jnp.where(random, state.top_k[slots], 0),
-        top_p=jnp.where(random, state.top_p[slots], 1.0),
-        min_p=jnp.where(random, state.min_p[slots], 0.0),
-    )
+    logits = lax.cond(_any(features, *BEFORE_ARGMAX), adjust, lambda x: x, logits)
+    return lax.cond(_any(features, RANDOM), draw, lambda x: (_argmax(x), x), logits)
 
 
 def _temperature(state: RequestState, slots: jax.Array) -> jax.Array:
     """float32[R, 1]; 1 for greedy rows."""
-    temperature = state.temperature[slots][:, None]
+    temperature = state["temperature"][slots][:, None]
     return jnp.where(temperature > 0, temperature, 1.0)
 
 
-def _any(features: jax.Array, wanted: Feature) -> jax.Array:
-    return (features & int(wanted)) != 0
+def _any(features: jax.Array, *wanted: SamplerFeature) -> jax.Array:
+    return (features & bits(*wanted)) != 0
 
 
 def _argmax(logits: jax.Array) -> jax.Array:

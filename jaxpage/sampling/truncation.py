@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpage.sampling.fields import RequestState, SamplerFeature, SlotField
+
 _NUM_BEST = 128
 
 
@@ -168,3 +170,31 @@ def _order(x: jax.Array) -> jax.Array:
 def _float(order: jax.Array) -> jax.Array:
     """The inverse of `_order`."""
     return lax.bitcast_convert_type(order ^ ((order >> 31) & 0x7FFFFFFF), jnp.float32)
+
+
+def truncate_rows(
+    logits: jax.Array, state: RequestState, slots: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """`truncate` by the parameters of the rows' requests; greedy rows are left as they are."""
+    random = state["temperature"][slots] > 0
+    return truncate(
+        logits,
+        top_k=jnp.where(random, state["top_k"][slots], 0),
+        top_p=jnp.where(random, state["top_p"][slots], 1.0),
+        min_p=jnp.where(random, state["min_p"][slots], 0.0),
+    )
+
+
+TRUNCATION = SamplerFeature(
+    name="truncation",
+    fields=(
+        SlotField(name="top_k", value=lambda r, vocab_size: min(r.params.top_k, vocab_size)),
+        SlotField(name="top_p", dtype="float32", fill=1.0, value=lambda r, _: r.params.top_p),
+        SlotField(name="min_p", dtype="float32", value=lambda r, _: r.params.min_p),
+    ),
+    asked=lambda r: (
+        r.params.temperature > 0
+        and (r.params.top_k > 0 or r.params.top_p < 1 or r.params.min_p > 0)
+    ),
+    apply=truncate_rows,
+)

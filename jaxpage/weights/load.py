@@ -6,6 +6,7 @@ parameter specs and stored tensors; must not know families beyond their weight m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.registry import weight_map
+from jaxpage.models.registry import tensor_name, weight_map
 from jaxpage.models.sources import Source
 from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
 from jaxpage.weights.spec import ParamSpec, specs, variables
@@ -28,6 +29,13 @@ _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_COMPARED = 4096  # at a time, so that comparing the head of a tied model takes little memory
 _NAMES_SHOWN = 5
+# Tensors beside those of quantised weights -> who makes them.
+_QUANTISED_NAMES = {
+    ".qweight": "AWQ or GPTQ",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale_inv": "fp8 in blocks",
+    ".weight_scale": "fp8 or int8",
+}
 
 
 def load(
@@ -40,7 +48,12 @@ def load(
     Raises ValueError, and leaves the model as it was, if the checkpoint has missing, surplus or
     misshaped tensors, is quantised, or is damaged.
     """
-    stored = open_checkpoint(folder)
+    stored = {
+        name: tensor
+        for theirs, tensor in open_checkpoint(folder).items()
+        if (name := tensor_name(model.config, theirs)) is not None
+    }
+    _check_not_quantised(Path(folder), stored)
     wanted, renamed = specs(model), weight_map(model.config)
     sources = {path: renamed.get(path, Source(path)) for path in wanted}
     _check_names(sources.values(), stored, tied=_HEAD not in wanted)
@@ -84,6 +97,38 @@ def _array(spec: ParamSpec, source: Source, tensor: StoredTensor, mesh: Mesh | N
         return pieces[key]
 
     return jax.make_array_from_callback(spec.shape, spec.sharding(mesh), read)
+
+
+def _check_not_quantised(folder: Path, stored: dict[str, StoredTensor]) -> None:
+    how = _quantisation(folder / "config.json") or _quantisation_by_names(stored)
+    if how is not None:
+        raise ValueError(
+            f"the checkpoint is quantised ({how}), which is not supported; use the one in bfloat16, "
+            'float16 or float32 that it was made from. jaxpage can round that itself: quantization="int8" '
+            "for linear layers, kv_cache_dtype for the KV cache"
+        )
+
+
+def _quantisation(file: Path) -> str | None:
+    """How config.json says that the weights are quantised: the method and its numbers."""
+    try:
+        found = json.loads(file.read_text()).get("quantization_config")
+    except (OSError, ValueError, AttributeError):  # whoever reads the config says what is wrong
+        return None
+    if not isinstance(found, dict) or not found:
+        return None
+    numbers = (("bits", "{} bits"), ("w_bit", "{} bits"), ("group_size", "groups of {}"))
+    facts = [text.format(found[name]) for name, text in numbers if name in found]
+    return ", ".join([str(found.get("quant_method", "no quant_method")), *facts])
+
+
+def _quantisation_by_names(stored: dict[str, StoredTensor]) -> str | None:
+    """The same of checkpoints whose config.json says nothing."""
+    for suffix, method in _QUANTISED_NAMES.items():
+        name = next((name for name in stored if name.endswith(suffix)), None)
+        if name is not None:
+            return f"{method}, as it has {name}"
+    return None
 
 
 def _check_names(sources: Iterable[Source], stored: dict[str, StoredTensor], *, tied: bool) -> None:

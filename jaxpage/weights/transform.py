@@ -15,7 +15,8 @@ from flax import nnx
 
 from jaxpage.models.decoder import MLP, CausalLM, SelfAttention
 from jaxpage.models.layers import Linear
-from jaxpage.ops.matmul import choose
+from jaxpage.ops.implementations import Choice
+from jaxpage.ops.matmul import MatmulKernel
 from pallas_kernels.quant_matmul import quantized
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
@@ -41,12 +42,14 @@ def join_projections(model: CausalLM) -> None:
             del module.gate_proj, module.up_proj
 
 
-def quantize(model: CausalLM, device: jax.Device, *, num_devices: int = 1) -> set[str]:
+def quantize(
+    model: CausalLM, choose: Callable[[QuantizedWeight], Choice[MatmulKernel]]
+) -> set[str]:
     """Round the weight of every linear layer to int8 in place, one scale per output; embedding and norms stay.
 
-    Somebody has to compute their products, on `num_devices` devices like `device`: `ops.matmul.choose` says who.
-    Returns the reasons why it is not the platform's kernel, where it is not. A tied head becomes a layer of its own:
-    the embedding must stay exact, and the head is read at every token.
+    `choose` says what computes products with such a weight. Returns the reasons why that is not the platform's kernel,
+    where it is not. A tied head becomes a layer of its own: the embedding must stay exact, and the head is read at
+    every token.
     """
     if model.lm_head is None:
         embedding = model.model.embed_tokens.weight
@@ -63,17 +66,9 @@ def quantize(model: CausalLM, device: jax.Device, *, num_devices: int = 1) -> se
     reasons = set()
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            weight = _quantize(module)
-            module.implementation, reason = choose(
-                weight,
-                platform=device.platform,
-                num_devices=num_devices,
-                dtype=model.config.dtype,
-                round_x=True,
-                device_kind=device.device_kind,
-                compute_capability=getattr(device, "compute_capability", None),  # of GPUs
-            )
-            reasons.add(reason)
+            choice = choose(_quantize(module))
+            module.matmul_kernel = choice.chosen
+            reasons.add(choice.reason)
     return reasons - {None}
 
 

@@ -42,22 +42,22 @@ BLOCKS = (  # what swapping moves at once; padding is 0
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Two layers; `lanes`: as a TPU keeps them (`paged_attention.tpu_layout`)."""
+    """Two layers; layout "tpu": as a TPU keeps them (`paged_attention.tpu_layout`), else "heads"."""
 
     name: str
     dtype: str = "bfloat16"  # of keys, or of scales and zeros
     format: str | None = None
-    lanes: bool = True
+    layout: str = "tpu"
 
 
 POOLS = tuple(
     Pool(
-        name=f"{format or dtype}-{'lanes' if lanes else 'heads'}",
+        name=f"{format or dtype}-{layout}",
         dtype=dtype,
         format=format,
-        lanes=lanes,
+        layout=layout,
     )
-    for lanes in (True, False)
+    for layout in ("tpu", "heads")
     for dtype, format in (
         ("bfloat16", None),
         ("float32", None),
@@ -81,10 +81,10 @@ def layers(pool: Pool, *, num_layers: int = 2, num_blocks: int = NUM_BLOCKS, see
         return jnp.asarray(x, dtype)
 
     def layer():
-        shape = (size, heads * width) if pool.lanes else (size, heads, width)
+        shape = (size, heads * width) if pool.layout == "tpu" else (size, heads, width)
         if pool.format is None:
             return array(*shape, dtype=pool.dtype)
-        of_scales = (2 * heads, size) if pool.lanes else (size, heads, 2)
+        of_scales = (2 * heads, size) if pool.layout == "tpu" else (size, heads, 2)
         has_scales = pool.format in LEVELS
         return QuantizedPool(
             data=array(*shape, dtype="uint8"),

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import unsupported_jax
+from pallas_kernels.wgmma import tiled
 
 COLUMNS = 128  # outputs of a program, or twice as many
 DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
@@ -161,10 +162,6 @@ def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret:
                 at = pl.ds(pl.multiple_of(column + part, STORED), STORED)
                 _store(out_smem, out_ref, (row, first, end), at)
 
-    def stages(rows):
-        transforms = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM((num_stages, rows, DEPTH), x.dtype, transforms=transforms)
-
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
@@ -172,8 +169,8 @@ def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret:
         grid=(num_outputs // num_columns, tiles[0].shape[0]),
         grid_names=("column", "tile"),
         scratch_types=(
-            stages(tile),
-            stages(num_columns),
+            tiled(num_stages, tile, DEPTH, dtype=x.dtype, swizzle=128),
+            tiled(num_stages, num_columns, DEPTH, dtype=x.dtype, swizzle=128),
             plgpu.SMEM((tile, STORED), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         ),

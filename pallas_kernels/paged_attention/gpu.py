@@ -13,9 +13,8 @@ Blocks come by TMA straight from the pool, found through the block table (`gpu_t
 since 0 x NaN is NaN. Quantised blocks are copied as they are; a program dequantises a tile in registers and leaves it
 for wgmma in shared memory.
 
-The interpreter of jax 0.11.2 has neither wgmma with its left operand in registers nor accumulators that begin at a
-value; under `interpret` the probabilities of prompts go through shared memory and products are added. All else, every
-copy, barrier and mask, is the same.
+Under `interpret` the probabilities of prompts go through shared memory and products are added (`wgmma.py` says why).
+All else, every copy, barrier and mask, is the same.
 
 Letters: T packed query tokens, R rows, M blocks per row, N blocks, S block size, H query heads, K KV heads, D head dim,
 G = H / K query heads per KV head.
@@ -58,9 +57,8 @@ def paged_attention(
     q and the pool are both bfloat16 or both float16, or the pool is quantised: its keys and values are rounded to q's
     dtype where wgmma reads them. Products are summed in float32. `sinks` are logits that take part in the softmax of
     each head and have no value. `scale` is positive. `sizes` are the device's, the same in all calls of an engine.
-    Raises NotImplementedError with the reason of `gpu_layout.unsupported_reason`.
-    `interpret` takes `plgpu.InterpretGPUParams`
-    (jax >= 0.11.2), None compiles.
+    Raises NotImplementedError with the reason of `gpu_layout.unsupported_reason`. `interpret` takes
+    `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
     """
     if reason := gpu_layout.unsupported_reason(q, pool):
         raise NotImplementedError(reason)

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
@@ -26,14 +27,12 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     Source,
     clear_outside,
     filled,
-    load,
     normalised,
-    product,
     scores,
     swizzle_of,
-    tiled,
     weights,
 )
+from pallas_kernels.wgmma import load, product, tiled
 
 TILE = 64  # keys: the rows of one wgmma
 
@@ -79,7 +78,7 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
     num_keys = block_table.shape[1] * block_size
     starts, row_of, first_of = gpu_layout.splits(kv_lens, num_keys, options.window)
     max_items = row_of.shape[0]
-    num_programs = min(per_sm * gpu_layout.NUM_SMS, max_items * num_kv_heads)
+    num_programs = min(per_sm * hopper.NUM_SMS, max_items * num_kv_heads)
     heads_by_kv = ((0, 0), (0, 0), (0, columns - group), (0, 0))
     queries = jnp.pad(q.reshape(num_rows, num_kv_heads, group, head_dim), heads_by_kv)
 

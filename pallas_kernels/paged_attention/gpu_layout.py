@@ -19,7 +19,6 @@ from pallas_kernels.kv_write.xla import Pool
 
 SPLIT = 512  # keys of a row that one program reads; sums are cut there, so it is never tuned
 PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
-NUM_SMS = 132  # of H100 and H200. More programs than fit wait for their turn, fewer leave SMs idle.
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
 HEAD_DIMS = (64, 96, 128, 192, 256)

@@ -12,6 +12,7 @@ FlashAttention-3, arXiv:2407.08608). So the second is always half a step behind 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Memory, Plan, Tile, memory_of
 from pallas_kernels.paged_attention.gpu_tiles import (
@@ -30,13 +32,12 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     Source,
     clear_outside,
     filled,
-    load,
     normalised,
-    product,
     scores,
     swizzle_of,
     weights,
 )
+from pallas_kernels.wgmma import Ref, added_product, as_operand, load, product
 
 
 def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
@@ -57,7 +58,7 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
         group=group,
         tile_q=tile_q,
         last_token=q.shape[0] - tile_q,
-        num_programs=min(gpu_layout.NUM_SMS, num_kv_heads * lists[0].shape[0]),
+        num_programs=min(hopper.NUM_SMS, num_kv_heads * lists[0].shape[0]),
     )
     more = ()
     if sinks is not None:  # of each row of wgmma
@@ -92,13 +93,13 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
 class _Refs:
     """Arrays in the device's memory."""
 
-    queries: Any
-    table: Any
-    num_tiles: Any
-    lists: Any
-    pool: Any
-    sinks: Any  # a list of one or none
-    out: Any
+    queries: Ref  # [T, H, D]
+    table: Ref  # [R, M]
+    num_tiles: Ref  # [1]
+    lists: Sequence[Ref]  # of `gpu_layout.query_tiles`
+    pool: Sequence[Ref]  # see `Source`
+    sinks: Sequence[Ref]  # [K, ROWS], one or none
+    out: Ref  # [T, H, D]
 
 
 class _Program:
@@ -210,7 +211,7 @@ class _Program:
         else:
             self._widen(number, start, at)
             (keys, values), started = memory.wide, None
-        s = product(memory.queries.at[self.half], keys.transpose((1, 0)), started)
+        s = product(memory.queries.at[self.half], keys.transpose((1, 0)), started=started)
         if plan.plain:
             memory.keys.release(number)
         s, unit = scores(s, self._visible(at, start) if masked else None, plan.options)
@@ -226,12 +227,8 @@ class _Program:
             if masked:
                 self._clear(values, start, at)
             plgpu.barrier_wait(memory.in_turn)
-        if plan.options.interpret is None:
-            acc = _accumulated(acc, p, values)
-        else:
-            memory.weights[self.half] = p
-            plgpu.commit_smem()
-            acc = acc + product(memory.weights.at[self.half], values)
+        p = as_operand(p, None if memory.weights is None else memory.weights.at[self.half])
+        acc = added_product(acc, p, values, interpret=plan.options.interpret)
         if plan.plain:
             memory.values.release(number)
         else:
@@ -337,12 +334,3 @@ class _Program:
 def _meet(barrier):
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
-
-
-def _accumulated(acc, a, b):
-    """acc + a @ b in float32, with a in registers and b in shared memory."""
-
-    def multiply(ref):
-        plgpu.wgmma(ref, a, b)
-
-    return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))

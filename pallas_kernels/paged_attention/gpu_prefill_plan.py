@@ -5,16 +5,19 @@ Knows sizes and barriers; must not know what is computed. Letters as in `gpu.py`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_tiles import Options, Source, swizzle_of, tiled
+from pallas_kernels.paged_attention.gpu_tiles import Options, Source, swizzle_of
+from pallas_kernels.wgmma import Ref, tiled
 
 ROWS = 128  # of a query tile: two warpgroups of 64
 
@@ -83,18 +86,18 @@ def memory_of(plan: Plan, columns: int, dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Memory:
-    output: Any  # [128, columns], row by row
-    arrived: Any  # likewise, queries as they were copied; `output` where there is no room
-    queries: Any  # as wgmma reads them
-    weights: Any  # when interpreted, instead of registers
-    wide: Any  # a tile of K and one of V, dequantised
+    output: Ref  # [128, columns], row by row
+    arrived: Ref  # likewise, queries as they were copied; `output` where there is no room
+    queries: Ref  # as wgmma reads them
+    weights: Ref | None  # when interpreted, instead of registers
+    wide: Sequence[Ref]  # a tile of K and one of V, dequantised
     keys: Ring
     values: Ring
-    queries_ready: Any
-    queries_done: Any  # who computes has taken them
-    in_turn: Any  # who computes: half a step is over
-    met: Any
-    written: Any  # the output
+    queries_ready: Ref
+    queries_done: Ref  # the warpgroups that compute have taken them
+    in_turn: Ref  # of the warpgroups that compute: half a step is over
+    met: Ref
+    written: Ref  # the output
 
     @classmethod
     def of(cls, plan: Plan, *, rings, arrived, output, **others) -> Memory:
@@ -109,9 +112,9 @@ class Ring:
     """Stages of K or of V. Of all tiles that a program copies, number i stands in stage i % num."""
 
     num: int
-    stages: Any
-    ready: Any  # the tile has come
-    done: Any  # nobody reads it any more
+    stages: Sequence[Ref]
+    ready: Ref  # the tile has come
+    done: Ref  # no warpgroup reads it any more
 
     def stage(self, i):
         return lax.rem(i, jnp.int32(self.num))
@@ -134,16 +137,16 @@ class Ring:
 class Tile:
     """A tile of queries for one KV head, all numbers that the kernel computes."""
 
-    row: Any
-    head: Any
-    token: Any  # where `tile_q` queries are read
-    skipped: Any  # so many of them are not the tile's own,
-    count: Any  # so many are, and they begin at position
-    bottom: Any  # which is negative for padding
-    begin: Any  # positions from here
-    end: Any  # to here can be read: of the row, and by no window left behind
-    first: Any  # key tile that its own queries see
-    num_keys: Any  # tiles of keys
+    row: jax.Array
+    head: jax.Array
+    token: jax.Array  # where `tile_q` queries are read
+    skipped: jax.Array  # so many of them are not the tile's own,
+    count: jax.Array  # so many are, and they begin at position
+    bottom: jax.Array  # which is negative for padding
+    begin: jax.Array  # positions from here
+    end: jax.Array  # to here can be read: of the row, and by no window left behind
+    first: jax.Array  # key tile that its own queries see
+    num_keys: jax.Array  # tiles of keys
 
     @classmethod
     def of(cls, plan: Plan, head, row, token, count, bottom, begin, end) -> Tile:

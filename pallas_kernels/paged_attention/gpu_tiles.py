@@ -1,4 +1,4 @@
-"""What the Hopper kernels of paged attention share: tiles of a pool in shared memory, products, the online softmax.
+"""What the Hopper kernels of paged attention share: tiles of a pool in shared memory, the online softmax.
 
 Knows copies, layouts and formats of the pool; must not know who reads which keys for which queries: that is
 `gpu_decode.py` and `gpu_prefill.py`. Letters as in `gpu.py`.
@@ -10,7 +10,6 @@ another. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
+from pallas_kernels.wgmma import load, tiled
 
 MASKED = -1e30  # where the running maximum begins
 LOG2E = math.log2(math.e)
@@ -36,17 +36,6 @@ class Options:
     sinks: jax.Array | None  # float32[H], in units of log2
     sizes: TileSizes
     interpret: Any
-
-
-def tiled(*shape: int, dtype, swizzle: int):
-    """Shared memory as wgmma reads it: swizzled tiles of 8 rows, whose length is `swizzle` bytes."""
-    tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
-
-
-def load(ref, *, layout, optimized: bool = True):
-    """Shared memory, or with `optimized=False` any memory, into registers."""
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue] (jax 0.10)
 
 
 def filled(shape: tuple[int, ...], value: float, layout):
@@ -94,9 +83,8 @@ def normalised(acc, m, total, sinks, axis: int):
 class Source:
     """A pool as the kernels read it: a row of `arrays` for each slot, the columns of K and V of a head side by side."""
 
-    arrays: tuple[
-        jax.Array, ...
-    ]  # [N * S, 2 * K * width], and scales and zeros [N * S, 4 * K] of int8 and int4
+    # [N * S, 2 * K * width], and scales and zeros [N * S, 4 * K] of int8 and int4.
+    arrays: tuple[jax.Array, ...]
     format: str | None
     block_size: int
     width: int  # columns of a head's K: D, or D / 2 bytes of int4
@@ -203,15 +191,3 @@ def clear_outside(v_smem, start, low, high):
     position = start + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
     inside = (position >= low) & (position < high)
     v_smem[...] = jnp.where(inside, v, jnp.zeros_like(v))
-
-
-def product(a, b, started: Callable[[], None] | None = None):
-    """a @ b in float32, of references in shared memory. `started` is called while it is being computed."""
-
-    def multiply(ref):
-        plgpu.wgmma(ref, a, b)
-        if started is not None:
-            started()
-        return ref[...]
-
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))

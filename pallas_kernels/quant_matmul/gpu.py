@@ -10,8 +10,8 @@ Layers with few outputs have fewer tiles than the chip has SMs: their inputs are
 order. How many there are follows from the weight's shape alone, and so does the order of all sums: a row's result does
 not depend on how many rows there are.
 
-The interpreter of jax 0.11.2 has neither wgmma with its left operand in registers nor accumulators that begin at a
-value; under `interpret` widened weights go through shared memory and products are added. All else is the same.
+Under `interpret` widened weights go through shared memory and products are added (`wgmma.py` says why). All else is the
+same.
 
 Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
 """
@@ -31,11 +31,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
+from pallas_kernels.wgmma import added_product, as_operand, load, product, tiled
 
 ROWS = 128  # outputs of a program
 CHUNK = 128  # bytes of an output that come at once
-NUM_SMS = 132  # of H100 and H200. It and MOST_SPLITS say where sums are cut,
-MOST_SPLITS = 8  # so they are never tuned
+# Inputs are split until there are WANTED_PROGRAMS, as many as an H200 has SMs. Sums are cut there, so these two are the
+# same on every device and never tuned.
+WANTED_PROGRAMS = 132
+MOST_SPLITS = 8
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -113,7 +116,7 @@ def _parts(
     """x [T, E], T a multiple of `tile` -> float32 or, of integers, int32 [parts, T, F], to be added in order."""
     num_out, width = weight.data.shape
     num_chunks, group = width // CHUNK, weight.group_size
-    num_splits = max(1, min(NUM_SMS // (num_out // ROWS), MOST_SPLITS, num_chunks // 4))
+    num_splits = max(1, min(WANTED_PROGRAMS // (num_out // ROWS), MOST_SPLITS, num_chunks // 4))
     num_programs = num_out // ROWS * (x.shape[0] // tile)
     num_parts = num_splits if num_programs < sizes.enough_programs else 1
     is_int4, sum_dtype = weight.format == "int4", jnp.int32 if x.dtype == jnp.int8 else jnp.float32
@@ -151,13 +154,13 @@ def _parts(
             plgpu.barrier_wait(ready.at[stage])
             x_stage, data_stage = x_smem.at[stage], data_smem.at[stage]
             if x.dtype == jnp.int8:
-                acc = _add(acc, data_stage, x_stage.transpose((1, 0)), interpret)
+                acc = added_product(acc, data_stage, x_stage.transpose((1, 0)), interpret=interpret)
             elif is_int4:
                 stages = [smem.at[stage] for smem in group_smem]
                 acc = _add_groups(acc, x_stage, data_stage, stages, group, wide_smem)
             else:
-                wide = _held(_widen(data_stage), wide_smem)
-                acc = _add(acc, wide, x_stage.transpose((1, 0)), interpret)
+                wide = _as_operand(_widen(data_stage), wide_smem)
+                acc = added_product(acc, wide, x_stage.transpose((1, 0)), interpret=interpret)
             plgpu.commit_smem()  # all have read the stage
             pl.when(i + num_stages < num_steps)(lambda: fetch(first + i + num_stages, stage))
             return acc
@@ -190,23 +193,23 @@ def _parts(
 
             @pl.when(split > 0)
             def _():  # a thread reads what it wrote itself
-                out[...] = _load(out, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False) + part
+                out[...] = load(out, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False) + part
 
         lax.fori_loop(0, num_splits, add_next, None)
 
     # No tile of shared memory may have more than a group in it.
     small = group if is_int4 else CHUNK
-    tiled = partial(_tiled, swizzle=min(128, small * x.dtype.itemsize))
+    x_tiled = partial(tiled, swizzle=min(128, small * x.dtype.itemsize))
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_parts, x.shape[0], num_out), sum_dtype),
         grid=(num_parts, num_out // ROWS, x.shape[0] // tile),
         grid_names=("split", "rows", "tile"),
         scratch_types=(
-            tiled(num_stages, tile, inputs, dtype=x.dtype),
-            _tiled(num_stages, ROWS, CHUNK, dtype=data.dtype, swizzle=small),
+            x_tiled(num_stages, tile, inputs, dtype=x.dtype),
+            tiled(num_stages, ROWS, CHUNK, dtype=data.dtype, swizzle=small),
             [plgpu.SMEM((num_stages, num_groups, ROWS), each.dtype) for each in by_group],
-            None if interpret is None else tiled(ROWS, CHUNK, dtype=jnp.bfloat16),
+            None if interpret is None else x_tiled(ROWS, CHUNK, dtype=jnp.bfloat16),
             plgpu.Barrier(num_arrivals=2 + len(by_group), num_barriers=num_stages),
         ),
         interpret=interpret,
@@ -214,53 +217,18 @@ def _parts(
     return kernel(x, data, *by_group)
 
 
-def _tiled(*shape: int, dtype, swizzle: int):
-    """Shared memory as wgmma reads it: swizzled tiles of 8 rows, whose length is `swizzle` bytes."""
-    tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
-
-
-def _load(ref, *, layout, optimized: bool = True):
-    """Shared memory, or with `optimized=False` any memory, into registers."""
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue] (jax 0.10)
-
-
-def _held(a, wide_smem):
-    """`a` for wgmma: in registers, or for the interpreter in shared memory."""
-    if wide_smem is None:
-        return a
-    wide_smem[:, pl.ds(0, a.shape[1])] = a
-    plgpu.commit_smem()
-    return wide_smem.at[:, pl.ds(0, a.shape[1])]
-
-
-def _add(acc, a, b, interpret):
-    """acc + a @ b; a and b in shared memory, a perhaps in registers."""
-    if interpret is not None:
-        return acc + _product(a, b, acc.dtype)
-
-    def multiply(ref):
-        plgpu.wgmma(ref, a, b)
-
-    return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
-
-
-def _product(a, b, dtype):
-    def multiply(ref):
-        plgpu.wgmma(ref, a, b)
-        return ref[...]
-
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), dtype))
+def _as_operand(a, wide_smem):
+    """`wgmma.as_operand` in the first columns of a buffer as wide as the widest."""
+    return as_operand(a, None if wide_smem is None else wide_smem.at[:, pl.ds(0, a.shape[1])])
 
 
 def _widen(data_smem):
     """int8 or fp8 [F, E] -> the same numbers in bfloat16, as wgmma wants its left operand."""
-    data = _load(data_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    data = load(data_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     if data.dtype == jnp.int8:
         return plgpu.layout_cast(data.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
-    half = plgpu.layout_cast(
-        data.astype(jnp.float16), plgpu.Layout.WGMMA
-    )  # one instruction for two
+    # One instruction for two numbers.
+    half = plgpu.layout_cast(data.astype(jnp.float16), plgpu.Layout.WGMMA)
     return half.astype(jnp.float32).astype(jnp.bfloat16)
 
 
@@ -273,21 +241,21 @@ def _add_groups(acc, x_smem, data_smem, group_smem, group: int, wide_smem):
         def part_of(index, size):
             return pl.ds(pl.multiple_of(index * size, size), size)
 
-        data = _load(data_smem.at[:, part_of(pair, group)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        data = load(data_smem.at[:, part_of(pair, group)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
         # Signed bytes become bfloat16 fast, and four of them are one register: q, and 16 (q - 8) without a shift.
         low, high = data & jnp.int8(15), (data & jnp.int8(-16)) ^ jnp.int8(-128)
         for half, (q, middle, unit) in enumerate(((low, 0, 1), (high, MIDDLE, 16))):
             number = 2 * pair + half
             w = plgpu.layout_cast(q.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
             if zero_smem:
-                zero = _load(zero_smem[0].at[number], layout=by_out, optimized=False)
+                zero = load(zero_smem[0].at[number], layout=by_out, optimized=False)
                 zero = (zero.astype(jnp.float32) - middle) * unit
                 w = w - lax.broadcast_in_dim(zero.astype(jnp.bfloat16), w.shape, [0])
             elif middle != MIDDLE:
                 w = w - jnp.bfloat16(MIDDLE)
             x = x_smem.at[:, part_of(number, group)].transpose((1, 0))
-            part = _product(_held(w, wide_smem), x, jnp.float32)
-            scale = _load(scale_smem.at[number], layout=by_out, optimized=False) * (1 / unit)
+            part = product(_as_operand(w, wide_smem), x)
+            scale = load(scale_smem.at[number], layout=by_out, optimized=False) * (1 / unit)
             acc = acc + part * lax.broadcast_in_dim(scale, part.shape, [0])
         return acc
 

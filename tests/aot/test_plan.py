@@ -1,12 +1,17 @@
-"""`jaxpage plan` with the real compilers, for chips that are not here."""
+"""`jaxpage plan` with the real compilers, for chips that this machine does not have."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from jaxpage.aot.plan import Plan, main
+from jaxpage.aot.targets import parse_target
+from jaxpage.aot.topology import environment
 from tests.aot.tiny import CONFIG
 
 pytestmark = pytest.mark.aot
@@ -31,7 +36,7 @@ def run(config, **options) -> tuple[int, list[dict]]:
 
 def check_programs(found: dict) -> None:
     names = [program["name"] for program in found["programs"]]
-    assert names == ["decode R=2", "decode R=8", "forward T=64", "sample R=8"]
+    assert names == ["layers R=8", "forward T=64", "sample R=8"]
     for program in found["programs"]:
         pool_bytes = 0 if program["name"].startswith("sample") else found["pool_bytes"]
         assert program["alias_bytes"] >= found["state_bytes"] + pool_bytes, program
@@ -71,8 +76,7 @@ def test_four_devices_exchange_what_tensor_parallelism_needs_and_no_more(config)
 
     collectives = {program["name"]: program["collectives"] for program in found["programs"]}
     assert collectives == {
-        "decode R=2": sums(2) | gathers(2),
-        "decode R=8": sums(8) | gathers(8),
+        "layers R=8": sums(8),
         "forward T=64": sums(64),
         "sample R=8": gathers(8),
     }
@@ -80,10 +84,66 @@ def test_four_devices_exchange_what_tensor_parallelism_needs_and_no_more(config)
 
 def test_a_model_that_does_not_fit_is_told_by_the_exit_code(config, capsys):
     code, (found,) = run(config, target="h200", gpu_memory_utilization=1e-5)
-    assert code == 1 and not found["verdict"]["fits"]
+    assert code == 1 and not found["estimate"]["fits"]
     assert "It does not fit" in capsys.readouterr().out
 
 
 def test_more_devices_than_there_are_is_refused(config):
     with pytest.raises(ValueError, match="has 4 devices; --tp 8"):
         run(config, target="v6e:2x2", tp=8)
+
+
+def test_an_equal_plan_is_read_from_disk(config, capsys, monkeypatch):
+    monkeypatch.setenv("JAXPAGE_COMPILATION_CACHE_DIR", str(config.parent / "cache"))
+    _, first = run(config, target="v6e:2x2")
+    assert "sample R=8 compiled in" in capsys.readouterr().err
+    _, second = run(config, target="v6e:2x2")
+    assert "compil" not in capsys.readouterr().err and second == first
+    run(config, target="v6e:2x2", max_num_batched_tokens=32)
+    assert "forward T=32 compiled in" in capsys.readouterr().err
+
+
+def test_what_cannot_be_served_is_refused_before_anything_is_compiled(config, capsys):
+    config.write_text(json.dumps(CONFIG | {"architectures": ["MixtralForCausalLM"]}))
+    with pytest.raises(ValueError, match="MixtralForCausalLM is not supported"):
+        run(config, target="v6e:2x2")
+    assert "compil" not in capsys.readouterr().err
+
+
+WHOLE = """
+import json, sys
+from jaxpage.aot.targets import parse_target
+from jaxpage.aot.worker import compile_and_inspect, largest_step_bytes, make_job, measure
+from jaxpage.runner.programs import step_bytes
+from jaxpage.aot.worker import Memory
+
+options, target, num_devices = json.load(sys.stdin)
+target = parse_target(target)
+programs = measure(options, target, num_devices)["programs"]
+decode = compile_and_inspect(make_job(options, target, num_devices), "decode R=64")
+whole = step_bytes([Memory(decode["temp_bytes"], decode["result_bytes"])])
+print(json.dumps([largest_step_bytes(programs, 8), whole]))
+"""
+
+
+# The logits of 64 rows are 32 MiB.
+WIDE = CONFIG | {"vocab_size": 131072, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("target", "num_devices"), [("v6e:2x2", 1), ("tpu7x:2x2x1", 1), ("v5e:2x2", 4), ("h200", 1)]
+)
+def test_a_plan_covers_the_decode_step_compiled_whole(config, target, num_devices):
+    """It adds up two parts of a decode step: never less than the whole needs, and little more."""
+    config.write_text(json.dumps(WIDE))
+    options = {"model": str(config), "max_num_seqs": 64, "max_num_batched_tokens": 64}
+    told = dict(each.split("=", 1) for each in environment(parse_target(target)))
+    done = subprocess.run(
+        [sys.executable, "-c", WHOLE],
+        input=json.dumps([options, target, num_devices]),
+        env=os.environ | told,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    planned, whole = json.loads(done.stdout.splitlines()[-1])
+    assert whole <= planned <= 1.1 * whole + (32 << 20)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jaxpage.bench.results import Bar, Context, Result, measured
 
 
-def ceilings(context: Context) -> Iterator[Result]:
+def peaks(context: Context) -> Iterator[Result]:
     yield measured("copy bandwidth", 2.0, "GB/s")
     yield measured("matrix product rate", 3.0, "TFLOP/s")
 

@@ -44,10 +44,10 @@ class Engine:
 
 def test_every_prefix_of_the_continuations_is_asked_about(monkeypatch):
     monkeypatch.setattr(accuracy, "NUM_BEST", 2)
-    prefixes, expected = accuracy._continue(Engine(1.0), [[1], [1, 1]], num_tokens=3)
+    prefixes, expected = accuracy.continuations(Engine(1.0), [[1], [1, 1]], num_tokens=3)
     assert prefixes == [[1], [1, 1], [1, 1, 2], [1, 1], [1, 1, 2], [1, 1, 2, 0]]
     assert [set(logprobs) for logprobs in expected[:3]] == [{1, 2}, {2, 3}, {0, 1}]
-    found = accuracy._next_logprobs(Engine(1.0), prefixes)
+    found = [logprobs for _, [logprobs] in accuracy.greedy_logprobs(Engine(1.0), prefixes, 1, -1)]
     assert all(len(logprobs) == VOCAB for logprobs in found)
     for logprobs, wanted in zip(found, expected, strict=True):
         assert {token_id: logprobs[token_id] for token_id in wanted} == wanted

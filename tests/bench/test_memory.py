@@ -7,8 +7,8 @@ import json
 import pytest
 
 from jaxpage.bench import memory
+from jaxpage.bench.engines import Work
 from jaxpage.bench.memory import MemoryBench
-from jaxpage.bench.peers import Work
 
 
 def test_waste_of_one_request_counted_on_paper():
@@ -35,7 +35,7 @@ def test_waste_of_launches_of_several_steps_is_told_apart():
 def test_in_a_scarce_pool_few_blocks_are_held_ahead():
     work = Work(prompts=[[3] * 4] * 4, num_tokens=[30] * 4, static_batch=4)
     plenty = memory.waste(work, block_size=4, decode_steps=8)
-    scarce = memory.waste(work, block_size=4, decode_steps=8, num_blocks=1 + 20)
+    scarce = memory.waste(work, block_size=4, decode_steps=8, num_blocks=20)
     assert scarce["num_blocks"] <= 20 < plenty["num_blocks"]
     assert scarce["causes"]["ahead"] < plenty["causes"]["ahead"] / 4
 

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpage import tiny
+from jaxpage.bench.engines import Options, Work
 from jaxpage.bench.llama import LlamaCpp
-from jaxpage.bench.peers import PEERS, Options, PeerProcess, Work, check_python
+from jaxpage.bench.peers import PEERS, PeerProcess, check_python
 
 OPTIONS = Options(threads=1, max_model_len=64, max_num_seqs=2, prefix_caching=False)
 WORK = Work(prompts=[[3, 4, 5]], num_tokens=[2], static_batch=1)

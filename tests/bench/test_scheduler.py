@@ -1,4 +1,4 @@
-"""The scheduler benchmark drives the real scheduler and packer and reports every step."""
+"""The scheduler benchmark drives a real LLM, scheduler and packer, and reports every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_step_of_every_size_is_timed_and_written(tmp_path, capsys):
     report = json.loads(path.read_text())
     assert [result["rows"] for result in report["results"]] == [2, 5]
     for result in report["results"]:
-        assert list(result["microseconds"]) == ["schedule", "pack", "update"]
+        assert list(result["microseconds"]) == ["schedule", "pack", "update", "outputs"]
         for times in result["microseconds"].values():
             assert len(times) == 20 and min(times) > 0
     assert capsys.readouterr().out.strip() == scheduler.table(report)
@@ -25,10 +25,10 @@ def test_every_step_of_every_size_is_timed_and_written(tmp_path, capsys):
 
 def test_table_shows_median_and_90th_percentile():
     times = [float(t) for t in range(1, 12)]  # median 6, p90 10
-    parts = {"schedule": times, "pack": [1.0] * 11, "update": times[::-1]}
+    parts = {"schedule": times, "pack": [1.0] * 11, "update": times[::-1], "outputs": [2.0] * 11}
     report = {"context": 7, "results": [{"rows": 3, "microseconds": parts}]}
     assert scheduler.table(report).splitlines()[-1].split() == (
-        "3 6 (10) 1 (1) 6 (10) 7 (11)".split()
+        "3 6 (10) 1 (1) 6 (10) 2 (2) 7 (11) 15 (15)".split()
     )
 
 

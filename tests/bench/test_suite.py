@@ -18,20 +18,18 @@ from jaxpage import cli, tiny
 from jaxpage.bench import (
     attention,
     attention_peers,
-    ceilings,
     device_time,
-    exact,
     kernels,
+    oracle,
+    peaks,
     results,
     serving,
     suite,
-    warm_up,
 )
 from jaxpage.bench.attention_peers import Peer
-from jaxpage.bench.children import Child
-from jaxpage.bench.engines import TransformersContinuous
-from jaxpage.bench.peers import Options
+from jaxpage.bench.engines import Options, TransformersContinuous
 from jaxpage.bench.results import Bar, Context, failed, measured, missing
+from jaxpage.bench.subprocess_rpc import RemoteObject
 from jaxpage.bench.suite import SuiteBench
 from pallas_kernels.kv_write.quantized import FORMATS
 from pallas_kernels.paged_attention import cases, reference
@@ -60,8 +58,8 @@ def test_a_bar_for_an_h200_gives_no_verdict_elsewhere():
 def test_a_result_says_in_a_line_what_it_is():
     line = str(measured("share", 0.123456, "x", Bar(">=", 0.8)))
     assert line == "share:  0.1235 x  bar >= 0.8  FAILED"
-    assert str(missing("peer", "us", "no torch")) == "peer:  (no torch)"
-    assert str(failed("part", "boom")) == "part:  FAILED  (boom)"
+    assert str(missing("peer", "us", "no torch")) == "peer:  no torch"
+    assert str(failed("part", "boom")) == "part:  FAILED: boom"
 
 
 def test_the_table_has_all_bars_and_failures_and_nothing_else():
@@ -72,7 +70,7 @@ def test_the_table_has_all_bars_and_failures_and_nothing_else():
         missing("ratio", "x", "nothing to compare with", Bar(">=", 1.0)),
         failed("rest", "boom"),
     ]
-    text = results.table([{"part": "p"} | row.as_dict() for row in rows])
+    text = results.table_of_bars([("p", row) for row in rows])
     assert [line.split("  ")[0] for line in text.splitlines()[1:]] == [
         "p: share",
         "p: ratio",
@@ -98,7 +96,7 @@ def test_errors_are_told_in_one_line():
 
 
 def test_a_child_answers_and_tells_its_errors():
-    with Child("collections:deque") as child:
+    with RemoteObject("collections:deque") as child:
         child.ask("append", 3)
         assert child.ask("count", 3) == 1 and child.ask("pop") == 3
         with pytest.raises(RuntimeError, match="IndexError: pop from an empty deque"):
@@ -108,7 +106,7 @@ def test_a_child_answers_and_tells_its_errors():
 
 
 def test_a_child_gets_its_variables():
-    with Child("os:getcwd", environment={"LC_TEST": "7"}) as child:
+    with RemoteObject("os:getcwd", environment={"LC_TEST": "7"}) as child:
         with pytest.raises(RuntimeError, match="'str' object has no attribute 'x'"):
             child.ask("x")
         environment = f"/proc/{child._process.pid}/environ"
@@ -117,33 +115,33 @@ def test_a_child_gets_its_variables():
 
 
 def test_a_child_that_is_silent_is_stopped():
-    with Child("threading:Event") as child:
+    with RemoteObject("threading:Event") as child:
         with pytest.raises(TimeoutError, match="after 1 s"):
             child.ask("wait", timeout=1)
         assert child._process.returncode is not None
 
 
 def test_a_child_that_dies_is_reported_with_its_status():
-    with Child("os:abort") as child:
+    with RemoteObject("os:abort") as child:
         with pytest.raises(RuntimeError, match="died with status -6"):
             child.ask("anything")
 
 
 def fake(monkeypatch, **parts: tuple[str, float]):
-    named = {"ceilings": ("ceilings", 60.0)} | parts
+    named = {"peaks": ("peaks", 60.0)} | parts
     parts_of = {name: (f"{HERE}:{function}", limit) for name, (function, limit) in named.items()}
     monkeypatch.setattr(suite, "PARTS", parts_of)
 
 
-def test_parts_get_the_ceilings_and_results_say_where_they_come_from(monkeypatch, tmp_path, capsys):
+def test_parts_get_the_peaks_and_results_say_where_they_come_from(monkeypatch, tmp_path, capsys):
     fake(monkeypatch, echo=("echo", 60.0), unwanted=("raises", 60.0))
     path = tmp_path / "new" / "suite.json"
     bench = SuiteBench(json=path, only=("echo",), tiny=True, commit="abc")
     assert suite.main(bench) == 1  # since a bar was missed
     found = json.loads(path.read_text())["results"]
     assert [(r["part"], r["name"], r["value"], r["passed"]) for r in found] == [
-        ("ceilings", "copy bandwidth", 2.0, None),
-        ("ceilings", "matrix product rate", 3.0, None),
+        ("peaks", "copy bandwidth", 2.0, None),
+        ("peaks", "matrix product rate", 3.0, None),
         ("echo", "bandwidth", 2e9, True),
         ("echo", "rate", 3e12, False),
     ]
@@ -168,7 +166,7 @@ def test_a_part_that_fails_keeps_what_it_had_and_the_next_one_runs(monkeypatch, 
     )
     path = tmp_path / "suite.json"
     assert suite.main(SuiteBench(json=path, tiny=True)) == 1
-    found = [r for r in json.loads(path.read_text())["results"] if r["part"] != "ceilings"]
+    found = [r for r in json.loads(path.read_text())["results"] if r["part"] != "peaks"]
     assert [(r["part"], r["name"], r["passed"]) for r in found][:6] == [
         ("raises", "before", None),
         ("raises", "the rest of it", False),
@@ -189,7 +187,7 @@ def test_without_time_a_part_is_named_and_not_begun(monkeypatch, tmp_path):
     assert suite.main(SuiteBench(json=path, time_limit=1)) == 0
     found = json.loads(path.read_text())["results"]
     assert [(r["part"], r["name"], r["passed"]) for r in found] == [
-        ("ceilings", "all of it", None),
+        ("peaks", "all of it", None),
         ("raises", "all of it", None),
     ]
     assert all("1 s were left" in r["reason"] for r in found)
@@ -204,7 +202,7 @@ def test_where_jax_sees_no_accelerator_full_sizes_are_not_begun(monkeypatch, tmp
 
 
 def test_parts_are_called_by_their_names():
-    with pytest.raises(ValueError, match="no part .'speed'.; there are ceilings, decode, prefill"):
+    with pytest.raises(ValueError, match="no part .'speed'.; there are peaks, decode, prefill"):
         suite.main(SuiteBench(only=("speed",)))
 
 
@@ -323,7 +321,7 @@ def test_float64_reads_pools_of_every_format(format, dtype):
     )
     arguments = cases.arguments(case)
     out = reference.paged_attention(**arguments)
-    error = exact.worst_row(out, arguments["query_starts"], exact.attention(arguments))
+    error = oracle.worst_row(out, arguments["query_starts"], oracle.attention(arguments))
     assert error < (1e-6 if dtype == "float32" else 5e-3)
 
 
@@ -348,16 +346,15 @@ def test_transformers_is_told_its_pages_under_their_name(monkeypatch, page):
 
     model = SimpleNamespace(
         device=SimpleNamespace(type="cpu"),
-        config=SimpleNamespace(_attn_implementation="sdpa"),
         init_continuous_batching=begin,
     )
-    options = Options(threads=1, max_model_len=33, max_num_seqs=4, prefix_caching=False)
-    for page_size in (None, 32):
-        versions = TransformersContinuous().start(model, options, page_size=page_size)
-        assert versions == {"attention": "sdpa"}
+    options = Options(threads=1, max_model_len=65, max_num_seqs=4, prefix_caching=False)
+    for device in ("cuda", "cpu"):  # their default, and 64 tokens
+        model.device.type = device
+        TransformersContinuous().start(model, options)
     assert [dataclasses.astuple(c)[:2] for c in seen] == [
-        (16, 4 * 3 * 5 // 4),
-        (32, 4 * 2 * 5 // 4),
+        (16, 4 * 5 * 5 // 4),
+        (64, 4 * 2 * 5 // 4),
     ]
 
 
@@ -396,13 +393,13 @@ def test_steps_are_timed_and_transformers_does_the_same_work(tmp_path):
 def test_starts_are_held_to_their_bars_one_by_one(tmp_path, monkeypatch):
     seen = {}
 
-    def starts(folder, python, threads, options):
+    def starts(folder, options, threads):
         seen.update(options, config=json.loads((folder / "config.json").read_text()))
         yield "cold", {"first_token": 5.0, "warm": 40.0}
         yield "cached", {"first_token": 3.0, "warm": 9.0}
         raise RuntimeError("ended")
 
-    monkeypatch.setattr(warm_up, "starts", starts)
+    monkeypatch.setattr(serving, "starts", starts)
     found = serving.warm_up(context(tmp_path))
     cold, cached = next(found), next(found)
     assert (cold.value, cold.bar, cached.value, cached.bar) == (40.0, "<= 60", 9.0, "<= 8")
@@ -411,8 +408,8 @@ def test_starts_are_held_to_their_bars_one_by_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ceilings_are_measured(tmp_path):
-    bandwidth, rate = ceilings.measure(context(tmp_path))
+def test_peaks_are_measured(tmp_path):
+    bandwidth, rate = peaks.measure(context(tmp_path))
     assert bandwidth.value > 0 and bandwidth.details["by"] in bandwidth.details["samples"]
     assert rate.value > 0 and rate.unit == "TFLOP/s"
 

@@ -34,7 +34,7 @@ def test_a_look_up_is_answered_from_the_row_that_it_names():
         for column in text.COLUMNS:
             turn = text.look_up(rng, people, column)
             (row,) = (r for n, r in cells(text.table(people)).items() if n in turn.question)
-            assert turn.answer == text.ANSWERS[column].format(**row)
+            assert turn.answer == words.ANSWERS[column].format(**row)
             assert row["name"] in turn.question
 
 
@@ -42,7 +42,7 @@ def test_the_wording_is_the_promised_one():
     person = text.Person("John Doe", 29, "Teacher", "France")
     turn = text.look_up(random.Random(1), [person], "age")
     assert turn.answer == "According to the table, John Doe is 29 years old."
-    assert "What is the age of {name}?" in text.QUESTIONS["age"]
+    assert "What is the age of {name}?" in words.QUESTIONS["age"]
     assert "John" in words.FIRST_NAMES and "Doe" in words.LAST_NAMES
 
 

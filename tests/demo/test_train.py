@@ -77,9 +77,9 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_weights(tmp_path, monkeypat
 
 
 def test_a_run_is_not_continued_with_other_options(tmp_path):
-    train._remember(options(tmp_path))
+    train.check_options(options(tmp_path))
     with pytest.raises(ValueError, match="'seed': \\(0, 1\\)"):
-        train._remember(replace(options(tmp_path), seed=1))
+        train.check_options(replace(options(tmp_path), seed=1))
 
 
 @pytest.mark.slow  # compiles the step
@@ -87,7 +87,7 @@ def test_steps_lower_the_loss(tokenizer):
     config = network.model_config(tokenizer.get_vocab_size())
     params = jax.tree.map(jnp.asarray, start.weights(config, tokenizer, seed=0))
     optimiser = train.optimiser_of(train.Training(steps=100), params)
-    step, state, losses = train._step(config, optimiser), optimiser.init(params), []
+    step, state, losses = train.make_step(config, optimiser), optimiser.init(params), []
     batch = tokens.training_batch(tokenizer, train.STAGES[0], tokens=288, seed=0, step=0)
     for _ in range(12):
         params, state, loss = step(params, state, batch)

@@ -30,26 +30,25 @@ def path(tmp_path_factory):
     return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2")))
 
 
-def start(path, cache, **options) -> tuple[dict[str, str], list[int], LLM]:
+def start(path, cache, **options) -> tuple[dict[str, str | None], list[int], LLM]:
     """Where each program came from, and what they compute."""
     llm = LLM(path, compilation_cache_dir=str(cache), **(OPTIONS | options))
     output = llm.generate([list(range(3, 12))], GREEDY, use_tqdm=False)[0].outputs[0]
     llm.wait_until_warm()
-    ready = llm._engine.runner.programs.ready
-    return {name: program.origin for name, program in ready.items()}, output.token_ids, llm
+    return {p.name: p.origin for p in llm.programs()}, output.token_ids, llm
 
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_computes_the_same(path, tmp_path, caplog, fresh_cache):
     first, tokens, _ = start(path, tmp_path)
-    assert "kept" not in first.values()
+    assert "stored" not in first.values()
     second, again, llm = start(path, tmp_path)
-    assert set(second.values()) == {"kept"} and second.keys() == first.keys()
+    assert set(second.values()) == {"stored"} and second.keys() == first.keys()
     assert again == tokens and llm._engine.runner.num_recompiles == 0
     with caplog.at_level(logging.INFO, "jaxpage"):
         other, _, _ = start(path, tmp_path, num_gpu_blocks_override=17)
-    assert "kept" not in other.values()
-    assert "are not for this start: KV pool: ..." in caplog.text
+    assert "stored" not in other.values()
+    assert "do not match this start: KV pool: ..." in caplog.text
     assert "num_blocks=16" in caplog.text and "num_blocks=17" in caplog.text
 
 
@@ -59,7 +58,7 @@ def test_compile_prepares_a_start_from_config_json_alone(path, tmp_path, capsys,
     compile_for(options | {"model": f"{path}/config.json"}, tmp_path, None)
     assert "programs for 9 KV blocks" in capsys.readouterr().out
     origins, _, llm = start(path, tmp_path, num_gpu_blocks_override=None)
-    assert set(origins.values()) == {"kept"}
+    assert set(origins.values()) == {"stored"}
     assert llm.config.num_gpu_blocks_override == 9  # two sequences of 64 tokens, and the null block
 
 
@@ -71,19 +70,19 @@ def test_compile_and_start_agree_on_windows_that_a_fitted_length_does_not_reach(
     longer = dict(max_position_embeddings=2048, sliding_window=512)
     path = str(checkpoints.build("gemma3", 1, tmp_path / "gemma3", **longer))
     options = dict(max_model_len="auto", num_gpu_blocks_override=None, kv_cache_memory_bytes=30_000)
-    compile_for(OPTIONS | options | {"model": f"{path}/config.json"}, tmp_path / "kept", None)
-    origins, _, llm = start(path, tmp_path / "kept", **options)
-    assert set(origins.values()) == {"kept"}
+    compile_for(OPTIONS | options | {"model": f"{path}/config.json"}, tmp_path / "cache", None)
+    origins, _, llm = start(path, tmp_path / "cache", **options)
+    assert set(origins.values()) == {"stored"}
     windows = llm._engine.runner.groups.windows
     assert len(windows) > 1 and llm.config.max_model_len < min(w for w in windows if w)
 
 
 def engine_of(path, **options) -> tuple[dict[str, str], Lowerings]:
     engine = EngineConfig.from_options(model=path, **(OPTIONS | options))
-    draft = make_engine_spec(engine, device=jax.devices("cpu")[0], device_memory=None)
-    draft.transform_weights()
-    num_blocks = draft.config.num_gpu_blocks_override
-    return draft.facts(num_blocks), draft.lowerings(num_blocks)
+    spec = make_engine_spec(engine, device=jax.devices("cpu")[0], device_memory=None)
+    spec.transform_weights()
+    sized = spec.with_blocks(spec.config.num_gpu_blocks_override)
+    return sized.fingerprint(), sized.lowerings()
 
 
 VARIATIONS = (

@@ -129,6 +129,6 @@ def test_the_default_configuration_has_at_most_25_programs(tmp_path):
     path = checkpoints.build("llama", 0, tmp_path)
     default = LLM(str(path), skip_tokenizer_init=True)
     default.wait_until_warm()
-    assert len(default._engine.runner.programs.ready) <= 25
+    assert len(default.programs()) <= 25
     assert default.stats().num_recompiles == 0
     assert_in_place(default._engine.runner, 32 << 20)  # 256 rows, 2048 tokens

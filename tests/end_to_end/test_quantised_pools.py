@@ -13,6 +13,7 @@ import pytest
 
 from jaxpage import SamplingParams
 from jaxpage.models.attention import DenseAttention
+from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.registry import build
 from jaxpage.weights.load import load
 from pallas_kernels.kv_write.quantized import FLOATS, FORMATS
@@ -129,7 +130,9 @@ def test_logprobs_are_those_of_a_dense_model_with_rounded_keys_and_values(kv_cac
             (RoundedAttention(positions, kv_cache_dtype), rounding),
             (DenseAttention(positions), total),
         ):
-            hidden = model.hidden_states(jnp.asarray(tokens, jnp.int32), positions, attention)
+            ids = jnp.asarray(tokens, jnp.int32)
+            inputs = ForwardInput(token_ids=ids, positions=positions, attention=attention)
+            hidden = model.hidden_states(inputs)
             expected = np.asarray(jax.nn.log_softmax(model.logits(hidden)))[len(prompt) - 1 : -1]
             taken = expected[np.arange(20), answer]
             differences.append(np.abs(taken - got).max())

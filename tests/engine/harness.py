@@ -8,8 +8,10 @@ from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
+from jaxpage.output_processor import OutputProcessor
+from jaxpage.outputs import RequestOutput
 from jaxpage.plan import NULL_BLOCK
-from jaxpage.request import Request, Sequence
+from jaxpage.request import FinishReason, Request, Sequence
 from tests.fakes import FakeDetokenizer, FakeRunner, FakeStore, expected_output
 
 
@@ -33,6 +35,56 @@ class WatchedEngine(Engine):
         return handle
 
 
+class TextEngine(WatchedEngine):
+    """An engine whose steps go through an output processor, which ends sequences in their text.
+
+    `outputs` has the latest output of each request.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.processor = OutputProcessor(FakeDetokenizer)
+        self.outputs: dict[str, RequestOutput] = {}
+        self.errors: dict[str, Exception] = {}
+        self._added: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.processor.add(request)
+        self._added[request.request_id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        self.processor.abort([request_id])
+        self._take()
+        return super().abort(request_id)
+
+    def step(self) -> list[Request]:
+        """The requests that gained tokens or ended."""
+        try:
+            step = super().step()
+        except BaseException:
+            self.processor.abort(self.take_failed())
+            self._take()
+            raise
+        processed = self.processor.process(step)
+        self.errors |= processed.errors
+        for request_id in processed.errors:
+            super().abort(request_id)
+        for end in processed.text_ends:
+            self.end_by_text(end)
+            # The engine may have ended it already, and forgotten it, for another reason and with more tokens.
+            request = self._added[end.request_id]
+            sequence = request.sequences[end.index]
+            del sequence.token_ids[len(request.prompt_token_ids) + end.num_tokens :]
+            sequence.finish_reason = FinishReason.STOP
+        return self._take()
+
+    def _take(self) -> list[Request]:
+        outputs = {output.request_id: output for output in self.processor.take()}
+        self.outputs |= outputs
+        return [self._added[request_id] for request_id in outputs]
+
+
 def make_engine(
     *,
     num_blocks: int = 100,
@@ -47,7 +99,7 @@ def make_engine(
     windows: tuple[int | None, ...] = (None,),
     sends_plans: bool = False,
     **options,
-) -> WatchedEngine:
+) -> TextEngine:
     """`options` are the scheduler's; sizes are generous unless told."""
     kv = KVCache(
         num_blocks,
@@ -59,7 +111,7 @@ def make_engine(
         store=store,
     )
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
-    scheduler = Scheduler(kv, make_detokenizer=FakeDetokenizer, **(limits | options))
+    scheduler = Scheduler(kv, **(limits | options))
     runner = FakeRunner(
         num_blocks,
         block_size,
@@ -69,7 +121,7 @@ def make_engine(
         windows=windows,
         sends_plans=sends_plans,
     )
-    return WatchedEngine(scheduler, runner, overlap=overlap)
+    return TextEngine(scheduler, runner, overlap=overlap)
 
 
 def finish(engine: Engine) -> None:
@@ -88,13 +140,15 @@ def run(engine: Engine, *requests: Request) -> None:
     finish(engine)
 
 
-def assert_expected(engine: Engine, *requests: Request) -> None:
+def assert_expected(engine: TextEngine, *requests: Request) -> None:
     """Each request ended with the tokens and reasons of the plain loop."""
     for request in requests:
         assert [s.index for s in request.sequences] == list(range(request.params.n))
-        for s in request.sequences:
+        outputs = engine.outputs[request.request_id].outputs
+        for s, c in zip(request.sequences, outputs, strict=True):
             wanted = expected_output(request, s.index, engine.scheduler.max_model_len)
-            assert (s.output_token_ids, s.finish_reason, s.stop_reason) == wanted
+            assert (c.token_ids, c.finish_reason, c.stop_reason) == wanted
+            assert (s.output_token_ids, s.finish_reason) == wanted[:2]
 
 
 def assert_consistent(engine: Engine) -> None:

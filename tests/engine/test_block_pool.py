@@ -254,4 +254,9 @@ TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, dea
 
 @pytest.mark.slow
 class TestPoolMachineInDepth(PoolMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.deep
+class TestPoolMachineInAllDepth(PoolMachine.TestCase):
     settings = settings(max_examples=1500, stateful_step_count=80, deadline=None)

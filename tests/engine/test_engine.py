@@ -174,24 +174,6 @@ def test_prefix_cache_is_reset_only_between_requests():
     assert request.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_detokenizer_that_raises_costs_its_step_and_leaks_nothing(overlap):
-    engine = make_engine(overlap=overlap, max_num_seqs=2)
-    doomed, unlucky, other = make_requests(3)
-    for request in (doomed, unlucky, other):  # two slots: `other` waits
-        engine.add(request)
-    engine.step()
-
-    def append(token_id, *, ends, check_stop):
-        raise RuntimeError("fails as told")
-
-    doomed.sequences[0].detokenizer.append = append
-    step_until_error(engine)
-    assert [r.sequences[0].finish_reason for r in (doomed, unlucky)] == [FinishReason.ABORT] * 2
-    finish(engine)
-    assert_expected(engine, other)
-
-
 def test_when_all_kv_is_lost_running_requests_are_computed_anew():
     engine = make_engine()
     requests = make_requests(4)

@@ -7,22 +7,23 @@ for, or as soon as they start: copies that must not overtake one another are see
 from __future__ import annotations
 
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
+from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.ops import blocks
 from jaxpage.parallel.sharding import TENSOR
+from jaxpage.runner.host_memory import read_blocks, write_blocks
 from pallas_kernels.block_copy import cases, reference, tpu
-from tests.kernels.test_block_copy import assert_same, ids
+from tests.kernels.block_copy import PAIRS, BlockCopyTests, assert_same, ids
 
 MOVES = ("copy_blocks", "gather_blocks", "scatter_blocks")
-LANES = [pool for pool in cases.POOLS if pool.lanes]
 
 
 @cache
@@ -33,65 +34,67 @@ def program(name: str, when: str):
     return jax.jit(partial(getattr(tpu, name), interpret=interpreted))
 
 
-def run(name: str, *arguments, when: str = "on_wait"):
-    result = jax.block_until_ready(program(name, when)(*arguments))
-    assert interpret_pallas_call.races is not None
-    assert not interpret_pallas_call.races.races_found
-    return result
+class TestTPU(BlockCopyTests):
+    pools = tuple(
+        sorted(
+            (pool for pool in cases.POOLS if pool.layout == "tpu"),
+            key=lambda pool: pool.format == "int8",
+        )
+    )
+    when = "on_wait"
 
-
-@pytest.mark.parametrize("when", ["on_wait", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", cases.COPIES, ids=lambda case: case.name)
-def test_all_sources_are_read_before_any_destination_is_written(case, when):
-    layers = cases.layers(LANES[0])
-    pairs = [*case.pairs, *cases.PADDING * (cases.NUM_BLOCKS - len(case.pairs))]  # one program
-    sources, destinations = (ids(each) for each in zip(*pairs, strict=True))
-    got = run("copy_blocks", layers, sources, destinations, when=when)
-    assert_same(got, reference.copy_blocks(layers, sources, destinations))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pool", LANES[1:], ids=lambda pool: pool.name)
-def test_copies_in_every_pool(pool):
-    layers = cases.layers(pool)
-    pairs = ids([1, 2, 7, 6, 0]), ids([2, 3, 6, 7, 0])
-    assert_same(run("copy_blocks", layers, *pairs), reference.copy_blocks(layers, *pairs))
-
-
-def leave_and_come_back(pool, some):
-    layers, others = cases.layers(pool), cases.layers(pool, seed=1)
-    contents = run("gather_blocks", layers, ids(some))
-    assert_same(contents, reference.gather_blocks(layers, ids(some)), first=0)
-    got = run("scatter_blocks", others, ids(some), contents)
-    assert_same(got, reference.scatter_blocks(others, ids(some), contents))
-
-
-def test_blocks_leave_and_come_back():
-    leave_and_come_back(LANES[2], cases.BLOCKS[0])
+    def run(self, name, *arguments):
+        """As many pairs in each call, so that all are one program; no race was seen."""
+        if name == "copy_blocks":
+            layers, *pairs = arguments
+            arguments = (
+                layers,
+                *(jnp.pad(each, (0, cases.NUM_BLOCKS - each.size)) for each in pairs),
+            )
+        result = jax.block_until_ready(program(name, self.when)(*arguments))
+        assert interpret_pallas_call.races is not None
+        assert not interpret_pallas_call.races.races_found
+        return result
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", LANES, ids=lambda pool: pool.name)
-@pytest.mark.parametrize("some", cases.BLOCKS, ids=len)
-def test_blocks_of_every_pool_leave_and_come_back(pool, some):
-    leave_and_come_back(pool, some)
+class TestTPUWithCopiesThatArriveAtOnce(TestTPU):
+    pools = TestTPU.pools[:1]
+    when = "eager"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_head", [True, False])
-def test_on_several_devices_each_moves_what_it_has(by_head, monkeypatch):
+@pytest.mark.parametrize("sharded", [True, False])
+def test_on_several_devices_each_moves_what_it_has(sharded, monkeypatch):
     """As a step calls it. Each device has its heads of every block, or each has all."""
-    kernels = {
-        name: partial(getattr(tpu, name), interpret=pltpu.InterpretParams()) for name in MOVES
-    }
-    monkeypatch.setattr(blocks, "_tpu", lambda: SimpleNamespace(**kernels))
+    for name in MOVES:
+        kernel = partial(getattr(tpu, name), interpret=pltpu.InterpretParams())
+        monkeypatch.setattr(tpu, name, kernel)
     mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
-    options = dict(mesh=mesh, by_head=by_head)
-    layers, others = cases.layers(LANES[2]), cases.layers(LANES[2], seed=1)
-    pairs, some = (ids([1, 2, 7, 6, 0]), ids([2, 3, 6, 7, 0])), ids(cases.BLOCKS[0])
+    spec = KVPoolSpec(
+        num_arrays=2,
+        num_blocks=cases.NUM_BLOCKS,
+        block_size=32,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=jnp.dtype(jnp.bfloat16),
+        format="int8",
+        sharded=sharded,
+        platform="tpu",
+        layout="tpu",
+    )
+    pool = next(pool for pool in cases.POOLS if pool.name == "int8-tpu")
+    options = dict(mesh=mesh, spec=spec)
+    layers, others = cases.layers(pool), cases.layers(pool, seed=1)
+    assert jax.tree.map(jnp.shape, layers) == jax.tree.map(lambda x: x.shape, spec.abstract())
+    pairs, some = tuple(map(ids, PAIRS)), ids(cases.BLOCKS[0])
     got = jax.jit(partial(blocks.copy_blocks, **options))(layers, *pairs)
     assert_same(got, reference.copy_blocks(layers, *pairs))
     contents = jax.jit(partial(blocks.gather_blocks, **options))(layers, some)
     assert_same(contents, reference.gather_blocks(layers, some), first=0)
     got = jax.jit(partial(blocks.scatter_blocks, **options))(others, some, contents)
+    assert_same(got, reference.scatter_blocks(others, some, contents))
+    # And as the host swaps them.
+    moved = jax.jit(partial(read_blocks, spec, mesh))(layers, some)
+    got = jax.jit(partial(write_blocks, spec, mesh))(others, some, moved)
     assert_same(got, reference.scatter_blocks(others, some, contents))

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.kv_write import cases, reference
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import from_storage, to_storage, write_kv
-from tests.kernels.test_block_copy import assert_same
+from tests.kernels.block_copy import assert_same
 
 write = jax.jit(write_kv)
 

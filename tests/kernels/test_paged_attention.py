@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxpage.batch import StepBatch
+from jaxpage.device import Device
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.attention import DenseAttention
 from jaxpage.ops import attention
-from jaxpage.ops.attention import PagedAttention, choose, num_sharded_kv_heads
+from jaxpage.ops.attention import PagedAttention, choose, max_blocks, num_sharded_kv_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper, tuning
-from pallas_kernels.kv_write.quantized import FLOATS, FORMATS, QuantizedPool
+from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.paged_attention import (
     cases,
     gpu_layout,
@@ -30,112 +32,22 @@ from pallas_kernels.paged_attention import (
     tune,
     xla,
 )
+from tests.kernels.paged_attention import PagedAttentionTests, dense_attention, run
 
 
-def as_floats(pool):
-    """float64[N, S, 2*K, D] of any pool, without the code under test."""
-    if not isinstance(pool, QuantizedPool):
-        return np.asarray(pool, np.float64)
-    data = np.asarray(pool.data)
-    if pool.format.startswith("fp8"):
-        return data.view(FLOATS[pool.format]).astype(np.float64)
-    if pool.format == "int4":
-        data = np.concatenate([data % 16, data // 16], axis=-1)
-    scale_zero = np.asarray(pool.scale_zero)
-    if scale_zero.dtype == np.uint16:
-        scale_zero = scale_zero.view(jnp.bfloat16)
-    scale, zero = np.split(scale_zero.astype(np.float64), 2, axis=-1)
-    return (data - zero) * scale
+class TestReference(PagedAttentionTests):
+    def attend(self, case, arguments, *, one_query_per_row=False):
+        return run(reference.paged_attention, arguments)  # whose contract is the same
 
 
-def dense_attention(case, arguments):
-    """A third opinion in NumPy float64, row by row, that knows the pool only to read it once."""
-    out = np.zeros(arguments["q"].shape)
-    pool = as_floats(arguments["pool"])
-    starts = np.asarray(arguments["query_starts"])
-    for row, (query_len, kv_len) in enumerate(zip(case.query_lens, case.kv_lens, strict=True)):
-        if query_len == 0:
-            continue
-        blocks = np.asarray(arguments["block_table"][row])
-        kv = pool[blocks].reshape(-1, case.num_kv_heads, 2, case.head_dim)[:kv_len]
-        q = np.asarray(arguments["q"], np.float64)[starts[row] : starts[row + 1]]
-        group = case.num_heads // case.num_kv_heads
-        k, v = (np.repeat(kv[:, :, i], group, axis=1) for i in (0, 1))
-        scores = np.einsum("qhd,shd->hqs", q, k) * arguments["scale"]
-        if case.soft_cap:
-            scores = case.soft_cap * np.tanh(scores / case.soft_cap)
-        i = np.arange(kv_len - query_len, kv_len)[:, None]
-        j = np.arange(kv_len)[None]
-        visible = (j <= i) & (j > i - (case.window or kv_len + 1))
-        v = np.where(visible.any(axis=0)[:, None, None], v, 0)  # NaN stands where nobody looks
-        scores = np.where(visible[None], scores, -np.inf)
-        sinks = np.full(case.num_heads, -np.inf)
-        if case.sinks:
-            sinks = np.asarray(arguments["sinks"], np.float64)
-        sinks = sinks[:, None, None]
-        top = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
-        weights = np.exp(scores - top)
-        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
-        out[starts[row] : starts[row + 1]] = np.einsum("hqs,shd->qhd", weights, v)
-    return out[: sum(case.query_lens)]
+class TestXLA(PagedAttentionTests):
+    def attend(self, case, arguments, **options):
+        return run(xla.paged_attention, arguments, **options)
 
-
-def run(function, arguments):
-    static = {k: arguments[k] for k in ("scale", "window", "soft_cap")}
-    arrays = {k: v for k, v in arguments.items() if k not in static}
-    return np.asarray(jax.jit(partial(function, **static))(**arrays), np.float32)
-
-
-def check(implementation, case):
-    arguments = cases.arguments(case)
-    result = run(implementation.paged_attention, arguments)
-    assert np.isfinite(result).all()
-    result = result[: sum(case.query_lens)]
-    tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-6
-    np.testing.assert_allclose(
-        result, dense_attention(case, arguments), atol=tolerance, rtol=tolerance
-    )
-
-
-@pytest.mark.parametrize(
-    "implementation", [reference, xla], ids=lambda m: m.__name__.split(".")[-1]
-)
-@pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)
-def test_paged_attention_reads_its_own_keys_and_nothing_else(implementation, case):
-    check(implementation, case)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_quantised_pools_are_read_alike(format):
-    """Rows of one token and of many, an empty one, a window, a soft cap and sinks; all cases are in the slow suite."""
-    case = cases.Case(
-        name="",
-        query_lens=(1, 0, 9, 1),
-        kv_lens=(129, 0, 40, 16),
-        window=30,
-        soft_cap=5.0,
-        sinks=True,
-        num_padding_tokens=2,
-        dtype="bfloat16",
-        format=format,
-    )
-    for implementation in (reference, xla):
-        check(implementation, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases.QUANTIZED, ids=lambda c: c.name)
-def test_quantised_pools_are_read_alike_in_every_case(case):
-    check(xla, case)
-
-
-@pytest.mark.parametrize("name", ["decode", "decode-long", "block-edges"])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_one_query_per_row_gives_the_general_result(name, sinks):
-    case = replace(next(c for c in cases.SMALL if c.name == name), sinks=sinks)
-    arguments = cases.arguments(case)
-    fast = run(partial(xla.paged_attention, one_query_per_row=True), arguments)
-    np.testing.assert_allclose(fast, run(xla.paged_attention, arguments), atol=1e-6)
+    @pytest.mark.slow
+    @pytest.mark.parametrize("quantised", cases.QUANTIZED, ids=lambda c: c.name)
+    def test_quantised_pools_are_read_alike_in_every_case(self, quantised):
+        self.check(quantised)
 
 
 def test_a_longer_table_costs_no_temporaries():
@@ -154,7 +66,7 @@ def test_a_longer_table_costs_no_temporaries():
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (8, 1)])
-def test_sinks_go_with_their_heads_to_several_devices(num_heads, num_kv_heads):
+def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads):
     """Two devices, each with its KV head, or with the only one: as on one device, where the definition is right."""
     case = cases.Case(
         name="",
@@ -162,7 +74,6 @@ def test_sinks_go_with_their_heads_to_several_devices(num_heads, num_kv_heads):
         kv_lens=(40, 20, 1),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        sinks=True,
     )
     arguments = cases.arguments(case, poison=False)
     mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
@@ -189,29 +100,39 @@ def test_sinks_go_with_their_heads_to_several_devices(num_heads, num_kv_heads):
         block_tables=arguments["block_table"][None],
     )
 
-    def attend(mesh, pool, q, sinks):
-        attention = PagedAttention([pool], batch, ((0, 0),), one_query_per_row=False, mesh=mesh)
-        options = dict(scale=arguments["scale"], window=None, soft_cap=None, sinks=sinks)
+    spec = KVPoolSpec(
+        num_arrays=1,
+        num_blocks=pool.shape[0],
+        block_size=case.block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=case.head_dim,
+        dtype=pool.dtype,
+    )
+
+    def attend(mesh, spec, pool, q):
+        options = dict(spec=spec, one_query_per_row=False, mesh=mesh)
+        attention = PagedAttention([pool], batch, ((0, 0),), **options)
+        options = dict(scale=arguments["scale"], window=None, soft_cap=None)
         return attention(0, q, k, v, **options), attention.kv_pool[0]
 
-    operands = pool, arguments["q"], arguments["sinks"]
-    want, written = jax.jit(partial(attend, None))(*operands)
+    want, written = jax.jit(partial(attend, None, spec))(pool, arguments["q"])
     np.testing.assert_allclose(
         want, dense_attention(case, arguments | {"pool": written}), atol=2e-6, rtol=2e-6
     )
     heads = num_sharded_kv_heads(num_heads, num_kv_heads, 2)
     of_each = jnp.repeat(pool.reshape(*pool.shape[:2], num_kv_heads, -1), heads // num_kv_heads, 2)
-    operands = of_each.reshape(*pool.shape[:2], 2 * heads, -1), *operands[1:]
-    result, _ = jax.jit(partial(attend, mesh))(*operands)
+    of_each = of_each.reshape(*pool.shape[:2], 2 * heads, -1)
+    shared = replace(spec, num_kv_heads=heads, sharded=True)
+    result, _ = jax.jit(partial(attend, mesh, shared))(of_each, arguments["q"])
     np.testing.assert_allclose(result, want, atol=2e-6)
 
 
-def test_a_model_without_a_pool_gives_sinks_the_same_share():
-    case = cases.Case(name="", query_lens=(19,), kv_lens=(19,), window=9, soft_cap=5.0, sinks=True)
+def test_a_model_without_a_pool_attends_alike():
+    case = cases.Case(name="", query_lens=(19,), kv_lens=(19,), window=9, soft_cap=5.0)
     arguments = cases.arguments(case)
     blocks = arguments["pool"][arguments["block_table"][0]]
     kv = blocks.reshape(-1, case.num_kv_heads, 2, case.head_dim)[:19]
-    options = {name: arguments[name] for name in ("scale", "window", "soft_cap", "sinks")}
+    options = {name: arguments[name] for name in ("scale", "window", "soft_cap")}
     attend = DenseAttention(jnp.arange(19, dtype=jnp.int32))
     result = attend(0, arguments["q"], kv[:, :, 0], kv[:, :, 1], **options)
     np.testing.assert_allclose(result, dense_attention(case, arguments), atol=2e-6, rtol=2e-6)
@@ -222,35 +143,55 @@ def spec_of_a_gpu(**changes) -> KVPoolSpec:
     return KVPoolSpec(**fields, dtype=jnp.dtype(jnp.bfloat16), platform="gpu", **changes)
 
 
+HOPPER = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
+TPU, CPU = Device(platform="tpu", kind="TPU v6 lite"), Device(platform="cpu")
+
+
+@pytest.fixture
+def good_ptxas(monkeypatch):
+    monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 1, 80))
+
+
 @pytest.mark.parametrize(
-    ("changes", "asked", "reason"),
+    ("changes", "asked", "capability", "reason"),
     [
-        ({}, {}, None),
-        (dict(num_kv_heads=4, sharded=True, format="int8"), dict(num_devices=2), None),
-        ({}, dict(compute_capability="8.0"), r"of compute capability 9\.0; this device's is 8\.0"),
-        ({}, dict(compute_capability=None), "this device's is unknown"),
-        ({}, dict(num_heads=130), "65 query heads per KV head are more than 64"),
+        ({}, {}, "9.0", None),
+        (dict(num_kv_heads=4, sharded=True, format="int8"), dict(num_devices=2), "9.0", None),
+        ({}, {}, "8.0", r"of compute capability 9\.0; this device's is 8\.0"),
+        ({}, {}, None, "this device's is unknown"),
+        ({}, dict(num_heads=130), "9.0", "65 query heads per KV head are more than 64"),
         (
             dict(num_kv_heads=2, sharded=True, format="int8"),
             dict(num_devices=2),
+            "9.0",
             "KV heads are odd",
         ),
     ],
 )
-def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(changes, asked, reason):
+def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(
+    changes, asked, capability, reason, good_ptxas
+):
     spec = replace(spec_of_a_gpu(), **changes)
-    options = dict(num_devices=1, num_heads=8, compute_capability="9.0") | asked
-    chosen, why = choose(spec, platform="gpu", table=(4, 9), device_kind="NVIDIA H200", **options)
+    options = dict(num_devices=1, num_heads=8, table=(4, 9)) | asked
+    choice = choose(spec, replace(HOPPER, compute_capability=capability), **options)
     oldest, newest = hopper.JAX_VERSIONS
-    if not oldest <= jax.__version_info__ < newest and "compute_capability" not in asked:
-        reason = r"the kernels need jax >= 0\.11\.2 and < 0\.12, and this is"
+    if not oldest <= jax.__version_info__ < newest and capability == "9.0":
+        reason = r"the kernels need jax >= 0\.11\.2 and < 0\.12, and this is .*; install"
     if reason is None:
-        assert why is None and chosen == replace(
-            spec, kernel_sizes=tune.tuned_sizes("gpu", "NVIDIA H200")
-        )
+        sizes = tune.tuned_sizes("gpu", "NVIDIA H200")
+        assert choice.reason is None
+        assert choice.chosen == replace(spec, attention="hopper", kernel_sizes=sizes)
     else:
-        assert chosen == spec
-        assert why is not None and re.search(reason, why)
+        assert choice.chosen == spec and choice.name == "xla"
+        assert choice.reason is not None and re.search(reason, choice.reason)
+
+
+def test_an_assembler_that_miscompiles_is_a_reason(monkeypatch):
+    monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
+    monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("/cuda/bin/ptxas"))
+    monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 0, 88))
+    choice = choose(spec_of_a_gpu(), HOPPER, num_devices=1, num_heads=8, table=(4, 9))
+    assert choice.name == "xla" and "ptxas 13.0.88 (/cuda/bin/ptxas) mis" in (choice.reason or "")
 
 
 @pytest.mark.parametrize(("num_devices", "rows"), [(1, 4), (2, 8), (6, 4)])
@@ -258,16 +199,24 @@ def test_a_tpu_s_share_of_scales_fills_registers(num_devices, rows):
     """Of six, three or one head a device: 24, 24 with unused ones, or 4 rows."""
     spec = replace(spec_of_a_gpu(), platform="tpu", num_kv_heads=6, head_dim=128, block_size=128)
     spec = replace(spec, format="int8", sharded=num_devices > 1)
-    chosen, why = choose(spec, platform="tpu", num_devices=num_devices, table=(4, 9), num_heads=12)
-    assert why is None and chosen.scale_rows == rows
-    pool = chosen.abstract()[0]
+    choice = choose(spec, TPU, num_devices=num_devices, table=(4, 9), num_heads=12)
+    assert choice.reason is None and choice.chosen.scale_rows == rows
+    pool = choice.chosen.abstract()[0]
     assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
     assert pool.scale_zero.shape == (0, 6 * rows, 128)
 
 
 def test_a_cpu_has_no_kernel_and_needs_no_reason():
     spec = spec_of_a_gpu()
-    assert choose(spec, platform="cpu", num_devices=1, table=(4, 9)) == (spec, None)
+    choice = choose(spec, CPU, num_devices=1, table=(4, 9))
+    assert choice.chosen == spec and choice.reason is None
+
+
+def test_a_pool_has_no_more_blocks_than_its_attention_can_address():
+    """A TPU's ids have 2 bytes; elsewhere slots are int32."""
+    spec = spec_of_a_gpu()
+    assert max_blocks(replace(spec, layout="tpu")) == 1 << 16
+    assert max_blocks(spec) * spec.block_size < 1 << 31
 
 
 splits = jax.jit(gpu_layout.splits, static_argnums=(1, 2))
@@ -318,16 +267,17 @@ def test_sizes_in_the_folder_are_those_of_their_kind():
 
 
 @pytest.mark.parametrize("platform", KINDS)
-def test_a_pool_goes_with_the_sizes_of_its_device(platform, tmp_path, monkeypatch):
+def test_a_pool_goes_with_the_sizes_of_its_device(platform, tmp_path, monkeypatch, good_ptxas):
     kind, sizes = KINDS[platform]
     tuning.write(kind, sizes, {}, tmp_path)
     monkeypatch.setattr(attention, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
     monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     spec = replace(spec_of_a_gpu(), platform=platform)
-    asked = dict(num_devices=1, table=(4, 9), compute_capability="9.0")
-    chosen, why = choose(spec, platform=platform, device_kind=kind, **asked)
-    assert why is None
-    assert chosen == replace(spec, kernel_sizes=sizes, lanes=platform == "tpu")
+    device = Device(platform=platform, kind=kind, compute_capability="9.0")
+    choice = choose(spec, device, num_devices=1, table=(4, 9))
+    assert choice.reason is None
+    read = {"gpu": dict(attention="hopper"), "tpu": dict(attention="tpu", layout="tpu")}[platform]
+    assert choice.chosen == replace(spec, kernel_sizes=sizes, **read)
 
 
 def test_tuning_takes_the_fastest_of_what_fits_a_gpu(monkeypatch):

@@ -27,9 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
-from pallas_kernels.paged_attention import cases, gpu, gpu_decode, gpu_layout, reference, xla
+from pallas_kernels import hopper
+from pallas_kernels.kv_write.quantized import FORMATS
+from pallas_kernels.paged_attention import cases, gpu, gpu_decode, gpu_layout
 from pallas_kernels.paged_attention.cases import Case
+from tests.kernels.paged_attention import PagedAttentionTests, dense_attention, run
 
 __test__ = jax.__version_info__ >= (0, 11, 2)
 pytestmark = [
@@ -55,9 +57,10 @@ DECODE = (
     SMALL(name="window-of-splits", query_lens=(1,) * 2, kv_lens=(1300, 40), window=600),
     SMALL(name="sinks", query_lens=(1,) * 3, kv_lens=(530, 1, 0), num_heads=6, sinks=True),
 )
+# Besides the operation's cases.
 MIXED = (
     SMALL(
-        name="mixed",
+        name="mixed-with-padding",
         query_lens=(1, 70, 0, 3, 1),
         kv_lens=(33, 200, 0, 90, 1),
         num_padding_tokens=70,
@@ -68,15 +71,13 @@ MIXED = (
         kv_lens=(0, 40, 0, 0, 30, 0, 0, 5, 0),
         num_padding_tokens=1,
     ),
-    SMALL(name="window", query_lens=(7, 150), kv_lens=(150, 400), window=40),
-    SMALL(name="window-one", query_lens=(4,), kv_lens=(30,), window=1),
-    SMALL(name="soft-cap", query_lens=(12,), kv_lens=(140,), soft_cap=5.0, block_size=64),
+    SMALL(name="window-of-tiles", query_lens=(7, 150), kv_lens=(150, 400), window=40),
+    SMALL(name="soft-cap-of-64", query_lens=(12,), kv_lens=(140,), soft_cap=5.0, block_size=64),
     SMALL(name="mha-of-a-few-tokens", query_lens=(6,), kv_lens=(6,), num_heads=2),
     SMALL(name="group-of-three", query_lens=(50,), kv_lens=(129,), num_heads=3, num_kv_heads=1),
     SMALL(name="head-dim-96", query_lens=(5,), kv_lens=(130,), head_dim=96, dtype="float16"),
     SMALL(name="head-dim-256", query_lens=(5,), kv_lens=(130,), head_dim=256, num_heads=2),
-    SMALL(name="sinks", query_lens=(1, 5, 1), kv_lens=(530, 70, 1), sinks=True),
-    SMALL(name="nothing", query_lens=(0, 0), kv_lens=(0, 0), num_padding_tokens=2),
+    SMALL(name="sinks-of-splits", query_lens=(1, 5, 1), kv_lens=(530, 70, 1), sinks=True),
 )
 QUANTISED = tuple(
     SMALL(
@@ -97,47 +98,48 @@ def interpreter(**options):
     return plgpu.InterpretGPUParams(**options)
 
 
-def run(function, arguments, **options):
-    static = {k: arguments[k] for k in ("scale", "window", "soft_cap")}
-    arrays = {k: v for k, v in arguments.items() if k not in static}
-    return np.asarray(jax.jit(partial(function, **static, **options))(**arrays), np.float64)
+def fitted(case: Case) -> Case:
+    """With the least head dim and block size that the kernels take, in bfloat16 or float16."""
+    head_dim = min(n for n in gpu_layout.HEAD_DIMS if n >= case.head_dim)
+    if case.format == "int4":
+        head_dim = max(head_dim, 128)
+    return replace(
+        case,
+        head_dim=head_dim,
+        block_size=max(8, case.block_size),
+        dtype="float16" if case.dtype == "float16" else "bfloat16",
+    )
 
 
-def expected(arguments, implementation=reference):
-    """By the definition or what is tested against it, with q and pool in float32."""
-    wide = {"q": arguments["q"].astype(jnp.float32), "pool": arguments["pool"]}
-    if not isinstance(wide["pool"], QuantizedPool):
-        wide["pool"] = wide["pool"].astype(jnp.float32)
-    with jax.default_matmul_precision("highest"):
-        return run(implementation.paged_attention, arguments | wide)
+class Hopper(PagedAttentionTests):
+    cases = (*map(fitted, cases.SMALL), *MIXED, *QUANTISED)
+
+    def fitted(self, case):
+        return fitted(case)
+
+    def compare(self, case, result, want):
+        """2-byte products and probabilities: 5e-3 of the norm."""
+        np.testing.assert_allclose(result, want, atol=4e-2)
+        assert np.linalg.norm(result - want) <= 5e-3 * np.linalg.norm(want)
+
+    def attend(self, case, arguments, **options):
+        return run(gpu.paged_attention, arguments, **options)
+
+    @pytest.mark.parametrize("decode", DECODE, ids=lambda c: c.name)
+    def test_rows_with_one_query(self, decode):
+        self.check(decoding(decode), one_query_per_row=True)
 
 
-def check(case: Case, result, want) -> None:
-    """2-byte products and probabilities: 5e-3 of the norm. And nothing but finite numbers anywhere."""
-    assert np.isfinite(result).all()
-    result, want = (x[: sum(case.query_lens)] for x in (result, want))
-    np.testing.assert_allclose(result, want, atol=4e-2)
-    assert np.linalg.norm(result - want) <= 5e-3 * np.linalg.norm(want)
+class TestInterpreted(Hopper):
+    def attend(self, case, arguments, **options):
+        options = dict(interpret=interpreter()) | options
+        return run(gpu.paged_attention, arguments, **options)
 
 
 def decoding(case: Case) -> Case:
     """With a query for each row, also for those without keys, as a step that only decodes has them."""
     lens = tuple(int(n > 0) for n in case.kv_lens)
     return replace(case, query_lens=lens, num_padding_tokens=len(lens) - sum(lens))
-
-
-@pytest.mark.parametrize("case", DECODE, ids=lambda c: c.name)
-def test_rows_with_one_query(case):
-    arguments = cases.arguments(decoding(case))
-    options = dict(one_query_per_row=True, interpret=interpreter())
-    check(decoding(case), run(gpu.paged_attention, arguments, **options), expected(arguments))
-
-
-@pytest.mark.parametrize("case", MIXED + QUANTISED, ids=lambda c: c.name)
-def test_rows_of_any_number_of_queries(case):
-    arguments = cases.arguments(case)
-    result = run(gpu.paged_attention, arguments, interpret=interpreter())
-    check(case, result, expected(arguments))
 
 
 @pytest.mark.parametrize("pool", [{}, {"format": "int8"}, {"head_dim": 192}], ids=str)
@@ -160,23 +162,20 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(pool, monkeypatch, ca
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
     monkeypatch.setattr(gpu_layout, "SPLIT", 384)
-    monkeypatch.setattr(gpu_layout, "NUM_SMS", 1)
+    monkeypatch.setattr(hopper, "NUM_SMS", 1)
     monkeypatch.setattr(gpu_decode, "_chunk", lambda rows, columns: 1)
     case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450, **pool)
-    arguments = cases.arguments(case)
     sizes = gpu_layout.TileSizes(programs_per_sm=4)  # and so fewer stages
-    interpret = interpreter(detect_races=True)
-    result = run(gpu.paged_attention, arguments, sizes=sizes, interpret=interpret)
+    TestInterpreted().check(case, sizes=sizes, interpret=interpreter(detect_races=True))
     # Not `get_races().races_found`, which knows the last kernel only.
     assert "RACE DETECTED" not in capsys.readouterr().out
-    check(case, result, expected(arguments))
 
 
 def test_a_row_does_not_depend_on_its_batch(monkeypatch):
     """Bit for bit: alone in a narrow table, and among others in a wide one, by programs with several rows each."""
     case = SMALL(name="", query_lens=(1, 1, 20), kv_lens=(600, 30, 90))
     arguments = cases.arguments(case)
-    monkeypatch.setattr(gpu_layout, "NUM_SMS", 1)
+    monkeypatch.setattr(hopper, "NUM_SMS", 1)
     together = run(gpu.paged_attention, arguments, interpret=interpreter())
     for row, queries in ((0, slice(0, 1)), (2, slice(2, 22))):
         width = -(-case.kv_lens[row] // case.block_size)
@@ -242,7 +241,7 @@ def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
     arguments = cases.arguments(case)
     options = dict(one_query_per_row=True, interpret=interpreter())
     at_once = run(gpu.paged_attention, arguments, **options)
-    check(case, at_once, expected(arguments))
+    Hopper().compare(case, at_once, dense_attention(case, arguments))
     bytes_per_row = 4 * 64 * 8 * 2 * 4  # D, G as wgmma pads it, K, splits of the table's 49 blocks
     monkeypatch.setattr(gpu_layout, "PARTS_BYTES", 2 * bytes_per_row)
     assert gpu_layout.rows_at_once(5, bytes_per_row) == 2
@@ -253,23 +252,37 @@ def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
 def check_on_gpu(case: Case, **options) -> None:
     """As compiled: probabilities in registers, accumulators that begin at a value, approximate exp2 and division.
 
-    Twice, the second result the first, bit for bit. What is expected is computed on the CPU.
+    Twice, the second result the first, bit for bit.
     """
-    with jax.default_device(jax.devices("cpu")[0]):
-        arguments = cases.arguments(case)
-        want = expected(arguments, xla if sum(case.kv_lens) > 10_000 else reference)
-    arguments = jax.tree.map(
-        lambda x: jax.device_put(x, jax.devices("gpu")[0]) if isinstance(x, jax.Array) else x,
-        arguments,
-    )
+    arguments = cases.arguments(case)
     result = run(gpu.paged_attention, arguments, **options)
-    check(case, result, want)
+    assert np.isfinite(result).all()
+    num_tokens = sum(case.query_lens)
+    Hopper().compare(case, result[:num_tokens], dense_attention(case, arguments))
     np.testing.assert_array_equal(run(gpu.paged_attention, arguments, **options), result)
+
+
+# Keys: 40 parts, more than the last kernel of a decode step reads in two turns (16 each).
+LONG = 20_000
+
+
+def check_repeats_on_gpu() -> None:
+    """The same bits 200 times, of long rows and short ones, with more or fewer other launches just before."""
+    case = SMALL(name="", query_lens=(1, 1, 40, 1), kv_lens=(LONG, 30, 900, 513), head_dim=128)
+    arguments, others = (cases.arguments(each) for each in (case, of_a_model(1, 16, 2)))
+    static = ("scale", "window", "soft_cap", "one_query_per_row")
+    attend = jax.jit(gpu.paged_attention, static_argnames=static)
+    first = np.asarray(attend(**arguments).astype(jnp.float32))
+    for i in range(200):
+        for _ in range(i % 4):
+            attend(**others, one_query_per_row=True)
+        result = np.asarray(attend(**arguments).astype(jnp.float32))
+        np.testing.assert_array_equal(result, first)
 
 
 def check_alone_on_gpu() -> None:
     """Each row alone in a narrow table gives what it gives among the others."""
-    case = SMALL(name="", query_lens=(1, 1, 20, 1), kv_lens=(1600, 30, 90, 513))
+    case = SMALL(name="", query_lens=(1, 1, 20, 1), kv_lens=(LONG, 30, 90, 513))
     arguments = cases.arguments(case)
     together = run(gpu.paged_attention, arguments)
     starts = np.cumsum((0, *case.query_lens))
@@ -304,9 +317,17 @@ ON_GPU: dict[str, Callable[[], None]] = {
         f"decode-{case.name}": partial(check_on_gpu, decoding(case), one_query_per_row=True)
         for case in DECODE
     },
-    **{f"mixed-{case.name}": partial(check_on_gpu, case) for case in MIXED},
-    **{f"quantised-{case.name}": partial(check_on_gpu, case) for case in QUANTISED},
+    **{f"mixed-{case.name}": partial(check_on_gpu, case) for case in Hopper.cases},
     "alone": check_alone_on_gpu,
+    "long-row": partial(
+        check_on_gpu,
+        SMALL(name="", query_lens=(1, 1), kv_lens=(LONG, 8193), head_dim=128, block_size=64),
+        one_query_per_row=True,
+    ),
+    "long-rows-and-prompts": partial(
+        check_on_gpu, SMALL(name="", query_lens=(1, 9, 1), kv_lens=(LONG, 9000, 40), sinks=True)
+    ),
+    "repeats": check_repeats_on_gpu,
     "turns": check_turns_on_gpu,
     "other-sizes": partial(check_on_gpu, MIXED[0], sizes=SIZES),
     "model-decode-16-2": partial(check_on_gpu, of_a_model(1, 16, 2), one_query_per_row=True),
@@ -317,7 +338,7 @@ ON_GPU: dict[str, Callable[[], None]] = {
     "model-prompts-window": partial(check_on_gpu, of_a_model(130, 16, 2, window=300)),
     "model-int8": partial(check_on_gpu, of_a_model(30, 16, 2, format="int8")),
 }
-SECONDS_A_CHECK, SECONDS_IN_ALL = 45, 225
+SECONDS_A_CHECK, SECONDS_IN_ALL = 45, 300
 
 
 def main(names: list[str]) -> None:

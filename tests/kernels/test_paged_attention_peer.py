@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
     tuned_block_sizes,
 )
 
-from jaxpage.bench import attention_peers, exact
+from jaxpage.bench import attention_peers, oracle
 from jaxpage.bench.attention_peers import Work
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import cases, reference, tpu
@@ -109,7 +109,7 @@ def expected(given: attention_peers.Inputs, pool, scale: float) -> np.ndarray:
     table, kv_lens, starts = given.rows()
     names = dict(q=given.q, pool=pool, scale=scale)
     names |= dict(block_table=table, kv_lens=kv_lens, query_starts=starts)
-    return np.concatenate(list(exact.attention(names).values()))
+    return np.concatenate(list(oracle.attention(names).values()))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
@@ -206,7 +206,7 @@ def test_bytes_and_operations_are_those_of_the_formula():
 def test_float64_agrees_with_the_definition(case):
     arguments = cases.arguments(case)
     out = reference.paged_attention(**arguments)
-    error = exact.worst_row(out, arguments["query_starts"], exact.attention(arguments))
+    error = oracle.worst_row(out, arguments["query_starts"], oracle.attention(arguments))
     assert error <= (1e-2 if case.dtype == "bfloat16" else 1e-5)
 
 
@@ -215,21 +215,21 @@ def test_float64_knows_sinks_and_single_rows():
     arguments = cases.arguments(CASES[1])
     sinks = jnp.asarray([-1.0, 0.5, 3.0, 1.0])
     out = reference.paged_attention(**arguments, sinks=sinks)
-    some = exact.attention(arguments | {"sinks": sinks}, (1, 3), queries=2)
+    some = oracle.attention(arguments | {"sinks": sinks}, (1, 3), queries=2)
     assert {row: len(queries) for row, queries in some.items()} == {1: 2, 3: 2}
-    assert exact.worst_row(out, arguments["query_starts"], some) < 1e-2
-    plain = exact.attention(arguments, (1, 3), queries=2)
-    assert exact.worst_row(out, arguments["query_starts"], plain) > 0.1
+    assert oracle.worst_row(out, arguments["query_starts"], some) < 1e-2
+    plain = oracle.attention(arguments, (1, 3), queries=2)
+    assert oracle.worst_row(out, arguments["query_starts"], plain) > 0.1
 
 
 @pytest.mark.slow
 def test_a_wrong_row_is_seen_and_so_is_nan():
     arguments = cases.arguments(CASES[1])
     out = reference.paged_attention(**arguments)
-    want, starts = exact.attention(arguments), arguments["query_starts"]
+    want, starts = oracle.attention(arguments), arguments["query_starts"]
     # The row of one token, whose share of all results is small.
-    assert exact.worst_row(out.at[0].multiply(1.05), starts, want) == pytest.approx(0.05, abs=0.01)
-    assert exact.worst_row(out.at[0, 0, 0].set(jnp.nan), starts, want) == math.inf
+    assert oracle.worst_row(out.at[0].multiply(1.05), starts, want) == pytest.approx(0.05, abs=0.01)
+    assert oracle.worst_row(out.at[0, 0, 0].set(jnp.nan), starts, want) == math.inf
 
 
 @pytest.mark.slow

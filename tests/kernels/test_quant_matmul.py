@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpage.aot.hlo import collectives
+from jaxpage.device import Device
 from jaxpage.ops import matmul as ops
 from pallas_kernels.quant_matmul import cases, reference, xla
 from pallas_kernels.quant_matmul.cases import Case
@@ -25,56 +25,25 @@ from pallas_kernels.quant_matmul.quantized import (
     quantize,
     round_rows,
 )
+from tests.kernels.quant_matmul import QuantMatmulTests, distance, numpy_product, numpy_weight
+
+FAST = ("int8", "int8-rounded-x", "int4-odd-number-of-groups", "fp8")  # one case of each kind
 
 
-def numpy_weight(weight: QuantizedWeight) -> np.ndarray:
-    """float64[F, E] of a formula written out, a number at a time."""
-    data, scale = np.asarray(weight.data), np.asarray(weight.scale, np.float64)
-    if weight.format != "int4":
-        return data.astype(np.float64) * scale[:, None]
-    num_out, num_in = weight.shape
-    size, out = weight.group_size, np.zeros((num_out, num_in))
-    for column in range(num_in):
-        group = column // size
-        byte = data[:, group // 2 * size + column % size].astype(int)
-        q = byte // 16 if group % 2 else byte % 16
-        zero = 8 if weight.zero is None else np.asarray(weight.zero)[group].astype(int)
-        out[:, column] = (q - zero) * scale[group]
-    return out
+class TestReference(QuantMatmulTests):
+    fast, bound = FAST, 1e-6
+
+    def product(self, x, weight, *, round_x):
+        return np.asarray(jax.jit(partial(reference.quant_matmul, round_x=round_x))(x, weight))
 
 
-def numpy_product(x, weight: QuantizedWeight, round_x: bool) -> np.ndarray:
-    x, w = np.asarray(x, np.float64), numpy_weight(weight)
-    if round_x:  # whose oracle is a test below: which way half a step is rounded depends on the last bit of the scale
-        integers, scale = (np.asarray(each, np.float64) for each in jax.jit(round_rows)(x))
-        x = integers * scale
-    return x @ w[:, : x.shape[1]].T
+class TestXLA(QuantMatmulTests):
+    """Weights are rounded to x's dtype, and int4's with their scale."""
 
+    fast, bound = FAST, 3e-3
 
-def marked(every: Iterable[Case]) -> list:
-    """One case of each kind for the fast core."""
-    fast = ("int8", "int8-rounded-x", "int4-odd-number-of-groups", "fp8")
-    slow = pytest.mark.slow
-    return [
-        pytest.param(case, id=case.name, marks=() if case.name in fast else slow) for case in every
-    ]
-
-
-def distance(got, want) -> float:
-    """The greatest norm of a row's error, in units of the row's norm."""
-    error = np.linalg.norm(np.asarray(got, np.float64) - want, axis=1)
-    return float((error / np.linalg.norm(want, axis=1)).max())
-
-
-@pytest.mark.parametrize("case", marked(cases.SMALL))
-def test_the_definition_and_xla_against_numpy(case):
-    x, weight = cases.arguments(case)
-    want = numpy_product(x, weight, case.round_x)
-    for implementation, bound in ((reference, 1e-6), (xla, 3e-3)):
-        product = jax.jit(partial(implementation.quant_matmul, round_x=case.round_x))
-        got = product(x, weight)
-        assert got.shape == want.shape and got.dtype == jnp.float32
-        assert distance(got, want) < bound
+    def product(self, x, weight, *, round_x):
+        return np.asarray(jax.jit(partial(xla.quant_matmul, round_x=round_x))(x, weight))
 
 
 @pytest.mark.parametrize(
@@ -155,29 +124,31 @@ def test_what_does_not_fit_is_refused():
         xla.quant_matmul(x, weight, round_x=True)
 
 
+TPU, CPU = Device(platform="tpu", kind="TPU v6 lite"), Device(platform="cpu")
+HOPPER = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
+
+
 def test_a_kernel_serves_where_it_can_and_says_why_not_elsewhere():
     _, weight = cases.arguments(Case(name="", num_out=200))
-    chosen, reason = ops.choose(weight, platform="tpu", num_devices=1)
-    assert chosen.name == "tpu" and reason is None
-    for options, reason in (
-        (dict(platform="tpu", num_devices=4), "4 devices share the weight"),
-        (dict(platform="tpu", num_devices=1, dtype="float32"), "x is float32"),
-        (
-            dict(platform="gpu", num_devices=1, compute_capability="8.0"),
-            r"9\.0; this device's is 8",
-        ),
-        (
-            dict(platform="gpu", num_devices=1),
-            r"200 outputs are no multiple of 128|the kernels need jax",
-        ),
+    chosen = ops.choose(weight, TPU, num_devices=1)
+    assert chosen.chosen.platform == "tpu" and chosen.reason is None
+    ampere = replace(HOPPER, compute_capability="8.0")
+    for device, options, reason in (
+        (TPU, dict(num_devices=4), "4 devices share the weight"),
+        (TPU, dict(num_devices=1, dtype="float32"), "x is float32"),
+        (ampere, dict(num_devices=1), r"9\.0; this device's is 8"),
+        (HOPPER, dict(num_devices=1), r"200 outputs are no multiple of 128|the kernels need jax"),
     ):
-        implementation, said = ops.choose(weight, **options)
-        assert implementation == ops.XLA and re.search(reason, said or "")
+        choice = ops.choose(weight, device, **options)
+        assert choice.chosen == ops.XLA and re.search(reason, choice.reason or "")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_cpu_has_xla_and_no_reason_is_asked_for(format):
+    """Rows of x are rounded for int8 weights."""
     x, weight = cases.arguments(Case(name="", format=format, group_size=64))
-    assert ops.choose(weight, platform="cpu", num_devices=1) == (ops.XLA, None)
-    product = jax.jit(partial(ops.quant_matmul, implementation=ops.XLA))
-    np.testing.assert_array_equal(product(x, weight), jax.jit(xla.quant_matmul)(x, weight))
+    choice = ops.choose(weight, CPU, num_devices=1)
+    assert choice.chosen == ops.XLA and choice.reason is None
+    product = jax.jit(partial(ops.quant_matmul, kernel=ops.XLA))
+    wanted = jax.jit(partial(xla.quant_matmul, round_x=format == "int8"))
+    np.testing.assert_array_equal(product(x, weight), wanted(x, weight))

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quant_matmul import cases, gpu, reference
+from pallas_kernels.quant_matmul import cases, gpu
 from pallas_kernels.quant_matmul.cases import Case
+from tests.kernels.quant_matmul import QuantMatmulTests, case_of, scale_of_powers_of_two
 
 __test__ = jax.__version_info__ >= (0, 11, 2)
 pytestmark = pytest.mark.slow
@@ -41,16 +41,6 @@ def run(x, weight, *, round_x: bool = False, **options) -> np.ndarray:
     return np.asarray(jax.jit(partial(gpu.quant_matmul, round_x=round_x, **options))(x, weight))
 
 
-def check(case: Case, **options) -> None:
-    """Weights and x are not rounded, so only the order of float32's sums differs."""
-    x, weight = cases.arguments(case)
-    out = run(x, weight, round_x=case.round_x, **options)
-    want = np.asarray(jax.jit(partial(reference.quant_matmul, round_x=case.round_x))(x, weight))
-    assert out.shape == want.shape and out.dtype == np.float32
-    error = np.linalg.norm(out - want, axis=1) / np.linalg.norm(want, axis=1)
-    assert error.max() < 5e-6
-
-
 class NumPyThatSumsInFloat64:
     """And rounds to what is asked for."""
 
@@ -61,13 +51,18 @@ class NumPyThatSumsInFloat64:
         return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
 
-def case_of(name: str) -> Case:
-    return next(case for case in cases.SMALL if case.name == name)
+class Hopper(QuantMatmulTests):
+    """Weights and x are not rounded, so only the order of float32's sums differs."""
+
+    cases, bound = cases.SMALL + SPLIT, 5e-6
+
+    def product(self, x, weight, *, round_x, **options):
+        return run(x, weight, round_x=round_x, **options)
 
 
-@pytest.mark.parametrize("case", cases.SMALL + SPLIT, ids=lambda c: c.name)
-def test_every_case(case):
-    check(case, interpret=interpreter())
+class TestInterpreted(Hopper):
+    def product(self, x, weight, *, round_x, **options):
+        return run(x, weight, round_x=round_x, **(dict(interpret=interpreter()) | options))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -88,7 +83,8 @@ def test_no_two_copies_touch_the_same_memory_unordered(name, monkeypatch, capsys
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
     case = replace(case_of(name), num_in=1024, num_out=128, num_tokens=9)
-    check(case, sizes=gpu.TileSizes(most_stages=2), interpret=interpreter(detect_races=True))
+    options = dict(sizes=gpu.TileSizes(most_stages=2), interpret=interpreter(detect_races=True))
+    TestInterpreted().check(case, **options)
     # Not `get_races().races_found`, which knows the last kernel only.
     assert "RACE DETECTED" not in capsys.readouterr().out
 
@@ -103,7 +99,7 @@ def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(case, monkeypatch
 
     monkeypatch.setattr(gpu_callbacks, "np", NumPyThatSumsInFloat64())
     x, weight = cases.arguments(replace(case, num_tokens=64))
-    weight = replace(weight, scale=jnp.exp2(jnp.round(jnp.log2(weight.scale))))
+    weight = replace(weight, scale=scale_of_powers_of_two(weight))
     options = dict(round_x=case.round_x, interpret=interpreter())
     out = run(x, weight, **options)
     for rows in (slice(0, 1), slice(3, 11)):
@@ -132,10 +128,8 @@ def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.SMALL + SPLIT, ids=lambda c: c.name)
-def test_on_a_real_gpu(case):
+class TestOnARealGPU(Hopper):
     """As compiled: widened weights in registers, accumulators that begin at a value."""
-    check(case)
 
 
 @pytest.mark.gpu
@@ -143,7 +137,7 @@ def test_on_a_real_gpu(case):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_on_a_real_gpu_a_row_of_a_model_s_layer_does_not_depend_on_the_others(name, layer):
     case = replace(case_of(name), num_in=layer[0], num_out=layer[1], num_tokens=2048)
-    check(case)
+    TestOnARealGPU().check(case)
     x, weight = cases.arguments(case)
     out = run(x, weight, round_x=case.round_x)
     np.testing.assert_array_equal(run(x, weight, round_x=case.round_x), out)

@@ -15,10 +15,17 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.quant_matmul import cases, reference, tpu
+from pallas_kernels.quant_matmul import cases, tpu
 from pallas_kernels.quant_matmul.cases import Case
 from pallas_kernels.quant_matmul.quantized import quantize
+from tests.kernels.quant_matmul import (
+    QuantMatmulTests,
+    case_of,
+    scale_of_powers_of_two,
+    zero_of_powers_of_two,
+)
 
+ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x")
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
@@ -36,50 +43,26 @@ def run(x, weight, round_x: bool = False, sizes: tpu.TileSizes = tpu.DEFAULT) ->
     return out
 
 
-def check(case: Case) -> None:
+class TestTPU(QuantMatmulTests):
     """Weights and x are not rounded, so only the order of float32's sums differs."""
-    x, weight = cases.arguments(case)
-    out = run(x, weight, case.round_x)
-    want = np.asarray(jax.jit(partial(reference.quant_matmul, round_x=case.round_x))(x, weight))
-    assert out.shape == want.shape and out.dtype == np.float32
-    error = np.linalg.norm(out - want, axis=1) / np.linalg.norm(want, axis=1)
-    assert error.max() < 2e-6
 
+    fast, bound = ("int8", "int4"), 2e-6
 
-def case_of(name: str) -> Case:
-    return next(case for case in cases.SMALL if case.name == name)
+    def product(self, x, weight, *, round_x, **options):
+        return run(x, weight, round_x, **options)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ONE_OF_EACH)
+    def test_several_tiles_and_parts_of_tiles(self, name):
+        """Two tiles of tokens and of outputs, the last ones with less than a tile in them."""
+        self.check(replace(case_of(name), num_tokens=300, num_out=700, num_in=1280))
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_two_formats(name):
-    check(case_of(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)
-def test_every_case(case):
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "int8-rounded-x"])
-def test_several_tiles_and_parts_of_tiles(name):
-    """Two tiles of tokens and of outputs, the last ones with less than a tile in them."""
-    check(replace(case_of(name), num_tokens=300, num_out=700, num_in=1280))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "int8-rounded-x"])
-def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(name):
-    """With scales and zeros that are powers of two: XLA:CPU rounds a product before it is added or not, as it likes."""
-    case = replace(case_of(name), num_tokens=64)
-    x, weight = cases.arguments(case)
-    weight = replace(weight, scale=jnp.exp2(jnp.round(jnp.log2(weight.scale))))
-    if weight.zero is not None:
-        weight = replace(weight, zero=jnp.uint8(1) << (weight.zero & 3))
-    out = run(x, weight, case.round_x)
-    for rows in (slice(0, 1), slice(3, 11)):
-        np.testing.assert_array_equal(run(x[rows], weight, case.round_x), out[rows])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ONE_OF_EACH)
+    def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(self, name):
+        self.check_rows_alone(
+            case_of(name), scale=scale_of_powers_of_two, zero=zero_of_powers_of_two
+        )
 
 
 @pytest.mark.slow
@@ -87,9 +70,8 @@ def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(name):
 def test_sizes_change_no_bit(name):
     """With scales and zeros that are powers of two, as above. 300 tokens: a whole tile and a part, or three tiles."""
     x, weight = cases.arguments(replace(case_of(name), num_tokens=300, num_out=1100))
-    weight = replace(weight, scale=jnp.exp2(jnp.round(jnp.log2(weight.scale))))
-    if weight.zero is not None:
-        weight = replace(weight, zero=jnp.uint8(1) << (weight.zero & 3))
+    scale, zero = scale_of_powers_of_two(weight), zero_of_powers_of_two(weight)
+    weight = replace(weight, scale=scale, zero=zero)
     out = run(x, weight)
     for sizes in (
         tpu.TileSizes(tile_tokens=128, tile_out=1024),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxpage.device import Device
 from jaxpage.ops import matmul as ops
-from pallas_kernels import tuning
+from pallas_kernels import hopper, tuning
 from pallas_kernels.quant_matmul import cases, gpu, quantized, tpu, tune
 
 
@@ -63,8 +66,8 @@ def test_an_engine_has_what_was_measured_on_its_device(monkeypatch, tmp_path):
     monkeypatch.setattr(ops, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
     weight = jax.eval_shape(lambda: cases.arguments(cases.SMALL[0])[1])
     for kind, wanted in (("TPU v5 lite", sizes), ("TPU7x", tpu.TileSizes())):
-        chosen, _ = ops.choose(weight, platform="tpu", num_devices=1, device_kind=kind)
-        assert chosen == ops.Implementation("tpu", wanted)
+        choice = ops.choose(weight, Device(platform="tpu", kind=kind), num_devices=1)
+        assert choice.chosen == ops.MatmulKernel("tpu", wanted)
 
 
 class Clock:
@@ -146,14 +149,14 @@ def test_a_sample_is_as_many_launches_as_hide_the_dispatch(seconds, launches, mo
     [
         ("cpu", None, r"nothing to tune on fake \(cpu\): the kernels are for Hopper GPUs and TPUs"),
         ("gpu", "8.0", r"nothing to tune on fake \(gpu\): .* this device's is 8\.0"),
+        ("gpu", "9.0", r"nothing to tune on fake \(gpu\): ptxas 13\.0\.88 "),
     ],
 )
 def test_tuning_refuses_a_machine_without_such_a_device(platform, capability, reason, monkeypatch):
-    class Device:
-        device_kind = "fake"
-
-    Device.platform, Device.compute_capability = platform, capability
-    monkeypatch.setattr(tuning.jax, "devices", lambda: [Device])
+    fake = SimpleNamespace(device_kind="fake", platform=platform, compute_capability=capability)
+    monkeypatch.setattr(tuning.jax, "devices", lambda: [fake])
+    monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 0, 88))
+    monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("ptxas"))
     with pytest.raises(SystemExit, match=reason):
         tuning.tune_here(tune.tune, tune.FOLDER)
 

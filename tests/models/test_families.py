@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxpage.models.attention import DenseAttention
+from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.registry import REGISTRY, Family, build
 from jaxpage.weights.load import load
 from tests import checkpoints
@@ -122,7 +123,13 @@ def test_attention_is_told_layer_scale_window_and_cap(checkpoint):
     model = loaded(checkpoint("gemma2", 1), "bfloat16")
     positions = jnp.arange(5, dtype=jnp.int32)
     attention = RecordingAttention(positions)
-    hidden = jax.jit(lambda t, p: model.hidden_states(t, p, attention))(tokens(5), positions)
+
+    @jax.jit
+    def hidden_states(token_ids, positions):
+        inputs = ForwardInput(token_ids=token_ids, positions=positions, attention=attention)
+        return model.hidden_states(inputs)
+
+    hidden = hidden_states(tokens(5), positions)
     assert hidden.shape == (5, 32) and hidden.dtype == jnp.bfloat16
     assert model.logits(hidden).dtype == jnp.float32
     shapes = ((5, 4, 16), (5, 4, 16), (5, 4, 16), jnp.bfloat16)

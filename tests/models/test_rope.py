@@ -56,3 +56,54 @@ def test_rotation_multiplies_complex_numbers_and_passes_the_rest():
     turned = (x[..., :3] + 1j * x[..., 3:6]) * turns
     expected = np.concatenate([turned.real, turned.imag, x[..., 6:]], axis=-1)
     np.testing.assert_allclose(rotate(jnp.asarray(x), cos, sin), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_three_positions_turn_their_own_frequencies_as_in_transformers(interleaved):
+    """Qwen2-VL has sections one after another, Qwen3-VL interleaves them."""
+    rng = np.random.default_rng(0)
+    positions = rng.integers(0, 100, (3, 2, 7)).astype(np.int32)
+    x = rng.standard_normal((2, 7, 4, 32)).astype(np.float32)
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+    parameters["mrope_interleaved"] = interleaved
+    config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=4)
+    config.rope_parameters = parameters
+    (rope,) = layer_ropes(config, ["full_attention"], head_dim=32, max_model_len=4096)
+    rotated = rotate(jnp.asarray(x), *rope.angles(jnp.asarray(positions), jnp.float32, three=True))
+    expected = rotated_by_transformers(x, positions, config, interleaved)
+    np.testing.assert_allclose(rotated, expected, atol=1e-5)
+
+
+def rotated_by_transformers(x, positions, config, interleaved):
+    import torch
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
+
+    q, ids = torch.tensor(x).transpose(1, 2), torch.tensor(positions, dtype=torch.long)
+    if interleaved:
+        cos, sin = qwen3.Qwen3VLTextRotaryEmbedding(config)(q, ids)
+        turned, _ = qwen3.apply_rotary_pos_emb(q, q, cos, sin)
+    else:
+        cos, sin = qwen2.Qwen2VLRotaryEmbedding(config)(q, ids)
+        turned, _ = qwen2.apply_rotary_pos_emb(q, q, cos, sin)
+    return turned.transpose(1, 2).numpy()
+
+
+def test_three_equal_positions_are_one():
+    positions = jnp.arange(9, dtype=jnp.int32)
+    three = jnp.stack([positions] * 3)
+    plain, sectioned = Rope((1.0, 0.3, 0.1)), Rope((1.0, 0.3, 0.1), sections=(0, 1, 2))
+    for rope in (plain, sectioned):
+        for part, expected in zip(
+            rope.angles(three, jnp.float32, three=True),
+            plain.angles(positions, jnp.float32),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(part, expected)
+
+
+def test_sections_that_do_not_fit_the_head_are_refused():
+    config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=4)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 7]}
+    with pytest.raises(ValueError, match=r"mrope_section \[4, 6, 7\] .* sum 16"):
+        layer_ropes(config, ["full_attention"], head_dim=32, max_model_len=4096)

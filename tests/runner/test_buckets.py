@@ -13,7 +13,8 @@ from jaxpage.runner.buckets import (
 
 
 def plan(num_tokens):
-    return StepPlan(sequences=[None] * len(num_tokens), num_tokens=list(num_tokens))
+    count = len(num_tokens)
+    return StepPlan(slots=[1] * count, num_tokens=list(num_tokens), samples=[True] * count)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 100, 256, 1024, 4096])

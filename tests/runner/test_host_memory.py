@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,14 @@ import pytest
 
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.runner.block_store import BlockStore, fingerprint
+from jaxpage.runner.calls import BLOCKS_PER_CALL
 from jaxpage.runner.host_memory import (
-    MOVE_BLOCKS,
     HostMemory,
     content_shapes,
-    padded,
-    portions,
     read_blocks,
     write_blocks,
 )
+from jaxpage.runner.pack import padded, portions
 
 FORMATS = [None, "int8", "int4", "fp8_e4m3"]
 
@@ -59,19 +59,23 @@ def test_blocks_come_back_bit_for_bit(kv_format, pinned):
     pool, memory = random_pool(spec), HostMemory(20, device=jax.devices()[0] if pinned else None)
     out = [(1 + i, 20 - i) for i in range(20)]  # (device block, host block)
     for block_ids, host_ids in portions(out):
-        assert len(block_ids) <= MOVE_BLOCKS
-        put_all(memory, host_ids, jax.jit(read_blocks)(pool, padded(block_ids)))
+        assert len(block_ids) <= BLOCKS_PER_CALL
+        put_all(
+            memory, host_ids, jax.jit(partial(read_blocks, spec, None))(pool, padded(block_ids))
+        )
     assert all(lies_pinned(memory, host_id) == pinned for host_id in range(1, 21))
     back = [(host_id, block_id + 9) for block_id, host_id in out]
     moved = pool
     for host_ids, block_ids in portions(back):
-        moved = jax.jit(write_blocks)(moved, padded(block_ids), memory.contents(host_ids))
+        moved = jax.jit(partial(write_blocks, spec, None))(
+            moved, padded(block_ids), memory.contents(host_ids)
+        )
     for old, new in zip(jax.tree.leaves(pool), jax.tree.leaves(moved), strict=True):
         assert same_bits(old[1:21], new[10:30]) and same_bits(old[1:10], new[1:10])
 
 
 def put_all(memory, host_ids, contents):
-    assert len(contents) == MOVE_BLOCKS
+    assert len(contents) == BLOCKS_PER_CALL
     for host_id, content in zip(host_ids, contents, strict=False):
         memory.put(host_id, content)
 
@@ -85,14 +89,14 @@ def test_the_last_content_given_to_a_host_block_counts():
     spec = spec_of(None)
     pool, memory = random_pool(spec), HostMemory(3)
     for block_id in (5, 6):
-        put_all(memory, [2], read_blocks(pool, jnp.asarray(padded([block_id]))))
+        put_all(memory, [2], read_blocks(spec, None, pool, jnp.asarray(padded([block_id]))))
     assert same_bits(memory.get(2)[0][0], pool[0][6])
     assert same_bits(memory.get(2)[0][1], pool[1][6])
     from_disk = [np.stack([np.asarray(array[8]) for array in pool])]
     memory.put(2, from_disk)
     assert same_bits(memory.get(2)[0], from_disk[0])
     assert [(x.shape, x.dtype) for x in from_disk] == [
-        (x.shape, x.dtype) for x in content_shapes(spec.abstract())
+        (x.shape, x.dtype) for x in content_shapes(spec)
     ]
 
 

@@ -54,6 +54,19 @@ def test_equal_bytes_hold_more_tokens(format, head_dim, gain):
     assert full / fewer >= gain
 
 
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_a_tpu_s_layout_has_a_row_of_heads_for_each_slot(format):
+    """The same bytes, and heads on another axis of scales and zeros."""
+    spec = dataclasses.replace(SPEC, layout="tpu", format=format, sharded=True)
+    (layer, *_) = spec.abstract()
+    shapes = {array.shape: spec.axes_of(array) for array in jax.tree.leaves(layer)}
+    wanted = {(7, 16, 2 * 2 * 128): ("blocks", "block", "kv_heads")}
+    if format:
+        wanted |= {(7, 4 * 2, 16): ("blocks", "kv_heads", "block")}
+    assert shapes == wanted
+    assert spec.num_bytes == dataclasses.replace(SPEC, format=format).num_bytes
+
+
 def test_int4_refuses_what_it_cannot_pack():
     with pytest.raises(ValueError, match="head_dim of this model is 33, which is odd"):
         dataclasses.replace(SPEC, format="int4", head_dim=33)

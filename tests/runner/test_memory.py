@@ -110,3 +110,16 @@ def test_a_pool_that_all_rows_can_never_fill_to_16_blocks_needs_no_smaller_step(
 def test_when_nothing_helps_the_blocks_that_fit_are_reported():
     (num_blocks, tokens), _ = size(900, temp_per_token=1)
     assert (num_blocks, tokens) == (8, 64)
+
+
+def test_what_is_not_free_cannot_be_asked_for(monkeypatch):
+    monkeypatch.setattr(memory, "free_ram", lambda: 10 * 10**9)
+    chip = device({"bytes_limit": 5 * 10**9, "bytes_in_use": 10**9})
+    cpu = device(None)
+    chip.platform, cpu.platform = "gpu", "cpu"
+    memory.check_room(chip, pool_bytes=4 * 10**9, host_bytes=10 * 10**9)
+    memory.check_room(cpu, pool_bytes=4 * 10**9, host_bytes=6 * 10**9)
+    with pytest.raises(ValueError, match="would take 4.10 GB, but gpu has 4.00 GB free"):
+        memory.check_room(chip, pool_bytes=41 * 10**8, host_bytes=0)
+    with pytest.raises(ValueError, match="takes 6.10 GB of RAM, of which 6.00 GB are free beside"):
+        memory.check_room(cpu, pool_bytes=4 * 10**9, host_bytes=61 * 10**8)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxpage.runner.facts import hash_of
+from jaxpage.runner.fingerprint import hash_of
 from jaxpage.runner.program_store import MeasuredSizes, ProgramStore, survey
 from jaxpage.runner.programs import compile_program
 
@@ -29,10 +29,10 @@ def lowering():
 
 
 def never():
-    raise AssertionError("lowered, although the program is kept")
+    raise AssertionError("lowered, although the executable is cached")
 
 
-def kept(root):
+def stored(root):
     program = compile_program(NAME, lowering, store_in(root))
     assert program.origin == "compiled"
     return next(root.glob("*/*.program"))
@@ -41,7 +41,7 @@ def kept(root):
 def test_a_program_is_compiled_once_and_then_found(tmp_path):
     before = compile_program(NAME, lowering, store_in(tmp_path))
     after = compile_program(NAME, never, store_in(tmp_path))
-    assert after.origin == "kept"
+    assert after.origin == "stored"
     assert (after.temp_bytes, after.alias_bytes) == (before.temp_bytes, before.alias_bytes)
     assert after.alias_bytes == 16
     for program in (before, after):
@@ -53,7 +53,7 @@ def test_a_program_is_compiled_once_and_then_found(tmp_path):
 
 @pytest.mark.parametrize("name", FACTS)
 def test_with_another_fact_it_is_not_found_and_the_log_can_say_which(tmp_path, name):
-    kept(tmp_path)
+    stored(tmp_path)
     other = store_in(tmp_path, FACTS | {name: "other"})
     assert other.load(NAME) is None
     assert other.why_empty() == f"{name}: {FACTS[name]} is there, this is other"
@@ -76,7 +76,7 @@ def test_nothing_is_said_of_an_empty_folder(tmp_path):
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "another's"])
 def test_a_damaged_program_is_compiled_anew(tmp_path, damage, caplog):
-    path = kept(tmp_path)
+    path = stored(tmp_path)
     data = bytearray(path.read_bytes())
     if damage == "torn":
         data = data[: len(data) // 2]
@@ -89,11 +89,11 @@ def test_a_damaged_program_is_compiled_anew(tmp_path, damage, caplog):
     name = "decode R=4" if damage == "another's" else NAME
     assert compile_program(name, lowering, store_in(tmp_path)).origin == "compiled"
     assert "is damaged" in caplog.text
-    assert compile_program(name, never, store_in(tmp_path)).origin == "kept"
+    assert compile_program(name, never, store_in(tmp_path)).origin == "stored"
 
 
 def test_what_the_runtime_does_not_take_is_compiled_anew(tmp_path, monkeypatch, caplog):
-    kept(tmp_path)
+    stored(tmp_path)
 
     def refused(*args, **options):
         raise jax.errors.JaxRuntimeError("made for another machine")
@@ -104,7 +104,7 @@ def test_what_the_runtime_does_not_take_is_compiled_anew(tmp_path, monkeypatch, 
 
 
 def test_a_folder_that_everybody_may_write_to_is_not_read(tmp_path):
-    folder = kept(tmp_path).parent
+    folder = stored(tmp_path).parent
     folder.chmod(0o777)
     store = store_in(tmp_path)
     assert store.load(NAME) is None
@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_written_costs_the_programs_and_nothing_else(tmp
     blocked.write_text("")
     for name in (NAME, "decode R=4"):
         assert compile_program(name, lowering, store_in(blocked)).origin == "compiled"
-    assert caplog.text.count("is not kept in") >= 1
+    assert caplog.text.count("is not cached in") >= 1
     sizes = MeasuredSizes(blocked, FACTS)
     assert sizes.remember("a", lambda: 5) == 5
     assert sizes.remember("a", never) == 5
@@ -155,7 +155,7 @@ def test_the_pool_of_the_last_time_is_taken_again_unless_it_is_too_large_or_much
     assert sizes.settle("blocks", 1111) == 1111
 
 
-def test_what_comes_from_jax_own_cache_is_not_kept(tmp_path):
+def test_what_comes_from_jax_own_cache_is_not_stored(tmp_path):
     """XLA:CPU would write it without the functions that it calls."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
     compilation_cache.reset_cache()

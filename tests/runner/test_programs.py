@@ -5,7 +5,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpage.runner.programs import CompilationCounter, Programs, use_persistent_cache
+from jaxpage.runner.programs import (
+    CompilationCounter,
+    ProgramRecord,
+    Programs,
+    use_persistent_cache,
+)
 
 
 def lowering(scale, compiled=None):
@@ -26,6 +31,17 @@ def test_programs_are_compiled_in_order_behind_whoever_waits_for_one():
     assert sorted(order) == list(range(8)) and {2, 3} & set(order[:2])  # none twice
     assert programs["3"](jnp.ones(3, jnp.float32)).tolist() == [3.0, 3.0, 3.0]
     assert programs.seconds > 0
+
+
+def test_records_say_of_every_program_whether_it_is_there_and_what_it_took():
+    programs = Programs({"first": lowering(1), "second": lowering(2)})
+    programs.wait_for([["second"]])
+    first, second = programs.records()
+    assert first == ProgramRecord(name="first")
+    assert (second.name, second.origin) == ("second", "compiled")
+    ready = programs.ready["second"]
+    assert (second.seconds, second.temp_bytes) == (ready.seconds, ready.temp_bytes)
+    assert second.seconds > 0 and second.executable is programs["second"]
 
 
 def test_who_waits_gets_the_first_choice_that_is_ready():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +18,13 @@ from jaxpage.kv_groups import group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.ops.attention import num_sharded_kv_heads
-from jaxpage.parallel.sharding import TENSOR
-from jaxpage.plan import StepResult
+from jaxpage.output_processor import OutputProcessor
+from jaxpage.parallel.sharding import TENSOR, sharding
 from jaxpage.request import Request
-from jaxpage.runner.buckets import fitting_buckets, make_buckets
-from jaxpage.runner.lowering import ADMIT, Lowerings
-from jaxpage.runner.pack import pack_admission, pack_rows, pack_step
-from jaxpage.runner.step import StepSpec, allocate_request_state
+from jaxpage.runner.buckets import make_buckets
+from jaxpage.runner.runner import Runner
+from jaxpage.runner.spec import StepSpec
+from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.weights.dummy import initialise
 
@@ -82,17 +84,17 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
         logprobs_mode="raw",
     )
     buckets = make_buckets(max_num_seqs=NUM_ROWS, max_num_batched_tokens=NUM_TOKENS)
-    lowerings = Lowerings(model, buckets=buckets, pool_spec=pool_spec, step_spec=spec, mesh=mesh)
-    compiled = {}
-
-    def run(name, *arguments):
-        if name not in compiled:
-            compiled[name] = lowerings.programs[name]().compile()
-        places = compiled[name].input_shardings[0]
-        return compiled[name](*jax.tree.map(jax.device_put, arguments, tuple(places)))
-
-    leaves = [v.get_raw_value() for _, v in nnx.to_flat_state(nnx.state(model))]
-    pool, state = pool_spec.allocate(), allocate_request_state(spec)
+    if mesh is not None:
+        place(model, mesh)
+    runner = Runner(
+        model,
+        buckets=buckets,
+        pool_spec=pool_spec,
+        step_spec=spec,
+        ahead_of_time=False,
+        mesh=mesh,
+    )
+    runner.warmup()
     scheduler = Scheduler(
         KVCache(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),
         max_num_seqs=NUM_ROWS,
@@ -100,32 +102,27 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
         max_model_len=LENGTH,
         decode_steps=4,
     )
-    requests = make_requests()
+    requests, processor = make_requests(), OutputProcessor(lambda request: None)
     for request in requests:
         scheduler.add(request)
+        processor.add(request)
     while scheduler.requests:
         step = scheduler.schedule()
-        plan = step.plan
-        bucket = fitting_buckets(buckets, plan)[0]
-        for sequence in plan.admissions:
-            row = pack_admission(sequence, lowerings.admission, vocab_size=VOCAB_SIZE)
-            state = run(ADMIT, state, row)
-        packed = pack_step(plan, lowerings.layouts[bucket.name])
-        pool, state, result = run(bucket.name, leaves, pool, state, packed)
-        if not bucket.decode:
-            name = bucket.programs(plan.num_rows)[-1]
-            state, result = run(
-                name, leaves, state, result, pack_rows(plan, lowerings.layouts[name])
-            )
-        scheduler.update(step, read(plan, result))
+        result = runner.collect(runner.launch(step.plan))
+        processor.process(scheduler.update(step, result))
+    completions = [processor.take_one(request.request_id).outputs for request in requests]
     return [
-        [
-            s.output_token_ids,
-            [entry[t].logprob for entry, t in zip(s.logprobs, s.output_token_ids, strict=True)],
-        ]
-        for request in requests
-        for s in request.sequences
+        [c.token_ids, [entry[t].logprob for entry, t in zip(c.logprobs, c.token_ids, strict=True)]]
+        for c in itertools.chain(*completions)
     ]
+
+
+def place(model: nnx.Module, mesh: Mesh) -> None:
+    """Each parameter where the sharding rules say."""
+    for _, variable in nnx.to_flat_state(nnx.state(model)):
+        metadata = variable.get_metadata()
+        where = sharding(mesh, metadata["axes"], metadata["units"])
+        variable.set_value(jax.device_put(variable.get_raw_value(), where))
 
 
 def make_requests() -> list[Request]:
@@ -137,17 +134,10 @@ def make_requests() -> list[Request]:
         )
         prompt = rng.integers(0, VOCAB_SIZE, length).tolist()
         request = Request(request_id=str(i), prompt_token_ids=prompt, params=params, seed=i)
+        request.features = features_of(request)
+        request.slot_fields = slot_fields_of(request, VOCAB_SIZE)
         requests.append(request)
     return requests
-
-
-def read(plan, result) -> StepResult:
-    sampled, steps, rows = result.sampled, plan.num_steps, plan.num_rows
-    names = ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
-    return StepResult(
-        num_sampled=np.asarray(result.num_sampled)[:rows],
-        **{name: np.asarray(getattr(sampled, name))[:steps, :rows] for name in names},
-    )
 
 
 @pytest.mark.slow

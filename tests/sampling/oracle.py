@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, RequestState
-from jaxpage.sampling.constraints import pack_mask
-from jaxpage.sampling.keys import row_key
+from jaxpage.sampling.constraints import (
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    pack_mask,
+)
+from jaxpage.sampling.fields import RequestState
 
 CLEAR = 1e-5  # closer than this to a boundary float32 may decide either way
 
@@ -50,13 +54,12 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
         return jnp.asarray(np.array([0, *(getattr(r, name) for r in rows)], dtype))
 
     history = np.random.default_rng(0).integers(0, vocab_size, (num_slots, max_len))  # garbage
-    key, stop, allowed = (np.zeros((num_slots, n), np.uint32) for n in (2, words, words))
+    stop, allowed = (np.zeros((num_slots, words), np.uint32) for _ in range(2))
     bias_ids = np.full((num_slots, MAX_LOGIT_BIAS), vocab_size)
     bias_values = np.zeros((num_slots, MAX_LOGIT_BIAS), np.float32)
     bad_words = np.full((num_slots, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1)
     for i, row in enumerate(rows, 1):
         history[i, : row.position] = row.prompt + row.output
-        key[i] = row_key(row.seed, 0)
         stop[i] = pack_mask(row.stop_ids, vocab_size)
         allowed[i] = 2**32 - 1
         if row.allowed_ids is not None:
@@ -75,10 +78,13 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
         prompt_len=jnp.asarray(prompt_len, jnp.int32),
         min_len=jnp.asarray(min_len, jnp.int32),
         max_len=jnp.full(num_slots, max_len, jnp.int32),
-        key=jnp.asarray(key),
+        seed=column("seed", np.uint32),
+        sequence_index=jnp.zeros(num_slots, jnp.int32),
         top_k=column("top_k", np.int32),
         repetition_penalty=column("repetition_penalty", np.float32),
         stop_mask=jnp.asarray(stop),
+        min_tokens_mask=jnp.asarray(stop),
+        step_mask=jnp.full((num_slots, words), 2**32 - 1, jnp.uint32),
         allowed_mask=jnp.asarray(allowed),
         bias_ids=jnp.asarray(bias_ids, jnp.int32),
         bias_values=jnp.asarray(bias_values),

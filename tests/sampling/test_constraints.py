@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage.batch import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
-from jaxpage.sampling.constraints import constrain, is_set, pack_mask, unpack_mask
+from jaxpage.sampling.constraints import (
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    constrain,
+    is_set,
+    pack_mask,
+    unpack_mask,
+)
 from tests.sampling.oracle import Row, constrained, make_state
 
 V = 45

@@ -8,35 +8,30 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxpage.sampling.keys import gumbel_noise, row_key
+from jaxpage.sampling.keys import gumbel_noise, row_keys
 
 SEEDS = [0, 1, 12345, 2**31 - 1, 2**31, 2**32 - 1]
 
 
 @pytest.mark.parametrize("partitionable", [True, False])
-def test_row_key_is_fold_in_of_the_seed(partitionable):
+def test_row_keys_are_fold_in_of_the_seed(partitionable):
+    pairs = [(seed, index) for seed in SEEDS for index in (0, 1, 16383)]
+    keys = row_keys_of(pairs)
     with jax.threefry_partitionable(partitionable):
-        for seed in SEEDS:
-            for index in (0, 1, 16383):
-                key = jax.random.fold_in(jax.random.key(np.uint32(seed)), index)
-                np.testing.assert_array_equal(row_key(seed, index), jax.random.key_data(key))
+        for (seed, index), key in zip(pairs, keys, strict=True):
+            expected = jax.random.fold_in(jax.random.key(np.uint32(seed)), index)
+            np.testing.assert_array_equal(key, jax.random.key_data(expected))
 
 
-def test_row_key_stays_on_the_host():
-    with jax.transfer_guard("disallow"):
-        key = row_key(7, 3)
-    assert isinstance(key, np.ndarray)
-    assert key.dtype == np.uint32 and key.shape == (2,)
-
-
-def test_seeds_are_taken_modulo_2_to_the_32():
-    np.testing.assert_array_equal(row_key(-1, 0), row_key(2**32 - 1, 0))
-    np.testing.assert_array_equal(row_key(2**32 + 5, 0), row_key(5, 0))
+def row_keys_of(pairs):
+    """uint32[R, 2] for (seed, sequence index)."""
+    seeds, indices = zip(*pairs, strict=True)
+    return jax.jit(row_keys)(np.array(seeds, np.uint32), np.array(indices, np.int32))
 
 
 @pytest.mark.parametrize("partitionable", [True, False])
 def test_noise_is_made_of_the_bits_that_jax_draws_for_the_folded_key(partitionable):
-    keys = np.stack([row_key(seed, 0) for seed in SEEDS])
+    keys = row_keys_of([(seed, 0) for seed in SEEDS])
     positions = np.array([0, 1, 2, 1000, 2**20, 5], np.int32)
     with jax.threefry_partitionable(partitionable):
         noise = np.asarray(gumbel_noise(jnp.asarray(keys), jnp.asarray(positions), 1001))
@@ -50,14 +45,14 @@ def test_noise_is_made_of_the_bits_that_jax_draws_for_the_folded_key(partitionab
 
 
 def test_noise_has_the_gumbel_distribution():
-    keys = jnp.asarray(np.stack([row_key(seed, 1) for seed in range(8)]))
+    keys = row_keys_of([(seed, 1) for seed in range(8)])
     noise = np.asarray(gumbel_noise(keys, jnp.zeros(8, jnp.int32), 20_000))
     assert np.isfinite(noise).all()
     assert stats.kstest(noise.ravel(), stats.gumbel_r.cdf).pvalue > 0.01
 
 
 def test_noise_of_a_word_does_not_depend_on_the_vocabulary_or_the_other_rows():
-    keys = jnp.asarray(np.stack([row_key(seed, 0) for seed in range(5)]))
+    keys = row_keys_of([(seed, 0) for seed in range(5)])
     positions = jnp.arange(5, dtype=jnp.int32)
     wide = gumbel_noise(keys, positions, 300)
     np.testing.assert_array_equal(wide[3:4, :77], gumbel_noise(keys[3:4], positions[3:4], 77))

@@ -13,14 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from jaxpage.plan import Feature
+from jaxpage.sampling.features import FEATURES, bits
+from jaxpage.sampling.keys import RANDOM
+from jaxpage.sampling.logprobs import TOP_LOGPROBS
+from jaxpage.sampling.penalties import PENALTIES
 from jaxpage.sampling.sampler import Sampled, sample, stops
+from jaxpage.sampling.truncation import TRUNCATION
 from tests.sampling import oracle
 from tests.sampling.oracle import Row, make_state
 
 V = 40
-ALL = Feature.RANDOM | Feature.TRUNCATE | Feature.PENALTIES | Feature.CONSTRAINTS
-ALL |= Feature.TOP_LOGPROBS
+ALL = bits(*FEATURES)
 
 
 @partial(jax.jit, static_argnames=("num_top_logprobs", "logprobs_mode"))
@@ -31,7 +34,7 @@ def jitted(*args, num_top_logprobs, logprobs_mode):
 def run(
     rows: list[Row],
     logits: np.ndarray,
-    features: Feature = ALL,
+    features: int = ALL,
     *,
     mode: str = "raw",
     top: int | None = None,
@@ -139,7 +142,7 @@ def test_greedy_rows_take_the_best_token_and_the_first_of_equals():
     logits = logits_for(3)
     logits[1, [7, 30]] = 9.0
     rows = [Row(), Row(), Row(top_k=3, top_p=0.5, min_p=0.9)]
-    for features in (Feature(0), ALL):
+    for features in (0, ALL):
         sampled = run(rows, logits, features)
         np.testing.assert_array_equal(sampled.token_ids, logits.argmax(-1))
         np.testing.assert_array_equal(sampled.ranks, [1, 2, 1])
@@ -157,7 +160,7 @@ def test_features_that_no_row_needs_change_nothing(mode):
     logits = logits_for(4)
     greedy = [Row(seed=i) for i in range(4)]
     random = [Row(seed=i, temperature=0.5 + i) for i in range(4)]
-    for rows, needed in (greedy, Feature.TOP_LOGPROBS), (random, Feature(17)):
+    for rows, needed in (greedy, bits(TOP_LOGPROBS)), (random, bits(RANDOM, TOP_LOGPROBS)):
         assert_equal(run(rows, logits, needed, mode=mode), run(rows, logits, ALL, mode=mode))
 
 
@@ -240,7 +243,7 @@ def test_token_ids_are_in_the_vocabulary_whatever_the_logits(mode, temperature, 
     logits[0, 5] = bad
     logits[1] = bad
     rows = [Row(temperature=temperature, top_k=k, top_p=0.9) for k in (0, 3, 5)]
-    for features in (ALL, ALL & ~Feature.TRUNCATE):
+    for features in (ALL, ALL & ~bits(TRUNCATION)):
         sampled = run(rows, logits, features, mode=mode, top=4)
         assert ((sampled.token_ids >= 0) & (sampled.token_ids < V)).all()
         alone = run(rows, logits[2:], features, mode=mode, top=4, slots=[3])
@@ -257,10 +260,10 @@ def test_padding_rows_are_harmless():
 def test_one_program_serves_every_request():
     logits = logits_for(2)
     rows = [Row(), Row()]
-    run(rows, logits, Feature(0), top=2)
+    run(rows, logits, 0, top=2)
     before = jitted._cache_size()
     run([Row(temperature=1.0, top_k=3), Row(allowed_ids=[1], min_p=0.2)], logits, ALL, top=2)
-    run(rows, logits, Feature.PENALTIES, top=2, slots=[2, 1])
+    run(rows, logits, bits(PENALTIES), top=2, slots=[2, 1])
     assert jitted._cache_size() == before
 
 

@@ -170,6 +170,31 @@ def test_quantised_tensor_is_refused(broken):
     refused(broken, "up_proj.weight is stored as int8: quantised checkpoints are not supported")
 
 
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq, 4 bits, groups of 128"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+        ({"bits": 8}, "no quant_method, 8 bits"),
+    ],
+)
+def test_a_quantised_checkpoint_is_told_to_be_one_and_how(broken, quantization, message):
+    config = json.loads((broken / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (broken / "config.json").write_text(json.dumps(config))
+    refused(broken, rf"the checkpoint is quantised \({message}\), .* bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [("qweight", "AWQ or GPTQ"), ("weight_scale_inv", "fp8"), ("weight_packed", "compressed")],
+)
+def test_quantised_tensors_tell_without_a_config(broken, suffix, message):
+    name = f"model__layers__0__mlp__up_proj__{suffix}"
+    rewrite(broken, **{name: np.zeros((4, 4), np.int32)})
+    refused(broken, f"quantised \\({message}.*up_proj.{suffix}")
+
+
 def test_truncated_file_is_refused_wherever_it_ends(broken):
     file = broken / "model.safetensors"
     content = file.read_bytes()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpage.device import Device
 from jaxpage.models.registry import build
-from jaxpage.ops.matmul import XLA, quant_matmul
+from jaxpage.ops.matmul import XLA, choose, quant_matmul
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.transform import join_projections, quantize
 from pallas_kernels.quant_matmul import quantized
@@ -56,7 +59,8 @@ def test_int8_weights_are_close_and_small(family, tmp_path):
     model = model_of(family, tmp_path)
     expected = logits(model)
     join_projections(model)
-    quantize(model, jax.devices("cpu")[0])
+    device = Device.of(jax.devices("cpu")[0])
+    quantize(model, partial(choose, device=device, num_devices=1))
     weights = {name: x for name, x in parameters(model).items() if name.endswith("proj.weight")}
     assert weights and {x.dtype for x in weights.values()} == {jnp.dtype(jnp.int8)}
     error = np.abs(logits(model) - expected).max() / expected.std()
@@ -70,7 +74,7 @@ def test_an_int8_product_is_the_exact_product_of_what_was_rounded():
     rounded, row_scale = (np.asarray(a, np.float64) for a in quantized.round_rows(jnp.asarray(x)))
     data, scale = np.asarray(weight.data, np.float64), np.asarray(weight.scale)
     expected = (rounded * row_scale) @ (data * scale[:, None]).T
-    got = quant_matmul(jnp.asarray(x), weight, implementation=XLA, round_x=True)
+    got = quant_matmul(jnp.asarray(x), weight, kernel=XLA)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 

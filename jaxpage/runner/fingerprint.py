@@ -1,6 +1,7 @@
 """What compiled programs depend on besides the model and its options: versions, the device, the code itself.
 
-Knows where this is written. Must not know models or programs.
+Two machines with equal fingerprints can run each other's executables. Knows where each part is written down. Must
+not know models or programs.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _JAX_OPTIONS = (
 )
 
 
-def machine_facts(device: jax.Device, flags: str) -> dict[str, str]:
-    """By name, each as text. `device` may be one of a topology that is not here, `flags` are the compiler's."""
+def machine_fingerprint(device: jax.Device, flags: str) -> dict[str, str]:
+    """Name -> text of each part. `device` may belong to a compile-only topology; `flags` are the compiler's."""
     compiler = _COMPILERS[device.platform]
-    facts = {
+    parts = {
         "code": code_hash(),
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
@@ -41,13 +42,15 @@ def machine_facts(device: jax.Device, flags: str) -> dict[str, str]:
         "flags": flags,
         "jax options": ", ".join(f"{name}={getattr(jax.config, name)}" for name in _JAX_OPTIONS),
     }
-    if device.platform == "cpu":  # XLA:CPU writes for this processor, and a part for each core
-        facts |= {"cores": str(num_cores()), "processor": _processor()}
-    return facts
+    if (
+        device.platform == "cpu"
+    ):  # XLA:CPU compiles for this processor, and splits loops by its cores
+        parts |= {"cores": str(num_cores()), "processor": _processor()}
+    return parts
 
 
 def version_of(package: str) -> str:
-    """Of an installed package; "none" if it is not."""
+    """The version of an installed package; "none" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -56,7 +59,7 @@ def version_of(package: str) -> str:
 
 @cache
 def code_hash() -> str:
-    """Of jaxpage and its kernels, see `hash_of`."""
+    """Hash of the source of jaxpage and its kernels, see `hash_of`."""
     folders = []
     for name in ("jaxpage", "pallas_kernels"):
         spec = find_spec(name)
@@ -66,7 +69,7 @@ def code_hash() -> str:
 
 
 def hash_of(folders: Iterable[Path]) -> str:
-    """Of source and of sizes measured for kernels: whatever of it changed may have changed a program. 16 hex digits."""
+    """16 hex digits over all source files and measured kernel sizes: any change may have changed a program."""
     state = hashlib.sha256()
     for folder in folders:
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("tuned/*.json")]):
@@ -76,7 +79,7 @@ def hash_of(folders: Iterable[Path]) -> str:
 
 @cache
 def _processor() -> str:
-    """Its name, and a hash of the instructions it knows (Linux on x86 and Arm say them)."""
+    """Name of the processor, and a hash of its instruction sets (known on Linux, for x86 and Arm)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,18 +1,19 @@
-"""From what the compiler said to what a user wants to know: does it fit, how many tokens, how fast at best.
+"""From what the compiler reported to what a user wants to know: does it fit, how many tokens, how fast at best.
 
 Pure arithmetic on what `worker.measure` returns. Must not know compilers.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.runner.memory import pool_bytes_of
+
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Bytes and times of one device; all devices of the plan do the same."""
+class Estimate:
+    """Bytes and times of one device; all devices of the plan hold and do the same."""
 
     weight_bytes: int
     state_bytes: int
@@ -20,31 +21,29 @@ class Verdict:
     pool_bytes: int  # what is left for KV
     block_bytes: int
     num_blocks: int  # besides the null block
-    num_tokens: int  # that one sequence alone could have, see `kv_groups`
+    num_tokens: int  # of the longest sequence that fits if it is alone, see `kv_groups`
     fits: bool  # one sequence of max_model_len
     batches: dict[int, int]  # length of sequences: how many at once, by memory
     decode_ms: dict[tuple[int, int], float]  # (batch, length): the fastest a decode step can be
     changes: tuple[str, ...]  # each of which would make it fit
 
 
-def judge(measured: dict[str, Any]) -> Verdict:
-    """The verdict on one target."""
+def estimate(measured: dict[str, Any]) -> Estimate:
+    """The estimate for one target."""
     config, chip = measured["config"], measured["chip"]
-    pool_bytes = _pool_bytes(measured, measured["weight_bytes"])
-    block_bytes = measured["block_bytes"]
-    num_blocks = max(0, min(pool_bytes // block_bytes, measured["most_blocks"] or sys.maxsize) - 1)
+    num_blocks = max(0, measured["num_blocks"] - 1)
     blocks = {int(n): count for n, count in measured["blocks"].items()}
     wanted = config["max_model_len"]
     fits = num_blocks >= blocks[wanted]
     lengths = [(wanted, blocks[wanted]), *measured["longest"]]
     batches = {n: min(num_blocks // count, config["max_num_seqs"]) for n, count in blocks.items()}
     cases = [(1, min(blocks)), *((count, n) for n, count in batches.items() if count > 1)]
-    return Verdict(
+    return Estimate(
         weight_bytes=measured["weight_bytes"],
         state_bytes=measured["state_bytes"],
-        temp_bytes=_temp_bytes(measured),
-        pool_bytes=max(0, pool_bytes),
-        block_bytes=block_bytes,
+        temp_bytes=measured["temp_bytes"],
+        pool_bytes=max(0, _pool_bytes(measured, measured["weight_bytes"])),
+        block_bytes=measured["block_bytes"],
         num_blocks=num_blocks,
         num_tokens=next((n for n, count in lengths if count <= num_blocks), 0),
         fits=fits,
@@ -57,16 +56,12 @@ def judge(measured: dict[str, Any]) -> Verdict:
     )
 
 
-def _temp_bytes(measured: dict[str, Any]) -> int:
-    """Temporaries of the largest program, and two results: a step is launched before the last one is read."""
-    programs = measured["programs"]
-    temp_bytes = max((p["temp_bytes"] for p in programs), default=0)
-    return temp_bytes + 2 * max((p["result_bytes"] for p in programs), default=0)
-
-
 def _pool_bytes(measured: dict[str, Any], weight_bytes: int) -> int:
-    usable = int(measured["chip"]["num_bytes"] * measured["config"]["gpu_memory_utilization"])
-    return usable - weight_bytes - measured["state_bytes"] - _temp_bytes(measured)
+    return pool_bytes_of(
+        measured["chip"]["num_bytes"],
+        weight_bytes + measured["state_bytes"] + measured["temp_bytes"],
+        utilization=measured["config"]["gpu_memory_utilization"],
+    )
 
 
 def _seconds(measured: dict[str, Any], chip: dict[str, Any], batch: int, num_blocks: int) -> float:
@@ -80,12 +75,12 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
     """What would make one sequence of max_model_len fit, from sizes alone: nothing is compiled for it."""
     block, weights = measured["block_bytes"], measured["weight_bytes"]
     found = []
-    room = _pool_bytes(measured, weights)
-    shorter = next((n for n, count in measured["longest"] if (count + 1) * block <= room), None)
+    left = _pool_bytes(measured, weights)
+    shorter = next((n for n, count in measured["longest"] if (count + 1) * block <= left), None)
     if shorter:
         found.append(f"--max-model-len {shorter}")
     in_int8 = measured["in_int8"]
-    if in_int8["block_bytes"] is not None and (wanted + 1) * in_int8["block_bytes"] <= room:
+    if in_int8["block_bytes"] is not None and (wanted + 1) * in_int8["block_bytes"] <= left:
         found.append("--kv-cache-dtype int8")
     if in_int8["weight_bytes"] is not None:
         if (wanted + 1) * block <= _pool_bytes(measured, in_int8["weight_bytes"]):

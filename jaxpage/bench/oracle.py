@@ -1,6 +1,6 @@
 """Attention and products in float64 with NumPy, straight from their formulas: what kernels are held against.
 
-Shares no code with the kernels, nor with their definitions. Must not know any kernel.
+Shares no code with the kernels, nor with their definitions.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ def attention(
     `arguments` are those of `pallas_kernels.paged_attention.reference.paged_attention`, whose docstring is the
     definition; but what a quantised pool holds is not rounded to q's dtype. Nothing is compiled.
     """
-    table, kv_lens, starts = (
-        np.asarray(arguments[name]) for name in ("block_table", "kv_lens", "query_starts")
+    table, kv_lens, starts, all_q = (
+        np.asarray(arguments[name]) for name in ("block_table", "kv_lens", "query_starts", "q")
     )
     pool = jax.tree.map(np.asarray, arguments["pool"])
-    chosen = range(len(kv_lens)) if rows is None else rows
     out = {}
-    for row in chosen:
-        count = starts[row + 1] - starts[row]
-        if count == 0:
-            continue
-        count = min(count, queries or count)
-        q = float64(np.asarray(arguments["q"])[starts[row + 1] - count : starts[row + 1]])
-        blocks = table[row, : -(-kv_lens[row] // pool.shape[1])]
-        kv = _read(pool, blocks, arguments["q"].dtype)
-        out[row] = _row(q, kv.reshape(-1, *kv.shape[2:])[: kv_lens[row]], arguments)
+    for row in range(len(kv_lens)) if rows is None else rows:
+        start, end = starts[row], starts[row + 1]
+        if queries is not None:
+            start = max(start, end - queries)
+        if start < end:
+            blocks = table[row, : -(-kv_lens[row] // pool.shape[1])]
+            kv = _read(pool, blocks, all_q.dtype)
+            kv = kv.reshape(-1, *kv.shape[2:])[: kv_lens[row]]
+            out[row] = _row(float64(all_q[start:end]), kv, arguments)
     return out
 
 
@@ -66,8 +65,7 @@ def _row(q: np.ndarray, kv: np.ndarray, arguments: Mapping[str, Any]) -> np.ndar
     """The last queries [Q, H, D] of a row of as many positions as kv [L, 2 * K, D] has."""
     (count, num_heads, head_dim), length = q.shape, kv.shape[0]
     num_kv_heads = kv.shape[1] // 2
-    key = np.arange(length)
-    query = np.arange(length - count, length)[:, None]
+    key, query = np.arange(length), np.arange(length - count, length)[:, None]
     visible = key <= query
     if (window := arguments.get("window")) is not None:
         visible &= key > query - window
@@ -94,10 +92,8 @@ def worst_row(out: jax.Array, starts: jax.Array, expected: Rows) -> float:
     out: [T, H, D]; `expected` has the last queries of a row, and all of those are compared.
     """
     ends, found = np.asarray(starts)[1:], np.asarray(out)
-    errors = [
-        relative(float64(found[ends[row] - len(want) : ends[row]]), want)
-        for row, want in expected.items()
-    ]
+    parts = {row: found[ends[row] - len(want) : ends[row]] for row, want in expected.items()}
+    errors = (relative(float64(parts[row]), want) for row, want in expected.items())
     return max(errors, default=0.0)
 
 

@@ -1,0 +1,77 @@
+"""An engine without a device: the real scheduler, and a runner that answers each plan at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxpage.bench.engines import Work
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.scheduler import Scheduler
+from jaxpage.kv_groups import Windows
+from jaxpage.plan import StepPlan, StepResult
+from jaxpage.request import Request
+from jaxpage.sampling_params import SamplingParams
+
+
+class InstantRunner:
+    """Samples token 7 for every row. `look` sees each plan when it is launched."""
+
+    num_recompiles = 0
+
+    def __init__(self, look: Callable[[StepPlan], object] | None = None) -> None:
+        self.look = look or (lambda plan: None)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.look(plan)
+        steps, rows = plan.num_steps, plan.num_rows
+        return StepResult(
+            token_ids=np.full((steps, rows), 7, np.int32),
+            num_sampled=np.where(plan.samples, steps, 0).astype(np.int32),
+            logprobs=np.zeros((steps, rows), np.float32),
+            ranks=np.ones((steps, rows), np.int32),
+            top_token_ids=np.zeros((steps, rows, 0), np.int32),
+            top_logprobs=np.zeros((steps, rows, 0), np.float32),
+        )
+
+    def collect(self, launched: StepResult, /) -> StepResult:
+        return launched
+
+    def weights_changed(self) -> bool:
+        return False
+
+    def recover(self) -> bool:
+        return False
+
+    def wait_until_warm(self) -> None: ...
+
+    def store_blocks(self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]]) -> None:
+        raise NotImplementedError("there is no disk")
+
+
+def make_scheduler(
+    num_blocks: int,
+    block_size: int,
+    *,
+    enable_prefix_caching: bool = True,
+    windows: Windows = (None,),
+    **limits: int,
+) -> Scheduler:
+    """One whose pool has so many blocks besides the null block. `limits` are the scheduler's."""
+    caching = {"enable_prefix_caching": enable_prefix_caching, "windows": windows}
+    return Scheduler(KVCache(1 + num_blocks, block_size, **caching), **limits)
+
+
+def run(
+    scheduler: Scheduler, work: Work, look: Callable[[StepPlan], object] | None = None
+) -> Engine:
+    """All of the work, greedily; `look` sees each plan. Returns the engine, which has nothing left to do."""
+    engine = Engine(scheduler, InstantRunner(look), overlap=False)
+    for number, (prompt, count) in enumerate(zip(work.prompts, work.num_tokens, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        engine.add(Request(request_id=str(number), prompt_token_ids=prompt, params=params, seed=0))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return engine

@@ -1,0 +1,119 @@
+"""torch's attention on the same work, in a process of its own (`subprocess_rpc`): imports neither jax nor jaxpage."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+CALLS = 8  # of attention in one launch
+
+
+class Attention:
+    """torch's `scaled_dot_product_attention` on contiguous keys and values, each backend that takes them."""
+
+    def setup(self, work: dict[str, Any], tiny: bool) -> dict[str, str]:
+        """`work`: the fields of `attention_peers.Work`. Versions. Raises ImportError without torch."""
+        import torch
+
+        self.cuda, self.decode, self.tiny = torch.cuda.is_available(), work["decode"], tiny
+        device = "cuda" if self.cuda else "cpu"
+        torch.manual_seed(0)
+        batch, length, dim = work["batch"], work["length"], work["head_dim"]
+
+        def normal(num_heads: int, num_tokens: int) -> Any:
+            shape = (batch, num_heads, num_tokens, dim)
+            return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+        self.q = normal(work["num_heads"], 1 if self.decode else length)
+        kv_heads = work["num_kv_heads"]
+        self.kv = [(normal(kv_heads, length), normal(kv_heads, length)) for _ in range(2)]
+        self.launches = self._launches()
+        return {"torch": torch.__version__, "device": device}
+
+    def seconds(self) -> dict[str, float | str]:
+        """Of one call, by variant: a median, or why it does not run."""
+        return {
+            name: launch if isinstance(launch, str) else self._time(launch) / CALLS
+            for name, launch in self.launches.items()
+        }
+
+    def _launches(self) -> dict[str, Callable[[], None] | str]:
+        """CALLS calls that follow one another, on a GPU as one graph; or why a variant cannot serve."""
+        from torch.nn.attention import SDPBackend
+
+        backends = {"flash": SDPBackend.FLASH_ATTENTION}
+        if self.cuda:
+            backends["cudnn"] = SDPBackend.CUDNN_ATTENTION
+            backends["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+        variants = {"": self._by_head}
+        if self.decode:
+            variants[", a group's heads as queries"] = self._group_as_queries
+        launches: dict[str, Callable[[], None] | str] = {}
+        for name, backend in backends.items():
+            for suffix, attend in variants.items():
+                try:
+                    launch = self._launch(backend, attend)
+                except RuntimeError as error:  # no kernel for such arguments
+                    launch = " ".join(str(error).split())[:200]
+                launches[f"torch SDPA ({name}{suffix})"] = launch
+        return launches
+
+    def _by_head(self, q: Any, k: Any, v: Any) -> Any:
+        from torch.nn.functional import scaled_dot_product_attention
+
+        return scaled_dot_product_attention(q, k, v, is_causal=not self.decode, enable_gqa=True)
+
+    def _group_as_queries(self, q: Any, k: Any, v: Any) -> Any:
+        """One query sees all keys, so the heads that share a KV head may as well be queries of one head."""
+        from torch.nn.functional import scaled_dot_product_attention
+
+        grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
+        return scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
+
+    def _launch(self, backend: Any, attend: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
+        import torch
+        from torch.nn.attention import sdpa_kernel
+
+        @torch.no_grad()
+        def calls() -> None:
+            q = self.q
+            with sdpa_kernel(backend):
+                for i in range(CALLS):
+                    q = attend(q, *self.kv[i % len(self.kv)])
+
+        if not self.cuda:
+            calls()
+            return calls
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # as graphs want it: warmed up on another stream
+            calls()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        return graph.replay
+
+    def _time(self, launch: Callable[[], None]) -> float:
+        """Median seconds of a launch, of samples that each fill 20 ms."""
+
+        def sample(launches: int) -> float:
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(launches):
+                launch()
+            self._wait()
+            return (time.perf_counter() - start) / launches
+
+        sample(1)
+        launches = 1 if self.tiny else max(1, round(0.02 / sample(1)))
+        return statistics.median(sample(launches) for _ in range(1 if self.tiny else 5))
+
+    def _wait(self) -> None:
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()

@@ -1,0 +1,56 @@
+"""Who may be inside an engine, and when Ctrl-C takes effect there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+class OneCaller:
+    """A context that lets one thread of one process in at a time, as often as it likes.
+
+    Two threads would launch on the same donated buffers, and a forked child has none of the threads
+    that run the device: both would fail far from their cause, or hang.
+    """
+
+    def __init__(self):
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._name = ""  # of the thread inside
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this LLM was made in process {self._pid}, and this is its forked child {os.getpid()}, where no "
+                'device runs; make an LLM in the child, with the start method "spawn" of multiprocessing'
+            )
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"thread {threading.current_thread().name!r} calls this LLM while {self._name!r} is in a call of "
+                "it; let one thread call an LLM, or put a lock around the calls"
+            )
+        self._name = threading.current_thread().name
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block, so that it cannot tear a step in two."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # signals arrive in the main thread only
+        return
+    came: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])

@@ -1,0 +1,138 @@
+"""One continuation of a prompt as it grows: its tokens, text and logprobs, and the `CompletionOutput`s made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxpage.engine.step_output import SequenceEnd
+from jaxpage.output_logprobs import SampledLogprobs
+from jaxpage.outputs import CompletionOutput, Logprob
+from jaxpage.request import FinishReason
+from jaxpage.tokenizer import Detokenizer
+
+
+class GrowingCompletion:
+    """The output so far of one sequence, and how much of it went out as deltas."""
+
+    __slots__ = (
+        "index", "token_ids", "detokenizer", "logprobs", "min_tokens", "finish_reason", "stop_reason",
+        "stop_string", "num_tokens_out", "num_chars_out", "end_is_out", "last",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer | None,
+        logprobs: SampledLogprobs | None,
+        min_tokens: int,
+    ):
+        self.index = index
+        self.token_ids: list[int] = []  # only grows
+        self.detokenizer = detokenizer
+        self.logprobs = logprobs
+        self.min_tokens = min_tokens
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.stop_string: str | None = None
+        self.num_tokens_out = self.num_chars_out = 0
+        self.end_is_out = False
+        self.last: CompletionOutput | None = None  # once it has ended
+
+    def append(self, token_ids: list[int], end: SequenceEnd | None) -> int:
+        """Take new tokens, the last of which may end the sequence; returns how many come before its text ends.
+
+        A stop string wins over every other reason to end, as in vLLM, which looks for it last.
+        """
+        if end is not None:
+            self.finish_reason, self.stop_reason = str(end.finish_reason), end.stop_reason
+        if self.detokenizer is None:
+            self.token_ids += token_ids
+            return len(token_ids)
+        stop_id_at = len(token_ids) if end and end.finish_reason is FinishReason.STOP else -1
+        append, known, min_tokens = self.detokenizer.append, self.token_ids, self.min_tokens
+        for count, token_id in enumerate(token_ids, start=1):
+            known.append(token_id)
+            stop = append(token_id, ends=count == stop_id_at, check_stop=len(known) > min_tokens)
+            if stop is not None:
+                self.finish_reason = str(FinishReason.STOP)
+                self.stop_reason = self.stop_string = stop
+                return count
+        return len(token_ids)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `delta` has anything to say."""
+        ended = self.finish_reason is not None and not self.end_is_out
+        return ended or len(self.token_ids) > self.num_tokens_out
+
+    def delta(self) -> CompletionOutput:
+        """What came since the last one."""
+        text, logprobs = self._text(), self._named_logprobs()
+        start, end = self.num_tokens_out, len(self.token_ids)
+        completion = CompletionOutput(
+            index=self.index,
+            text=text[self.num_chars_out :],
+            token_ids=self.token_ids[start:],
+            cumulative_logprob=self.logprobs and self.logprobs.cumulative,
+            logprobs=None if logprobs is None else logprobs[start:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        self.num_tokens_out, self.num_chars_out = end, len(text)
+        self.end_is_out = self.finish_reason is not None
+        return completion
+
+    def completion(self) -> CompletionOutput:
+        """All of it so far. The one of a sequence that has ended is made once."""
+        if self.finish_reason is None:
+            return _PartialCompletion(self, self._text(), self._named_logprobs())
+        if self.last is None:
+            self.last = self.delta()
+        return self.last
+
+    def _named_logprobs(self) -> list[dict[int, Logprob]] | None:
+        return self.logprobs and self.logprobs.named(self.token_ids, self.detokenizer)
+
+    def _text(self) -> str:
+        detokenizer = self.detokenizer
+        if detokenizer is None:
+            return ""
+        if self.finish_reason is not None:
+            detokenizer.flush()
+        return detokenizer.text
+
+
+class _PartialCompletion(CompletionOutput):
+    """Of a sequence that goes on. Its lists are copied when they are first looked at: what they copy only grows."""
+
+    __slots__ = ("_num_tokens", "_all_token_ids", "_all_logprobs")
+
+    def __init__(
+        self, growing: GrowingCompletion, text: str, logprobs: list[dict[int, Logprob]] | None
+    ):
+        self.index = growing.index
+        self.text = text
+        self.cumulative_logprob = growing.logprobs and growing.logprobs.cumulative
+        self.finish_reason = self.stop_reason = None
+        self.routed_experts = self.lora_request = self.weight_versions = None
+        self._num_tokens = len(growing.token_ids)
+        self._all_token_ids = growing.token_ids
+        self._all_logprobs = logprobs
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for a field that was not set yet."""
+        if name == "token_ids":
+            self.token_ids = self._all_token_ids[: self._num_tokens]
+            return self.token_ids
+        if name == "logprobs":
+            logprobs = self._all_logprobs
+            self.logprobs = None if logprobs is None else logprobs[: self._num_tokens]
+            return self.logprobs
+        raise AttributeError(name)
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled as what it is for its users."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(CompletionOutput)}
+        return functools.partial(CompletionOutput, **fields), ()

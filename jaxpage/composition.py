@@ -1,0 +1,148 @@
+"""From shapes to programs: the steps that a start, `jaxpage compile` and `jaxpage plan` share.
+
+1. `engine_spec.make_engine_spec`: shapes, from config.json.
+2. `size`: how many KV blocks, and how many tokens a step and a sequence may have.
+3. `ExecutableCache.store`, `EngineSpec.lowerings`: programs, and where their executables are kept.
+
+A device of this machine or a compile-only topology, weights or shapes, kept on disk or not: those are arguments. Must
+not know where weights come from, nor how memory is measured or estimated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxpage.config import ResolvedConfig
+from jaxpage.engine_spec import EngineSpec
+from jaxpage.ops.attention import max_blocks
+from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.fingerprint import machine_fingerprint
+from jaxpage.runner.memory import check_fits, size_pool
+from jaxpage.runner.program_store import NUM_BLOCKS, MeasuredSizes, ProgramStore
+from jaxpage.runner.programs import compile_program, step_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutableCache:
+    """The folder of cached executables, and the part of their key that is the machine's."""
+
+    root: Path | None  # None: nothing is kept
+    machine: dict[str, str]
+    devices: tuple[jax.Device, ...]  # that load executables; (): they are written only
+
+    def sizes(self, spec: EngineSpec) -> MeasuredSizes:
+        """Numbers that earlier sizings of `spec` measured."""
+        return MeasuredSizes(self.root, self.machine | spec.fingerprint())
+
+    def store(self, sized: EngineSpec) -> ProgramStore | None:
+        """The executables of an engine that was sized."""
+        if self.root is None:
+            return None
+        return ProgramStore(self.root, self.machine | sized.fingerprint(), self.devices)
+
+
+def executable_cache(
+    spec: EngineSpec, *, flags: str, devices: Sequence[jax.Device] = ()
+) -> ExecutableCache:
+    """Where `spec.config` says that executables are kept. `flags`: those of the compiler."""
+    return ExecutableCache(
+        root=_executables_folder(spec.config),
+        machine=machine_fingerprint(spec.device, flags),
+        devices=tuple(devices),
+    )
+
+
+def _executables_folder(config: ResolvedConfig) -> Path | None:
+    if config.enforce_eager or not config.compilation_cache_dir:
+        return None
+    return Path(config.compilation_cache_dir) / "programs"
+
+
+def size(
+    spec: EngineSpec,
+    *,
+    available: Callable[[int], int],
+    step_memory: Callable[[Bucket], int],
+    settle: Callable[[int], int] = lambda num_blocks: num_blocks,
+    must_fit: bool = True,
+) -> EngineSpec:
+    """`spec` with the blocks of its pool, and the token limits that they allow. Raises ValueError.
+
+    `available(n)`: bytes for the pool of each device beside a step that needs n bytes. `step_memory(bucket)`: the bytes
+    that the step of a bucket needs besides weights and pool (`measured_step_memory` compiles it to find out).
+    `settle`: takes the measured number of blocks, and may return a smaller one for which executables are cached.
+    Unless it `must_fit`, a pool too small for one sequence of `max_model_len` is returned instead of refused.
+    """
+    config, bytes_per_block = spec.config, spec.block_bytes
+    footprint = spec.footprint
+    num_blocks = spec.num_blocks_given
+    if num_blocks is None:
+        num_blocks, footprint = size_pool(
+            available=available,
+            temp_bytes=step_memory,
+            bytes_per_block=bytes_per_block,
+            footprint=footprint,
+            max_model_len=config.max_model_len,
+            must_fit=not config.fit_max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+        num_blocks = settle(num_blocks)
+    num_blocks = min(num_blocks, max_blocks(spec.pool))
+    max_model_len = config.max_model_len
+    if config.fit_max_model_len:
+        max_model_len = max(2, footprint.longest(max_model_len, num_blocks))
+    # With num_gpu_blocks_override, the scheduler refuses the single request that is too long.
+    if must_fit and config.num_gpu_blocks_override is None:
+        check_fits(
+            footprint,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            available=num_blocks * bytes_per_block,
+        )
+    config = dataclasses.replace(
+        config,
+        num_gpu_blocks_override=max(2, num_blocks),  # fewer are no pool, but an estimate may ask
+        max_num_batched_tokens=footprint.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    return dataclasses.replace(spec, config=config).with_blocks(num_blocks)
+
+
+def size_from_cache(
+    spec: EngineSpec, cache: ExecutableCache, available: Callable[[int], int]
+) -> EngineSpec:
+    """`size` with measurements that are kept: an equal start later compiles nothing to be sized.
+
+    Executables are for a number of blocks, so that of the last time is taken again if it fits and is not much smaller
+    than what would.
+    """
+    sizes = cache.sizes(spec)
+
+    def step_memory(bucket: Bucket) -> int:
+        return sizes.remember(bucket.name, lambda: measured_step_memory(spec, bucket))
+
+    return size(
+        spec,
+        available=available,
+        step_memory=step_memory,
+        settle=lambda num_blocks: sizes.settle(NUM_BLOCKS, num_blocks),
+    )
+
+
+def measured_step_memory(spec: EngineSpec, bucket: Bucket) -> int:
+    """Bytes that a device must hold besides weights and pool: request state, temporaries and results of one step.
+
+    Compiles the step with the smallest pool: temporaries do not depend on the pool's size.
+    """
+    lowerings = spec.with_blocks(2).lowerings((bucket,))
+    with spec.on_target():
+        programs = [
+            compile_program(name, lowerings.programs[name])
+            for name in bucket.programs(bucket.num_rows)
+        ]
+    return lowerings.state_bytes + step_bytes(programs)

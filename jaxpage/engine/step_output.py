@@ -1,0 +1,47 @@
+"""What a step gave each sequence, and what its text says to that. Values: nothing here changes later.
+
+The engine hands a `StepOutput` to whoever makes texts and outputs of it, and is told by `TextEnd`s which sequences
+ended there. Neither of them waits for the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxpage.plan import StepResult
+from jaxpage.request import FinishReason
+
+
+class SequenceEnd(NamedTuple):
+    """Why a sequence ended, as far as its ids and its length tell."""
+
+    finish_reason: FinishReason
+    stop_reason: int | None  # the stop id; None for EOS and other reasons
+
+
+class TextEnd(NamedTuple):
+    """A sequence whose text met a stop string, which wins over every other reason to end."""
+
+    request_id: str
+    index: int
+    num_tokens: int  # of the output up to the end of the stop string
+    num_dropped: int  # those that the same step sampled after it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepOutput:
+    """One entry in each list for every sequence that gained tokens or ended.
+
+    `token_ids` are the new ones, the one that ends the sequence included. The logprobs of entry i stand in `result`,
+    whose arrays are `[step, row]`, at row `rows[i]`. `ends` has the entries that ended. The end of a beam search is an
+    entry without tokens.
+    """
+
+    time: float = 0.0  # seconds, monotonic
+    request_ids: list[str] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # of the sequence within its request
+    token_ids: list[list[int]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    ends: dict[int, SequenceEnd] = field(default_factory=dict)
+    result: StepResult | None = None  # None: there are no entries

@@ -1,0 +1,81 @@
+"""Models by their name on the Hugging Face hub: found in the local cache, downloaded where they are not.
+
+Knows huggingface_hub and which files of a repository are read. Must not know what is in them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2", "Qwen/Qwen3-0.6B"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_OTHERS = ("*.json", "*.txt", "*.model", "*.jinja")
+# Further copies of the weights, in other formats.
+_IGNORED = ("original/*", "consolidated*", "onnx/*", "openvino/*", "gguf/*")
+
+
+def local_folder(
+    option: str,
+    name: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: bool | str | None = None,
+    needs_weights: bool = True,
+) -> str:
+    """The folder (or file) `name`, else that of the model of this name on the hub.
+
+    The cache is Hugging Face's (HF_HOME, HF_HUB_CACHE), or `download_dir`. What is there is used
+    without asking the network, so a `revision` such as "main" is the one of the download. What is
+    not is downloaded, unless HF_HUB_OFFLINE is set. Raises ValueError, with `option` as its name,
+    for what is neither here nor there.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return str(path)
+    if not _NAME.fullmatch(name) or name.startswith("."):
+        raise ValueError(f"{option}={name!r} does not exist")
+    from huggingface_hub import constants, snapshot_download
+
+    options: dict[str, Any] = {"revision": revision, "cache_dir": download_dir, "token": token}
+    try:
+        found = snapshot_download(name, local_files_only=True, **options)
+        if _is_complete(Path(found), needs_weights):
+            return found
+    except Exception:  # of many types: not in the cache, or no such revision of it
+        found = None
+    reason = "some files are missing"
+    try:
+        patterns = [*_OTHERS, *(_WEIGHTS if needs_weights else ())]
+        # Without a network it returns what is in the cache.
+        found = snapshot_download(
+            name, allow_patterns=patterns, ignore_patterns=list(_IGNORED), **options
+        )
+        if _is_complete(Path(found), needs_weights):
+            return found
+    except Exception as error:  # of many types: no network, no such model, no access
+        reason = " ".join(str(error).split())
+    where = "not in" if found is None else "only partly in"
+    at = f" at revision {revision!r}" if revision else ""
+    raise ValueError(
+        f"{option}={name!r} is no folder, and as a model of the Hugging Face hub it is{at} {where} the cache "
+        f"{download_dir or constants.HF_HUB_CACHE} and cannot be downloaded: {reason}"
+    )
+
+
+def _is_complete(folder: Path, needs_weights: bool) -> bool:
+    """Whether a snapshot has all that is read of it; one of another program may have parts."""
+    if not needs_weights:
+        return any(folder.glob("tokenizer*")) or (folder / "config.json").is_file()
+    if not (folder / "config.json").is_file():
+        return False
+    if (folder / "model.safetensors").is_file():
+        return True
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        return all((folder / file).is_file() for file in set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False

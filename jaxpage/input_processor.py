@@ -1,0 +1,156 @@
+"""Prompts and params made into `Request`s: tokenised, checked, named and seeded.
+
+Knows prompt forms, params and limits. Must not know the engine or who drives it, so that everybody who takes prompts
+shares it. What it makes has not been added to anything: nothing has changed if it raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.prompts import Limits, Prompt, check, check_params, parse, parse_chat
+from jaxpage.request import Request
+from jaxpage.sampling.features import features_of, slot_fields_of
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.tokenizer import bad_words_token_ids
+
+if TYPE_CHECKING:
+    from jaxpage.build import Built
+
+
+class InputProcessor:
+    """Makes the requests of one engine. Numbers them, for their names and seeds. Not thread-safe.
+
+    `ids_in_use` says which request ids are taken.
+    """
+
+    def __init__(self, built: Built, ids_in_use: Container[str]):
+        self.tokenizer = built.tokenizer
+        self.limits = Limits(
+            vocab_size=built.vocab_size,
+            max_model_len=built.config.max_model_len,
+            max_logprobs=built.config.max_logprobs,
+            has_tokenizer=built.tokenizer is not None,
+        )
+        self.eos_token_ids = built.eos_token_ids  # the first is EOS proper
+        self._config = built.config
+        self._default_sampling = built.default_sampling
+        self._ids_in_use = ids_in_use
+        self._num_requests = 0  # ever made
+
+    def default_params(self) -> SamplingParams:
+        """What the model's generation config says, else vLLM's defaults."""
+        return SamplingParams(**self._default_sampling)
+
+    def parse(
+        self, prompts: Any, tokenization_kwargs: Mapping[str, Any] | None = None
+    ) -> list[Prompt]:
+        """One prompt or many, as ids. Raises ValueError for what is no prompt."""
+        return parse(prompts, self.tokenizer, tokenization_kwargs)
+
+    def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
+        """One conversation or many, rendered; `options` are those of `prompts.parse_chat`. Raises ValueError."""
+        template = options.pop("chat_template", None) or self._config.chat_template
+        return parse_chat(messages, self.tokenizer, chat_template=template, **options)
+
+    def requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[Request]:
+        """A request for each prompt, named by its number.
+
+        `params` and `priority` are one for all or one for each; no params: the default ones. Raises
+        ValueError if any prompt or its params cannot be served.
+        """
+        all_params = _one_each(
+            "sampling_params", self.default_params() if params is None else params,
+            SamplingParams, len(prompts),
+        )  # fmt: skip
+        priorities = _one_each("priority", priority or 0, int, len(prompts))
+        requests = []
+        for index, prompt in enumerate(prompts):
+            number = self._num_requests + index
+            try:
+                request = self._request(
+                    prompt, all_params[index], number=number, priority=priorities[index]
+                )
+            except ValueError as e:
+                raise ValueError(f"prompt {index} of {len(prompts)}: {e}") from None
+            while request.request_id in self._ids_in_use:
+                request.request_id = f"_{request.request_id}"
+            requests.append(request)
+        self._num_requests += len(prompts)
+        return requests
+
+    def request(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> Request:
+        """The request of the one prompt in `prompts`, under a name of the caller's. Raises ValueError."""
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a str, got {request_id!r}")
+        if request_id in self._ids_in_use:
+            raise ValueError(f"request_id {request_id!r} is in use; choose another or abort it")
+        if len(prompts) != 1:
+            raise ValueError(f"add_request takes one prompt, got {len(prompts)}")
+        (request,) = self.requests(prompts, params, priority)
+        request.request_id = request_id
+        return request
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, *, number: int, priority: int
+    ) -> Request:
+        if priority and self._config.scheduling_policy != "priority":
+            raise ValueError(f'priority={priority} needs scheduling_policy="priority"')
+        params = dataclasses.replace(params)  # the caller may go on to change the original
+        bad_words = ()
+        if params.bad_words:
+            if self.tokenizer is None:
+                raise ValueError(f"bad_words={params.bad_words} needs a tokenizer")
+            bad_words = bad_words_token_ids(self.tokenizer, params.bad_words)
+        check(prompt, self.limits)
+        check_params(params, bad_words, self.limits)
+        if params.max_tokens is None:
+            params.max_tokens = self.limits.max_model_len - len(prompt.token_ids)
+        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
+        seed = params.seed
+        request = Request(
+            request_id=str(number),
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            seed=derive_seed(self._config.seed, number) if seed is None else seed % 2**32,
+            stop_token_ids=frozenset((*eos_token_ids, *(params.stop_token_ids or ()))),
+            eos_token_ids=frozenset(eos_token_ids[:1]),
+            all_eos_token_ids=frozenset(self.eos_token_ids),
+            bad_words_token_ids=bad_words,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+        )
+        request.features = features_of(request)
+        request.slot_fields = slot_fields_of(request, self.limits.vocab_size)
+        return request
+
+
+def derive_seed(engine_seed: int, number: int) -> int:
+    """The uint32 seed of the `number`-th request of an engine, for a request that brings none."""
+    digest = hashlib.blake2b(f"{engine_seed} {number}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    """`value` for each of `count` prompts, if it is not a list of as many already."""
+    values = [value] * count if isinstance(value, kind) else value
+    if not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
+        raise ValueError(f"{name} must be of type {kind.__name__}, or a list of it, got {value!r}")
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
+    return list(values)

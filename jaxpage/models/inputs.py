@@ -1,0 +1,26 @@
+"""What a model computes from: tokens or embeddings, their positions, and the attention between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxpage.models.attention import Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardInput:
+    """One call's tokens. The paged step and the dense, differentiable call build the same.
+
+    Lives only while the call is traced: `attention` may hold the KV pool.
+    """
+
+    token_ids: jax.Array  # int32[..., T]
+    # int32[..., T], or int32[3, ..., T] for models whose RoPE has sections (time, height, width)
+    positions: jax.Array
+    attention: Attention
+    # [..., T, E] in the model's dtype: these stand where `is_embed`, bool[..., T], is set. They are what the first
+    # layer gets, so they are not scaled as token embeddings are in some families (Hugging Face's `inputs_embeds`).
+    embeds: jax.Array | None = None
+    is_embed: jax.Array | None = None

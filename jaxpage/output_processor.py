@@ -1,0 +1,193 @@
+"""What steps gave each sequence, made into text, stop strings and `RequestOutput`s.
+
+Knows requests, `StepOutput`s and detokenizers. Must not know the engine, nor who waits for an output: `LLM` and
+whatever serves many callers feed it the same steps, and tell the engine which sequences ended in their text.
+
+Nothing is copied in each step: tokens are appended, and an output of a sequence that goes on copies them when somebody
+looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from jaxpage.completions import GrowingCompletion
+from jaxpage.engine.step_output import StepOutput, TextEnd
+from jaxpage.output_logprobs import LogprobRows, SampledLogprobs
+from jaxpage.outputs import RequestOutput, RequestStateStats
+from jaxpage.request import FinishReason, Request
+from jaxpage.sampling_params import RequestOutputKind
+from jaxpage.tokenizer import Detokenizer
+
+
+def make_detokenizer(tokenizer: Any, request: Request) -> Detokenizer | None:
+    """Of one sequence of a request; None if no text is wanted, or `tokenizer` is None."""
+    if tokenizer is None or not request.params.detokenize:
+        return None
+    return Detokenizer(tokenizer, request.params, request.prompt_token_ids)
+
+
+class Processed(NamedTuple):
+    """What the engine and the callers must hear of a step."""
+
+    text_ends: list[TextEnd]  # sequences to end now
+    finished: list[str]  # ids of requests
+    errors: dict[str, Exception]  # of detokenizers, by request, which has ended: to abort
+
+
+class OutputProcessor:
+    """The unfinished requests' texts and tokens, and what of them was not given out yet. Not thread-safe."""
+
+    def __init__(self, make_detokenizer: Callable[[Request], Detokenizer | None]):
+        self._make_detokenizer = make_detokenizer
+        self._requests: dict[str, _RequestState] = {}  # unfinished
+        self._unreported: dict[str, _RequestState] = {}  # have news, or have ended
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request of this id is unfinished, or has an output to give out."""
+        return request_id in self._requests or request_id in self._unreported
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def num_unreported(self) -> int:
+        """Outputs that `take` would return."""
+        return len(self._unreported)
+
+    def add(self, request: Request) -> None:
+        """Expect tokens of a request that the engine is about to get, or has got just now."""
+        self._requests[request.request_id] = _RequestState(request, self._make_detokenizer)
+
+    def process(self, step: StepOutput) -> Processed:
+        """Take in a step. Entries of requests and sequences that have ended meanwhile are ignored."""
+        processed = Processed([], [], {})
+        logprob_rows = LogprobRows(step.result)
+        columns = zip(step.request_ids, step.indices, step.token_ids, step.rows, strict=True)
+        for entry, (request_id, index, token_ids, row) in enumerate(columns):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            sequence = request.sequences[index]
+            if sequence.finish_reason is not None:
+                continue
+            try:
+                num_taken = sequence.append(token_ids, step.ends.get(entry))
+            except Exception as error:  # of the detokenizer
+                sequence.detokenizer = None  # its text is lost
+                request.abort()
+                processed.errors[request_id] = error
+            else:
+                if sequence.stop_string is not None:
+                    num_dropped = len(token_ids) - num_taken
+                    end = TextEnd(request_id, index, len(sequence.token_ids), num_dropped)
+                    processed.text_ends.append(end)
+                if sequence.logprobs is not None:
+                    logprob_rows.add(sequence.logprobs, token_ids[:num_taken], row)
+                request.gained(step.time, ended=sequence.finish_reason is not None)
+            if request.num_unfinished == 0:
+                self._finish(request)
+                processed.finished.append(request_id)
+            elif request.reports_progress:
+                self._unreported[request_id] = request
+        logprob_rows.distribute()
+        return processed
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests with what they have; their last outputs say so."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.abort()
+                self._finish(request)
+
+    def discard(self, request_id: str) -> bool:
+        """Forget a request: no more output comes of it. True if it was unfinished."""
+        self._unreported.pop(request_id, None)
+        return self._requests.pop(request_id, None) is not None
+
+    def take(self) -> list[RequestOutput]:
+        """The outputs of all requests with news, each once."""
+        unreported, self._unreported = self._unreported, {}
+        return [request.output() for request in unreported.values()]
+
+    def take_one(self, request_id: str) -> RequestOutput:
+        """The output of one request with news. Raises KeyError for others."""
+        return self._unreported.pop(request_id).output()
+
+    def _finish(self, request: _RequestState) -> None:
+        self._unreported[request.request_id] = self._requests.pop(request.request_id)
+
+
+class _RequestState:
+    """A request and what became of it so far."""
+
+    __slots__ = (
+        "request", "request_id", "prompt_token_ids", "kind", "reports_progress", "sequences",
+        "num_unfinished", "first_token_time", "last_token_time",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, make_detokenizer: Callable[[Request], Detokenizer | None]):
+        params = request.params
+        self.request = request
+        self.request_id = request.request_id
+        self.prompt_token_ids = list(request.prompt_token_ids)  # the users'; the other the engine's
+        self.kind = params.output_kind
+        self.reports_progress = self.kind is not RequestOutputKind.FINAL_ONLY
+        self.sequences = [
+            GrowingCompletion(
+                index,
+                make_detokenizer(request),
+                None if params.logprobs is None else SampledLogprobs(params.logprobs),
+                params.min_tokens,
+            )
+            for index in range(params.n)
+        ]
+        self.num_unfinished = params.n  # sequences
+        self.first_token_time = self.last_token_time = 0.0
+
+    def gained(self, time: float, *, ended: bool) -> None:
+        """A sequence gained tokens, and perhaps ended with them."""
+        self.num_unfinished -= ended
+        self.first_token_time = self.first_token_time or time
+        self.last_token_time = time
+
+    def abort(self) -> None:
+        self.num_unfinished = 0
+        for sequence in self.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish_reason = str(FinishReason.ABORT)
+
+    def output(self) -> RequestOutput:
+        """What its output kind says, as of now."""
+        request = self.request
+        if self.kind is RequestOutputKind.DELTA:
+            outputs = [s.delta() for s in self.sequences if s.has_news]
+        else:
+            outputs = [s.completion() for s in self.sequences]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=self.num_unfinished == 0,
+            metrics=self._stats(),
+            num_cached_tokens=request.num_cached_tokens,
+            num_cache_creation_tokens=request.num_cache_creation_tokens,
+        )
+
+    def _stats(self) -> RequestStateStats:
+        request, first_token = self.request, self.first_token_time
+        return RequestStateStats(
+            num_generation_tokens=sum([len(s.token_ids) for s in self.sequences]),
+            num_preemptions=request.num_preemptions,
+            arrival_time=request.arrival_time,
+            queued_ts=request.queued_time,
+            scheduled_ts=request.first_scheduled_time or 0.0,
+            first_token_ts=first_token,
+            last_token_ts=self.last_token_time,
+            first_token_latency=first_token - request.queued_time if first_token else 0.0,
+        )

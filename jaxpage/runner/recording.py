@@ -1,0 +1,141 @@
+"""Calls and results in a file, to be run again later or elsewhere.
+
+A recording is a sequence of frames. A frame is its length, 8 bytes little-endian, and so many bytes of safetensors:
+arrays named "0", "1" ..., and in the metadata what they are. Nothing in it is ever unpickled. The first frame says what
+the runner was built from; then come calls, and results in the order in which they were collected.
+
+Recordings hold the token ids of prompts and answers, but no text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes  # noqa: F401 (its dtypes have names from here on)
+import numpy as np
+from safetensors.numpy import load, save
+
+from jaxpage.plan import StepResult
+from jaxpage.runner.calls import Call
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 2**30  # of a recording; what comes later is not recorded
+MAX_FRAME_BYTES = 2**32
+LENGTH_BYTES = 8
+
+HEADER, CALLS, RESULT, WEIGHTS_CHANGED = "header", "calls", "result", "weights changed"
+_RESULT_FIELDS = tuple(field.name for field in fields(StepResult))
+
+
+def frame(kind: str, arrays: list[np.ndarray], **metadata: Any) -> bytes:
+    """One frame, its length included."""
+    described = [(array.dtype.name, array.shape) for array in arrays]
+    # As bytes: safetensors' NumPy side does not know bfloat16 and its narrower relatives.
+    tensors = {
+        str(i): np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for i, array in enumerate(arrays)
+    }
+    text = json.dumps({"kind": kind, "arrays": described, **metadata})
+    body = save(tensors, metadata={"frame": text})
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def frames(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any], list[np.ndarray]]]:
+    """(kind, metadata, arrays) of each frame; a torn last one is left out. Raises ValueError for anything else."""
+    while True:
+        length = int.from_bytes(head := file.read(LENGTH_BYTES), "little")
+        if len(head) < LENGTH_BYTES:
+            return
+        if length > MAX_FRAME_BYTES:
+            raise ValueError(f"not a recording: a frame of {length} bytes")
+        body = file.read(length)
+        if len(body) < length:
+            return
+        yield _parse(body)
+
+
+def _parse(body: bytes) -> tuple[str, dict[str, Any], list[np.ndarray]]:
+    try:
+        size = int.from_bytes(body[:8], "little")
+        metadata = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["frame"])
+        tensors = load(body)
+        arrays = [
+            tensors[str(i)].view(np.dtype(dtype)).reshape(shape)
+            for i, (dtype, shape) in enumerate(metadata.pop("arrays"))
+        ]
+        return metadata.pop("kind"), metadata, arrays
+    except Exception as error:  # whatever safetensors, JSON or NumPy say of foreign bytes
+        raise ValueError(f"not a recording: {type(error).__name__}: {error}") from None
+
+
+def calls_frame(calls: list[Call]) -> bytes:
+    """A frame of calls, in order."""
+    arrays = [buffer for call in calls for buffer in call.buffers]
+    programs = [[call.program, len(call.buffers)] for call in calls]
+    return frame(CALLS, arrays, programs=programs)
+
+
+def read_calls(metadata: dict[str, Any], arrays: list[np.ndarray]) -> list[Call]:
+    """The calls of a frame."""
+    rest, calls = iter(arrays), []
+    for program, count in metadata["programs"]:
+        calls.append(Call(program, tuple(next(rest) for _ in range(count))))
+    return calls
+
+
+def result_frame(result: StepResult) -> bytes:
+    """A frame of what a step sampled."""
+    return frame(RESULT, [getattr(result, name) for name in _RESULT_FIELDS])
+
+
+def read_result(arrays: list[np.ndarray]) -> StepResult:
+    """The result of a frame."""
+    return StepResult(**dict(zip(_RESULT_FIELDS, arrays, strict=True)))
+
+
+class CallRecorder:
+    """Writes a recording of at most MAX_BYTES. The file appears under its name when it is closed, or full."""
+
+    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any]):
+        """`header`: what the runner was built from, JSON. Raises OSError if the file cannot be made."""
+        self._path = Path(path)
+        self._partial = self._path.with_name(self._path.name + ".partial")
+        self._file: BinaryIO | None = self._partial.open("wb")
+        self._num_bytes = 0
+        self._write(frame(HEADER, [], **header))
+
+    def calls(self, calls: list[Call]) -> None:
+        self._write(calls_frame(calls))
+
+    def result(self, result: StepResult) -> None:
+        self._write(result_frame(result))
+
+    def weights_changed(self) -> None:
+        self._write(frame(WEIGHTS_CHANGED, []))
+
+    def close(self) -> None:
+        """Give the file its name. Calling it again does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            os.replace(self._partial, self._path)
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        if self._num_bytes + len(data) > MAX_BYTES:
+            logger.warning(
+                "%s is full (%d bytes); later calls are not recorded", self._path, MAX_BYTES
+            )
+            self.close()
+            return
+        self._file.write(data)
+        self._file.flush()
+        self._num_bytes += len(data)

@@ -1,0 +1,109 @@
+"""What the device keeps of each running sequence: the request state, one array for each slot field.
+
+A slot is filled once, when its sequence is admitted; steps append the tokens they sample. So a step's upload is a few
+integers a row, and step n+1 can be launched before the tokens of step n were read.
+
+Letters: Q request slots (slot 0 is the null slot of padding rows), C tokens of the longest sequence, G KV-cache
+groups, M blocks per sequence, E model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxpage.plan import NULL_SLOT, Admission
+from jaxpage.runner.layout import Field, Layout
+from jaxpage.runner.spec import StepSpec
+from jaxpage.sampling.features import FIELDS
+from jaxpage.sampling.fields import RequestState
+
+
+def admission_layout(spec: StepSpec) -> Layout:
+    """What goes up once when a sequence takes a request slot: its number, and every field that the host sets."""
+    num_groups = len(spec.groups.windows)
+    return Layout(
+        (
+            Field("slot"),
+            # known tokens; entries beyond the known ones are never read
+            Field("token_ids", (spec.max_model_len,)),
+            # entries beyond the KV in use, or behind a window, are never read
+            Field("block_tables", (num_groups, spec.num_blocks_per_row)),
+            Field("prompt_len"),
+            Field("max_len"),  # the sequence ends at this many tokens
+            Field("sequence_index"),
+            *(Field(f.name, f.shape(spec.vocab_size), f.dtype, f.fill) for f in FIELDS),
+        )
+    )
+
+
+def pack_admission(admission: Admission, layout: Layout) -> np.ndarray:
+    """int32[layout.size]: the fields of an admitted sequence, with fill values for those it does not set."""
+    buffer = layout.new_buffer()
+    views = layout.views(buffer)
+    views["slot"][()] = admission.slot
+    views["token_ids"][: len(admission.token_ids)] = admission.token_ids
+    for group, table in enumerate(admission.block_tables):
+        views["block_tables"][group, : len(table)] = table
+    views["prompt_len"][()] = admission.prompt_len
+    views["max_len"][()] = admission.max_len
+    views["sequence_index"][()] = admission.sequence_index
+    for name, value in admission.fields.items():
+        views[name][...] = value
+    return buffer
+
+
+def allocate_request_state(spec: StepSpec) -> RequestState:
+    """Fields of all slots. The null slot counts as finished, so padding rows write nothing and keep no loop alive."""
+    slot, *fields = admission_layout(spec).fields
+    state = {
+        field.name: jnp.full((spec.num_slots, *field.shape), field.fill, field.dtype)
+        for field in fields
+    }
+    # bool[Q] a stop id was sampled or max_len reached: later steps of the row do nothing
+    state["finished"] = jnp.zeros(spec.num_slots, jnp.bool_).at[NULL_SLOT].set(True)
+    # the last hidden state of the slot's sequence that `forward` computed, for `sample`
+    state["hidden"] = jnp.zeros((spec.num_slots, spec.hidden_size), words_of(spec.dtype))
+    return state
+
+
+def abstract_request_state(spec: StepSpec) -> RequestState:
+    """The same with `jax.ShapeDtypeStruct`s for arrays."""
+    return jax.eval_shape(lambda: allocate_request_state(spec))
+
+
+def make_admit(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:
+    """`admit(request_state, packed) -> request_state`: fills one request slot with what `pack_admission` wrote."""
+
+    def admit(state: RequestState, packed: jax.Array) -> RequestState:
+        row = layout.unpack(packed)
+        slot = row.pop("slot")
+        row["finished"] = jnp.zeros((), jnp.bool_)
+        changed = {
+            name: lax.dynamic_update_index_in_dim(state[name], value, slot, 0)
+            for name, value in row.items()
+        }
+        return state | changed
+
+    return admit
+
+
+def make_set_masks(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:
+    """`set_masks(request_state, packed) -> request_state`: what the next token of some slots may be."""
+
+    def set_masks(state: RequestState, packed: jax.Array) -> RequestState:
+        rows = layout.unpack(packed)
+        return state | {"step_mask": state["step_mask"].at[rows["slots"]].set(rows["masks"])}
+
+    return set_masks
+
+
+def words_of(dtype: DTypeLike) -> np.dtype:
+    """Unsigned integers as wide as a float: rows of these can be scattered on every platform without a detour
+    (XLA:CPU converts a whole array of 16-bit floats to scatter into it)."""
+    return np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")

@@ -1,0 +1,37 @@
+"""All sampler features in the order in which they act (vLLM's), their bits, and what a request asks of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.sampling.constraints import CONSTRAINTS
+from jaxpage.sampling.fields import SamplerFeature, SlotField
+from jaxpage.sampling.keys import RANDOM
+from jaxpage.sampling.logprobs import TOP_LOGPROBS
+from jaxpage.sampling.penalties import PENALTIES
+from jaxpage.sampling.truncation import TRUNCATION
+
+if TYPE_CHECKING:
+    from jaxpage.request import Request
+
+BEFORE_ARGMAX = (CONSTRAINTS, PENALTIES)  # they act on greedy rows too
+FEATURES: tuple[SamplerFeature, ...] = (*BEFORE_ARGMAX, RANDOM, TRUNCATION, TOP_LOGPROBS)
+FIELDS: tuple[SlotField, ...] = tuple(f for feature in FEATURES for f in feature.fields)
+
+_BITS = {feature.name: 1 << index for index, feature in enumerate(FEATURES)}
+
+
+def bits(*features: SamplerFeature) -> int:
+    """The union of their bits in `StepPlan.features`."""
+    return sum({_BITS[feature.name] for feature in features})
+
+
+def features_of(request: Request) -> int:
+    """The bits of all features that a request asks for."""
+    return bits(*(feature for feature in FEATURES if feature.asked(request)))
+
+
+def slot_fields_of(request: Request, vocab_size: int) -> dict[str, Any]:
+    """The values of all fields that a request sets, by name; the others keep their fill value."""
+    values = {field.name: field.value(request, vocab_size) for field in FIELDS}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,56 @@
+"""How a sampling parameter reaches the device: declared once, beside the function that uses it.
+
+A `SlotField` is a value that the device keeps for each request slot. A `SamplerFeature` is a part of the sampler with
+its fields; steps in which no row asks for it skip it. From these declarations follow the request state, what goes up
+when a sequence is admitted, and the feature bits (see `features`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    from jaxpage.request import Request
+
+# What the device keeps of each running sequence: by name of the field, arrays whose first axis is the request slot.
+RequestState = dict[str, jax.Array]
+
+
+def scalar(vocab_size: int) -> tuple[int, ...]:
+    """The shape of a field with one number for each slot."""
+    return ()
+
+
+def token_bits(vocab_size: int) -> tuple[int, ...]:
+    """The shape of a field with a bit for each token: bit `v % 32` of word `v // 32`."""
+    return (-(-vocab_size // 32),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotField:
+    """A value of each request slot, dtype[Q, *shape(vocab_size)] on the device; dtypes have 4 bytes."""
+
+    name: str
+    dtype: str = "int32"
+    shape: Callable[[int], tuple[int, ...]] = scalar
+    fill: int | float = 0  # stands in the slot unless `value` says otherwise
+    # (request, vocab_size) -> a number or an array of the field's shape; None: `fill`
+    value: Callable[[Request, int], Any]
+
+
+# (logits float32[R, V], state, slots int32[R], positions int32[R] of the tokens to come) -> logits
+Apply = Callable[[jax.Array, RequestState, jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplerFeature:
+    """A part of the sampler: the fields it reads, who asks for it, and what it does to the logits of a step's rows."""
+
+    name: str
+    fields: tuple[SlotField, ...] = ()
+    asked: Callable[[Request], bool]
+    apply: Apply | None = None  # None: the sampler calls it in a way of its own

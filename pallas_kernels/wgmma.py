@@ -1,0 +1,65 @@
+"""What the kernels for Hopper GPUs share: shared memory as wgmma reads it, loads into registers, products.
+
+Apart from `hopper.py`, because importing Mosaic GPU takes half a second, which only its users should pay.
+
+The interpreter of jax 0.11.2 has neither wgmma with its left operand in registers nor accumulators that begin at a
+value. Where a kernel is interpreted, `as_operand` puts the operand into shared memory and `added_product` adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Of memory or of a barrier. A kernel's references are tracers, and jax exports no type of theirs that has `at`.
+Ref = Any
+
+
+def tiled(*shape: int, dtype, swizzle: int):
+    """Shared memory as wgmma reads it: swizzled tiles of 8 rows, whose length is `swizzle` bytes."""
+    tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
+
+
+def load(ref, *, layout, optimized: bool = True):
+    """Shared memory, or with `optimized=False` any memory, into registers."""
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue] (jax 0.10)
+
+
+def product(a, b, dtype=jnp.float32, *, started: Callable[[], None] | None = None):
+    """a @ b, summed in `dtype`; b in shared memory, a there or in registers.
+
+    `started` is called while it is being computed.
+    """
+
+    def multiply(ref):
+        plgpu.wgmma(ref, a, b)
+        if started is not None:
+            started()
+        return ref[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), dtype))
+
+
+def added_product(acc, a, b, *, interpret: Any):
+    """acc + a @ b, summed in acc's dtype; b in shared memory, a as `as_operand` gives it."""
+    if interpret is not None:
+        return acc + product(a, b, acc.dtype)
+
+    def multiply(ref):
+        plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
+
+
+def as_operand(a, smem):
+    """`a` as the left operand of wgmma: in registers, or for the interpreter in `smem`, which is None otherwise."""
+    if smem is None:
+        return a
+    smem[...] = a
+    plgpu.commit_smem()
+    return smem

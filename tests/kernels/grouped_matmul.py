@@ -1,0 +1,62 @@
+"""What every implementation of the grouped product has to do: its tests subclass `GroupedMatmulTests`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped_matmul import cases, reference
+from pallas_kernels.grouped_matmul.cases import Case
+
+
+class GroupedMatmulTests:
+    """`cases` are those that the implementation serves, `fast` the names in the fast core (None: all)."""
+
+    cases: ClassVar[tuple[Case, ...]] = cases.SMALL
+    fast: ClassVar[tuple[str, ...] | None] = None
+
+    def multiply(self, **arguments) -> np.ndarray:
+        """x, weights and group_sizes → float32[T, F]"""
+        raise NotImplementedError
+
+    def test_the_product_is_the_definition_s(self, case: Case):
+        """Rows of no group, where x is NaN, are 0."""
+        arguments = cases.arguments(case)
+        check(case, self.multiply(**arguments), arguments)
+
+    def check_rows_alone(self, dtype: str, rows, before, lengths=(None,)) -> None:
+        """A row is the same to the bit alone with its expert, in other places of a tile, beside other rows, and beside
+        experts of NaN. rows: (row, its group); before: numbers of rows of its own group; lengths: of x.
+        """
+        case = Case(name="", group_sizes=(5, 70, 0, 53), num_rows=130, num_inputs=384, dtype=dtype)
+        arguments = cases.arguments(case)
+        together = self.multiply(**arguments)
+        for row, group in rows:
+            for count, length in zip(before, lengths * len(before), strict=False):
+                moved = replace(case, group_sizes=(0,) * 4, num_rows=length or case.num_rows)
+                x = cases.arguments(moved, seed=row + count)["x"]
+                x = x.at[:count].set(1.5).at[count].set(arguments["x"][row])
+                is_own = (jnp.arange(4) == group)[:, None, None]
+                alone = self.multiply(
+                    x=x,
+                    weights=jnp.where(is_own, arguments["weights"], jnp.nan),
+                    group_sizes=jnp.zeros(4, jnp.int32).at[group].set(count + 1),
+                )
+                np.testing.assert_array_equal(alone[count], together[row])
+
+
+def check(case: Case, got: np.ndarray, arguments: dict) -> None:
+    with jax.default_matmul_precision("highest"):
+        expected = reference.grouped_matmul(**arguments)
+    assert got.dtype == np.float32
+    # Products of bfloat16 are exact in float32; sums of 128 to 1536 of them are not.
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
+    assert (got[sum(case.group_sizes) :] == 0).all()
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in cases.SMALL if case.name == name)

@@ -1,0 +1,89 @@
+"""What every implementation of products with quantised weights has to do: its tests subclass `QuantMatmulTests`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quant_matmul import cases
+from pallas_kernels.quant_matmul.cases import Case
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, round_rows
+
+
+class QuantMatmulTests:
+    """`cases` are those that the implementation serves, `fast` the names in the fast core (None: all)."""
+
+    cases: ClassVar[tuple[Case, ...]] = cases.SMALL
+    fast: ClassVar[tuple[str, ...] | None] = None
+    bound: ClassVar[float]  # of a row's error, see `distance`
+
+    def product(self, x, weight: QuantizedWeight, *, round_x: bool, **options) -> np.ndarray:
+        """options: of the implementation."""
+        raise NotImplementedError
+
+    def test_the_product_is_that_of_the_rounded_numbers(self, case: Case):
+        self.check(case)
+
+    def check(self, case: Case, **options) -> None:
+        x, weight = cases.arguments(case)
+        out = self.product(x, weight, round_x=case.round_x, **options)
+        want = numpy_product(x, weight, case.round_x)
+        assert out.shape == want.shape and out.dtype == np.float32
+        assert distance(out, want) < self.bound
+
+    def check_rows_alone(self, case: Case, **changes) -> None:
+        """A row is the same to the bit among any number of rows. changes: of the weight."""
+        x, weight = cases.arguments(replace(case, num_tokens=64))
+        weight = replace(weight, **{name: change(weight) for name, change in changes.items()})
+        out = self.product(x, weight, round_x=case.round_x)
+        for rows in (slice(0, 1), slice(3, 11)):
+            alone = self.product(x[rows], weight, round_x=case.round_x)
+            np.testing.assert_array_equal(alone, out[rows])
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in cases.SMALL if case.name == name)
+
+
+def scale_of_powers_of_two(weight: QuantizedWeight) -> jax.Array:
+    """XLA:CPU rounds a product before it is added or not, as it likes; with these there is nothing to round."""
+    return jnp.exp2(jnp.round(jnp.log2(weight.scale)))
+
+
+def zero_of_powers_of_two(weight: QuantizedWeight) -> jax.Array | None:
+    return None if weight.zero is None else jnp.uint8(1) << (weight.zero & 3)
+
+
+def numpy_weight(weight: QuantizedWeight) -> np.ndarray:
+    """float64[F, E] of a formula written out, a number at a time."""
+    data, scale = np.asarray(weight.data), np.asarray(weight.scale, np.float64)
+    if weight.format != "int4":
+        return data.astype(np.float64) * scale[:, None]
+    num_out, num_in = weight.shape
+    size, out = weight.group_size, np.zeros((num_out, num_in))
+    for column in range(num_in):
+        group = column // size
+        byte = data[:, group // 2 * size + column % size].astype(int)
+        q = byte // 16 if group % 2 else byte % 16
+        zero = 8 if weight.zero is None else np.asarray(weight.zero)[group].astype(int)
+        out[:, column] = (q - zero) * scale[group]
+    return out
+
+
+def numpy_product(x, weight: QuantizedWeight, round_x: bool) -> np.ndarray:
+    """float64 [T, F]"""
+    x, w = np.asarray(x, np.float64), numpy_weight(weight)
+    if round_x:  # `round_rows` has a test of its own: which way half a step is rounded depends on the scale's last bit
+        integers, scale = (np.asarray(each, np.float64) for each in jax.jit(round_rows)(x))
+        x = integers * scale
+    return x @ w[:, : x.shape[1]].T
+
+
+def distance(got, want) -> float:
+    """The greatest norm of a row's error, in units of the row's norm."""
+    error = np.linalg.norm(np.asarray(got, np.float64) - want, axis=1)
+    return float((error / np.linalg.norm(want, axis=1)).max())

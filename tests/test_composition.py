@@ -1,0 +1,102 @@
+"""Sizing: the step between an engine's shapes and its programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jaxpage.composition import executable_cache, size, size_from_cache
+from jaxpage.config import EngineConfig
+from jaxpage.engine_spec import make_engine_spec
+from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
+from tests import checkpoints
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2")))
+
+
+def make_spec(path, **options):
+    small = dict(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=1024, dtype="float32")
+    config = EngineConfig.from_options(model=path, **(small | options))
+    spec = make_engine_spec(config, device=jax.devices("cpu")[0], device_memory=None)
+    spec.transform_weights()
+    return spec
+
+
+def sized(spec, num_bytes, per_token=0, **options):
+    return size(
+        spec,
+        available=lambda temp_bytes: num_bytes - temp_bytes,
+        step_memory=lambda bucket: per_token * bucket.num_tokens,
+        **options,
+    )
+
+
+def test_a_sized_engine_has_its_blocks_and_its_limits(path):
+    spec = make_spec(path)
+    assert spec.pool.num_blocks == 0
+    found = sized(spec, 10**9)
+    assert found.pool.num_blocks == found.config.num_gpu_blocks_override == 2 * 64 // 16 + 1
+    assert (found.config.max_model_len, found.config.max_num_batched_tokens) == (64, 1024)
+    assert found.groups is spec.groups and found.model is spec.model
+
+
+def test_a_smaller_step_makes_room(path):
+    spec = make_spec(path)
+    # Two sequences fill 8 blocks, besides the null block. Of 10 blocks steps of 1024, 512, 256 and 128 tokens leave
+    # 2, 6, 8 and 9.
+    found = sized(spec, 10 * spec.block_bytes, per_token=spec.block_bytes // 128)
+    assert found.config.max_num_batched_tokens == 128 and found.pool.num_blocks == 9
+
+
+def test_what_does_not_fit_is_refused_or_returned(path):
+    spec = make_spec(path)
+    with pytest.raises(ValueError, match="largest max_model_len that fits is 32"):
+        sized(spec, 3 * spec.block_bytes)
+    assert sized(spec, 3 * spec.block_bytes, must_fit=False).pool.num_blocks == 3
+    assert sized(spec, -5, must_fit=False).pool.num_blocks == 0
+
+
+def test_no_more_blocks_than_the_tpu_kernel_can_name(path):
+    spec = make_spec(path, num_gpu_blocks_override=MOST_BLOCKS + 5)
+    assert sized(spec, 0).pool.num_blocks == MOST_BLOCKS + 5
+    on_tpu = dataclasses.replace(spec, pool=dataclasses.replace(spec.pool, lanes=True))
+    assert sized(on_tpu, 0).pool.num_blocks == MOST_BLOCKS
+
+
+def test_what_sizing_measured_is_kept(path, tmp_path, monkeypatch):
+    spec = make_spec(path, compilation_cache_dir=str(tmp_path))
+    cache = executable_cache(spec, flags="")
+    available = 12 * spec.block_bytes
+    measured = []
+
+    def measure(spec, bucket):
+        measured.append(bucket.name)
+        return 0
+
+    monkeypatch.setattr("jaxpage.composition.measured_step_memory", measure)
+    first = size_from_cache(spec, cache, lambda temp_bytes: available)
+    assert measured == ["forward T=1024"]
+    # A little more memory is no reason to compile for another number of blocks.
+    second = size_from_cache(spec, cache, lambda temp_bytes: available + spec.block_bytes // 2)
+    assert measured == ["forward T=1024"]
+    assert first.pool == second.pool and first.fingerprint() == second.fingerprint()
+    assert make_spec(path, enforce_eager=True).config.enforce_eager
+    eager = make_spec(path, enforce_eager=True, compilation_cache_dir=str(tmp_path))
+    assert executable_cache(eager, flags="").store(first) is None
+
+
+@pytest.mark.parametrize(
+    "architecture", ["MixtralForCausalLM", "Qwen2_5_VLForConditionalGeneration"]
+)
+def test_an_unknown_architecture_is_refused_before_anything_else(tmp_path, architecture):
+    """Even where config.json lacks what a known one would be asked for, here the length of sequences."""
+    values = {"architectures": [architecture], "model_type": "mamba", "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"{architecture} is not supported; supported are"):
+        make_spec(str(tmp_path), max_model_len=None)

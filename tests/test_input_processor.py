@@ -1,0 +1,96 @@
+"""Prompts and params become requests, without any engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpage import tiny
+from jaxpage.config import EngineConfig, load_hf_config
+from jaxpage.input_processor import InputProcessor, derive_seed
+from jaxpage.sampling.features import features_of
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Input processors of an engine that is not there; `taken` are the ids in use."""
+    folder = str(tiny.build(tmp_path_factory.mktemp("inputs") / "tiny"))
+    tokenizer, hf_config = load_tokenizer(folder), load_hf_config(folder)
+
+    def make(*, taken=(), default_sampling=None, **options) -> InputProcessor:
+        config = EngineConfig(model=folder, max_model_len=64, **options)
+        built = SimpleNamespace(
+            config=config.resolve(hf_config, platform="cpu"),
+            tokenizer=None if config.skip_tokenizer_init else tokenizer,
+            vocab_size=512,
+            eos_token_ids=(2, 7),
+            default_sampling=default_sampling or {},
+        )
+        return InputProcessor(built, ids_in_use=taken)
+
+    return make
+
+
+def test_requests_are_named_and_seeded_by_their_number(make):
+    inputs = make(seed=3, taken={"1", "_1", "4"})
+    params = [SamplingParams(), SamplingParams(seed=2**32 + 5), SamplingParams()]
+    requests = inputs.requests(inputs.parse([[5], [6], [7]]), params)
+    assert [r.request_id for r in requests] == ["0", "__1", "2"]
+    assert [r.seed for r in requests] == [derive_seed(3, 0), 5, derive_seed(3, 2)]
+    named = inputs.request("mine", inputs.parse("the"), SamplingParams())
+    assert (named.request_id, named.seed, named.prompt) == ("mine", derive_seed(3, 3), "the")
+    with pytest.raises(ValueError, match="'4' is in use"):
+        inputs.request("4", inputs.parse("the"), SamplingParams())
+    with pytest.raises(ValueError, match="takes one prompt, got 2"):
+        inputs.request("other", inputs.parse(["the", "a"]), SamplingParams())
+
+
+def test_what_is_refused_does_not_count(make):
+    inputs = make()
+    with pytest.raises(ValueError, match="prompt 1 of 2: prompt_token_ids has 600"):
+        inputs.requests(inputs.parse([[5], [600]]))
+    (request,) = inputs.requests(inputs.parse([5]))
+    assert request.request_id == "0"
+
+
+def test_eos_ids_end_a_request_unless_they_are_ignored(make):
+    inputs = make()
+    usual, ignoring = inputs.requests(
+        inputs.parse([[5], [5]]),
+        [SamplingParams(stop_token_ids=[9]), SamplingParams(stop_token_ids=[9], ignore_eos=True)],
+    )
+    assert (usual.stop_token_ids, usual.eos_token_ids) == ({2, 7, 9}, {2})
+    assert (ignoring.stop_token_ids, ignoring.eos_token_ids) == ({9}, frozenset())
+    # min_tokens masks them either way.
+    assert usual.all_eos_token_ids == ignoring.all_eos_token_ids == {2, 7}
+
+
+def test_a_request_says_what_the_device_must_know(make):
+    inputs = make()
+    (request,) = inputs.requests(inputs.parse([5, 6]), SamplingParams(temperature=0.5, top_k=3))
+    assert request.features == features_of(request) != 0
+    assert request.slot_fields["top_k"] == 3
+    assert request.params.max_tokens == 16
+
+
+def test_params_are_copied_and_completed(make):
+    inputs, params = make(default_sampling={"top_p": 0.5}), SamplingParams(max_tokens=None)
+    (request,) = inputs.requests(inputs.parse([5, 6, 7]), params)
+    assert request.params is not params
+    assert (request.params.max_tokens, params.max_tokens) == (61, None)
+    (request,) = inputs.requests(inputs.parse([5]))
+    assert request.params.top_p == 0.5
+
+
+def test_priorities_need_their_policy_and_bad_words_a_tokenizer(make):
+    inputs = make()
+    with pytest.raises(ValueError, match="scheduling_policy"):
+        inputs.requests(inputs.parse([5]), priority=1)
+    inputs = make(scheduling_policy="priority", skip_tokenizer_init=True)
+    requests = inputs.requests(inputs.parse([[5], [6]]), priority=[3, 1])
+    assert [r.priority for r in requests] == [3, 1]
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        inputs.requests(inputs.parse([5]), SamplingParams(bad_words=["x"]))
