@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_or_returned(path):
 def test_no_more_blocks_than_the_tpu_kernel_can_name(path):
     spec = make_spec(path, num_gpu_blocks_override=MOST_BLOCKS + 5)
     assert sized(spec, 0).pool.num_blocks == MOST_BLOCKS + 5
-    on_tpu = dataclasses.replace(spec, pool=dataclasses.replace(spec.pool, lanes=True))
+    on_tpu = dataclasses.replace(spec, pool=dataclasses.replace(spec.pool, layout="tpu"))
     assert sized(on_tpu, 0).pool.num_blocks == MOST_BLOCKS
 
 

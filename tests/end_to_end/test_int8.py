@@ -1,11 +1,14 @@
 """`quantization="int8"` through the engine: the tokens of a plain loop over the same rounded weights, no pool."""
 
-import jax
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.device import Device
 from jaxpage.models.registry import build
+from jaxpage.ops.matmul import choose
 from jaxpage.weights.load import load
 from jaxpage.weights.transform import join_projections, quantize
 from tests import checkpoints
@@ -34,7 +37,7 @@ def test_the_engine_computes_what_the_rounded_model_computes(tmp_path):
     model = build(checkpoints.config(path), dtype="float32", max_model_len=64)
     load(model, path, use_tqdm=False)
     join_projections(model)
-    quantize(model, jax.devices("cpu")[0])
+    quantize(model, partial(choose, device=Device(platform="cpu"), num_devices=1))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert len(tokens) == NUM_TOKENS
