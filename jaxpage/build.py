@@ -25,9 +25,8 @@ from jaxpage.config import (
     eos_token_ids,
     load_generation_config,
 )
-from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.host_tier import HostTier
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.models import registry
@@ -195,20 +194,18 @@ def _check_same_ropes(spec: EngineSpec) -> None:
 
 
 def _make_scheduler(config: ResolvedConfig, runner: Runner) -> Scheduler:
-    pool = BlockPool(
+    memory = runner.host_memory
+    kv = KVCache(
         runner.pool_spec.num_blocks,
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         windows=runner.groups.windows,
+        num_host_blocks=0 if memory is None else memory.num_blocks,
+        preemption_mode=config.preemption_mode,
+        store=None if memory is None else memory.store,
     )
-    tier, memory = None, runner.host_memory
-    if memory is not None:
-        tier = HostTier(
-            memory.num_blocks, pool, preemption_mode=config.preemption_mode, store=memory.store
-        )
     return Scheduler(
-        pool,
-        tier=tier,
+        kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

@@ -106,7 +106,7 @@ def size(
         )
     config = dataclasses.replace(
         config,
-        num_gpu_blocks_override=num_blocks,
+        num_gpu_blocks_override=max(2, num_blocks),  # fewer are no pool, but an estimate may ask
         max_num_batched_tokens=footprint.max_num_batched_tokens,
         max_model_len=max_model_len,
     )

@@ -65,7 +65,7 @@ class OutputProcessor:
     def process(self, step: StepOutput) -> Processed:
         """Take in a step. Entries of requests and sequences that have ended meanwhile are ignored."""
         processed = Processed([], [], {})
-        ends, time, logprob_rows = step.ends, step.time, LogprobRows(step.result)
+        logprob_rows = LogprobRows(step.result)
         columns = zip(step.request_ids, step.indices, step.token_ids, step.rows, strict=True)
         for entry, (request_id, index, token_ids, row) in enumerate(columns):
             request = self._requests.get(request_id)
@@ -74,28 +74,25 @@ class OutputProcessor:
             sequence = request.sequences[index]
             if sequence.finish_reason is not None:
                 continue
-            end = ends.get(entry) if ends else None
             try:
-                num_taken = sequence.append(token_ids, end)
+                num_taken = sequence.append(token_ids, step.ends.get(entry))
             except Exception as error:  # of the detokenizer
                 sequence.detokenizer = None  # its text is lost
                 request.abort()
                 processed.errors[request_id] = error
             else:
                 if sequence.stop_string is not None:
-                    num_dropped, num_tokens = len(token_ids) - num_taken, len(sequence.token_ids)
-                    text_end = TextEnd(request_id, index, num_tokens, num_dropped)
-                    processed.text_ends.append(text_end)
+                    num_dropped = len(token_ids) - num_taken
+                    end = TextEnd(request_id, index, len(sequence.token_ids), num_dropped)
+                    processed.text_ends.append(end)
                 if sequence.logprobs is not None:
                     logprob_rows.add(sequence.logprobs, token_ids[:num_taken], row)
-            if not request.first_token_time:
-                request.first_token_time = time
-            request.last_token_time = time
-            if request.reports_progress:
-                self._unreported[request_id] = request
-            if sequence.finish_reason is not None and request.finished:
+                request.gained(step.time, ended=sequence.finish_reason is not None)
+            if request.num_unfinished == 0:
                 self._finish(request)
                 processed.finished.append(request_id)
+            elif request.reports_progress:
+                self._unreported[request_id] = request
         logprob_rows.distribute()
         return processed
 
@@ -130,7 +127,7 @@ class _RequestState:
 
     __slots__ = (
         "request", "request_id", "prompt_token_ids", "kind", "reports_progress", "sequences",
-        "first_token_time", "last_token_time",
+        "num_unfinished", "first_token_time", "last_token_time",
     )  # fmt: skip
 
     def __init__(self, request: Request, make_detokenizer: Callable[[Request], Detokenizer | None]):
@@ -149,13 +146,17 @@ class _RequestState:
             )
             for index in range(params.n)
         ]
+        self.num_unfinished = params.n  # sequences
         self.first_token_time = self.last_token_time = 0.0
 
-    @property
-    def finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+    def gained(self, time: float, *, ended: bool) -> None:
+        """A sequence gained tokens, and perhaps ended with them."""
+        self.num_unfinished -= ended
+        self.first_token_time = self.first_token_time or time
+        self.last_token_time = time
 
     def abort(self) -> None:
+        self.num_unfinished = 0
         for sequence in self.sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = str(FinishReason.ABORT)
@@ -172,7 +173,7 @@ class _RequestState:
             prompt=request.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
-            finished=self.finished,
+            finished=self.num_unfinished == 0,
             metrics=self._stats(),
             num_cached_tokens=request.num_cached_tokens,
             num_cache_creation_tokens=request.num_cache_creation_tokens,
@@ -181,7 +182,7 @@ class _RequestState:
     def _stats(self) -> RequestStateStats:
         request, first_token = self.request, self.first_token_time
         return RequestStateStats(
-            num_generation_tokens=sum(len(s.token_ids) for s in self.sequences),
+            num_generation_tokens=sum([len(s.token_ids) for s in self.sequences]),
             num_preemptions=request.num_preemptions,
             arrival_time=request.arrival_time,
             queued_ts=request.queued_time,

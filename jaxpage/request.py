@@ -27,8 +27,19 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
 
 
+class WaitingFor(enum.Enum):
+    """Why a sequence that runs may not advance for now."""
+
+    BEAMS = (
+        enum.auto()
+    )  # a beam: the others of its request have yet to sample, or the first one to be computed
+    MASK = (
+        enum.auto()
+    )  # all its tokens are computed; the mask for sampling the next is not there yet
+
+
 class MaskSource(Protocol):
-    """Who says which tokens may come next: a grammar, say. It belongs to one request."""
+    """Who says which tokens may come next: a grammar, say. It belongs to one request, and never raises."""
 
     def mask(self, index: int, output_token_ids: Items[int]) -> np.ndarray | None:
         """What continuation `index` may sample after these tokens: uint32[ceil(V / 32)], a bit each, lowest bit first.
@@ -38,7 +49,7 @@ class MaskSource(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until some `mask` that returned None may return something else."""
+        """Block until some `mask` that returned None may return something else. The engine has nothing else to do."""
         ...
 
 
@@ -98,18 +109,22 @@ class Sequence:
     max_len: int  # tokens at which the sequence ends: min(prompt + max_tokens, max_model_len)
     num_computed_tokens: int = 0  # tokens whose KV is in the pool once all launched steps are done
     num_in_flight: int = 0  # sampled by launched steps, not yet collected
+    waiting_for: WaitingFor | None = None
     # Block ids in the order of positions, a table for each KV-cache group (see `kv_groups`); NULL_BLOCK where the block
     # is behind the group's window. No tables while the sequence has no slot.
     block_tables: list[list[int]] = field(default_factory=list)
+    # Tokens up to which it may be computed as it is; beyond them, ask `KVCache.grow`.
+    writable_len: int = 0
     num_unseen_blocks: int = 0  # entries of `block_tables` that are NULL_BLOCK
     # The same with host blocks, which have the KV of its computed tokens while it is swapped out.
     host_tables: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(
         default_factory=list
     )  # of the full blocks of `token_ids`, a prefix of them
-    num_registered_blocks: int = (
-        0  # how many of a table's blocks stand in the prefix cache under their hash
-    )
+    # How many of a table's blocks stand in the prefix cache under their hash, if they may.
+    num_registered_blocks: int = 0
+    # Some of its KV was computed with other weights than the rest: its blocks do not enter the prefix cache.
+    has_mixed_kv: bool = False
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop id; None for EOS and other reasons

@@ -1,7 +1,7 @@
 """Settings of every test run; they precede the first `import jax`, so nothing of ours is imported.
 
 Tests run on the CPU with eight fake devices, offline, with caches in a folder of the session's own.
-`-m gpu` and `-m tpu` leave the choice of the platform to JAX. These and `-m aot` must be asked for.
+`-m gpu` and `-m tpu` leave the choice of the platform to JAX. These, `-m aot` and `-m deep` must be asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import pytest
 
 _DEVICE_MARKERS = ("gpu", "tpu")
-_MARKERS_TO_ASK_FOR = (*_DEVICE_MARKERS, "aot")
+_MARKERS_TO_ASK_FOR = (*_DEVICE_MARKERS, "aot", "deep")
 
 
 def _asked_for(config: pytest.Config, marker: str) -> bool:

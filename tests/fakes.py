@@ -103,8 +103,8 @@ class FakeDetokenizer:
 class FakeMaskSource:
     """Allows about half of the tokens after each history, and is slow to say which.
 
-    `delays[i % len(delays)]` times the i-th mask of a continuation is not there yet; a negative number means until
-    somebody waits for it.
+    `delays[(index + i) % len(delays)]` times the i-th mask of a continuation is not there yet; a negative number means
+    until somebody waits for it.
     """
 
     def __init__(self, seed: int = 0, delays: tuple[int, ...] = (0,)):
@@ -124,7 +124,7 @@ class FakeMaskSource:
         self.num_calls += 1
         key = (index, tuple(output_token_ids))
         asked = self._asked[key] = self._asked.get(key, 0) + 1
-        delay = self.delays[len(output_token_ids) % len(self.delays)]
+        delay = self.delays[(index + len(output_token_ids)) % len(self.delays)]
         if key not in self._waited_for and (delay < 0 or asked <= delay):
             self._pending.add(key)
             return None

@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxpage import tiny
 from jaxpage.chat import ROOM, Conversation, converse, stream
 from jaxpage.config import EngineConfig, load_hf_config
-from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.llm import LLM
 from jaxpage.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ def make(tmp_path_factory):
         options = {"model": folder, "max_model_len": max_model_len} | options
         config = EngineConfig(**options).resolve(hf_config, platform="cpu")
         scheduler = Scheduler(
-            BlockPool(400, 4, enable_prefix_caching=True),
+            KVCache(400, 4, enable_prefix_caching=True),
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=config.max_model_len,

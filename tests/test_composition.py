@@ -59,6 +59,7 @@ def test_what_does_not_fit_is_refused_or_returned(path):
     with pytest.raises(ValueError, match="largest max_model_len that fits is 32"):
         sized(spec, 3 * spec.block_bytes)
     assert sized(spec, 3 * spec.block_bytes, must_fit=False).pool.num_blocks == 3
+    assert sized(spec, -5, must_fit=False).pool.num_blocks == 0
 
 
 def test_no_more_blocks_than_the_tpu_kernel_can_name(path):

@@ -13,7 +13,7 @@ import pytest
 
 from jaxpage import BeamSearchParams, tiny
 from jaxpage.config import EngineConfig, load_hf_config
-from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.input_processor import derive_seed
 from jaxpage.llm import LLM
@@ -42,7 +42,7 @@ def make(folder):
         config = EngineConfig(**options).resolve(hf_config, platform="cpu")
         own = None if config.skip_tokenizer_init else tokenizer
         scheduler = Scheduler(
-            BlockPool(400, 4, enable_prefix_caching=True),
+            KVCache(400, 4, enable_prefix_caching=True),
             max_num_seqs=16,
             max_num_batched_tokens=64,
             max_model_len=config.max_model_len,

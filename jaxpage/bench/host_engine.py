@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxpage.bench.engines import Work
-from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import Windows
 from jaxpage.plan import StepPlan, StepResult
@@ -61,7 +61,7 @@ def make_scheduler(
 ) -> Scheduler:
     """One whose pool has so many blocks besides the null block. `limits` are the scheduler's."""
     caching = {"enable_prefix_caching": enable_prefix_caching, "windows": windows}
-    return Scheduler(BlockPool(1 + num_blocks, block_size, **caching), **limits)
+    return Scheduler(KVCache(1 + num_blocks, block_size, **caching), **limits)
 
 
 def run(

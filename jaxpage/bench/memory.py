@@ -101,7 +101,7 @@ def waste(
 
     def look(plan: StepPlan) -> None:
         nonlocal largest, most
-        most = max(most, scheduler.pool.num_used)
+        most = max(most, scheduler.kv.pool.num_used)
         for step in range(plan.num_steps):
             found = _account(scheduler, plan, step)
             totals.update(found)
@@ -126,7 +126,7 @@ def _account(scheduler: Scheduler, plan: StepPlan, step: int) -> dict[str, int]:
 
     Sequence by sequence, as none shares a block with another here.
     """
-    size = scheduler.pool.block_size
+    size = scheduler.kv.pool.block_size
     rows = zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
     ends = {slot: start + count + step for slot, start, count in rows}
     found = {"allocated": 0, "partial": 0, "ahead": 0}
@@ -156,7 +156,7 @@ def blocks_of_long_sequence(layers: Windows, block_size: int) -> int:
     )
     held = []
     work = Work(prompts=[[1] * (LONG - 64)], num_tokens=[64], static_batch=1)
-    run(scheduler, work, lambda plan: held.append(scheduler.pool.num_used))
+    run(scheduler, work, lambda plan: held.append(scheduler.kv.pool.num_used))
     return max(held) * groups.num_arrays
 
 

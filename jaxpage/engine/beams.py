@@ -1,7 +1,9 @@
 """Beam search over one prompt: which continuations go on, which have ended, and when it is over.
 
-What this file knows: log-probabilities and token ids. What it must never learn: sequences, blocks, steps; the lockstep
-of a request's rows is `lockstep`'s. The semantics are those of transformers' `generate(num_beams=width)`.
+What this file knows: log-probabilities and token ids. What it must never learn: sequences, blocks, steps; how the
+rows of a request go on together is `beam_scheduling`'s.
+
+The semantics are those of transformers' `generate(num_beams=width)`.
 """
 
 from __future__ import annotations

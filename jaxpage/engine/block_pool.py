@@ -7,44 +7,11 @@ they mean.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 
 from jaxpage.kv_groups import Windows
 from jaxpage.plan import NULL_BLOCK
-
-
-@cache
-def root_hash(weight_epoch: int) -> bytes:
-    """Parent of every first block. Other weights make other KV, so their epoch starts the chain."""
-    return hashlib.sha256(b"jaxpage kv block, weight epoch %d" % weight_epoch).digest()
-
-
-def hash_block(parent: bytes, token_ids: Sequence[int], extra: tuple[str, ...] = ()) -> bytes:
-    """sha256 of a full block: what precedes it (`parent`), its tokens, what else shapes its KV.
-
-    Equal in every process; a block's hash changes if any token up to its end does. `repr` of a
-    tuple of strings is one to one, and so is the whole: `parent` has 32 bytes and all blocks of a
-    pool have equally many tokens.
-    """
-    content = parent + _packer(len(token_ids))(*token_ids)
-    if extra:
-        content += repr(extra).encode()
-    return hashlib.sha256(content).digest()
-
-
-@cache
-def _packer(num_tokens: int) -> Callable[..., bytes]:
-    """Twice as fast as an `array` of a list."""
-    return struct.Struct(f"{num_tokens}i").pack
-
-
-def group_key(block_hash: bytes, group: int) -> bytes:
-    """What a KV-cache group registers its block of that content under: each has a block of its own for it."""
-    return block_hash if group == 0 else bytes([group]) + block_hash
 
 
 class BlockPool:

@@ -2,7 +2,7 @@
 
 What this file knows: the order of these four verbs, and what to do when one of them fails. What it
 must never learn: what is scheduled (the scheduler's), how a step runs (the runner's), text and
-prompts (the user-facing layer's). It never imports jax; anything with the two verbs of `StepRunner`
+prompts (the user-facing layer's). It never imports jax; anything with the members of `StepRunner`
 can serve it. Features do not arrive here.
 
 Two loops stand side by side, the plain one first. The overlapped loop launches step n+1 before it
@@ -19,7 +19,7 @@ from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats, engine_stats
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepPlan, StepResult
-from jaxpage.request import Request
+from jaxpage.request import Request, WaitingFor
 
 
 class StepRunner(Protocol):
@@ -81,6 +81,8 @@ class Engine:
     def step(self) -> StepOutput:
         """Move on by one step. Returns what sequences gained, perhaps nothing.
 
+        If nothing can run before a mask is there, it waits for that and returns.
+
         If a launch or a collection raises, the requests of that step end as aborted, all others go
         on with the next call, and the exception propagates; `take_failed` says whose requests.
         """
@@ -96,13 +98,14 @@ class Engine:
     def _step_plain(self) -> StepOutput:
         step = self.scheduler.schedule()
         if step is None:
-            assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
+            self._wait()
             return StepOutput()
         return self._collect(step, self._launch(step))
 
     def _step_overlapped(self) -> StepOutput:
         step = self.scheduler.schedule()
-        assert step or self._launched or not self.scheduler.requests, "nothing to compute"
+        if step is None and self._launched is None:
+            self._wait()
         # A launch that raises leaves the step under way where it is, to be collected by the next
         # call.
         launched = None if step is None else (step, self._launch(step))
@@ -120,17 +123,26 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing happens, while any request holds blocks."""
-        return self.scheduler.pool.reset_prefix_cache()
+        return self.scheduler.kv.pool.reset_prefix_cache()
 
     def save_prefix_cache(self) -> None:
         """Write what device and host know by hash to `kv_offload_dir`; nothing happens without it."""
-        tier = self.scheduler.tier
+        pool, tier = self.scheduler.kv.pool, self.scheduler.kv.tier
         if tier is not None and tier.store is not None:
-            self.runner.store_blocks(self.scheduler.pool.registered(), tier.pool.registered())
+            self.runner.store_blocks(pool.registered(), tier.pool.registered())
 
     def stats(self) -> EngineStats:
         """The counters as of now."""
         return engine_stats(self.scheduler, self.runner.num_recompiles)
+
+    def _wait(self) -> None:
+        """There is nothing to do before a mask is there, or nothing at all."""
+        for sequence in self.scheduler.running:
+            source = sequence.request.mask_source
+            if sequence.waiting_for is WaitingFor.MASK and source is not None:
+                source.wait()
+                return
+        assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
 
     def _launch(self, step: ScheduledStep) -> Any:
         try:

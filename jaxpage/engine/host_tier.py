@@ -1,11 +1,11 @@
-"""Blocks in host memory: sequences that gave way wait there with their KV, and what the prefix cache on the device
+"""Blocks in host memory: preempted sequences wait there with their KV, and what the prefix cache on the device
 evicts can still be found there. A store on disk may stand behind it.
 
 What this file knows: host blocks as numbers, and which content goes where. What it must never learn: the bytes (the
-runner's), who gives way and who comes back (the scheduler's).
+runner's), who is preempted and who comes back (the scheduler's).
 
-The runner carries moves out when the plan that takes them is launched, before its rows run; steps that are already
-under way have read and written by then. A host block named by a move is held until that plan is out, so that no
+The runner carries transfers out when the plan that has them is launched, before its rows run; steps that are already
+under way have read and written by then. A host block named by a transfer is held until that plan is out, so that no
 second content is given to it meanwhile.
 """
 
@@ -27,7 +27,7 @@ class BlockStore(Protocol):
 
 
 class HostTier:
-    """`num_blocks` host blocks and the moves planned for them."""
+    """`num_blocks` host blocks and the transfers planned for them."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class HostTier:
         self.pool = BlockPool(
             num_blocks + 1, pool.block_size, enable_prefix_caching=pool.enable_prefix_caching
         )
-        self.preemption_mode = preemption_mode  # "recompute", "swap", or None: see `keeps`
+        self.preemption_mode = preemption_mode  # "recompute", "swap", or None: see `should_swap`
         self.store = store
         self.num_swapped_out = self.num_swapped_in = self.num_loaded = 0  # blocks
         self.num_hits = 0  # blocks that the prefix cache found here
         pool.evicted = []
         self.pool.evicted = []
         self._transfers = BlockTransfers()
-        self._held: list[int] = []  # by `_moves`
-        self._launched: list[int] = []  # held by the moves that were taken last
+        self._held: list[int] = []  # by `_transfers`
+        self._launched: list[int] = []  # held by the transfers that were taken last
         self._departed: dict[int, int] = {}  # device block -> its copy here, within a plan
         self._arrived: dict[int, int] = {}  # host block -> its copy there, within a plan
 
@@ -69,7 +69,7 @@ class HostTier:
         return transfers if transfers else None
 
     def find(self, block_hash: bytes) -> list[int]:
-        """The host block of that content, if any, perhaps fetched from the store just now; held for `bring`."""
+        """The host block of that content, if any, perhaps fetched from the store just now; held for `swap_in`."""
         found = self.pool.lookup([block_hash])
         if found:
             self.pool.touch(found)
@@ -86,10 +86,10 @@ class HostTier:
         self.num_loaded += 1
         return [host_id]
 
-    def bring(self, host_id: int, *, share: bool = False) -> int:
+    def swap_in(self, host_id: int, *, share: bool = False) -> int:
         """A device block, with one reference, into which the content of a host block moves.
 
-        With `share` sequences that are brought in one plan have it in common, if they shared it before.
+        With `share` sequences that come back in one plan have it in common, if they shared it before.
         """
         if share and host_id in self._arrived:
             device_id = self._arrived[host_id]
@@ -103,9 +103,12 @@ class HostTier:
         self._arrived[host_id] = device_id
         return device_id
 
-    def keeps(self, victim: Sequence) -> bool:
-        """Whether a sequence that gives way keeps its KV here: unless told, as vLLM V0, if it has live siblings."""
-        if victim.num_computed_tokens == 0:
+    def should_swap(self, victim: Sequence) -> bool:
+        """Whether a preempted sequence keeps its KV here: unless told, as vLLM V0, if it has live siblings.
+
+        Beams do not: they come back by way of the first one.
+        """
+        if victim.num_computed_tokens == 0 or victim.request.beams is not None:
             return False
         if self.preemption_mode is None:
             return sum(not s.finished for s in victim.request.sequences) > 1
@@ -114,8 +117,8 @@ class HostTier:
     def swap_out(self, tables: list[list[int]]) -> list[list[int]]:
         """Tables of host blocks, one reference each, to which the content of device blocks moves.
 
-        NULL_BLOCK stays what it is. [] if too few are free. Sequences that give way in one plan share here what they
-        shared there.
+        NULL_BLOCK stays what it is. [] if too few are free. Sequences that are preempted in one plan share here what
+        they shared there.
         """
         kept = {NULL_BLOCK, *self._departed}
         missing = sum(block_id not in kept for table in tables for block_id in table)
@@ -140,8 +143,8 @@ class HostTier:
         """A sequence gives its host blocks back: it is on the device again, or has ended."""
         self._held += [host_id for table in tables for host_id in table if host_id != NULL_BLOCK]
 
-    def distrust(self) -> None:
-        """Contents may be wrong or missing, after a failed step. Hashes are forgotten, and planned moves too."""
+    def invalidate(self) -> None:
+        """Contents may be wrong or missing, after a failed step. Hashes are forgotten, and planned transfers too."""
         self._transfers = BlockTransfers()
         self.pool.forget_all()
         self.pool.evicted, self.device.evicted = [], []
@@ -168,7 +171,7 @@ class HostTier:
             ]
 
     def _new_block(self) -> int:
-        """A host block for the content that a move brings, held until that is done."""
+        """A host block for the content that a transfer brings, held until that is done."""
         (host_id,) = self.pool.allocate(1)
         self._held.append(host_id)
         return host_id

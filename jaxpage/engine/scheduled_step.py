@@ -1,36 +1,112 @@
 """A step as the scheduler builds it: the plan, and beside it the sequences whose rows it has.
 
-The plan is values and goes to the runner. The sequences stay here, for `update`.
+The plan is values and goes to the runner. The sequences stay here until the result is in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.sequences import next_mask
 from jaxpage.plan import Admission, StepPlan
-from jaxpage.request import Sequence
+from jaxpage.request import Sequence, WaitingFor
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
     """`sequences[i]` is the one of the plan's row i."""
 
+    kv: KVCache
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # all their data goes up
+    has_beams: bool = False
+    _late: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # and their masks
 
-    def add_row(self, sequence: Sequence, start: int, count: int, samples: bool) -> None:
-        """A row that computes `count` tokens from `start`."""
-        plan = self.plan
+    def add_row(self, sequence: Sequence, start: int, count: int, known: int) -> bool:
+        """Plan `count` tokens from `start` of `known` ones, as good as computed from here on.
+
+        A row that reaches the last known token samples, unless the mask for that is not there yet: then the sequence
+        waits for it. Returns whether it is the first of its request to get there, and has yet to be joined by others.
+        """
+        end, seen, kv = start + count, len(sequence.token_ids), self.kv
+        sequence.num_computed_tokens = end
+        # Blocks are registered when planned: later rows of the same step may already share them,
+        # because in each layer all KV of a step is written before any is read. Only tokens whose
+        # ids the host has seen have a hash.
+        num_hashed = end if end < seen else seen
+        if num_hashed // kv.block_size > sequence.num_registered_blocks:
+            kv.register(sequence, num_hashed)
+        plan, request = self.plan, sequence.request
+        samples = end == known
+        if request.beams is not None:
+            self.has_beams = True
+            sequence.waiting_for = WaitingFor.BEAMS if samples else None
+        if request.prompt_embeds is not None and count and start < len(request.prompt_embeds):
+            embeds = request.prompt_embeds[start:end]
+            plan.input_embeds.append((len(plan.slots), embeds))
+        if samples and request.mask_source is not None:
+            mask = next_mask(sequence)
+            if mask is None:
+                samples, sequence.waiting_for = False, WaitingFor.MASK
+            else:
+                plan.masks[len(plan.slots)] = mask
+        plan.features |= request.features
         self.sequences.append(sequence)
         plan.slots.append(sequence.slot)
         plan.starts.append(start)
         plan.num_tokens.append(count)
         plan.samples.append(samples)
+        if samples:
+            sequence.num_in_flight += 1
+        return end == known and request.params.n > len(request.sequences)
 
-    def close(self) -> None:
-        """Write down what the plan says of the admitted sequences; they do not change any more."""
+    def add_late_row(self, sequence: Sequence) -> None:
+        """Plan a row that samples from what an earlier step computed, if its mask is there now."""
+        mask = next_mask(sequence)
+        if mask is not None:
+            self._late.append((sequence, mask))  # it comes after all others
+            sequence.waiting_for = None
+            sequence.num_in_flight += 1
+
+    def append_late_rows(self) -> None:
+        """Call it when all other rows are there."""
+        plan = self.plan
+        plan.num_late_rows = len(self._late)
+        for sequence, mask in self._late:
+            plan.masks[len(plan.slots)] = mask
+            plan.features |= sequence.request.features
+            self.sequences.append(sequence)
+            plan.slots.append(sequence.slot)
+            plan.starts.append(sequence.num_computed_tokens)
+            plan.num_tokens.append(0)
+            plan.samples.append(True)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether several decode steps may run in one launch: every row decodes, and the host has no part in it."""
+        plan = self.plan
+        return (
+            plan.num_tokens.count(1) == plan.num_rows
+            and not (self.admitted or self.has_beams or plan.masks or plan.input_embeds)
+            and all(plan.samples)
+        )
+
+    def repeat(self, num_steps: int) -> None:
+        """Run so many decode steps in one launch, for which all rows have blocks."""
+        self.plan.num_steps = num_steps
+        for sequence in self.sequences:
+            sequence.num_in_flight += num_steps - 1
+            sequence.num_computed_tokens += num_steps - 1
+
+    def close(self) -> StepPlan:
+        """The plan, with what it says of the admitted sequences; they do not change any more."""
+        self.plan.transfers = self.kv.take_transfers()
         self.plan.admissions = [_admission(sequence) for sequence in self.admitted]
+        return self.plan
 
 
 def _admission(sequence: Sequence) -> Admission:

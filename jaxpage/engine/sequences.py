@@ -6,6 +6,8 @@ slots, other rows, text.
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.kv_groups import most_blocks
 from jaxpage.request import FinishReason, Request, Sequence
@@ -22,7 +24,7 @@ def new_sequence(request: Request, index: int, max_model_len: int) -> Sequence:
 
 
 def check_runnable(
-    request: Request, *, max_model_len: int, pool: BlockPool, max_query_len: int
+    request: Request, max_model_len: int, pool: BlockPool, max_query_len: int
 ) -> None:
     """Raise ValueError for a request that could not end even if it had all blocks of the pool.
 
@@ -31,6 +33,12 @@ def check_runnable(
     prompt_len = len(request.prompt_token_ids)
     if prompt_len == 0:
         raise ValueError(f"request {request.request_id!r} has an empty prompt")
+    embeds = request.prompt_embeds
+    if embeds is not None and len(embeds) != prompt_len:
+        raise ValueError(
+            f"request {request.request_id!r} has {len(embeds)} embeddings for a prompt of "
+            f"{prompt_len} tokens; each token id needs one"
+        )
     if prompt_len >= max_model_len:
         raise ValueError(
             f"a prompt of {prompt_len} tokens leaves no room for an answer within "
@@ -53,6 +61,14 @@ def max_len_of(request: Request, max_model_len: int) -> int:
     if max_tokens is None:
         return max_model_len
     return min(len(request.prompt_token_ids) + max_tokens, max_model_len)
+
+
+def next_mask(sequence: Sequence) -> np.ndarray | None:
+    """Which tokens a sequence may sample next. None: not known yet, perhaps because its last token is in flight."""
+    source = sequence.request.mask_source
+    if source is None or sequence.num_in_flight:
+        return None
+    return source.mask(sequence.index, sequence.output_token_ids)
 
 
 def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:

@@ -84,14 +84,15 @@ class KVSnapshot:
 
 def take_snapshot(scheduler: Scheduler) -> KVSnapshot:
     """What scheduler, pool and host tier hold now. For looking, not serving: it takes time for every block."""
-    first_host_id = scheduler.pool.num_blocks
-    pools = [scheduler.pool] if scheduler.tier is None else [scheduler.pool, scheduler.tier.pool]
+    kv = scheduler.kv
+    first_host_id = kv.pool.num_blocks
+    pools = [kv.pool] if kv.tier is None else [kv.pool, kv.tier.pool]
     holders = [(sequence, sequence.block_tables) for sequence in scheduler.running]
     for sequence in scheduler.waiting:  # those that were swapped out
         if sequence.host_tables:
             tables = [[h and first_host_id + h for h in table] for table in sequence.host_tables]
             holders.append((sequence, tables))
-    num_blocks, size = sum(pool.num_blocks for pool in pools), scheduler.pool.block_size
+    num_blocks, size = sum(pool.num_blocks for pool in pools), kv.block_size
     longest = max((sum(map(len, tables)) for _, tables in holders), default=0)
     block_tables = np.full((len(holders), longest), NULL_BLOCK, np.int32)
     owners = np.full(num_blocks, -1, np.int32)

@@ -1,25 +1,20 @@
-"""Compiles moves of whole blocks for a chip that is not there: `python -m tests.aot.block_copy v6e:2x2`.
-
-Judges nothing: a JSON object a line to the standard output for each program. A process of its own, with the variables
-of `jaxpage.aot.topology.environment`.
-"""
+"""Moves of whole blocks."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
+from typing import Any
 
+from jaxpage.aot.hlo import copies_of_size
 from jaxpage.aot.targets import parse_target
-from jaxpage.aot.topology import environment, missing_compiler
+from jaxpage.aot.topology import mesh_of
+from tests.aot.program import Program
 
-ROOT = Path(__file__).parents[2]
+TARGETS = ("v5e:2x2", "tpu7x:2x2x1", "h200")
 NUM_BLOCKS = 401  # a prime: nothing else is as large as an array of the pool
 
 
@@ -53,38 +48,28 @@ MOVES = ("copy", "gather", "scatter", "read", "write")
 NUM_COPIES, NUM_MOVED = 64, 16
 
 
-@cache
-def compile_all(target: str) -> list[dict]:
-    """What the compiler says of each program. Raises RuntimeError if it ends badly."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
-    told = dict(each.split("=", 1) for each in environment(parse_target(target)))
-    command = [sys.executable, "-m", "tests.aot.block_copy", target]
-    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"compiling for {target} failed:\n{done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def programs(target: str) -> Iterator[Program]:
+    is_gpu = parse_target(target).chip.platform == "gpu"
+    for pool in POOLS:
+        for move in MOVES:
+            by_host = move in ("read", "write")
+            if (pool.num_devices > 1 and is_gpu) or (by_host and pool is not POOLS[0]):
+                continue
+            arrays = _arrays(pool, target)
+            yield Program(
+                name=f"{pool.name}-{move}",
+                lower=partial(_lower, pool, move, target, arrays),
+                look=partial(_look, arrays),
+            )
 
 
-def missing(target: str) -> str | None:
-    return missing_compiler(parse_target(target).chip.platform)
-
-
-def _compile(pool: Pool, move: str, target: str) -> dict:
-    import jax
+def _spec(pool: Pool, target: str) -> Any:
     import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    from jaxpage.aot.topology import mesh_of
     from jaxpage.kv_pool import KVPoolSpec
-    from jaxpage.ops import blocks
-    from jaxpage.parallel.sharding import sharding
-    from jaxpage.runner.host_memory import read_blocks, write_blocks
-    from tests.aot.tpu import copies_of_size
 
     platform = parse_target(target).chip.platform
-    mesh = mesh_of(parse_target(target), pool.num_devices)
-    spec = KVPoolSpec(
+    return KVPoolSpec(
         num_arrays=pool.num_layers,
         num_blocks=NUM_BLOCKS,
         block_size=128 if platform == "tpu" else 64,
@@ -97,17 +82,36 @@ def _compile(pool: Pool, move: str, target: str) -> dict:
         layout="tpu" if platform == "tpu" else "heads",
     )
 
+
+def _arrays(pool: Pool, target: str) -> Any:
+    """Of the pool, as shapes on the target's devices."""
+    import jax
+
+    from jaxpage.parallel.sharding import sharding
+
+    mesh, spec = mesh_of(parse_target(target), pool.num_devices), _spec(pool, target)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, spec.axes_of(x))),
+        spec.abstract(),
+    )
+
+
+def _lower(pool: Pool, move: str, target: str, arrays: Any) -> Any:
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from jaxpage.ops import blocks
+    from jaxpage.runner.host_memory import read_blocks, write_blocks
+
+    mesh, spec = mesh_of(parse_target(target), pool.num_devices), _spec(pool, target)
+
     def placed(x, *place):
         return jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*place))
         )
 
-    arrays = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, spec.axes_of(x))),
-        spec.abstract(),
-    )
     ids = placed(np.empty(NUM_COPIES if move == "copy" else NUM_MOVED, np.int32))
-    options = dict(mesh=mesh, spec=spec)
     arguments, donated = (arrays, ids), 0
     if move in ("read", "write"):
         function = partial(read_blocks if move == "read" else write_blocks, spec, None)
@@ -115,6 +119,7 @@ def _compile(pool: Pool, move: str, target: str) -> dict:
             placed, jax.eval_shape(partial(read_blocks, spec, None), arrays, ids)
         )
     else:
+        options = dict(mesh=mesh, spec=spec)
         function = partial(getattr(blocks, f"{move}_blocks"), **options)
         contents = jax.eval_shape(partial(blocks.gather_blocks, spec=spec), arrays, ids)
         axes = [(None, *x.sharding.spec) for x in jax.tree.leaves(arrays[0])]
@@ -127,7 +132,12 @@ def _compile(pool: Pool, move: str, target: str) -> dict:
     else:
         donated = ()
     with jax.set_mesh(mesh):  # Pallas asks it for which chip to lower
-        compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+        return jax.jit(function, donate_argnums=donated).lower(*arguments)
+
+
+def _look(arrays: Any, compiled: Any, log: str) -> dict[str, Any]:
+    import jax
+
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     shapes = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(arrays)]
     sizes = [
@@ -135,27 +145,11 @@ def _compile(pool: Pool, move: str, target: str) -> dict:
         for s, x in zip(shapes, jax.tree.leaves(arrays), strict=True)
     ]
     return {
-        "name": f"{pool.name}-{move}",
         "pool_bytes": sum(sizes),
         "block_bytes": sum(sizes) // NUM_BLOCKS,  # of all layers
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "kernel_calls": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
-        "loops": len(re.findall(r" while\(", text)),
         "copies": [line for line in copies_of_size(text, shapes) if not _in_place.search(line)],
         "collectives": re.findall(r"\b(all-\w+|collective-\w+|reduce-scatter)\(", text),
     }
-
-
-def main(target: str) -> None:
-    is_gpu = parse_target(target).chip.platform == "gpu"
-    for pool in POOLS:
-        for move in MOVES:
-            by_host = move in ("read", "write")
-            if (pool.num_devices > 1 and is_gpu) or (by_host and pool is not POOLS[0]):
-                continue
-            print(json.dumps(_compile(pool, move, target)), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,50 +1,26 @@
-"""Compiles the grouped product for a chip that is not there: `python -m tests.aot.grouped_matmul v6e:2x2`.
-
-Judges nothing: a JSON object a line to the standard output for each program. A process of its own, with the variables
-of `jaxpage.aot.topology.environment`.
-"""
+"""The grouped product at the sizes of two models: ours, with other sizes of tiles, and JAX's."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
+from typing import Any
 
+from jaxpage.aot.hlo import copies_of_size
 from jaxpage.aot.targets import parse_target
-from jaxpage.aot.topology import cuda_folder, environment, mesh_of
+from jaxpage.aot.topology import mesh_of
+from tests.aot import compiling, ptxas
+from tests.aot.program import Program
+from tests.aot.shapes import spec
 
-ROOT = Path(__file__).parents[2]
+TARGETS = ("v5e:2x2", "tpu7x:2x2x1", "h200")
 OTHER_SIZES = {
     "gpu": dict(few_columns=256, few_stages=3, many_stages=2),
     "tpu": dict(few_tile=64, outputs=512),
 }
-
-
-@cache
-def compile_all(target: str) -> list[dict]:
-    """What the compiler says of each program. Raises RuntimeError if it ends badly."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
-    told = dict(each.split("=", 1) for each in environment(parse_target(target)))
-    if (folder := cuda_folder()) and target == "h200":
-        told |= {"PATH": f"{folder / 'bin'}:{kept['PATH']}", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    command = [sys.executable, "-m", "tests.aot.grouped_matmul", target]
-    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"compiling for {target} failed:\n{done.stderr[-4000:]}")
-    programs, report = [], []
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            programs.append(json.loads(line) | {"ptxas": "\n".join(report)})
-            report = []
-        else:  # of the program whose line follows
-            report.append(line)
-    return programs
+environment = compiling.ptxas_environment
 
 
 def ragged_dot(x, weights, group_sizes):
@@ -62,12 +38,24 @@ def ragged_dot(x, weights, group_sizes):
     )
 
 
-def programs(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
+def programs(target: str) -> Iterator[Program]:
+    import jax
+
+    mesh = mesh_of(parse_target(target), 1)
+    with jax.set_mesh(mesh):  # Pallas asks it for which chip to lower
+        for name, function, arguments in _products(parse_target(target).chip.platform):
+            yield Program(
+                name=name,
+                lower=partial(jax.jit(function).lower, *arguments),
+                look=partial(_look, arguments),
+            )
+
+
+def _products(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
     """Name, function, arguments. "Other" is with sizes that are candidates of tuning."""
     import jax.numpy as jnp
 
     from pallas_kernels.grouped_matmul import cases, tune
-    from tests.aot.gpu import spec
 
     for model, num_tokens in itertools.product(cases.MODELS, cases.TOKENS):
         rows = num_tokens * model.experts_per_token
@@ -87,28 +75,15 @@ def programs(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
             yield f"{name}-float32", kernel.grouped_matmul, arguments(jnp.float32)
 
 
-def main(target: str) -> None:
-    import jax
-
-    from tests.aot.tpu import copies_of_size
-
-    platform = parse_target(target).chip.platform
-    with jax.set_mesh(mesh_of(parse_target(target), 1)):  # Pallas asks it for which chip to lower
-        for name, function, arguments in programs(platform):
-            compiled = jax.jit(function).lower(*arguments).compile()
-            (x, weights, _), text = arguments, compiled.as_text() or ""
-            kernels = re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text)
-            result = {
-                "name": name,
-                "weight_bytes": weights.size * weights.dtype.itemsize,
-                "x_bytes": x.size * x.dtype.itemsize,
-                "out_bytes": 4 * x.shape[0] * weights.shape[1],
-                "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-                "kernels": len(kernels),
-                "copies": list(copies_of_size(text, [weights.shape])),
-            }
-            print(json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+def _look(arguments: tuple, compiled: Any, log: str) -> dict[str, Any]:
+    (x, weights, _), text = arguments, compiled.as_text() or ""
+    kernels = re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text)
+    return {
+        "weight_bytes": weights.size * weights.dtype.itemsize,
+        "x_bytes": x.size * x.dtype.itemsize,
+        "out_bytes": 4 * x.shape[0] * weights.shape[1],
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "kernels": len(kernels),
+        "copies": list(copies_of_size(text, [weights.shape])),
+        "ptxas": ptxas.report(log),
+    }

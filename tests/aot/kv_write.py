@@ -1,53 +1,40 @@
-"""Compiles writes of new keys and values for an H200 that is not there: `python -m tests.aot.kv_write`.
-
-Judges nothing: a JSON object a line to the standard output for each program. A process of its own, with the variables
-of `jaxpage.aot.topology.environment`.
-"""
+"""Writes of new keys and values, as XLA has them on a GPU."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 from jaxpage.aot.hlo import copies_of_size
 from jaxpage.aot.targets import parse_target
-from jaxpage.aot.topology import environment, mesh_of
+from jaxpage.aot.topology import mesh_of
+from tests.aot.program import Program
 
-ROOT = Path(__file__).parents[2]
-TARGET = "h200"
+TARGETS = ("h200",)
 FORMATS = (None, "int8", "int4", "fp8_e4m3", "fp8_e5m2")
 NUM_TOKENS = (64, 2048)
 NUM_BLOCKS = 401  # a prime: nothing else is as large as an array of the pool
 
 
-@cache
-def compile_all() -> list[dict]:
-    """What the compiler says of each program. Raises RuntimeError if it ends badly."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
-    told = dict(each.split("=", 1) for each in environment(parse_target(TARGET)))
-    command = [sys.executable, "-m", "tests.aot.kv_write"]
-    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"compiling for {TARGET} failed:\n{done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def _compile(format: str | None, num_tokens: int) -> dict:
+def programs(target: str) -> Iterator[Program]:
     """8 KV heads of 128 in bfloat16."""
-    import jax
+    for format in FORMATS:
+        for num_tokens in NUM_TOKENS:
+            yield Program(
+                name=f"{format}-{num_tokens}",
+                lower=partial(_lower, format, num_tokens, target),
+                look=partial(_look, format, num_tokens),
+            )
+
+
+def _spec(format: str | None) -> Any:
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpage.kv_pool import KVPoolSpec
-    from pallas_kernels.kv_write.gpu import write_kv
 
-    place = NamedSharding(mesh_of(parse_target(TARGET), 1), PartitionSpec())
-    spec = KVPoolSpec(
+    return KVPoolSpec(
         num_arrays=1,
         num_blocks=NUM_BLOCKS,
         block_size=64,
@@ -57,21 +44,36 @@ def _compile(format: str | None, num_tokens: int) -> dict:
         format=format,
         platform="gpu",
     )
+
+
+def _lower(format: str | None, num_tokens: int, target: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from pallas_kernels.kv_write.gpu import write_kv
+
+    place = NamedSharding(mesh_of(parse_target(target), 1), PartitionSpec())
     new = jax.ShapeDtypeStruct((num_tokens, 8, 128), jnp.bfloat16)
     slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        (spec.abstract()[0], new, new, slots),
+        (_spec(format).abstract()[0], new, new, slots),
     )
-    compiled = jax.jit(write_kv, donate_argnums=0).lower(*arguments).compile()
+    return jax.jit(write_kv, donate_argnums=0).lower(*arguments)
+
+
+def _look(format: str | None, num_tokens: int, compiled: Any, log: str) -> dict[str, Any]:
+    import jax
+
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     entry = text[text.index("\nENTRY ") :]
-    shapes = [x.shape for x in jax.tree.leaves(arguments[0])]
+    shapes = [x.shape for x in jax.tree.leaves(_spec(format).abstract()[0])]
     in_place = re.compile("scatter")
     return {
         "format": format,
         "num_tokens": num_tokens,
-        "pool_bytes": spec.num_bytes,
+        "pool_bytes": _spec(format).num_bytes,
         "new_bytes": 2 * num_tokens * 8 * 128 * 2,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -79,9 +81,3 @@ def _compile(format: str | None, num_tokens: int) -> dict:
         "copies": [line for line in copies_of_size(text, shapes) if not in_place.search(line)],
         "loops": len(re.findall(r" while\(", text)),
     }
-
-
-if __name__ == "__main__":
-    for each in FORMATS:
-        for count in NUM_TOKENS:
-            print(json.dumps(_compile(each, count)), flush=True)

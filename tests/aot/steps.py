@@ -1,8 +1,4 @@
-"""Compiles the default step programs of three models for devices that are not there, in a process of its own:
-`python -m tests.aot.steps v6e:2x2 1`, or `python -m tests.aot.steps v6e:2x2 1 7B` for all programs of a model, whole.
-
-Knows the models and which of their programs are compiled; judges nothing. For each program one line of JSON goes to
-the standard output, and its name to the other one before the compiler's words.
+"""The default step programs of three models.
 
 Layers of a decoder are alike, and most of a program's compilation is the sampler's: with 2 layers it takes nearly as
 long as with 24. So without a model named `some` chooses:
@@ -18,25 +14,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
 from jaxpage.aot.targets import parse_target
-from jaxpage.aot.topology import environment, missing_compiler
+from tests.aot import ptxas
+from tests.aot.program import Program
 
 if TYPE_CHECKING:
+    import jax
+
     from jaxpage.aot.worker import CompileJob
 
-ROOT = Path(__file__).parents[2]
 FEW = 2  # layers
 
 
@@ -81,7 +75,6 @@ class Place:
         return f"{self.target} TP {self.num_devices}"
 
 
-# Two processes at a time finish together in this order.
 PLACES = (
     Place("v5e:2x2", 4, "7B"),
     Place("tpu7x:2x2x1", 1, "0.5B", every=False),  # v6e's, of a larger chip
@@ -91,50 +84,16 @@ PLACES = (
 )
 
 
-@cache
-def compile_all(place: Place, model: str | None = None) -> list[dict]:
-    """What the compiler says of each program. Raises RuntimeError if it ends badly."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
-    told = dict(each.split("=", 1) for each in environment(parse_target(place.target)))
-    told |= {
-        "TF_CPP_MIN_LOG_LEVEL": "0",
-        "TF_CPP_VMODULE": "subprocess_compilation=3",
-    }  # ptxas' report
-    chosen = [place.target, str(place.num_devices), *([model] if model else [])]
-    command = [sys.executable, "-m", "tests.aot.steps", *chosen]
-    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"compiling for {place.name} failed:\n{done.stderr[-4000:]}")
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    spilled = _spilled(done.stderr)
-    return [each | {"spilled": spilled[each["name"]]} for each in found]
+TARGETS = tuple(place.name for place in PLACES)
 
 
-def _spilled(log: str) -> dict[str, dict[str, int]]:
-    """By program and kernel on a GPU the bytes of registers that it puts into memory."""
-    parts = re.split(r"^compiling (.*)$", log, flags=re.MULTILINE)
-    kernel = re.compile(r"Function properties for (\S+)\s.*?(\d+) bytes spill stores", re.DOTALL)
-    return {
-        name: {found: int(num_bytes) for found, num_bytes in kernel.findall(text)}
-        for name, text in zip(parts[1::2], parts[2::2], strict=True)
-    }
+def environment(target: str) -> dict[str, str]:
+    """That makes XLA tell what ptxas says."""
+    return {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "subprocess_compilation=3"}
 
 
-@cache
-def compile_everywhere() -> dict[Place, list[dict]]:
-    """What `some` chooses, by place, as far as there are compilers; two processes at a time."""
-    places = [place for place in PLACES if missing(place) is None]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(places, pool.map(compile_all, places), strict=True))
-
-
-def attention_calls(each: dict) -> list[int | None]:
-    """Of each call of an attention kernel in a program the VMEM that it may have."""
-    return [limit for name, limit in each["kernels"] if "paged_attention" in name]
-
-
-def missing(place: Place) -> str | None:
-    return missing_compiler(parse_target(place.target).chip.platform)
+def place_of(target: str) -> Place:
+    return PLACES[TARGETS.index(target)]
 
 
 def some(place: Place, names: list[str], whole: list[str]) -> Iterator[tuple[str, bool, str]]:
@@ -147,8 +106,9 @@ def some(place: Place, names: list[str], whole: list[str]) -> Iterator[tuple[str
             yield models[index % len(models)], False, name
 
 
-def main(target: str, num_devices: str, *models: str) -> None:
-    (place,) = (p for p in PLACES if (p.target, p.num_devices) == (target, int(num_devices)))
+def programs(target: str, *models: str) -> Iterator[Program]:
+    """What `some` chooses; with a model's name all its programs with all layers."""
+    place = place_of(target)
     with tempfile.TemporaryDirectory() as folder:
         jobs = {model: _jobs(place, model, Path(folder)) for model in models or MODELS}
         if models:
@@ -161,7 +121,12 @@ def main(target: str, num_devices: str, *models: str) -> None:
             whole = [decode[0], decode[-1], buckets[-1].name]
             chosen = some(place, list(job.lowerings.programs), whole)
         for model, is_whole, name in chosen:
-            print(json.dumps(_compile(jobs[model][is_whole], model, name)), flush=True)
+            job = jobs[model][is_whole]
+            yield Program(
+                name=name,
+                lower=partial(_lower, job, name),
+                look=partial(_look, job, model, name),
+            )
 
 
 def _jobs(place: Place, model: str, folder: Path) -> dict[bool, CompileJob]:
@@ -181,14 +146,25 @@ def _jobs(place: Place, model: str, folder: Path) -> dict[bool, CompileJob]:
     return {True: whole, False: make_job(options | few, *where)}
 
 
-def _compile(job: CompileJob, model: str, name: str) -> dict[str, Any]:
-    from jaxpage.aot.worker import compile_and_inspect
+def _lower(job: CompileJob, name: str) -> jax.stages.Lowered:
+    with job.spec.on_target():
+        return job.lowerings.programs[name]()
 
-    print(f"compiling {name}", file=sys.stderr, flush=True)
+
+def _look(
+    job: CompileJob, model: str, name: str, compiled: jax.stages.Compiled, log: str
+) -> dict[str, Any]:
     spec = job.spec
     bucket = next((b for b in spec.buckets if b.name == name), None)
     num_bytes = [math.prod(s) * spec.pool.dtype.itemsize for s in job.pool_shapes]
-    return compile_and_inspect(job, name) | {
+    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    return {
+        "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "collectives": collectives(text),
+        "pool_copies": list(copies_of_size(text, job.pool_shapes)),
+        "attention_calls": [vmem for call, vmem in kernel_calls(text) if "paged_attention" in call],
+        "spilled": ptxas.spilled_by_kernel(log),
         "model": model,
         "num_layers": spec.model.config.num_layers,
         "bucket": bucket and dataclasses.asdict(bucket),
@@ -198,7 +174,3 @@ def _compile(job: CompileJob, model: str, name: str) -> dict[str, Any]:
         "pool_bytes": sum(num_bytes),
         "array_bytes": max(num_bytes),
     }
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,24 +1,22 @@
-"""Moves of whole blocks, compiled for four TPUs and an H200 that are not there."""
+"""Moves of whole blocks, compiled for two TPUs and an H200 that are not there."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from tests.aot import block_copy, tpu
+from tests.aot import block_copy
+from tests.aot.compiling import missing, seen
 
 pytestmark = pytest.mark.aot
 
 
-@cache
 def compiled(target: str) -> dict[str, dict]:
-    return {each["name"]: each for each in block_copy.compile_all(target)}
+    return {each["name"]: each for each in seen("block_copy", target).programs}
 
 
-@pytest.fixture(params=[*tpu.TOPOLOGIES, "h200"])
+@pytest.fixture(params=block_copy.TARGETS)
 def target(request) -> str:
-    if reason := block_copy.missing(request.param):
+    if reason := missing(request.param):
         pytest.skip(reason)
     return request.param
 

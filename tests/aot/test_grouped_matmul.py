@@ -1,30 +1,29 @@
-"""The grouped product at the sizes of two models, compiled for four TPUs and an H200 that are not there."""
+"""The grouped product at the sizes of two models, compiled for two TPUs and an H200 that are not there."""
 
 from __future__ import annotations
 
 import jax
 import pytest
 
-from jaxpage.aot.targets import parse_target
-from jaxpage.aot.topology import missing_compiler
 from pallas_kernels.grouped_matmul import cases
-from tests.aot import tpu
-from tests.aot.grouped_matmul import compile_all
+from tests.aot import grouped_matmul
+from tests.aot.compiling import missing, seen
 
 __test__ = jax.__version_info__ >= (0, 11, 2)
 pytestmark = pytest.mark.aot
 
 
-@pytest.fixture(params=[*tpu.TOPOLOGIES, "h200"])
+@pytest.fixture(params=grouped_matmul.TARGETS)
 def target(request) -> str:
-    if reason := missing_compiler(parse_target(request.param).chip.platform):
+    if reason := missing(request.param):
         pytest.skip(reason)
     return request.param
 
 
 def test_one_kernel_reads_the_weights_where_they_are(target):
     """With the default sizes and with others, and in float32, whose tiles are not to be twice as large."""
-    ours = [each for each in compile_all(target) if not each["name"].endswith("ragged_dot")]
+    found = seen("grouped_matmul", target).programs
+    ours = [each for each in found if not each["name"].endswith("ragged_dot")]
     assert len(ours) == (2 if target == "h200" else 3) * len(cases.MODELS) * len(cases.TOKENS)
     for each in ours:
         assert each["kernels"] == 1 and each["copies"] == [], each
@@ -34,18 +33,18 @@ def test_one_kernel_reads_the_weights_where_they_are(target):
 
 def test_what_a_hopper_gpu_sums_stays_in_registers():
     """And no product waits for itself, which ptxas would say."""
-    if reason := missing_compiler("gpu"):
+    if reason := missing("h200"):
         pytest.skip(reason)
-    for each in compile_all("h200"):
+    for each in seen("grouped_matmul", "h200").programs:
         if each["kernels"]:
-            assert "0 bytes spill stores" in each["ptxas"], each
-            assert each["ptxas"].count("for 'sm_90a'") == 1, each
-            assert "serialized" not in each["ptxas"], each
+            assert each["ptxas"]["spilled"] == [0], each
+            assert each["ptxas"]["for_hopper"] == 1, each
+            assert not each["ptxas"]["waits"], each
 
 
 def test_why_it_is_not_jax_s_own(target):
     """With weights as they are stored it copies all of them, on each of these chips; on an H200 more than that."""
-    for each in compile_all(target):
+    for each in seen("grouped_matmul", target).programs:
         if each["name"].endswith("ragged_dot"):
             assert each["temp_bytes"] > 0.99 * each["weight_bytes"], each
             assert target != "h200" or each["temp_bytes"] > 1.02 * each["weight_bytes"], each

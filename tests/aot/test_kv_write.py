@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.aot.topology import missing_compiler
 from pallas_kernels.kv_write.quantized import LEVELS
 from tests.aot import kv_write
+from tests.aot.compiling import missing, seen
 
 pytestmark = pytest.mark.aot
 
 
 @pytest.fixture
 def programs() -> list[dict]:
-    if reason := missing_compiler("gpu"):
+    if reason := missing("h200"):
         pytest.skip(reason)
-    found = kv_write.compile_all()
+    found = seen("kv_write", "h200").programs
     assert len(found) == len(kv_write.FORMATS) * len(kv_write.NUM_TOKENS)
     return found
 

@@ -7,26 +7,23 @@ collected, and CI has an environment for it.
 
 from __future__ import annotations
 
-import re
-from importlib.util import find_spec
-
 import jax
 import pytest
 
-from jaxpage.aot.topology import missing_compiler
-from tests.aot import quant_matmul, tpu
+from tests.aot import quant_matmul
+from tests.aot.compiling import missing, seen
 
 pytestmark = pytest.mark.aot
 
-PROGRAMS = list(quant_matmul.programs())
+PRODUCTS = list(quant_matmul.products())
 
 
-@pytest.mark.parametrize("topology", tpu.TOPOLOGIES)
-def test_every_program_compiles_for_a_tpu_and_moves_no_weight(topology):
-    if find_spec("libtpu") is None:
-        pytest.skip("the compiler of TPUs is missing: pip install 'jax[tpu]' (Linux on x86)")
-    programs = quant_matmul.compile_all(topology)
-    assert [each["name"] for each in programs] == [each.name for each in PROGRAMS]
+@pytest.mark.parametrize("target", [t for t in quant_matmul.TARGETS if t != "h200"])
+def test_every_product_compiles_for_a_tpu_and_moves_no_weight(target):
+    if reason := missing(target):
+        pytest.skip(reason)
+    programs = seen("quant_matmul", target).programs
+    assert [each["name"] for each in programs] == [each.name for each in PRODUCTS]
     for each in programs:
         assert each["kernel_calls"] == 1, each
         # A small weight may be fetched into VMEM, memory space 1, before the kernel begins; its layout stays.
@@ -35,29 +32,21 @@ def test_every_program_compiles_for_a_tpu_and_moves_no_weight(topology):
         assert each["temp_bytes"] < 2 * each["x_bytes"] + 2**23, each
 
 
-@pytest.fixture(scope="module")
-def programs():
-    if reason := missing_compiler("gpu"):
-        pytest.skip(reason)
-    return {each["name"]: each for each in quant_matmul.compile_all("h200")}
-
-
 class TestH200:
     """The kernel for Hopper."""
 
     __test__ = jax.__version_info__ >= (0, 11, 2)
 
-    @pytest.mark.parametrize("given", PROGRAMS, ids=lambda given: given.name)
-    def test_every_program_compiles_and_spills_nothing(self, programs, given):
-        program = programs[given.name]
-        assert "error" not in program, program["error"]
-        kernels = re.findall(
-            r"(\d+) bytes spill stores.*?Used (\d+) registers", program["ptxas"], re.S
-        )
-        assert [int(spilled) for spilled, _ in kernels] == [0]
-        assert program["ptxas"].count("for 'sm_90a'") == 1
-        assert "serialized" not in program["ptxas"], program["ptxas"]  # wgmma that waits for itself
+    @pytest.mark.parametrize("given", PRODUCTS, ids=lambda given: given.name)
+    def test_every_product_compiles_and_spills_nothing(self, given):
+        if reason := missing("h200"):
+            pytest.skip(reason)
+        (program,) = [p for p in seen("quant_matmul", "h200").programs if p["name"] == given.name]
+        ptxas = program["ptxas"]
+        assert ptxas["spilled"] == [0]
+        assert ptxas["for_hopper"] == 1
+        assert not ptxas["waits"]  # wgmma that waits for itself
         # x with zeros or rounded, and at most 8 parts of split inputs. Of 8 tokens that is little, and no weight.
         x_and_parts = given.num_tokens * (4 * given.num_in + 32 * given.num_out)
         few = given.num_tokens == 8
-        assert program["temp"] < (0.1 * program["arguments"] if few else x_and_parts)
+        assert program["temp_bytes"] < (0.1 * program["argument_bytes"] if few else x_and_parts)

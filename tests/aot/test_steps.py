@@ -16,17 +16,9 @@ import pytest
 
 from jaxpage.runner.buckets import Bucket
 from pallas_kernels.paged_attention.tpu import VMEM_BYTES
-from tests.aot.gpu import SPILLED
-from tests.aot.steps import (
-    FEW,
-    MODELS,
-    PLACES,
-    Place,
-    attention_calls,
-    compile_all,
-    compile_everywhere,
-    missing,
-)
+from tests.aot.compiling import Mode, compile_suite, missing, seen_on
+from tests.aot.paged_attention_gpu import SPILLED
+from tests.aot.steps import FEW, MODELS, PLACES, TARGETS, Place
 
 pytestmark = pytest.mark.aot
 
@@ -36,13 +28,17 @@ XLA_SPILLS = 12  # bytes a thread: 8 in a scatter, 12 in the sums of the lists o
 
 @pytest.fixture(params=PLACES, ids=lambda place: place.name)
 def place(request) -> Place:
-    if reason := missing(request.param):
+    if reason := missing(request.param.name):
         pytest.skip(reason)
     return request.param
 
 
-def test_every_program_of_the_manifest_is_there_once(place):
-    found = compile_everywhere()[place]
+@pytest.fixture
+def found(place) -> list[dict]:
+    return seen_on("steps", TARGETS)[place.name].programs
+
+
+def test_every_program_of_the_manifest_is_there_once(place, found):
     names = [each["name"] for each in found]
     assert len(set(names)) == len(names)
     whole = [each for each in found if each["num_layers"] != FEW]
@@ -57,35 +53,34 @@ def test_every_program_of_the_manifest_is_there_once(place):
         assert len(names) == len(whole) + 3  # admit, two of sample
 
 
-def test_pool_and_state_stay_where_they_are(place):
-    check_places(compile_everywhere()[place])
+def test_pool_and_state_stay_where_they_are(found):
+    check_places(found)
 
 
-def test_temporaries(place):
+def test_temporaries(place, found):
     """`jaxpage plan` compiles the largest of each kind whole, and takes all others for smaller."""
-    found = compile_everywhere()[place]
     check_temporaries(place, found)
     of_model = [each for each in found if each["model"] == place.whole]
     planned = max(each["temp_bytes"] for each in of_model if each["num_layers"] != FEW)
     assert planned == max(each["temp_bytes"] for each in of_model)
 
 
-def test_attention_is_the_kernel_wherever_there_is_one(place):
-    check_kernels(place, compile_everywhere()[place])
+def test_attention_is_the_kernel_wherever_there_is_one(place, found):
+    check_kernels(place, found)
 
 
-def test_registers_suffice(place):
-    check_registers(place, compile_everywhere()[place])
+def test_registers_suffice(place, found):
+    check_registers(place, found)
 
 
-def test_devices_exchange_what_tensor_parallelism_needs_and_no_more(place):
-    check_collectives(place, compile_everywhere()[place])
+def test_devices_exchange_what_tensor_parallelism_needs_and_no_more(place, found):
+    check_collectives(place, found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_all_programs_of_a_model_with_all_layers(place, model):
-    found = compile_all(place, model)
+    found = compile_suite("steps", place.name, Mode.ALL, model).programs
     assert len({each["name"] for each in found}) == found[0]["num_programs"]
     assert {each["num_layers"] for each in found} == {MODELS[model]["num_hidden_layers"]}
     check_places(found)
@@ -132,14 +127,14 @@ def check_temporaries(place: Place, found: list[dict]) -> None:
 def check_kernels(place: Place, found: list[dict]) -> None:
     """On TPUs one for each layer, with the VMEM that it asks for. A GPU's steps all have as many for a layer."""
     for each in found:
-        calls = attention_calls(each)
+        calls = each["attention_calls"]
         if not each["bucket"]:
             assert calls == [], each
         elif place.target != "h200":
             assert calls == [VMEM_BYTES] * each["num_layers"], each
     for is_decode in (True, False):
         steps = [each for each in found if each["bucket"] and each["bucket"]["decode"] is is_decode]
-        assert len({len(attention_calls(each)) / each["num_layers"] for each in steps}) == 1
+        assert len({len(each["attention_calls"]) / each["num_layers"] for each in steps}) == 1
 
 
 def check_registers(place: Place, found: list[dict]) -> None:

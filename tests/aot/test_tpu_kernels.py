@@ -1,47 +1,38 @@
-"""The TPU kernel compiled by the compiler of TPUs, for four chips, on a machine that has none.
+"""The TPU kernel compiled by the compiler of TPUs, for three chips, on a machine that has none.
 
 That it compiles says: Mosaic knows every operation, and registers, VMEM (a limit is given) and scalar memory suffice.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from importlib.util import find_spec
-
 import pytest
 
 from pallas_kernels.paged_attention import tune
 from pallas_kernels.paged_attention.tpu_layout import VMEM_BYTES
-from tests.aot import tpu
+from tests.aot.compiling import missing, seen_on
+from tests.aot.paged_attention_tpu import CALLS, TARGETS
 
 pytestmark = pytest.mark.aot
 
 
-@cache
-def compiled() -> dict[str, list[dict]]:
-    """Of all chips, two processes at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(tpu.TOPOLOGIES, pool.map(tpu.compile_all, tpu.TOPOLOGIES), strict=True))
-
-
-@pytest.fixture(params=tpu.TOPOLOGIES)
+@pytest.fixture(params=TARGETS)
 def programs(request) -> dict[str, dict]:
-    if find_spec("libtpu") is None:
-        pytest.skip("the compiler of TPUs is missing: pip install 'jax[tpu]' (Linux on x86)")
-    return {each["name"]: each for each in compiled()[request.param]}
+    if reason := missing(request.param):
+        pytest.skip(reason)
+    found = seen_on("paged_attention_tpu", TARGETS)[request.param].programs
+    return {each["name"]: each for each in found}
 
 
 def test_every_program_compiles(programs):
-    assert list(programs) == [program.name for program in tpu.PROGRAMS]
+    assert list(programs) == [call.name for call in CALLS]
     # The kernel asks for less VMEM than any chip has, and gets it.
     assert {each["name"]: each["limits"] for each in programs.values()} == {
-        program.name: [VMEM_BYTES] * program.num_layers for program in tpu.PROGRAMS
+        call.name: [VMEM_BYTES] * call.num_layers for call in CALLS
     }
 
 
 def test_tiles_as_large_as_any_that_are_tried_are_among_them():
-    largest = [dict(program.sizes) for program in tpu.PROGRAMS if program.sizes]
+    largest = [dict(call.sizes) for call in CALLS if call.sizes]
     tried = [values for _, values in tune.CANDIDATES["tpu"]]
     assert largest == [{k: max(v) for values in tried for k, v in values.items()}] * len(largest)
     assert len(largest) >= 3

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpage import tiny
 from jaxpage.config import EngineConfig, load_hf_config
-from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.llm import LLM
 from jaxpage.plan import StepPlan, StepResult
@@ -70,7 +70,7 @@ def make_llm(folder: str) -> tuple[LLM, Stub]:
     length = CONTEXT + NUM_STEPS + 8
     options = EngineConfig(model=folder, max_model_len=length)
     scheduler = Scheduler(
-        BlockPool(1 + NUM_ROWS * (length // 16 + 1), 16, enable_prefix_caching=True),
+        KVCache(1 + NUM_ROWS * (length // 16 + 1), 16, enable_prefix_caching=True),
         max_num_seqs=NUM_ROWS,
         max_num_batched_tokens=NUM_ROWS * CONTEXT,
         max_model_len=length,

@@ -162,10 +162,10 @@ def check(output, expected: list[list[int]], counts: Counter[str]) -> None:
             assert completion.token_ids == wanted
 
 
+# Of several KV-cache groups; the other family has one, and is run by hand.
 @pytest.mark.slow
-@pytest.mark.parametrize("family", NUM_BLOCKS)
-def test_half_a_minute_of_random_work_and_failures(family, tmp_path):
-    counts = soak(family, tmp_path, seconds=30, seed=0)
+def test_random_work_and_failures(tmp_path):
+    counts = soak("gemma3", tmp_path, seconds=15, seed=0)
     assert all(counts[failure] for failure in FAILURES), counts
     assert counts["preemptions"] and counts["swapped in"] and counts["disk hits"], counts
 

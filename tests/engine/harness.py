@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from jaxpage.engine.block_pool import BlockPool
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.host_tier import HostTier
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.output_processor import OutputProcessor
@@ -102,14 +101,17 @@ def make_engine(
     **options,
 ) -> TextEngine:
     """`options` are the scheduler's; sizes are generous unless told."""
-    pool = BlockPool(
-        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, windows=windows
+    kv = KVCache(
+        num_blocks,
+        block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        windows=windows,
+        num_host_blocks=num_host_blocks,
+        preemption_mode=preemption_mode,
+        store=store,
     )
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
-    tier = None
-    if num_host_blocks:
-        tier = HostTier(num_host_blocks, pool, preemption_mode=preemption_mode, store=store)
-    scheduler = Scheduler(pool, tier=tier, **(limits | options))
+    scheduler = Scheduler(kv, **(limits | options))
     runner = FakeRunner(
         num_blocks,
         block_size,
@@ -151,7 +153,7 @@ def assert_expected(engine: TextEngine, *requests: Request) -> None:
 
 def assert_consistent(engine: Engine) -> None:
     """Blocks are free or owned, never both; slots too; the queues are in order."""
-    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    scheduler, pool = engine.scheduler, engine.scheduler.kv.pool
     holders = count_blocks(s.block_tables for s in scheduler.running)
     assert pool.refs == [holders[block_id] for block_id in range(pool.num_blocks)]
     usable = range(NULL_BLOCK + 1, pool.num_blocks)
@@ -178,8 +180,8 @@ def count_blocks(tables_of_sequences) -> Counter[int]:
 
 
 def assert_tier_consistent(scheduler: Scheduler, swapped: list[Sequence]) -> None:
-    """Host blocks are held by swapped sequences or by moves; a swapped sequence has all its KV."""
-    tier = scheduler.tier
+    """Host blocks are held by swapped sequences or by transfers; a swapped sequence has all its KV."""
+    tier = scheduler.kv.tier
     if tier is None:
         assert not swapped
         return
@@ -192,12 +194,12 @@ def assert_tier_consistent(scheduler: Scheduler, swapped: list[Sequence]) -> Non
 
 
 def assert_nothing_leaked(engine: Engine) -> None:
-    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    scheduler, pool = engine.scheduler, engine.scheduler.kv.pool
     assert not engine.has_unfinished_requests() and engine.num_unfinished == 0
     assert not scheduler.running and not scheduler.waiting
     assert pool.num_free == pool.num_usable and not any(pool.refs)
     assert engine.stats().kv_cache_usage == 0
-    if scheduler.tier is not None:
+    if scheduler.kv.tier is not None:
         assert_tier_consistent(scheduler, [])
     num_slots = len(scheduler._free_slots)
     assert sorted(scheduler._free_slots) == list(range(1, num_slots + 1))

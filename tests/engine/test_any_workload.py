@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from jaxpage.kv_groups import most_blocks
 from tests.engine.events import aborts, arrivals, events, play
 from tests.engine.harness import assert_expected, make_engine
-from tests.fakes import VOCAB_SIZE, FakeStore, expected_output, make_request
+from tests.fakes import VOCAB_SIZE, FakeMaskSource, FakeStore, expected_output, make_request
 
 MAX_MODEL_LEN = 32
 PREFIXES = [[], [i % 5 for i in range(20)], [i % 3 for i in range(20)]]
@@ -17,11 +18,24 @@ PREFIXES = [[], [i % 5 for i in range(20)], [i % 3 for i in range(20)]]
 token = st.integers(0, VOCAB_SIZE - 1)
 
 
+delays = st.lists(st.integers(-1, 3), min_size=1, max_size=3).map(tuple)
+mask_sources = st.one_of(
+    st.none(), st.none(), st.none(), st.builds(FakeMaskSource, st.integers(0, 2), delays)
+)
+
+
+def as_embeds(token_ids: list[int]) -> np.ndarray:
+    """float32[T, 2]: equal tokens have equal embeddings."""
+    return np.asarray([[i, 0.5] for i in token_ids], np.float32)
+
+
 @st.composite
 def requests(draw):
     """Request, step of its arrival, steps until it is aborted (None: never)."""
     prefix = draw(st.sampled_from(PREFIXES))
     prompt = prefix[: draw(st.integers(0, 20))] + draw(st.lists(token, min_size=1, max_size=5))
+    if draw(st.sampled_from([False] * 5 + [True])):
+        prompt = as_embeds(prompt)
     max_tokens = draw(st.one_of(st.none(), st.integers(1, 12)))
     options = {
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
@@ -35,6 +49,7 @@ def requests(draw):
         "stop": draw(st.sampled_from([[], ["c"], ["ab", "b"]])),
         "logprobs": draw(st.sampled_from([None, 0, 2])),
         "skip_reading_prefix_cache": draw(st.sampled_from([None, None, True])),
+        "mask_source": draw(mask_sources),
     }
     return prompt, options, draw(arrivals), draw(aborts)
 
@@ -63,6 +78,7 @@ def engines(draw):
         "preemption_mode": draw(st.sampled_from([None, "swap", "recompute"])),
         "store": draw(st.one_of(st.none(), st.builds(FakeStore))),
         "max_model_len": MAX_MODEL_LEN,
+        "sends_plans": draw(st.sampled_from([False, False, False, True])),
     }
 
 
@@ -90,9 +106,15 @@ def test_tokens_do_not_depend_on_the_engine_or_on_the_company(engine_options, wo
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(engines(), st.lists(requests(), min_size=1, max_size=10), events)
 def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_depth(
     engine_options, workload, events
 ):
     check_workload(engine_options, workload, events)
+
+
+@pytest.mark.deep
+def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_20_000_examples():
+    workloads = given(engines(), st.lists(requests(), min_size=1, max_size=10), events)
+    settings(max_examples=20_000, deadline=None)(workloads(check_workload))()

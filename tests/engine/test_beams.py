@@ -136,7 +136,7 @@ def test_beams_take_all_their_slots_at_once():
     assert_expected_beams(beams)
 
 
-def test_beams_give_way_together_and_come_back_together():
+def test_beams_are_preempted_together_and_come_back_together():
     """There are blocks for either, and the answer to the first request grows into those of the beams."""
     engine = make_engine(num_blocks=14, block_size=2, enable_prefix_caching=False)
     other = make_request("a", [1] * 6, max_tokens=20)
@@ -279,7 +279,7 @@ def test_beams_do_not_depend_on_the_engine_or_on_the_company(
 
 
 @pytest.mark.slow
-@settings(max_examples=4000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     engines(),
     st.lists(beam_requests(), min_size=2, max_size=5),
@@ -291,3 +291,10 @@ def test_beams_do_not_depend_on_the_engine_or_on_the_company_in_depth(
     options, beams, others, num_spare, events
 ):
     check_beams_in_company(options, beams, others, num_spare, events)
+
+
+@pytest.mark.deep
+def test_beams_do_not_depend_on_the_engine_or_on_the_company_in_4_000_examples():
+    beams = st.lists(beam_requests(), min_size=2, max_size=5)
+    workloads = given(engines(), beams, st.lists(requests(), max_size=6), spare_blocks, events)
+    settings(max_examples=4000, deadline=None)(workloads(check_beams_in_company))()

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxpage.engine.block_pool import BlockPool, hash_block, root_hash
+from jaxpage.engine.block_hashes import hash_block, root_hash
+from jaxpage.engine.block_pool import BlockPool
 from jaxpage.plan import NULL_BLOCK
 
 
@@ -163,7 +164,7 @@ def test_salt_and_weight_epoch_separate_every_block():
 
 def test_hashes_are_equal_in_every_process():
     script = (
-        "from jaxpage.engine.block_pool import hash_block, root_hash\n"
+        "from jaxpage.engine.block_hashes import hash_block, root_hash\n"
         "print(hash_block(root_hash(2), [1, 2, 3, 70000], ('salt',)).hex())"
     )
     printed = subprocess.run(
@@ -253,4 +254,9 @@ TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, dea
 
 @pytest.mark.slow
 class TestPoolMachineInDepth(PoolMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.deep
+class TestPoolMachineInAllDepth(PoolMachine.TestCase):
     settings = settings(max_examples=1500, stateful_step_count=80, deadline=None)

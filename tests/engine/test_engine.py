@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxpage.engine.engine import StepRunner
 from jaxpage.request import FinishReason
 from tests.engine.harness import (
     assert_consistent,
@@ -13,7 +14,12 @@ from tests.engine.harness import (
     make_engine,
     run,
 )
-from tests.fakes import make_request
+from tests.fakes import FakeRunner, make_request
+
+
+def test_the_fake_runner_has_all_members_of_a_runner():
+    members = {name for name in vars(StepRunner) if not name.startswith("_")}
+    assert len(members) == 7 and members <= set(vars(FakeRunner))
 
 
 def make_requests(count: int, **options):

@@ -42,7 +42,7 @@ def test_unless_told_only_requests_of_several_sequences_are_swapped():
         assert bool(transfers_of(engine, "swaps_out")) == swaps
 
 
-def test_siblings_that_give_way_together_keep_sharing():
+def test_siblings_that_are_preempted_together_keep_sharing():
     pool = BlockPool(20, 4, enable_prefix_caching=False)
     tier = HostTier(10, pool)
     shared, own = pool.allocate(3), pool.allocate(2)
@@ -55,7 +55,7 @@ def test_siblings_that_give_way_together_keep_sharing():
     assert len(transfers.swaps_out) == 5  # each block travels once
     tier.begin_plan()
     back = [
-        [tier.bring(host_id, share=i < 3) for i, host_id in enumerate(x)] for x in (first, second)
+        [tier.swap_in(host_id, share=i < 3) for i, host_id in enumerate(x)] for x in (first, second)
     ]
     assert back[0][:3] == back[1][:3] and back[0][3] != back[1][3]
     assert [pool.refs[block_id] for block_id in back[0]] == [2, 2, 2, 1]
@@ -128,6 +128,19 @@ def test_what_the_host_loses_is_found_in_the_store_by_another_engine():
     assert request.num_cached_tokens == 8 and other.stats().num_disk_hit_blocks == 2
 
 
+def test_what_is_saved_at_the_end_is_found_by_another_engine():
+    store = FakeStore()
+    engine = make_engine(num_host_blocks=2, store=store)
+    run(engine, make_request("first", PROMPT, max_tokens=2))
+    assert not store.content
+    engine.save_prefix_cache()
+    other = make_engine(num_host_blocks=2, store=store)
+    request = make_request("first", PROMPT, max_tokens=2)
+    run(other, request)
+    assert_expected(other, request)
+    assert request.num_cached_tokens == 8 and other.stats().num_disk_hit_blocks == 2
+
+
 def test_a_damaged_block_of_the_store_is_computed():
     store = FakeStore()
     engine = make_engine(num_blocks=9, num_host_blocks=2, store=store)
@@ -150,7 +163,7 @@ def test_after_a_weight_epoch_nothing_is_found_on_host_or_disk():
     engine.scheduler.begin_weight_epoch()
     again = make_request("again", PROMPT, max_tokens=2)
     run(engine, again)
-    assert again.num_cached_tokens == 0 and engine.scheduler.tier.store is None
+    assert again.num_cached_tokens == 0 and engine.scheduler.kv.tier.store is None
 
 
 @pytest.mark.parametrize("kind", ["fail_launch", "fail_collect"])

@@ -1,10 +1,10 @@
-"""What a step computes, and who gives way: the scheduler's plans, seen through a running engine."""
+"""What a step computes, and who is preempted: the scheduler's plans, seen through a running engine."""
 
 from __future__ import annotations
 
 import pytest
 
-from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.request import Sequence
 from tests.engine.harness import assert_consistent, assert_expected, finish, make_engine, run
@@ -58,7 +58,7 @@ def test_request_slots_bound_the_rows():
 
 def test_last_running_sequence_gives_way_and_resumes_with_its_tokens():
     # Five blocks of 4: two prompts of 7 tokens take four; the first to need a third block finds
-    # one, the second gives way.
+    # one, the second is preempted.
     engine = make_engine(num_blocks=6, block_size=4, enable_prefix_caching=False)
     a = make_request("a", [1] * 7, max_tokens=9)
     b = make_request("b", [2] * 7, max_tokens=9)
@@ -81,7 +81,7 @@ def test_step_that_preempted_admits_nobody():
     engine.add(make_request("b", [2] * 7, max_tokens=9, priority=2))
     steps(engine, 1)
     engine.add(make_request("c", [3], max_tokens=1, priority=1))
-    # In the third step b gives way, which leaves a slot and two blocks: enough for c, a step later.
+    # In the third step b is preempted, which leaves a slot and two blocks: enough for c, a step later.
     assert steps(engine, 3)[1:] == [[("a", 8, 1, True)], [("a", 9, 1, True), ("c", 0, 1, True)]]
 
 
@@ -343,7 +343,7 @@ def test_request_id_in_use_is_refused():
 def test_impossible_limits_are_refused(options, message):
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 16}
     with pytest.raises(ValueError, match=message):
-        Scheduler(BlockPool(4, 4, enable_prefix_caching=True), **(limits | options))
+        Scheduler(KVCache(4, 4, enable_prefix_caching=True), **(limits | options))
 
 
 def test_plan_names_the_features_that_its_rows_need():

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpage.engine.block_pool import hash_block, root_hash
+from jaxpage.engine.block_hashes import hash_block, root_hash
 from jaxpage.engine.snapshot import DEVICE, HOST, take_snapshot
 from tests.engine.harness import make_engine
 from tests.fakes import make_request
@@ -66,7 +66,7 @@ def test_eviction_order_is_the_order_in_which_blocks_are_handed_out():
     queue = np.argsort(shot.eviction_order)[1:]
     # Without a hash: 3, just freed, then those never used; cached ones last, the deeper one first.
     assert queue.tolist() == [3, 4, 5, 6, 7, 2, 1]
-    assert engine.scheduler.pool.allocate(7) == queue.tolist()
+    assert engine.scheduler.kv.pool.allocate(7) == queue.tolist()
     assert take_snapshot(engine.scheduler).eviction_order.tolist() == [-1] * 8
 
 
@@ -120,7 +120,7 @@ def test_blocks_on_the_host_follow_those_of_the_device():
     assert shot.block_tables.tolist() == [[1, 2, 3], [4, 5, 0]]
     while engine.scheduler.running[-1].request.request_id == "b":
         engine.step()
-    shot = take_snapshot(engine.scheduler)  # b gave way, with the KV of 8 tokens
+    shot = take_snapshot(engine.scheduler)  # b was preempted, with the KV of 8 tokens
     assert shot.sequences == (("a", 0), ("b", 0))
     assert shot.tiers[shot.block_tables[1, :2]].tolist() == [HOST, HOST]
     assert shot.used_slots[shot.block_tables[1, :2]].tolist() == [4, 4]

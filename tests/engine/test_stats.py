@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.engine.stats import num_computed_slots
+from jaxpage.engine.counters import num_computed_slots
 from jaxpage.plan import NULL_BLOCK
 from tests.engine.harness import make_engine, run
-from tests.fakes import make_beam_request, make_request
+from tests.fakes import FakeMaskSource, make_beam_request, make_request
 
 
 def account(scheduler, step) -> tuple[int, int]:
     """(allocated, unused) slots, one by one: a slot is used if it lies before a holder's end."""
-    size, plan = scheduler.pool.block_size, step.plan
+    size, plan = scheduler.kv.pool.block_size, step.plan
     ends = {
         id(s): start + count
         for s, start, count in zip(step.sequences, plan.starts, plan.num_tokens, strict=True)
@@ -97,7 +97,7 @@ def test_sharing_is_references_over_blocks():
 def test_every_step_of_mixed_work_is_accounted_for(
     overlap, decode_steps, num_blocks, num_host_blocks, windows
 ):
-    """Chunks, hits, forks, beams, preemptions, swaps, steps that leave sequences out, ends on the device, windows."""
+    """Chunks, hits, siblings, beams, preemptions, swaps, steps that leave sequences out, masks, windows."""
     engine = make_engine(
         windows=windows,
         num_blocks=len(windows) * num_blocks,
@@ -116,6 +116,7 @@ def test_every_step_of_mixed_work_is_accounted_for(
             max_tokens=3 + 4 * i % 13,
             seed=i,
             eos=(0,),
+            mask_source=FakeMaskSource(i, (0, 2, -1)) if i % 3 == 0 else None,
         )
         for i in range(16)
     ]

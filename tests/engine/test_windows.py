@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.engine.admission import find_blocks, num_computed, table_lengths, take_blocks
-from jaxpage.engine.block_pool import BlockPool
-from jaxpage.engine.growth import leave_behind
-from jaxpage.engine.host_tier import HostTier
-from jaxpage.engine.prefix_cache import find_cached_blocks, register_blocks
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.kv_groups import most_blocks
 from jaxpage.plan import NULL_BLOCK
 from tests.engine.harness import assert_expected, finish, make_engine, run
@@ -23,7 +19,7 @@ def peak_blocks(engine) -> list[int]:
 
     def watched():
         plan = schedule()
-        used.append(engine.scheduler.pool.num_used)
+        used.append(engine.scheduler.kv.pool.num_used)
         return plan
 
     engine.scheduler.schedule = watched
@@ -76,16 +72,17 @@ def test_a_request_that_fits_alone_never_needs_more_than_was_promised():
 
 def cached(windows, tokens, *, lost=()):
     """A pool whose cache has all full blocks of PROMPT in all groups but those `lost`: (group, index). And a lookup."""
-    pool = BlockPool(100, 4, enable_prefix_caching=True, windows=windows)
+    kv = KVCache(100, 4, enable_prefix_caching=True, windows=windows)
+    pool = kv.pool
     engine = make_engine()
     engine.add(make_request("old", PROMPT))
     (old,) = engine.scheduler.waiting
     old.block_tables = [pool.allocate(10) for _ in windows]
-    register_blocks(pool, old, 40, weight_epoch=0)
+    kv.register(old, 40)
     for group, index in lost:
         pool.unregister(old.block_tables[group][index])
     engine.add(make_request("new", tokens))
-    tables = find_cached_blocks(pool, engine.scheduler.waiting[-1], weight_epoch=0)
+    tables = kv.find(engine.scheduler.waiting[-1]).tables
     for group, table in enumerate(tables):
         assert all(b in (NULL_BLOCK, old.block_tables[group][i]) for i, b in enumerate(table))
     return [[block_id != NULL_BLOCK for block_id in table] for table in tables]
@@ -140,10 +137,17 @@ def test_beams_that_come_back_find_what_they_need_behind_the_window():
 def test_siblings_of_unequal_length_come_back_from_the_host():
     """The longer one, which comes first, has left blocks behind that the shorter one still sees."""
     windows = (4, None)
-    pool = BlockPool(60, 2, enable_prefix_caching=True, windows=windows)
-    tier = HostTier(40, pool)
+    kv = KVCache(
+        60,
+        2,
+        enable_prefix_caching=True,
+        windows=windows,
+        num_host_blocks=40,
+        preemption_mode="swap",
+    )
+    pool = kv.pool
     engine = make_engine()
-    engine.add(make_request("long", PROMPT[:12]))
+    engine.add(make_request("long", PROMPT[:13]))
     engine.add(make_request("short", PROMPT[:8] + [9]))
     long, short = engine.scheduler.waiting
     shared = [pool.allocate(4) for _ in windows]
@@ -153,16 +157,12 @@ def test_siblings_of_unequal_length_come_back_from_the_host():
     for table in shared:
         pool.fork(table)
     for sequence in (long, short):
-        leave_behind(pool, sequence)
-        sequence.host_tables = tier.swap_out(sequence.block_tables)
-        for table in sequence.block_tables:
-            pool.free(table)
-    tier.take_transfers()
-    tier.begin_plan()
+        kv.free_out_of_window(sequence)
+        assert kv.swap_out(sequence)
+    kv.take_transfers()
+    kv.begin_plan()
     for sequence in (long, short):
-        found = find_blocks(pool, tier, sequence, 0)
-        start = num_computed(pool, sequence, found)
-        take_blocks(pool, tier, sequence, found, table_lengths(pool, start + 1, start, 8))
-        register_blocks(pool, sequence, start, weight_epoch=0)
+        assert kv.admit(sequence, kv.find(sequence), 8)
+        kv.register(sequence, sequence.num_computed_tokens)
     assert long.block_tables[1][:4] == short.block_tables[1][:4]
     assert [len(set(table)) for table in short.block_tables] == [3 + 1, 5]

@@ -200,8 +200,9 @@ def test_copies_may_arrive_as_soon_as_they_start(name, format):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixed", "block-edges", "window", "bfloat16"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "format"), zip(["mixed", "block-edges", "window", "bfloat16"], FORMATS, strict=True)
+)
 def test_quantised_pools(name, format):
     case = fitting(case_of(name), format)
     check(case, arrays_of(case))

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from transformers import Qwen2Config
 
-from jaxpage.engine.block_pool import BlockPool
+from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import group_layers
 from jaxpage.kv_pool import KVPoolSpec
@@ -96,7 +96,7 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
     )
     runner.warmup()
     scheduler = Scheduler(
-        BlockPool(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),
+        KVCache(100, BLOCK_SIZE, enable_prefix_caching=True, windows=groups.windows),
         max_num_seqs=NUM_ROWS,
         max_num_batched_tokens=NUM_TOKENS,
         max_model_len=LENGTH,

@@ -1,28 +1,20 @@
-"""Compiles the Mosaic GPU kernels for an H200 (sm_90a) on any machine; a process of its own, started by a test.
-
-Knows the compiler and what to compile, and judges nothing: for each program one line of JSON goes to stdout. The
-CUDA plugin's PJRT library has the whole compiler but ptxas, which the wheels nvidia-cuda-nvcc and nvidia-nvvm or a
-CUDA toolkit bring. No driver, no GPU, no other nvidia wheel is needed.
-"""
+"""Attention's kernels for Hopper, of the heads of several models; and one that asks for too much."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-import time
-from functools import cache, partial
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from jaxpage.aot.topology import H200, cuda_folder, missing_compiler
+from jaxpage.aot.topology import H200
+from jaxpage.parallel.sharding import TENSOR
+from tests.aot import compiling, ptxas
+from tests.aot.program import Program
+from tests.aot.shapes import spec
 
-ROOT = Path(__file__).parents[2]
-
-TENSOR = "tensor"  # the engine's name of the mesh axis along which heads are shared
+TARGETS = ("h200",)
+environment = compiling.ptxas_environment
 COLLECTIVE = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 )
@@ -51,87 +43,42 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def compile_all(target: str) -> list[dict]:
-    """What the compiler says of each program, compiled in another process. Raises RuntimeError if it ends badly."""
-    command = [sys.executable, "-m", "tests.aot.gpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"compiling for {target} failed:\n{done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def main() -> None:
-    folder = cuda_folder()
-    assert folder is not None, missing_compiler("gpu")
-    os.environ.update(
-        JAX_PLATFORMS="cpu",
-        XLA_FLAGS=f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder}",
-        PATH=f"{folder / 'bin'}:{os.environ['PATH']}",
-        MOSAIC_GPU_DUMP_PTXAS="1",
-        JAX_ENABLE_COMPILATION_CACHE="false",
-    )
+def programs(target: str) -> Iterator[Program]:
     import jax
+
+    with jax.set_mesh(_mesh(2)):
+        yield Program(name="two-devices", lower=two_devices, look=_look)
+    with jax.set_mesh(_mesh(1)):
+        for name, options in ATTENTION.items():
+            for kind, tokens in (("decode", 64), ("mixed", 8192)):
+                lower = partial(attention, rows=64, tokens=tokens, **options)
+                yield Program(name=f"{name}-{kind}", lower=lower, look=_look)
+        yield Program(name="too-much-shared-memory", lower=greedy, look=_look, is_refused=True)
+
+
+def _mesh(num_devices: int) -> Any:
     import numpy as np
     from jax._src import xla_bridge
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
     xla_bridge.discover_pjrt_plugins()
-    names = ("1x1x1", "1x1x2")
-    one, two = (
-        topologies.get_topology_desc(
-            platform="cuda", topology_name=name, target_config=H200, topology=name
-        ).devices
-        for name in names
+    name = f"1x1x{num_devices}"
+    description = topologies.get_topology_desc(
+        platform="cuda", topology_name=name, target_config=H200, topology=name
     )
-    capability = one[0].compute_capability
-    print(json.dumps({"name": "device", "kind": one[0].device_kind, "capability": capability}))
-    with jax.set_mesh(Mesh(np.array(two), (TENSOR,))):
-        compile_one("two-devices", two_devices)
-    with jax.set_mesh(Mesh(np.array(one), ("x",))):
-        for name, options in ATTENTION.items():
-            for one_query_per_row in (True, False):
-                shapes = dict(rows=64, tokens=64 if one_query_per_row else 8192)
-                kind = "decode" if one_query_per_row else "mixed"
-                compile_one(f"{name}-{kind}", partial(attention, **options, **shapes))
-        compile_one("too-much-shared-memory", greedy)
+    return Mesh(np.array(description.devices), (TENSOR,))
 
 
-def compile_one(name: str, program) -> None:
-    """Prints what became of `program()`, a lowered program: its sizes or the error, and what ptxas had to say."""
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
-        stdout = os.dup(1)
-        sys.stdout.flush()
-        os.dup2(log.fileno(), 1)  # ptxas' report goes there
-        try:
-            compiled = program().compile()
-            memory = compiled.memory_analysis()
-            result = {
-                "temp": memory.temp_size_in_bytes,
-                "arguments": memory.argument_size_in_bytes,
-                "alias": memory.alias_size_in_bytes,
-                "collectives": sorted(set(COLLECTIVE.findall(compiled.as_text()))),
-            }
-        except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}"}
-        finally:
-            os.dup2(stdout, 1)
-            os.close(stdout)
-        log.seek(0)
-        report = log.read().decode()
-    seconds = round(time.perf_counter() - begin, 2)
-    print(json.dumps({"name": name, "seconds": seconds, "ptxas": report, **result}), flush=True)
-
-
-def spec(shape, dtype, *axes):
-    import jax
-    from jax.sharding import PartitionSpec
-
-    return jax.ShapeDtypeStruct(
-        shape, dtype, sharding=jax.NamedSharding(jax.sharding.get_mesh(), PartitionSpec(*axes))
-    )
+def _look(compiled: Any, log: str) -> dict[str, Any]:
+    memory = compiled.memory_analysis()
+    return {
+        "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "collectives": sorted(set(COLLECTIVE.findall(compiled.as_text()))),
+        "ptxas": ptxas.report(log),
+    }
 
 
 def attention(
@@ -248,7 +195,3 @@ def greedy():
         grid_names=("x",),
     )
     return jax.jit(kernel).lower()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,32 +1,26 @@
-"""Compiles the TPU kernel for chips that are not there, in a process of its own: `python -m tests.aot.tpu v6e:2x2`.
-
-The libtpu wheel holds the compiler of TPUs. What it says of each program in `PROGRAMS` goes to the standard output, a
-JSON object a line. jax must not have been imported with another platform, hence the process.
-"""
+"""Attention's kernel for TPUs, of the heads of several models."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
 from jaxpage.aot.targets import parse_target
-from jaxpage.aot.topology import environment
+from jaxpage.aot.topology import mesh_of
+from jaxpage.parallel.sharding import TENSOR
+from tests.aot.program import Program
 
-ROOT = Path(__file__).parents[2]
-TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+# A v6e has the kernel in its steps.
+TARGETS = ("v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """One call of the kernel, of a model's heads."""
+class Call:
+    """One of the kernel, of a model's heads."""
 
     name: str
     num_heads: int
@@ -54,14 +48,14 @@ class Program:
 
 # Of what `tune.CANDIDATES` has, all at once; a test holds it to that.
 _LARGEST = (("tile_rows", 512), ("head_rows", 4096), ("tile_kv", 2048), ("tile_bytes", 4 << 20))
-_WIDE = Program(name="", num_heads=32, num_kv_heads=32, head_dim=256, num_blocks=1009)
-_PHI_4 = Program(name="", num_heads=40, num_kv_heads=10, head_dim=128)
-_LLAMA_8B = Program(name="llama-8b", num_heads=32, num_kv_heads=8, head_dim=128)
+_WIDE = Call(name="", num_heads=32, num_kv_heads=32, head_dim=256, num_blocks=1009)
+_PHI_4 = Call(name="", num_heads=40, num_kv_heads=10, head_dim=128)
+_LLAMA_8B = Call(name="llama-8b", num_heads=32, num_kv_heads=8, head_dim=128)
 _F32 = replace(_LLAMA_8B, name="llama-8b-float32", dtype="float32", num_blocks=1009)
-PROGRAMS = (
-    Program(name="qwen-0.5b", num_heads=14, num_kv_heads=2, head_dim=64),
-    Program(name="qwen-0.5b-decode", num_heads=14, num_kv_heads=2, head_dim=64, num_tokens=64),
-    Program(name="qwen-3b", num_heads=16, num_kv_heads=2, head_dim=128),
+CALLS = (
+    Call(name="qwen-0.5b", num_heads=14, num_kv_heads=2, head_dim=64),
+    Call(name="qwen-0.5b-decode", num_heads=14, num_kv_heads=2, head_dim=64, num_tokens=64),
+    Call(name="qwen-3b", num_heads=16, num_kv_heads=2, head_dim=128),
     _LLAMA_8B,
     replace(_LLAMA_8B, name="llama-8b-decode", num_tokens=64),
     replace(_LLAMA_8B, name="llama-8b-int8", format="int8"),
@@ -73,13 +67,11 @@ PROGRAMS = (
     replace(_LLAMA_8B, name="full-scalar-memory", num_rows=384, max_model_len=131072),
     replace(_LLAMA_8B, name="llama-8b-tp4", num_devices=4),
     replace(_LLAMA_8B, name="two-layers-in-a-loop", num_tokens=64, num_layers=2, num_steps=8),
-    Program(name="phi-3-mini", num_heads=32, num_kv_heads=32, head_dim=96, num_blocks=1009),
-    Program(name="head-dim-192", num_heads=16, num_kv_heads=4, head_dim=192),
-    Program(name="gemma-2b", num_heads=8, num_kv_heads=1, head_dim=256),
-    Program(
-        name="gemma-2-9b", num_heads=16, num_kv_heads=8, head_dim=256, window=4096, soft_cap=50.0
-    ),
-    Program(name="gpt-oss", num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True),
+    Call(name="phi-3-mini", num_heads=32, num_kv_heads=32, head_dim=96, num_blocks=1009),
+    Call(name="head-dim-192", num_heads=16, num_kv_heads=4, head_dim=192),
+    Call(name="gemma-2b", num_heads=8, num_kv_heads=1, head_dim=256),
+    Call(name="gemma-2-9b", num_heads=16, num_kv_heads=8, head_dim=256, window=4096, soft_cap=50.0),
+    Call(name="gpt-oss", num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True),
     # Of each chip an odd number of heads, whose scales would not fill registers.
     replace(_PHI_4, name="phi-4-int8-tp2", num_devices=2, format="int8"),
     # More than VMEM holds, but for the smaller tiles that are taken.
@@ -91,53 +83,59 @@ PROGRAMS = (
 )
 
 
-@cache
-def compile_all(topology: str) -> list[dict]:
-    """What the compiler says of each program, compiled in another process. Raises RuntimeError if it ends badly."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION_", "XLA_"))}
-    told = dict(each.split("=", 1) for each in environment(parse_target(topology)))
-    command = [sys.executable, "-m", "tests.aot.tpu", topology]
-    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"compiling for {topology} failed:\n{done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def programs(target: str) -> Iterator[Program]:
+    for call in CALLS:
+        yield Program(
+            name=call.name,
+            lower=lambda call=call: _lower(call, target),
+            look=partial(_look, call, target),
+        )
 
 
-def _compile(program: Program, topology: str) -> dict:
+def _array(mesh: Any, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Any:
     import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def _pool(program: Call, mesh: Any) -> Any:
     import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
 
     from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
-    from pallas_kernels.paged_attention import tpu, tpu_layout
+    from pallas_kernels.paged_attention import tpu_layout
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = Mesh(np.array(devices[: program.num_devices]), ("tp",))
-
-    def array(shape, dtype, *axes):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
-
-    heads, kv_heads, head_dim = program.num_heads, program.num_kv_heads, program.head_dim
-    tokens, dtype = program.num_tokens, jnp.dtype(program.dtype)
+    kv_heads, head_dim = program.num_kv_heads, program.head_dim
+    dtype, array = jnp.dtype(program.dtype), partial(_array, mesh)
     width = 2 * kv_heads * head_dim // (2 if program.format == "int4" else 1)
-    by_head, by_lane = (None, "tp"), (None, None, "tp")
     pool = array(
         (program.num_blocks, program.block_size, width),
         jnp.uint8 if program.format else dtype,
-        *by_lane,
+        *(None, None, TENSOR),
     )
-    pool_spec = P(*by_lane)
-    if program.format:
-        rows = tpu_layout.scale_rows(kv_heads // program.num_devices) * kv_heads
-        scales = array((program.num_blocks, rows, program.block_size), dtype, *by_head)
-        has_scales = program.format in LEVELS
-        pool = QuantizedPool(
-            data=pool, scale_zero=scales if has_scales else None, format=program.format
-        )
-        pool_spec = jax.tree.map(lambda x: x.sharding.spec, pool)
+    if not program.format:
+        return pool
+    rows = tpu_layout.scale_rows(kv_heads // program.num_devices) * kv_heads
+    scales = array((program.num_blocks, rows, program.block_size), dtype, None, TENSOR)
+    has_scales = program.format in LEVELS
+    return QuantizedPool(
+        data=pool, scale_zero=scales if has_scales else None, format=program.format
+    )
+
+
+def _lower(program: Call, target: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from pallas_kernels.paged_attention import tpu, tpu_layout
+
+    mesh = mesh_of(parse_target(target), program.num_devices)
+    array, by_head = partial(_array, mesh), (None, TENSOR)
+    heads, kv_heads, head_dim = program.num_heads, program.num_kv_heads, program.head_dim
+    tokens, dtype = program.num_tokens, jnp.dtype(program.dtype)
+    pool = _pool(program, mesh)
+    pool_spec = jax.tree.map(lambda x: x.sharding.spec, pool)
     arguments = [
         array((tokens, heads, head_dim), dtype, *by_head),
         array((tokens, kv_heads, head_dim), dtype, *by_head),
@@ -145,7 +143,7 @@ def _compile(program: Program, topology: str) -> dict:
         array((program.num_rows, program.max_model_len // program.block_size), jnp.int32),
         array((program.num_rows,), jnp.int32),
         array((program.num_rows + 1,), jnp.int32),
-        array((heads,), jnp.float32, "tp"),
+        array((heads,), jnp.float32, TENSOR),
     ]
 
     def attend(pool, q, k, v, table, kv_lens, query_starts, sinks):
@@ -164,7 +162,7 @@ def _compile(program: Program, topology: str) -> dict:
         attend,
         mesh=mesh,
         in_specs=(pool_spec, *specs),
-        out_specs=(P(*by_head), pool_spec),
+        out_specs=(PartitionSpec(*by_head), pool_spec),
         check_vma=False,
     )
 
@@ -181,27 +179,24 @@ def _compile(program: Program, topology: str) -> dict:
         return jax.lax.fori_loop(0, program.num_steps, step, (q, kv_lens, pools))
 
     pools = [pool] * program.num_layers
-    begin = time.perf_counter()
     with jax.set_mesh(mesh):  # Pallas asks the mesh for which chip it lowers
-        compiled = jax.jit(run, donate_argnums=0).lower(pools, *arguments).compile()
-    seconds = time.perf_counter() - begin
+        return jax.jit(run, donate_argnums=0).lower(pools, *arguments)
+
+
+def _look(program: Call, target: str, compiled: Any, log: str) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    mesh = mesh_of(parse_target(target), program.num_devices)
+    leaves = jax.tree.leaves([_pool(program, mesh)] * program.num_layers)
+    q_size = program.num_tokens * program.num_heads * program.head_dim
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
-    leaves = jax.tree.leaves(pools)
     return {
-        "name": program.name,
-        "chip": devices[0].device_kind,
-        "seconds": round(seconds, 2),
-        "pool_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-        // len(mesh.devices),
+        "pool_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // mesh.size,
         "alias_bytes": memory.alias_size_in_bytes,
-        "q_bytes": math.prod(arguments[0].shape) * dtype.itemsize // len(mesh.devices),
+        "q_bytes": q_size * jnp.dtype(program.dtype).itemsize // mesh.size,
         "temp_bytes": memory.temp_size_in_bytes,
         "limits": [limit for _, limit in kernel_calls(text)],
         "copies": list(copies_of_size(text, [x.sharding.shard_shape(x.shape) for x in leaves])),
         "collectives": collectives(text),
     }
-
-
-if __name__ == "__main__":
-    for each in PROGRAMS:
-        print(json.dumps(_compile(each, sys.argv[1])), flush=True)

@@ -1,0 +1,58 @@
+"""From the result of a step to what its sequences gained."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from jaxpage.engine import beam_scheduling
+from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.scheduled_step import ScheduledStep
+from jaxpage.engine.sequences import append_tokens
+from jaxpage.engine.step_output import SequenceEnd, StepOutput
+from jaxpage.plan import StepResult
+from jaxpage.request import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Collected:
+    """`output` is for the caller; sequences that `ended` still have their blocks."""
+
+    output: StepOutput
+    ended: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
+    """Append what a step sampled to its sequences, and say which of them ended."""
+    output = StepOutput(time=time.monotonic(), result=result)
+    collected = Collected(output)
+    num_steps, samples = step.plan.num_steps, step.plan.samples
+    token_ids, num_sampled = result.token_ids.T.tolist(), result.num_sampled.tolist()
+    for row, sequence in enumerate(step.sequences):
+        # Rows of sequences that ended after this step was planned: nobody waits for them.
+        if sequence.finish_reason is not None or not samples[row]:
+            continue
+        sequence.num_in_flight -= num_steps
+        request, sampled = sequence.request, token_ids[row]
+        if request.beams is None:
+            if num_sampled[row] < num_steps:
+                sampled = sampled[: num_sampled[row]]
+            sampled = append_tokens(sequence, sampled)
+            collected.num_tokens += len(sampled)
+        else:
+            collected.num_tokens += beam_scheduling.collect_beam(kv, sequence, result, row)
+            sampled = []
+        if sequence.finish_reason is not None:
+            collected.ended += [sequence] if request.beams is None else request.sequences
+            end = SequenceEnd(sequence.finish_reason, sequence.stop_reason)
+            output.ends[len(output.rows)] = end
+        else:
+            assert num_sampled[row] == num_steps, "only the device thinks it ended"
+            if request.beams is not None:
+                continue  # there is nothing to say before the search is over
+        output.request_ids.append(request.request_id)
+        output.indices.append(0 if request.beams is not None else sequence.index)
+        output.token_ids.append(sampled)
+        output.rows.append(row)
+    return collected

@@ -1,0 +1,110 @@
+"""What the scheduler counts, and what of the pool's memory is waste. Nothing here decides anything.
+
+A slot of an allocated block is waste while it holds no KV and the step does not write to it. What
+several decode steps in one launch write after the first of them counts as waste too: their slots
+are held early.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from jaxpage.engine.block_pool import BlockPool
+from jaxpage.plan import StepPlan
+from jaxpage.request import Request, Sequence
+
+
+@dataclass(kw_only=True, slots=True)
+class Counters:
+    """Running totals since start, kept by the scheduler."""
+
+    num_steps: int = 0  # launches planned; several decode steps in one launch count once
+    num_requests_finished: int = 0  # aborted ones included
+    num_preemptions: int = 0
+    num_block_copies: int = 0  # copy-on-write
+    prompt_tokens: int = 0  # of requests when first scheduled, cached ones included
+    generation_tokens: int = 0  # appended to sequences
+    prefix_cache_queries: int = 0  # tokens of requests when first scheduled
+    prefix_cache_hits: int = 0  # tokens of them found
+    num_allocated_slots: int = 0  # of the KV pool, when the last step was planned
+    num_unused_slots: int = 0  # of those; a shared block counts once
+    num_allocated_slot_steps: int = 0  # sum of `num_allocated_slots` over all steps
+    num_unused_slot_steps: int = 0  # likewise
+
+    def count_step(
+        self, pool: BlockPool, running: list[Sequence], plan: StepPlan, sequences: list[Sequence]
+    ) -> None:
+        """Take in a step and how it finds the pool; call it when the step is planned. `sequences` of its rows."""
+        self.num_steps += 1
+        self.num_block_copies += len(plan.block_copies)
+        self.num_allocated_slots = pool.num_used * pool.block_size
+        self.num_unused_slots = num_unused_slots(pool, running, plan, sequences)
+        self.num_allocated_slot_steps += self.num_allocated_slots
+        self.num_unused_slot_steps += self.num_unused_slots
+
+
+def count_first_scheduling(
+    counters: Counters, pool: BlockPool, request: Request, num_hit_tokens: int
+) -> None:
+    """Take in that a sequence is admitted, with so many tokens of its prompt found: a request counts once."""
+    if request.first_scheduled_time is not None:
+        return
+    prompt_len = len(request.prompt_token_ids)
+    request.first_scheduled_time = time.monotonic()
+    request.num_cached_tokens = num_hit_tokens
+    if pool.enable_prefix_caching:
+        num_in_full_blocks = prompt_len // pool.block_size * pool.block_size
+        request.num_cache_creation_tokens = max(0, num_in_full_blocks - num_hit_tokens)
+    counters.prompt_tokens += prompt_len
+    if pool.enable_prefix_caching and not request.params.skip_reading_prefix_cache:
+        counters.prefix_cache_queries += prompt_len
+        counters.prefix_cache_hits += num_hit_tokens
+
+
+def num_unused_slots(
+    pool: BlockPool, running: list[Sequence], plan: StepPlan, sequences: list[Sequence]
+) -> int:
+    """Slots of allocated blocks that hold no KV after the (first) pass of a step just planned.
+
+    Runs with every step, so it asks no row for anything, unless there are windows. Summed over the
+    sequences that hold a block, its unused slots are `block_size` less the tokens computed; only a
+    block that is shared and not full makes that too much. Rows that compute a token own the block
+    they write to, so such a block is held by sibling rows of this plan, or by sequences for which
+    it computes nothing.
+    """
+    size, num_groups = pool.block_size, len(pool.windows)
+    first_late = plan.num_rows - plan.num_late_rows
+    num_used = sum(plan.starts[:first_late]) + sum(plan.num_tokens)
+    num_twice = 0
+    if plan.admissions and 0 in plan.num_tokens:
+        computed = zip(plan.starts[:first_late], plan.num_tokens[:first_late], strict=True)
+        num_twice = sum(-start % size for start, count in computed if count == 0)
+    if first_late != len(running):
+        left_out, left_out_twice = _sum_left_out(running, sequences[:first_late], size)
+        num_used += left_out
+        num_twice += left_out_twice
+    num_unseen = sum(s.num_unseen_blocks for s in running) if any(pool.windows) else 0
+    return (pool.num_references + num_unseen) * size - num_groups * (num_used + num_twice)
+
+
+def num_computed_slots(sequence: Sequence) -> int:
+    """Slots with KV of a sequence; steps that may go on past its end on paper, do not in fact."""
+    return min(sequence.num_computed_tokens, sequence.max_len - 1)
+
+
+def _sum_left_out(running: list[Sequence], computed: list[Sequence], size: int) -> tuple[int, int]:
+    """(slots with KV, unused slots counted twice) of running sequences for which a step computes nothing."""
+    planned = set(map(id, computed))
+    num_used = num_twice = 0
+    partial_blocks: set[int] = set()
+    for sequence in running:
+        if id(sequence) in planned:
+            continue
+        end = num_computed_slots(sequence)
+        num_used += end
+        if end % size:
+            block_id = sequence.block_tables[0][end // size]  # the other groups' are shared alike
+            num_twice += -end % size if block_id in partial_blocks else 0
+            partial_blocks.add(block_id)
+    return num_used, num_twice

@@ -1,0 +1,61 @@
+"""What is found of a waiting sequence's KV, and how long the longest usable beginning is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxpage.kv_groups import Windows, first_seen_block
+from jaxpage.plan import NULL_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlock:
+    """A block whose content is in host memory."""
+
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundKV:
+    """The KV of a sequence's first `num_tokens` tokens, as blocks.
+
+    `tables` has a table for each KV-cache group, all equally long: ids of device blocks, host blocks, and NULL_BLOCK
+    where the block is behind the group's window.
+    """
+
+    num_tokens: int
+    tables: list[list[int | HostBlock]]
+
+    def num_taken(self, refs: list[int], lengths: list[int]) -> int:
+        """Free blocks that tables of these lengths take, where `refs[i]` sequences hold device block i."""
+        fresh = sum(lengths) - sum(map(len, self.tables))
+        # Hits that nobody uses stand in the free queue; using them takes them out of it.
+        return fresh + sum(
+            isinstance(hit, HostBlock) or (hit != NULL_BLOCK and refs[hit] == 0)
+            for table in self.tables
+            for hit in table
+        )
+
+
+def longest_prefix(
+    is_known: Callable[[int, int], object], count: int, windows: Windows, block_size: int
+) -> int:
+    """Blocks of the longest prefix, up to `count`, of which all that its next token can see is known in all groups.
+
+    `is_known(group, index)`. Groups that see everything are searched from the left, to their first miss, the others
+    from the right, through one window.
+    """
+    for group, window in enumerate(windows):
+        if window is None:
+            count = next((i for i in range(count) if not is_known(group, i)), count)
+    while count > 0:
+        last_misses = [-1]
+        for group, window in enumerate(windows):
+            if window is not None:
+                seen = range(first_seen_block(window, count * block_size, block_size), count)
+                last_misses.append(next((i for i in reversed(seen) if not is_known(group, i)), -1))
+        if max(last_misses) < 0:
+            break
+        count = max(last_misses)
+    return count

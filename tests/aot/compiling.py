@@ -1,0 +1,199 @@
+"""Compiles the programs of a suite for a target, in a process of its own.
+
+jax must not have been imported with another platform, hence the process: `python -m tests.aot.compiling SUITE TARGET
+MODE`. It judges nothing: the first line of JSON that it prints is about the compiler and the device, and each of the
+others about a program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from enum import StrEnum
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxpage.aot.topology import cuda_folder, environment, mesh_of, missing_compiler
+from tests.aot import evidence
+from tests.aot.program import Program, hash_of, hash_of_observer
+from tests.aot.suites import suite, target_of
+
+ROOT = Path(__file__).parents[2]
+# Nothing in a TPU kernel says where its source is: text that moves is no other program.
+_NO_LOCATIONS = {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"}
+_PREFIX = "@@ "  # of lines that are ours: compilers write to the same output
+
+
+class Mode(StrEnum):
+    """What is compiled although a record says what was seen of it."""
+
+    CHANGED = "changed"  # nothing
+    DUE = "due"  # what has its turn today
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Of a suite on a target. `programs`: what was found of each, with its "name"; an "error" if it was refused."""
+
+    device: dict[str, Any]
+    programs: list[dict[str, Any]]
+    evidence: evidence.Evidence  # as it would be written now
+    num_compiled: int
+    num_changed: int  # of these because no record holds
+    seconds: float
+
+
+seen_so_far: dict[tuple[str, str], Seen] = {}  # for the summary
+
+
+def missing(target: str) -> str | None:
+    """What must be installed to compile for it."""
+    return missing_compiler(target_of(target).chip.platform)
+
+
+@cache
+def seen(suite_name: str, target: str) -> Seen:
+    """What the tests judge. Raises RuntimeError if the process ends badly or a program does not compile that should."""
+    found = compile_suite(suite_name, target, Mode.DUE)
+    seen_so_far[suite_name, target] = found
+    return found
+
+
+def seen_on(suite_name: str, targets: Iterable[str]) -> dict[str, Seen]:
+    """By target, as far as there are compilers; two processes at a time."""
+    targets = [target for target in targets if missing(target) is None]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda target: seen(suite_name, target), targets)
+        return dict(zip(targets, found, strict=True))
+
+
+def compile_suite(suite_name: str, target: str, mode: Mode, *more: str) -> Seen:
+    """In another process. `more`: arguments of the suite's `programs`. Raises RuntimeError, see `seen`."""
+    begin = time.perf_counter()
+    dropped = ("JAX_COMPILATION_", "XLA_", "JAX_NUMPY_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    told = dict(each.split("=", 1) for each in environment(target_of(target)))
+    more_of = getattr(suite(suite_name), "environment", None)
+    told |= _NO_LOCATIONS | (more_of(target) if more_of else {})
+    command = [sys.executable, "-m", "tests.aot.compiling", suite_name, target, mode, *more]
+    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"compiling {suite_name} for {target} failed:\n{done.stderr[-4000:]}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_PREFIX)]
+    head, *programs = (json.loads(line.removeprefix(_PREFIX)) for line in lines)
+    for each in programs:
+        if "error" in each["found"] and not each["is_refused"]:
+            raise RuntimeError(
+                f"{suite_name} for {target}: {each['name']}: {each['found']['error']}"
+            )
+    records = {
+        each["name"]: evidence.Record(**{k: each[k] for k in ("text", "observer", "found")})
+        for each in programs
+    }
+    return Seen(
+        device=head["device"],
+        programs=[{"name": each["name"]} | each["found"] for each in programs],
+        evidence=evidence.Evidence(compiler=head["compiler"], records=records),
+        num_compiled=sum(each["is_compiled"] for each in programs),
+        num_changed=sum(each["has_changed"] for each in programs),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def ptxas_environment(target: str) -> dict[str, str]:
+    """That makes Mosaic tell what ptxas says of its kernels."""
+    folder = cuda_folder()
+    if target_of(target).chip.platform != "gpu" or folder is None:
+        return {}
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+
+
+def main(suite_name: str, target: str, mode: str, *more: str) -> None:
+    device = mesh_of(target_of(target), 1).devices.flat[0]
+    capability = getattr(device, "compute_capability", None)
+    compiler = _compiler(target_of(target).chip.platform)
+    about = {"kind": device.device_kind, "capability": capability}
+    _print({"compiler": compiler, "device": about})
+    kept = evidence.read(suite_name, target)
+    for program in suite(suite_name).programs(target, *more):
+        due = mode == Mode.DUE and evidence.is_due(suite_name, target, program.name, date.today())
+        found = _examine(program, compiler, kept, due or mode == Mode.ALL)
+        _print({"name": program.name, "is_refused": program.is_refused} | found)
+
+
+def _compiler(platform: str) -> str:
+    packages = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "nvidia-cuda-nvcc")}[platform]
+    return ", ".join(f"{package} {version(package)}" for package in ("jaxlib", *packages))
+
+
+def _examine(
+    program: Program, compiler: str, kept: evidence.Evidence, anew: bool
+) -> dict[str, Any]:
+    """`anew`: also what has a record."""
+    observer = hash_of_observer(program.look)
+    try:
+        lowered = program.lower()
+        text = hash_of(lowered)
+    except Exception as error:
+        text, lowered = f"{type(error).__name__}: {error}", None
+    record = kept.record_of(program.name, text, observer, compiler)
+    if record and not anew:
+        found = record.found
+    else:
+        found = _compile(program, lowered) if lowered else {"error": text}
+    return {
+        "text": text,
+        "observer": observer,
+        "has_changed": record is None,
+        "is_compiled": record is None or anew,
+        "found": found,
+    }
+
+
+def _compile(program: Program, lowered: Any) -> dict[str, Any]:
+    print(f"compiling {program.name}", file=sys.stderr, flush=True)
+    log: list[str] = []
+    try:
+        with _logged(log):
+            compiled = lowered.compile()
+        return program.look(compiled, log[0])
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+@contextmanager
+def _logged(log: list[str]) -> Iterator[None]:
+    """What is written to both outputs meanwhile, by any part of the process, goes to `log`."""
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush(), sys.stderr.flush()
+        outputs = {number: os.dup(number) for number in (1, 2)}
+        for number in outputs:
+            os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, before in outputs.items():
+                os.dup2(before, number)
+                os.close(before)
+            file.seek(0)
+            log.append(file.read().decode(errors="replace"))
+
+
+def _print(line: dict[str, Any]) -> None:
+    print(f"\n{_PREFIX}{json.dumps(line)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

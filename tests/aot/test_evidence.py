@@ -1,0 +1,81 @@
+"""When a record of a compiled program counts, and that the records are what the compilers say."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import date, timedelta
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.aot import evidence
+from tests.aot.compiling import Mode, compile_suite, missing
+from tests.aot.program import hash_of, hash_of_observer
+from tests.aot.suites import calls
+
+RECORD = evidence.Record(text="text", observer="observer", found={"temp_bytes": 1})
+EVIDENCE = evidence.Evidence(compiler="compiler 1", records={"a": RECORD})
+
+
+def test_a_record_holds_for_the_same_text_observer_and_compiler():
+    same = ("a", "text", "observer", "compiler 1")
+    assert EVIDENCE.record_of(*same) == RECORD
+    for index in range(len(same)):
+        other = [value if i != index else "other" for i, value in enumerate(same)]
+        assert EVIDENCE.record_of(*other) is None
+
+
+def test_records_survive_their_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
+    both = dataclasses.replace(EVIDENCE, records={"b": RECORD, "a": RECORD})
+    evidence.write("suite", "v5e:2x2 TP 4", both)
+    assert evidence.read("suite", "v5e:2x2 TP 4") == both
+    assert evidence.read("suite", "h200") == evidence.Evidence()
+
+
+def test_each_program_has_its_turn():
+    days = [date(2026, 1, 1) + timedelta(days=n) for n in range(evidence.DAYS)]
+    for name in map(str, range(50)):
+        assert sum(evidence.is_due("suite", "h200", name, day) for day in days) == 1
+
+
+def test_the_hash_is_of_the_program_and_the_options_not_of_its_place():
+    x = jnp.zeros(4)
+    # fmt: off
+    first = jax.jit(lambda x: x + 1).lower(x)
+    second = jax.jit(
+        lambda x: x + 1).lower(x)
+    # fmt: on
+    other = jax.jit(lambda x: x + 2).lower(x)
+    options = {"xla_cpu_enable_fast_math": "true"}
+    faster = jax.jit(lambda x: x + 1, compiler_options=options).lower(x)
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x)
+    hashes = [hash_of(each) for each in (first, second, other, faster, donated)]
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 4
+
+
+def test_the_hash_of_an_observer_is_of_its_code():
+    def look(compiled, log):
+        return {"number": 1}
+
+    def other(compiled, log):
+        return {"number": 2}
+
+    assert hash_of_observer(look) == hash_of_observer(look) != hash_of_observer(other)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("call", calls(), ids=" ".join)
+def test_the_records_are_what_the_compilers_say(call):
+    """Of kernels that several programs share ptxas speaks when it assembles the first: that depends on the others."""
+    if reason := missing(call[1]):
+        pytest.skip(reason)
+    kept, seen = evidence.read(*call), compile_suite(*call, Mode.ALL)
+    assert seen.num_changed == 0, "write them anew: python -m tests.aot.evidence"
+    for name, record in seen.evidence.records.items():
+        expected = kept.records[name].found
+        assert {k: v for k, v in record.found.items() if k != "spilled"} == {
+            k: v for k, v in expected.items() if k != "spilled"
+        }, name
