@@ -30,12 +30,12 @@ def path(tmp_path_factory):
     return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2")))
 
 
-def start(path, cache, **options) -> tuple[dict[str, str | None], list[int], LLM]:
+def start(path, cache, **options) -> tuple[dict[str, str], list[int], LLM]:
     """Where each program came from, and what they compute."""
     llm = LLM(path, compilation_cache_dir=str(cache), **(OPTIONS | options))
     output = llm.generate([list(range(3, 12))], GREEDY, use_tqdm=False)[0].outputs[0]
     llm.wait_until_warm()
-    return {p.name: p.origin for p in llm.programs()}, output.token_ids, llm
+    return {p.name: p.origin for p in llm.programs() if p.origin}, output.token_ids, llm
 
 
 @pytest.mark.slow
