@@ -55,10 +55,11 @@ def programs(target: str) -> Iterator[Program]:
             by_host = move in ("read", "write")
             if (pool.num_devices > 1 and is_gpu) or (by_host and pool is not POOLS[0]):
                 continue
-            arrays = _arrays(pool, target)
+            mesh = mesh_of(parse_target(target), pool.num_devices)
+            arrays = _arrays(_spec(pool, target), mesh)
             yield Program(
                 name=f"{pool.name}-{move}",
-                lower=partial(_lower, pool, move, target, arrays),
+                lower=partial(_lower, pool, move, mesh, arrays),
                 look=partial(_look, arrays),
             )
 
@@ -83,28 +84,25 @@ def _spec(pool: Pool, target: str) -> Any:
     )
 
 
-def _arrays(pool: Pool, target: str) -> Any:
-    """Of the pool, as shapes on the target's devices."""
+def _arrays(spec: Any, mesh: Any) -> Any:
+    """Of the pool, as shapes on the devices of `mesh`."""
     import jax
 
     from jaxpage.parallel.sharding import sharding
 
-    mesh, spec = mesh_of(parse_target(target), pool.num_devices), _spec(pool, target)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, spec.axes_of(x))),
         spec.abstract(),
     )
 
 
-def _lower(pool: Pool, move: str, target: str, arrays: Any) -> Any:
+def _lower(pool: Pool, move: str, mesh: Any, arrays: Any) -> Any:
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpage.ops import blocks
     from jaxpage.runner.host_memory import read_blocks, write_blocks
-
-    mesh = mesh_of(parse_target(target), pool.num_devices)
 
     def placed(x, *place):
         return jax.ShapeDtypeStruct(
@@ -117,7 +115,7 @@ def _lower(pool: Pool, move: str, target: str, arrays: Any) -> Any:
         function = read_blocks if move == "read" else write_blocks
         contents = jax.tree.map(placed, jax.eval_shape(read_blocks, arrays, ids))
     else:
-        options = dict(mesh=mesh, by_head=_spec(pool, target).sharded)
+        options = dict(mesh=mesh, by_head=pool.num_devices > 1)
         function = partial(getattr(blocks, f"{move}_blocks"), **options)
         contents = jax.eval_shape(blocks.gather_blocks, arrays, ids)
         axes = [(None, *x.sharding.spec) for x in jax.tree.leaves(arrays[0])]
