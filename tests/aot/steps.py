@@ -76,7 +76,7 @@ class Place:
 
 
 PLACES = (
-    Place("v5e:2x2", 4, "7B"),
+    Place("v5e:2x2", 4, "7B", every=False),
     Place("tpu7x:2x2x1", 1, "0.5B", every=False),  # v6e's, of a larger chip
     Place("v6e:2x2", 1, "0.5B"),
     Place("h200", 1, "7B"),
