@@ -64,8 +64,9 @@ def gemma3_text_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of the text part of a Gemma3ForConditionalGeneration."""
-    architectures, text = hf.architectures or [], hf.get_text_config()
-    return _gemma_config(text, dtype, max_model_len, qk_norm=True, architecture=architectures[0])
+    architecture = (hf.architectures or ["?"])[0]
+    text = hf.get_text_config()
+    return _gemma_config(text, dtype, max_model_len, qk_norm=True, architecture=architecture)
 
 
 def _gemma_config(
