@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import jax
 import numpy as np
+import tyro
 
 from jaxpage.build import make_runner
 from jaxpage.config import EngineConfig
@@ -46,7 +47,7 @@ class Replay:
 class ReplayFlags:
     """Run recorded calls again, and compare what they sample bit for bit. Exit code 1 if anything differs."""
 
-    file: Path  # written by LLM(..., record_calls=FILE)
+    file: tyro.conf.Positional[Path]  # written by LLM(..., record_calls=FILE)
     model: str | None = None  # the folder of the checkpoint; none: where it was when recorded
 
 
