@@ -1,8 +1,7 @@
 """Whether a compiler for TPUs or GPUs works: it compiles a step of a small model, in a process of its own.
 
-A mismatched compiler may compile some programs, and fail only when others are read: libtpu 0.0.52 with jax 0.10.2 passes
-with `forward` and fails with `sample`. So all of a step is compiled as `plan` does it, and nothing is concluded from
-versions alone.
+A mismatched compiler may fail for some programs only: with jax 0.10.2, libtpu 0.0.52 passes `forward` and fails with
+`sample`. So a whole step is compiled, as `plan` does it, and nothing is concluded from versions alone.
 """
 
 from __future__ import annotations
