@@ -213,7 +213,8 @@ def _engine_options(model: str, flags: EngineFlags) -> dict[str, Any]:
 def _sampling_options(flags: SamplingFlags, **more: Any) -> dict[str, Any]:
     """The params that were given, checked before a model is loaded. Raises ValueError."""
     given = _options(flags) | {name: value for name, value in more.items() if value is not None}
-    SamplingParams(**{"max_tokens": None} | given)
+    checked: dict[str, Any] = {"max_tokens": None} | given
+    SamplingParams(**checked)
     return given
 
 
@@ -307,8 +308,9 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
         if info.type_origin not in (types.UnionType, Union) or types.NoneType not in members:
             return None
         others = tuple(t for t in members if t is not types.NoneType)
+        union: Any = Union[others]  # noqa: UP007
         spec = tyro.constructors.ConstructorRegistry.get_primitive_spec(
-            tyro.constructors.PrimitiveTypeInfo.make(Union[others], info.markers)  # noqa: UP007
+            tyro.constructors.PrimitiveTypeInfo.make(union, info.markers)
         )
         if not isinstance(spec, tyro.constructors.PrimitiveConstructorSpec):
             return None

@@ -410,12 +410,12 @@ def test_engine_args_are_the_options_of_an_llm():
 
 
 def test_names_of_vllm_can_be_imported():
-    from jaxpage.inputs import PromptType, TextPrompt, TokensPrompt
+    from jaxpage.inputs import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from jaxpage.sampling_params import BeamSearchParams
 
     assert TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
     assert TextPrompt(prompt="a") == {"prompt": "a"}
-    assert TokensPrompt in PromptType.__args__
+    assert {TokensPrompt, TextPrompt, EmbedsPrompt} < set(PromptType.__args__)
     assert BeamSearchParams(2, 3).beam_width == 2
 
 
