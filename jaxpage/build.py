@@ -6,7 +6,9 @@ Its steps up to the programs are those of `composition`, which `jaxpage compile`
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
+import time
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,12 +37,18 @@ from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.host_memory import HostMemory, content_shapes
 from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
+from jaxpage.runner.recording import record_to
 from jaxpage.runner.runner import Runner
+from jaxpage.start_up_log import log_engine, log_ready
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
 
 logger = logging.getLogger("jaxpage")
+
+# Options that say nothing of what programs compute, or would touch other files.
+_NOT_REPLAYED = ("record_calls", "kv_offload_dir", "hf_token", "compilation_cache_dir")
+_SIZES = ("num_gpu_blocks_override", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,32 +71,32 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     arithmetic before the compilation.
     """
     _print_unless_configured()
-    device = jax.local_devices()[0]
-    spec = make_engine_spec(options, device=device)
-    config, model = spec.config, spec.model
-    generation_config = load_generation_config(config)
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
-    use_persistent_cache(config.compilation_cache_dir)
-    if config.load_format == "dummy":
-        initialise(model, seed=config.seed)
-    else:
-        load(model, config.model, use_tqdm=use_tqdm and config.use_tqdm_on_load)
-    slow_products = spec.transform_weights()
-    sized, runner = _make_runner(spec)
-    if config.fit_max_model_len:
-        _check_same_ropes(sized)
-    _log_start(sized, slow_products)
-    scheduler = _make_scheduler(sized.config, runner)
+    start = time.perf_counter()
+    options = options.with_local_files()
+    spec = make_engine_spec(options, device=jax.local_devices()[0])
+    generation_config = load_generation_config(spec.config)
+    tokenizer = None if spec.config.skip_tokenizer_init else load_tokenizer(spec.config.tokenizer)
+    sized, runner = make_runner(spec, use_tqdm=use_tqdm)
+    config, model = sized.config, sized.model
+    if config.record_calls is not None:
+        runner.recorder = record_to(config.record_calls, _recording_header(options, config))
+        weakref.finalize(runner, runner.recorder.close)
+    scheduler = _make_scheduler(config, runner)
     runner.warmup()
+    log_ready(
+        runner.programs,
+        ahead_of_time=not config.enforce_eager,
+        seconds=time.perf_counter() - start,
+    )
     engine = Engine(scheduler, runner, overlap=config.async_scheduling)
     if config.kv_offload_dir is not None:
         # Exit functions run in the reverse order of their registration: this one before jax's own.
         atexit.register(_save_prefix_cache, weakref.ref(engine))
     vocab_size = model.config.vocab_size
-    eos = eos_token_ids(spec.hf_config, generation_config, tokenizer)
+    eos = eos_token_ids(sized.hf_config, generation_config, tokenizer)
     return Built(
         engine=engine,
-        config=sized.config,
+        config=config,
         model=model,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -98,13 +106,20 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     )
 
 
-def _log_start(spec: EngineSpec, slow_products: set[str]) -> None:
-    """All that a start says before it compiles."""
-    if spec.no_kernel_reason:
-        logger.warning("attention runs in plain XLA: %s", spec.no_kernel_reason)
-    for reason in sorted(slow_products):
-        logger.warning("int8 products run in plain XLA: %s", reason)
-    logger.info("%s", spec.config.describe())
+def make_runner(spec: EngineSpec, *, use_tqdm: bool = True) -> tuple[EngineSpec, Runner]:
+    """The spec with its weights loaded and its pool sized, and a runner of it, not warm yet. Raises ValueError."""
+    config, model = spec.config, spec.model
+    use_persistent_cache(config.compilation_cache_dir)
+    if config.load_format == "dummy":
+        initialise(model, seed=config.seed)
+    else:
+        load(model, config.model, use_tqdm=use_tqdm and config.use_tqdm_on_load)
+    slow_products = spec.transform_weights()
+    sized, runner = _size_runner(spec)
+    if config.fit_max_model_len:
+        _check_same_ropes(sized)
+    log_engine(sized, slow_products)
+    return sized, runner
 
 
 def _save_prefix_cache(reference: weakref.ref[Engine]) -> None:
@@ -120,7 +135,7 @@ def _print_unless_configured() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _make_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
+def _size_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
     """The spec with its pool sized, and a runner of it. The weights are in place: what they take is measured."""
     cache = executable_cache(spec, flags=compiler_flags(), devices=[spec.device])
 
@@ -138,7 +153,7 @@ def _make_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
     store = cache.store(sized)
     reason = None if store is None else store.why_empty()
     if reason:
-        logger.info("cached executables in %s do not match this start: %s", cache.root, reason)
+        logger.debug("cached executables in %s do not match this start: %s", cache.root, reason)
     runner = Runner(
         sized.model,
         buckets=sized.buckets,
@@ -191,6 +206,16 @@ def _check_same_ropes(spec: EngineSpec) -> None:
             f'max_model_len="auto" came to {length}, and the RoPE of this model depends on it; '
             f"pass max_model_len={length}"
         )
+
+
+def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[str, Any]:
+    """What a recording says of its engine: its options and the sizes that followed. Raises ValueError."""
+    if callable(options.hf_overrides):
+        raise ValueError("record_calls cannot write down a function; give hf_overrides as a dict")
+    fields = dataclasses.fields(EngineConfig)
+    given = {f.name: getattr(options, f.name) for f in fields if f.name not in _NOT_REPLAYED}
+    sizes = {name: getattr(resolved, name) for name in _SIZES}
+    return {"options": given | {"model": resolved.model} | sizes}
 
 
 def _make_scheduler(config: ResolvedConfig, runner: Runner) -> Scheduler:

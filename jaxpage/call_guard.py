@@ -22,12 +22,16 @@ class OneCaller:
         self._lock = threading.RLock()
         self._name = ""  # of the thread inside
 
-    def __enter__(self) -> None:
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this LLM was made in process {self._pid}, and this is its forked child {os.getpid()}, where no "
                 'device runs; make an LLM in the child, with the start method "spawn" of multiprocessing'
             )
+
+    def __enter__(self) -> None:
+        self.check_process()
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 f"thread {threading.current_thread().name!r} calls this LLM while {self._name!r} is in a call of "

@@ -6,7 +6,6 @@ conversation, drives `LLM` step by step, and prints what comes.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from rich.console import Console
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import parse_chat
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.terminal import long_lines, read_line
 
 if TYPE_CHECKING:
     from jaxpage.llm import LLM
@@ -110,16 +110,17 @@ def converse(
     conversation.ask("?")  # a template that refuses the system prompt does so now
     conversation.end_turn("")
     console.print(HELP, style="dim", highlight=False)
-    while True:
-        try:
-            line = (read or _read_line)().strip()
-            if line == "/exit":
+    with long_lines():
+        while True:
+            try:
+                line = (read or _read_line)().strip()
+                if line == "/exit":
+                    return conversation
+                _obey(line, conversation, console, params)
+            except EOFError:
                 return conversation
-            _obey(line, conversation, console, params)
-        except EOFError:
-            return conversation
-        except KeyboardInterrupt:  # not while an answer was being written
-            console.print(f"\n{HELP}", style="dim", highlight=False)
+            except KeyboardInterrupt:  # not while an answer was being written
+                console.print(f"\n{HELP}", style="dim", highlight=False)
 
 
 def _obey(line: str, conversation: Conversation, console: Console, params: SamplingParams) -> None:
@@ -146,9 +147,7 @@ def _check_can_chat(llm: LLM, params: SamplingParams) -> None:
 def _read_line() -> str:
     """A line of stdin. Raises EOFError at its end. What was not typed here is shown."""
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  gives `input` its line editing and history
-        return input("> ")
+        return read_line("> ")
     line = input()
     print(f"> {line}", flush=True)
     return line

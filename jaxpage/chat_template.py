@@ -126,9 +126,10 @@ def _tool_call(call: Any) -> dict[str, Any]:
 @lru_cache(maxsize=32)
 def detect_content_format(chat_template: str) -> str:
     """ "openai" if the template loops over the content of a message, else "string"; vLLM's rules."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     try:
+        # Not public, but it knows transformers' own extensions of the language.
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
         root = _compile_jinja_template(chat_template).environment.parse(chat_template)
     except Exception:  # rendering says what is wrong
         return "string"

@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
 import logging
+import re
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
 
 import tyro
 
+from jaxpage import __version__
 from jaxpage.config import EngineConfig
+from jaxpage.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpage.outputs import Logprob
 
 USAGE = """usage: jaxpage COMMAND [--help]
+       jaxpage --version
 
   demo             see what it does, with a tiny model that is packaged
   chat             talk to a model
   generate         continue prompts with a model
-  plan             say whether a model fits chips that are not here, and how fast it can be
-  compile          prepare the programs of a model, for this machine or for chips that are not here
+  plan             say whether a model fits another chip, and how fast it can be there
+  compile          compile a model's programs ahead of time, for this machine or another chip
+  replay           run a recording of LLM(record_calls=FILE) again and compare
   doctor           say what is installed, which devices are there, and what they can run
   bench accuracy   measure what quantised KV pools cost in accuracy
   bench offline    compare offline throughput with other engines
@@ -35,6 +45,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   bench step       show where the time of a decode step goes
   bench suite      check and measure everything that has a bar, on an H200
 """
+BENCHES = ("accuracy", "memory", "offline", "scheduler", "step", "suite")
 
 JsonDict = Annotated[
     dict[str, Any] | None,
@@ -48,11 +59,16 @@ JsonDict = Annotated[
 ]
 
 
+_MODEL = "a folder, or a name on the Hugging Face hub; none: the tiny model of the demo"
+Model = Annotated[str, tyro.conf.arg(help=_MODEL, help_behavior_hint="")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags(EngineConfig):
-    """Options of the engine, the same as those of `LLM`."""
+    """The same as the options of `LLM`."""
 
-    model: str = ""  # a checkpoint folder; none: the tiny one of the demo
+    model: tyro.conf.Suppress[str] = ""  # a flag of the command itself
+    hf_token: str | None = None  # for models that need one
     hf_overrides: JsonDict = None  # merged into config.json
     override_generation_config: JsonDict = None  # merged into generation_config.json
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -60,7 +76,7 @@ class EngineFlags(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatEngineFlags(EngineFlags):
-    """The same with defaults for one answer at a time: tokens shown as they come, few programs."""
+    """The same as the options of `LLM`; the defaults suit one answer at a time."""
 
     max_num_seqs: int | None = 1
     max_num_batched_tokens: int | None = 512
@@ -69,21 +85,23 @@ class ChatEngineFlags(EngineFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """Options of `SamplingParams`; what is not given comes from the model's generation config."""
+    """The same as those of `SamplingParams`; what is not given comes from the model's generation config."""
 
-    n: int | None = None  # continuations per prompt
     max_tokens: int | None = None
-    min_tokens: int | None = None
     temperature: float | None = None  # 0: greedy
     top_p: float | None = None
     top_k: int | None = None
+    n: int | None = None  # continuations per prompt
+    stop: tuple[str, ...] = ()  # strings that end a continuation
     min_p: float | None = None
+    min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled
+    logit_bias: JsonDict = None  # id to number, as {"42": -1.5}; -Infinity bans an id
     ignore_eos: bool = False
 
 
@@ -91,18 +109,21 @@ class SamplingFlags:
 class Generate:
     """Continue prompts and print them with their continuations."""
 
-    prompt: tyro.conf.UseAppendAction[tuple[str, ...]]  # may be given several times
-    engine: EngineFlags = field(default_factory=EngineFlags)
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]]  # a text; may be given several times
+    model: Model = ""
+    logprobs: int | None = None  # print each token with its logprob, and as many likely others
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    engine: EngineFlags = field(default_factory=EngineFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
     """Talk to a model. /reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
 
+    model: Model = ""
     system: str | None = None  # what the model is told before the first question
-    engine: ChatEngineFlags = field(default_factory=ChatEngineFlags)
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    engine: ChatEngineFlags = field(default_factory=ChatEngineFlags)
 
 
 def demo() -> None:
@@ -114,21 +135,20 @@ def demo() -> None:
 
 
 def chat(flags: Chat) -> None:
-    """Talk to a model. /reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    """Talk to a model. Raises ValueError."""
     from rich.console import Console
 
     from jaxpage.chat import converse
     from jaxpage.llm import LLM
 
-    options = _engine_options(flags.engine)
+    given = _sampling_options(flags.sampling)
+    options = _engine_options(flags.model, flags.engine)
     logging.getLogger("jaxpage").setLevel(logging.WARNING)  # no log amid the answers
     if sys.stderr.isatty():
         print(f"loading {options['model']}", file=sys.stderr)
     llm = LLM(**options)
     # As long as the model likes, whatever the default for continuing texts.
-    params = dataclasses.replace(
-        llm.get_default_sampling_params(), **({"max_tokens": None} | _options(flags.sampling))
-    )
+    params = dataclasses.replace(llm.get_default_sampling_params(), **{"max_tokens": None} | given)
     converse(llm, Console(), params, system=flags.system)
 
 
@@ -136,14 +156,29 @@ def generate(flags: Generate) -> None:
     """Continue prompts and print them with their continuations. Raises ValueError."""
     if not flags.prompt:
         raise ValueError("nothing to continue; give --prompt TEXT")
+    given = _sampling_options(flags.sampling, logprobs=flags.logprobs)
     from jaxpage.llm import LLM
 
-    llm = LLM(**_engine_options(flags.engine))
-    params = dataclasses.replace(llm.get_default_sampling_params(), **_options(flags.sampling))
+    llm = LLM(**_engine_options(flags.model, flags.engine))
+    params = dataclasses.replace(llm.get_default_sampling_params(), **given)
     outputs = llm.generate(list(flags.prompt), params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
         for completion in output.outputs:
             print(f"{output.prompt}{completion.text}")
+            for token_id, entries in zip(
+                completion.token_ids, completion.logprobs or (), strict=False
+            ):
+                print(_logprobs_line(token_id, entries))
+
+
+def _logprobs_line(token_id: int, entries: dict[int, Logprob]) -> str:
+    """A token that was sampled, then the likely ones of its position."""
+
+    def name(i: int) -> str:
+        return f"{entries[i].decoded_token!r} {entries[i].logprob:.3f}"
+
+    likely = sorted((i for i in entries if i != token_id), key=lambda i: -entries[i].logprob)
+    return "  ".join([f"  {token_id:>7} {name(token_id):<24}", *map(name, likely)]).rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +186,7 @@ class Compile:
     """Compile all programs of a model, from which `LLM` starts with these options and compilation_cache_dir=OUTPUT."""
 
     output: Path  # a folder, made if it is not there
+    model: Model = ""
     target: str | None = None  # such as v6e:2x2 or h200, see `jaxpage plan`; none: this machine
     engine: EngineFlags = field(default_factory=EngineFlags)
 
@@ -161,18 +197,25 @@ def compile_programs(flags: Compile) -> None:
     from jaxpage.aot.targets import parse_target
 
     target = None if flags.target is None else parse_target(flags.target)
-    compile_for(_engine_options(flags.engine), flags.output, target)
+    compile_for(_engine_options(flags.model, flags.engine), flags.output, target)
 
 
-def _engine_options(flags: EngineFlags) -> dict[str, Any]:
+def _engine_options(model: str, flags: EngineFlags) -> dict[str, Any]:
     """What `LLM` is to be told: what differs from its own defaults, and some model."""
-    options = _options(flags, EngineFlags)
-    if "model" not in options:
+    if not model:
         from jaxpage.demo import checkpoint
 
-        options["model"] = str(checkpoint())
+        model = str(checkpoint())
         print("no --model: using the tiny one of the demo", file=sys.stderr)
-    return options
+    return {"model": model} | _options(flags, EngineFlags)
+
+
+def _sampling_options(flags: SamplingFlags, **more: Any) -> dict[str, Any]:
+    """The params that were given, checked before a model is loaded. Raises ValueError."""
+    given = _options(flags) | {name: value for name, value in more.items() if value is not None}
+    checked: dict[str, Any] = {"max_tokens": None} | given
+    SamplingParams(**checked)
+    return given
 
 
 def _options(flags: Any, defaults: type | None = None) -> dict[str, Any]:
@@ -194,32 +237,89 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = compile_programs
         case ["doctor", *rest]:
             command = importlib.import_module("jaxpage.doctor").main
+        case ["replay", *rest]:
+            command = importlib.import_module("jaxpage.replay").main
         case ["plan", *rest]:
             command = importlib.import_module("jaxpage.aot.plan").main
-        case [
-            "bench",
-            "accuracy" | "memory" | "offline" | "scheduler" | "step" | "suite" as name,
-            *rest,
-        ]:
+        case ["bench", name, *rest] if name in BENCHES:
             command = importlib.import_module(f"jaxpage.bench.{name}").main
-        case ["-h" | "--help"]:
+        case ["-h" | "--help" | "help"]:
             print(USAGE, end="")
             return 0
+        case ["--version" | "-V"]:
+            print(f"jaxpage {__version__}")
+            return 0
         case _:
-            print(USAGE, end="", file=sys.stderr)
+            print(f"{_unknown(args)}{USAGE}", end="", file=sys.stderr)
             return 2
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("jaxpage").setLevel(logging.INFO)
     try:
-        code = tyro.cli(
-            command,
-            prog=f"jaxpage {' '.join(args[: len(args) - len(rest)])}",
-            args=rest,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        code = _run(command, f"jaxpage {' '.join(args[: len(args) - len(rest)])}", rest)
     except (ValueError, TypeError) as e:
         print(f"jaxpage: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return code or 0
+
+
+def _unknown(args: list[str]) -> str:
+    """What is wrong with the first words, as a line."""
+    if not args:
+        return ""
+    if args[0] != "bench":
+        return f"jaxpage: there is no command {args[0]!r}\n"
+    named = repr(args[1]) if len(args) > 1 else "without a name"
+    return f"jaxpage: there is no bench {named}\n"
+
+
+def _run(command: Callable[..., Any], prog: str, args: Sequence[str]) -> int | None:
+    """Call a command with its flags: one dataclass of them, or a few plain parameters."""
+    hints = [t for name, t in get_type_hints(command).items() if name != "return"]
+    takes_flags = len(hints) == 1 and dataclasses.is_dataclass(hints[0])
+    parsed: Any = hints[0] if takes_flags else command
+    result = tyro.cli(
+        parsed,
+        prog=prog,
+        description=_what_it_does(parsed),
+        args=args,
+        config=(tyro.conf.OmitArgPrefixes,),
+        registry=_registry(),
+    )
+    return command(result) if takes_flags else result
+
+
+def _what_it_does(documented: Any) -> str:
+    """A docstring without what concerns programmers."""
+    text = inspect.getdoc(documented) or ""
+    return re.split(r"\s(?:Returns|Raises)\s", text, maxsplit=1)[0]
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    """Flags that may be left out are shown as what they take: FLOAT instead of {None}|FLOAT."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def without_none(
+        info: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec | None:
+        members = get_args(info.type)
+        if info.type_origin not in (types.UnionType, Union) or types.NoneType not in members:
+            return None
+        others = tuple(t for t in members if t is not types.NoneType)
+        union: Any = Union[others]  # noqa: UP007
+        spec = tyro.constructors.ConstructorRegistry.get_primitive_spec(
+            tyro.constructors.PrimitiveTypeInfo.make(union, info.markers)
+        )
+        if not isinstance(spec, tyro.constructors.PrimitiveConstructorSpec):
+            return None
+        return dataclasses.replace(
+            spec,
+            is_instance=lambda value: value is None or spec.is_instance(value),
+            str_from_instance=lambda value: (
+                ["none"] if value is None else spec.str_from_instance(value)
+            ),
+        )
+
+    return registry

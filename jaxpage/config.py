@@ -62,6 +62,7 @@ _RANGES = {  # both ends included
     "decode_steps": (1, 1024),
     "max_logprobs": (-1, 2**20),
 }
+_NO_MODEL = "model must be a folder or a name on the Hugging Face hub, got {!r}"
 _FLAGS = (
     "skip_tokenizer_init",
     "enable_prefix_caching",
@@ -76,27 +77,29 @@ class EngineConfig:
     """What the user asked for; `resolve` decides the rest. Raises ValueError for bad values."""
 
     model: str  # a checkpoint folder, or a name on the Hugging Face hub, see `hub.local_folder`
-    tokenizer: str | None = None  # the same; None: the model's
+    # "auto": the checkpoint's, but bfloat16 for float32; or float16, bfloat16, float32
+    dtype: str = "auto"
+    quantization: str | None = None  # "int8": round weights and activations of linear layers
+    # "auto": as `dtype`; or int8, int4, fp8_e4m3 ("fp8"), fp8_e5m2
+    kv_cache_dtype: str = "auto"
+    # None: the model's own limit; "auto": the largest that fits the KV memory; "8k", "8K" work too
+    max_model_len: int | str | None = None
+    max_num_seqs: int | None = None  # sequences in one step; None: by platform
+    max_num_batched_tokens: int | None = None  # tokens in one step; None: by platform
+    gpu_memory_utilization: float = 0.92  # share of the device's memory, (0, 1]
+    cache_max_entry_count: float | None = None  # LMDeploy's: share of what the weights leave free
+    kv_cache_memory_bytes: int | str | None = None  # None: measured; "2G" works too
+    num_gpu_blocks_override: int | None = None  # None: measured
+    block_size: int | None = None  # tokens; None: 16 on CPU, 64 on GPU, 128 on TPU
+    enable_prefix_caching: bool = True
+    seed: int = 0  # of requests that bring none
+    chat_template: str | None = None  # a file or the template; None: the tokenizer's
+    tokenizer: str | None = None  # a folder or a name on the hub; None: the model's
     revision: str | None = None  # branch, tag or commit of a model of the hub; None: main
     tokenizer_revision: str | None = None  # None: `revision`
     download_dir: str | None = None  # cache of models of the hub; None: Hugging Face's
     hf_token: bool | str | None = field(default=None, repr=False)  # for models that need one
     skip_tokenizer_init: bool = False  # ids in, ids out
-    # "auto": the checkpoint's, but bfloat16 for float32; or float16, bfloat16, float32
-    dtype: str = "auto"
-    seed: int = 0  # of requests that bring none
-    # None: the model's own limit; "auto": the largest that fits the KV memory; "8k", "8K" work too
-    max_model_len: int | str | None = None
-    block_size: int | None = None  # tokens; None: 16 on CPU, 64 on GPU, 128 on TPU
-    gpu_memory_utilization: float = 0.92  # share of the device's memory, (0, 1]
-    cache_max_entry_count: float | None = None  # LMDeploy's: share of what the weights leave free
-    num_gpu_blocks_override: int | None = None  # None: measured
-    kv_cache_memory_bytes: int | str | None = None  # None: measured; "2G" works too
-    # "auto": as `dtype`; or int8, int4, fp8_e4m3 ("fp8"), fp8_e5m2
-    kv_cache_dtype: str = "auto"
-    max_num_seqs: int | None = None  # sequences in one step; None: by platform
-    max_num_batched_tokens: int | None = None  # tokens in one step; None: by platform
-    enable_prefix_caching: bool = True
     swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
     preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
     kv_offload_dir: str | None = None  # third tier: host blocks that give way are kept on disk
@@ -104,7 +107,6 @@ class EngineConfig:
     async_scheduling: bool = True  # launch a step before the one before it was read
     decode_steps: int = 8  # decode steps in one launch
     load_format: str = "auto"  # "auto" and "safetensors" read the checkpoint, "dummy" is random
-    quantization: str | None = None  # "int8": round weights and activations of linear layers
     # merged into config.json, nested dicts too; or a function from the config to another one
     hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None
     # default sampling and extra EOS ids: "auto": the model's file; "vllm": neutral; or a folder
@@ -112,10 +114,12 @@ class EngineConfig:
     override_generation_config: dict[str, Any] | None = None
     # compiled programs; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
     compilation_cache_dir: str | None = None
+    enable_prompt_embeds: bool = False  # prompts may be {"prompt_embeds": array [T, E]}
+    # every launch goes to this file, see `jaxpage replay`; it holds the token ids of prompts and answers, but no text
+    record_calls: str | None = None
     enforce_eager: bool = False  # compile a program at its first use, not before the first request
     max_logprobs: int = 20  # largest `logprobs` of a request; -1: the vocabulary
     logprobs_mode: str = "raw"  # or "temperature", "processed": which logits they come from
-    chat_template: str | None = None  # a file or the template; None: the tokenizer's
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()
@@ -123,16 +127,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_cache_dtype"):
             object.__setattr__(self, name, _dtype_name(getattr(self, name)))
-        for name in ("model", "tokenizer", "chat_template"):
+        for name in ("model", "tokenizer", "chat_template", "record_calls"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name in ("hf_overrides", "override_generation_config"):
             if getattr(self, name) == {}:
                 object.__setattr__(self, name, None)
-        if not isinstance(self.model, str) or not self.model:
-            raise ValueError(
-                f"model must be a folder or a name on the Hugging Face hub, got {self.model!r}"
-            )
+        if not isinstance(self.model, str):
+            raise ValueError(_NO_MODEL.format(self.model))
         for name, choices in _CHOICES.items():
             value = str(getattr(self, name))
             if value not in choices:
@@ -181,19 +183,22 @@ class EngineConfig:
         Options of vLLM that jaxpage lacks are accepted at values that ask for nothing. Raises ValueError
         for other values of them, TypeError for names that nobody knows.
         """
-        if options.get("model") is None:
-            raise ValueError("model must be a folder or a name on the Hugging Face hub, got None")
+        if not options.get("model"):
+            raise ValueError(_NO_MODEL.format(options.get("model")))
         known = [f.name for f in dataclasses.fields(EngineConfig)]
         ours, without_effect = translate(options, known)
         given = tuple(ours.pop("options_without_effect", ()))
         return cls(**ours, options_without_effect=(*given, *without_effect))
 
-    def with_local_files(self) -> EngineConfig:
-        """The same with folders for names of the hub, downloaded where that is needed. Raises ValueError."""
+    def with_local_files(self, *, weights: bool = True) -> EngineConfig:
+        """The same with folders for names of the hub, downloaded where that is needed. Raises ValueError.
+
+        Without `weights` the small files are enough.
+        """
         options = {
             "download_dir": self.download_dir,
             "token": self.hf_token,
-            "needs_weights": self.load_format != "dummy",
+            "needs_weights": weights and self.load_format != "dummy",
         }
         model = local_folder("model", self.model, revision=self.revision, **options)
         tokenizer = self.tokenizer

@@ -91,6 +91,7 @@ class EngineSpec:
             decode_steps=config.decode_steps,
             num_top_logprobs=size if config.max_logprobs == -1 else min(config.max_logprobs, size),
             logprobs_mode=config.logprobs_mode,
+            prompt_embeds=config.enable_prompt_embeds,
         )
 
     def transform_weights(self) -> set[str]:
@@ -174,7 +175,7 @@ def make_engine_spec(
 
     `device_memory`: bytes of the device, None to ask it; `mesh`: of devices like `device`.
     """
-    options = options.with_local_files()
+    options = options.with_local_files(weights=False)
     hardware = Device.of(device, memory_bytes=device_memory)
     hf_config = load_hf_config(options.model, options.hf_overrides)
     registry.family(hf_config)  # an unknown architecture is refused before what its config lacks

@@ -79,3 +79,12 @@ def _is_complete(folder: Path, needs_weights: bool) -> bool:
         return all((folder / file).is_file() for file in set(index["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
+
+
+def display_name(folder: str) -> str:
+    """The name of a model on the hub, of its snapshot in a cache; else the folder's last part."""
+    path = Path(folder).absolute()
+    for part in path.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return path.name

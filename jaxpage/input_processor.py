@@ -11,7 +11,9 @@ import hashlib
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.prompts import Limits, Prompt, check, check_params, parse, parse_chat
+import numpy as np
+
+from jaxpage.prompts import EmbedsForm, Limits, Prompt, check, check_params, parse, parse_chat
 from jaxpage.request import Request
 from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
@@ -34,6 +36,7 @@ class InputProcessor:
             max_model_len=built.config.max_model_len,
             max_logprobs=built.config.max_logprobs,
             has_tokenizer=built.tokenizer is not None,
+            embeds=_embeds_form(built),
         )
         self.eos_token_ids = built.eos_token_ids  # the first is EOS proper
         self._config = built.config
@@ -105,6 +108,13 @@ class InputProcessor:
         request.request_id = request_id
         return request
 
+    def _rounded(self, prompt: Prompt) -> np.ndarray | None:
+        """The prompt's embeddings in the model's dtype: the engine's own, whatever the caller does to his."""
+        form = self.limits.embeds
+        if prompt.embeds is None or form is None:
+            return None
+        return np.array(prompt.embeds, form.dtype, order="C")
+
     def _request(
         self, prompt: Prompt, params: SamplingParams, *, number: int, priority: int
     ) -> Request:
@@ -134,10 +144,18 @@ class InputProcessor:
             bad_words_token_ids=bad_words,
             priority=priority,
             cache_salt=prompt.cache_salt,
+            prompt_embeds=self._rounded(prompt),
         )
         request.features = features_of(request)
         request.slot_fields = slot_fields_of(request, self.limits.vocab_size)
         return request
+
+
+def _embeds_form(built: Built) -> EmbedsForm | None:
+    if not built.config.enable_prompt_embeds:
+        return None
+    model = built.model.config
+    return EmbedsForm(model.hidden_size, np.dtype(model.dtype))
 
 
 def derive_seed(engine_seed: int, number: int) -> int:

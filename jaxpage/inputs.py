@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NotRequired, TypeAlias, TypedDict
 
+import numpy as np
+
 
 class TextPrompt(TypedDict):
     """A text, which the tokenizer makes ids of."""
@@ -20,4 +22,11 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType: TypeAlias = str | TextPrompt | list[int] | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """Embeddings in the place of tokens; needs `enable_prompt_embeds=True`."""
+
+    prompt_embeds: np.ndarray  # [T, E]
+    cache_salt: NotRequired[str]
+
+
+PromptType: TypeAlias = str | TextPrompt | list[int] | TokensPrompt | EmbedsPrompt

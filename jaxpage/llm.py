@@ -81,8 +81,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer each prompt; results in the order of the prompts, final ones whatever `output_kind`.
 
-        A prompt is a str, a list of ids, or a dict with "prompt" or "prompt_token_ids" and
-        optionally "cache_salt"; `prompts` is one or a list of them (a list of ids is one).
+        A prompt is a str, a list of ids, or a dict with "prompt", "prompt_token_ids" or
+        "prompt_embeds" (an array [T, E], with `enable_prompt_embeds`) and optionally "cache_salt";
+        `prompts` is one or a list of them (a list of ids is one).
         `sampling_params` is one for all, one for each, or None for `get_default_sampling_params()`.
         `tokenization_kwargs` go to the tokenizer. Raises ValueError before anything runs if any
         prompt or its params cannot be served; on any exception later, the requests of this call are
@@ -313,13 +314,15 @@ class LLM:
 
         Without `kv_offload_dir` nothing happens.
         """
-        self._engine.save_prefix_cache()
+        with self._caller:
+            self._engine.save_prefix_cache()
 
     def wait_until_warm(self) -> None:
         """Until every program is compiled; the first requests need not wait for all of them.
 
         Call it before measuring anything. Raises what the compiler raised.
         """
+        self._caller.check_process()
         self._engine.runner.wait_until_warm()
 
     def reset_prefix_cache(self) -> bool:

@@ -25,7 +25,9 @@ def make_detokenizer(tokenizer: Any, request: Request) -> Detokenizer | None:
     """Of one sequence of a request; None if no text is wanted, or `tokenizer` is None."""
     if tokenizer is None or not request.params.detokenize:
         return None
-    return Detokenizer(tokenizer, request.params, request.prompt_token_ids)
+    # The ids of a prompt of embeddings are no tokens.
+    before = request.prompt_token_ids if request.prompt_embeds is None else []
+    return Detokenizer(tokenizer, request.params, before)
 
 
 class Processed(NamedTuple):
@@ -134,7 +136,10 @@ class _RequestState:
         params = request.params
         self.request = request
         self.request_id = request.request_id
-        self.prompt_token_ids = list(request.prompt_token_ids)  # the users'; the other the engine's
+        # The user's copy; the other is the engine's. Embeddings have no ids.
+        self.prompt_token_ids = (
+            list(request.prompt_token_ids) if request.prompt_embeds is None else []
+        )
         self.kind = params.output_kind
         self.reports_progress = self.kind is not RequestOutputKind.FINAL_ONLY
         self.sequences = [

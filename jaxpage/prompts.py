@@ -9,14 +9,17 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
 
 from jaxpage.chat_template import CONTENT_FORMATS, check_conversations, render
 from jaxpage.sampling.constraints import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import load_chat_template
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
 _TOKENIZER_OPTIONS = ("add_special_tokens", "truncation", "max_length")
 
 
@@ -27,6 +30,14 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None  # prompts of different salts share no cached KV
+    embeds: np.ndarray | None = None  # [T, E] in the place of T tokens, whose ids are 0 then
+
+
+class EmbedsForm(NamedTuple):
+    """What the embeddings of a prompt must be."""
+
+    hidden_size: int
+    dtype: np.dtype  # the model's, to which they are rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,7 @@ class Limits:
     max_model_len: int  # tokens of prompt and answer
     max_logprobs: int  # -1: no limit
     has_tokenizer: bool
+    embeds: EmbedsForm | None = None  # of prompts given as embeddings; None: there are none
 
 
 def parse(
@@ -80,17 +92,38 @@ def _parse_one(prompt: Any) -> Prompt:
             f"a prompt with {', '.join(map(repr, unknown))} is not supported; a dict may have "
             f"{', '.join(_PROMPT_KEYS)}"
         )
-    text, ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
-    if text is None and ids is None:
-        raise ValueError(f'a prompt needs "prompt" or "prompt_token_ids", got {dict(prompt)!r}')
+    text, ids, embeds, salt = (prompt.get(key) for key in _PROMPT_KEYS)
+    if text is None and ids is None and embeds is None:
+        raise ValueError(
+            f'a prompt needs "prompt", "prompt_token_ids" or "prompt_embeds", got {dict(prompt)!r}'
+        )
+    if embeds is not None and (text is not None or ids is not None):
+        raise ValueError('"prompt_embeds" stand alone: leave "prompt" and "prompt_token_ids" out')
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"prompt" must be a str, got {text!r}; ids go into "prompt_token_ids"')
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f'"cache_salt" must be a non-empty str, got {salt!r}')
+    if embeds is not None:
+        embeds = _to_embeds(embeds)
+        return Prompt(token_ids=[0] * len(embeds), cache_salt=salt, embeds=embeds)
     token_ids = [] if ids is None else _to_ids(ids)
     if ids is not None and not token_ids:
         raise ValueError("a prompt must have at least one token, prompt_token_ids is empty")
     return Prompt(token_ids=token_ids, text=text, cache_salt=salt)
+
+
+def _to_embeds(embeds: Any) -> np.ndarray:
+    """[T, E] of an array of NumPy, JAX or torch."""
+    if hasattr(embeds, "detach"):  # torch, whose bfloat16 NumPy does not know
+        embeds = embeds.detach().cpu().float()
+    array = np.asarray(embeds)
+    is_float = np.issubdtype(array.dtype, np.floating) or array.dtype == ml_dtypes.bfloat16
+    if array.ndim != 2 or len(array) == 0 or not is_float:
+        raise ValueError(
+            f'"prompt_embeds" must be floats [T, E] with at least one row, got {array.dtype} '
+            f"{list(array.shape)}"
+        )
+    return array
 
 
 def _to_ids(ids: Any) -> list[int]:
@@ -188,6 +221,20 @@ def check(prompt: Prompt, limits: Limits) -> None:
             "leaves no room for an answer; shorten the prompt or raise max_model_len"
         )
     _check_ids("prompt_token_ids", prompt.token_ids, limits)
+    if prompt.embeds is not None:
+        _check_embeds(prompt.embeds, limits)
+
+
+def _check_embeds(embeds: np.ndarray, limits: Limits) -> None:
+    if limits.embeds is None:
+        raise ValueError('"prompt_embeds" need LLM(..., enable_prompt_embeds=True)')
+    if embeds.shape[1] != limits.embeds.hidden_size:
+        raise ValueError(
+            f'"prompt_embeds" are {list(embeds.shape)}, but the embeddings of this model have '
+            f"{limits.embeds.hidden_size} dimensions"
+        )
+    if not np.isfinite(embeds.astype(np.float32)).all():
+        raise ValueError('"prompt_embeds" must be finite, got NaN or infinity')
 
 
 def check_params(

@@ -116,7 +116,7 @@ class SamplingParams:
     @classmethod
     def from_optional(cls, **options: Any) -> SamplingParams:
         """The params of an OpenAI request: None means the default, biases are cut to [-100, 100]."""
-        given = {
+        given: dict[str, Any] = {
             name: value
             for name, value in options.items()
             if value is not None or name not in _NEVER_NONE

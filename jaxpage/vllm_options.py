@@ -60,8 +60,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "pooler_config": (),
         "io_processor_plugin": (),
     },
-    "prompts are text or token ids": {
-        "enable_prompt_embeds": (False,),
+    "prompts are text, token ids or embeddings": {
         "enable_mm_embeds": (False,),
         "mm_encoder_only": (False,),
         "mm_processor_kwargs": (),
@@ -254,7 +253,8 @@ def translate(options: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, 
         if name == "quant_policy":
             ours["kv_cache_dtype"] = _kv_cache_dtype(value, options.get("kv_cache_dtype"))
         elif name == "kv_offloading_size":
-            ours["swap_space"] = value or 0.0
+            if value is not None:
+                ours["swap_space"] = value
         elif name in _WITHOUT_EFFECT:
             if not _asks_for_nothing(value, (_WITHOUT_EFFECT[name],)):
                 without_effect.append(name)

@@ -37,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
         HF_HUB_DISABLE_PROGRESS_BARS="1",
         TQDM_DISABLE="1",
         TOKENIZERS_PARALLELISM="false",
+        # torch is the oracle of tiny models: its threads would spend their time waiting for each other.
+        OMP_NUM_THREADS="1",
         # Bugs that these two turn into errors: a silent upcast to float32, a silent broadcast.
         JAX_NUMPY_DTYPE_PROMOTION="strict",
         JAX_NUMPY_RANK_PROMOTION="raise",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+import jaxpage
 from jaxpage import cli, demo
 from jaxpage.bench import scheduler
-from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from jaxpage.sampling_params import SamplingParams
 
 
@@ -141,10 +143,71 @@ def test_flags_that_cannot_be_read_end_with_2(calls, args):
     assert calls == []
 
 
-@pytest.mark.parametrize("args", [[], ["serve"], ["bench"], ["bench", "nothing"]])
-def test_unknown_commands_show_the_usage(args, capsys):
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ([], "usage"),
+        (["serve"], "jaxpage: there is no command 'serve'"),
+        (["--frobnicate"], "jaxpage: there is no command '--frobnicate'"),
+        (["bench"], "jaxpage: there is no bench without a name"),
+        (["bench", "nothing"], "jaxpage: there is no bench 'nothing'"),
+    ],
+)
+def test_unknown_commands_are_named_and_show_the_usage(args, named, capsys):
     assert cli.main(args) == 2
-    assert "usage: jaxpage" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(named) and "usage: jaxpage" in error
+
+
+def test_the_version_is_told(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxpage {jaxpage.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "plan", "compile", "doctor", "bench step"])
+def test_help_is_for_users(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*name.split(), "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for internal in ("Raises", "ValueError", "Returns", "{None}", "flags.", "options_without"):
+        assert internal not in text
+    assert f"usage: jaxpage {name}" in text
+
+
+def test_help_of_generate_begins_with_what_most_want(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    text = capsys.readouterr().out
+    places = [
+        text.index(words)
+        for words in (
+            *("--prompt ", "--model ", "sampling options", "--max-tokens ", "--temperature "),
+            *("--min-tokens ", "engine options", "--dtype ", "--max-model-len ", "--revision "),
+        )
+    ]
+    assert places == sorted(places)
+    assert "--max-tokens INT" in text and "--temperature FLOAT" in text
+
+
+def test_params_are_checked_before_a_model_is_loaded(calls, capsys):
+    for command in (["generate", "--prompt", "x"], ["chat"]):
+        assert cli.main([*command, "--model", "m", "--temperature", "5"]) == 2
+        assert "temperature must be in [0, 2], got 5.0" in capsys.readouterr().err
+    # What is not given comes from the model, so it cannot be checked yet.
+    assert cli.main(["generate", "--model", "m", "--prompt", "x", "--min-tokens", "9"]) == 0
+    assert len(calls) == 1
+
+
+def test_biases_allowed_ids_and_logprobs(calls, capsys, monkeypatch):
+    args = ["generate", "--model", "m", "--prompt", "one", "--logprobs", "1"]
+    args += ["--logit-bias", '{"5": -2.5, "6": -Infinity}', "--allowed-token-ids", "5", "6"]
+    assert cli.main(args) == 0
+    params = calls[0].params
+    assert params.logit_bias == {5: -2.5, 6: -math.inf}
+    assert (params.allowed_token_ids, params.logprobs) == ([5, 6], 1)
+    entries = {7: Logprob(-0.5, 2, " a"), 8: Logprob(-0.25, 1, "b")}
+    assert cli._logprobs_line(7, entries).split() == ["7", "'", "a'", "-0.500", "'b'", "-0.250"]
 
 
 def test_bench_commands_get_their_flags(monkeypatch):

@@ -310,6 +310,11 @@ def test_options_that_tune_what_jaxpage_lacks_are_remembered_to_be_told():
     assert on_gpu.options_without_effect == ()
 
 
+def test_the_newer_name_of_swap_space():
+    for options in ({"kv_offloading_size": 2.0}, {"swap_space": 2.0, "kv_offloading_size": None}):
+        assert EngineConfig.from_options(model="m", **options).swap_space == 2.0
+
+
 def test_the_options_of_a_config_make_the_same_config():
     config = EngineConfig.from_options(model="m", dtype="half", optimization_level=3)
     assert EngineConfig.from_options(**dataclasses.asdict(config)) == config
@@ -405,12 +410,12 @@ def test_engine_args_are_the_options_of_an_llm():
 
 
 def test_names_of_vllm_can_be_imported():
-    from jaxpage.inputs import PromptType, TextPrompt, TokensPrompt
+    from jaxpage.inputs import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from jaxpage.sampling_params import BeamSearchParams
 
     assert TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
     assert TextPrompt(prompt="a") == {"prompt": "a"}
-    assert TokensPrompt in PromptType.__args__
+    assert {TokensPrompt, TextPrompt, EmbedsPrompt} < set(PromptType.__args__)
     assert BeamSearchParams(2, 3).beam_width == 2
 
 

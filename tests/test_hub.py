@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxpage import LLM, tiny
 from jaxpage.config import EngineConfig
+from jaxpage.engine_spec import make_engine_spec
 from jaxpage.hub import local_folder
 
 NAME, COMMIT = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567"
@@ -84,6 +86,8 @@ def test_random_weights_and_tokenizers_need_no_weights(cache):
     assert config.model == config.tokenizer == str(snapshot(cache))
     with pytest.raises(ValueError, match="only partly"):
         EngineConfig.from_options(**options).with_local_files()
+    spec = make_engine_spec(EngineConfig.from_options(**options), device=jax.local_devices()[0])
+    assert spec.config.model == str(snapshot(cache))  # as `plan` and `compile` do
 
 
 def test_what_is_missing_is_downloaded(cache, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import signal
 import threading
@@ -605,14 +606,18 @@ def test_a_forked_child_is_told_that_it_has_no_device(make):
         child = os.fork()
     if child == 0:
         try:
-            llm.generate([5], LONG)
-        except RuntimeError as e:
-            os.write(writable, str(e).encode())
+            for call in (lambda: llm.generate([5], LONG), llm.step, llm.wait_until_warm):
+                try:
+                    call()
+                except RuntimeError as e:
+                    os.write(writable, f"{e}\n".encode())
         finally:
             os._exit(0)
     os.close(writable)
-    with os.fdopen(readable, encoding="utf-8") as message:
-        assert f"made in process {os.getpid()}, and this is its forked child" in message.read()
+    with os.fdopen(readable, encoding="utf-8") as messages:
+        told = messages.read().splitlines()
+    wanted = f"made in process {os.getpid()}, and this is its forked child"
+    assert len(told) == 3 and all(wanted in message for message in told)
     os.waitpid(child, 0)
     assert llm.generate([5], LONG)[0].finished
 
@@ -638,10 +643,11 @@ def test_a_detokenizer_that_raises_ends_its_request_and_no_other(make, overlap):
     assert llm.reset_prefix_cache()
 
 
+@pytest.mark.slow
 def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
     """As vLLM does: benchmarks ask for both. Here the device is real."""
 
-    def answers(eos: list[int], *min_tokens: int) -> list[list[int]]:
+    def answers(eos: list[int], *options: dict) -> list[list[int]]:
         llm = LLM(
             folder,
             max_model_len=64,
@@ -652,14 +658,17 @@ def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
             override_generation_config={"eos_token_id": eos},
         )
         params = [
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, min_tokens=n)
-            for n in min_tokens
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, **given)
+            for given in options
         ]
         return [o.outputs[0].token_ids for o in llm.generate([[5, 6, 7]] * len(params), params)]
 
-    (free,) = answers([EOS], 0)
+    (free,) = answers([EOS], {})
     eos = [free[0], free[2]]  # further ids, which only the generation config knows
-    unmasked, masked = answers(eos, 0, 6)
+    unmasked, masked, banned = answers(
+        eos, {}, {"min_tokens": 6}, {"logit_bias": {free[0]: -math.inf}}
+    )
     assert unmasked == free
     assert len(masked) == 24
     assert not {*eos, EOS} & set(masked[:6])
+    assert free[0] not in banned

@@ -29,7 +29,7 @@ class Plan:
     """Compile a model's largest steps for a chip; say whether it fits, and how fast it can be."""
 
     # a folder with config.json, or that file; no weights are read
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     target: str = "v6e:2x2"  # chip and topology: v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1, h200
     tp: int = 1  # devices that share the weights and the heads
     compare: tuple[str, ...] = ()  # further targets, for a table

@@ -63,10 +63,10 @@ def compiler_advice(platform: str) -> str:
     package, wanted = COMPILERS[platform], wanted_version(platform)
     try:
         installed = metadata.version(package)
+        if not wanted or Requirement(f"{package}{wanted}").specifier.contains(installed):
+            return ""
     except metadata.PackageNotFoundError:  # a nightly build has another name
-        installed = "0"
-    if not wanted or Requirement(f"{package}{wanted}").specifier.contains(installed):
-        return ""
+        installed = "of another name"
     return (
         f"{package} {installed} is installed, and jax {metadata.version('jax')} is made for "
         f"{package}{wanted}: pip install '{package}{wanted}'"

@@ -245,7 +245,8 @@ def _load_transformers(folder: Path, options: Options) -> tuple[Any, dict[str, s
         with torch.device(device):
             model = auto.from_config(transformers.AutoConfig.for_model(**fields), dtype=dtype)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    return model.to(device).eval(), versions
+    placed: Any = model.eval()
+    return placed.to(device), versions
 
 
 def _greedy(max_tokens: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def make_scheduler(
     *,
     enable_prefix_caching: bool = True,
     windows: Windows = (None,),
-    **limits: int,
+    **limits: Any,
 ) -> Scheduler:
     """One whose pool has so many blocks besides the null block. `limits` are the scheduler's."""
     caching = {"enable_prefix_caching": enable_prefix_caching, "windows": windows}

@@ -142,6 +142,7 @@ def step_seconds(llm: LLM, load: ServingLoad, batch: int) -> tuple[float, float]
                 if output.request_id == names[-1]:
                     return len(output.outputs[0].token_ids)
 
+    before = after = 0
     for _ in range(4):  # the first launches of this size compile, and the overlap begins
         before = known()
     first, taken = before, []

@@ -99,7 +99,7 @@ def _measure(llm: LLM, batch: int, context: int) -> dict[str, Any]:
     name = f"decode R={max(2, 1 << (batch - 1).bit_length())}"
     (text,) = (p.executable.as_text() for p in llm.programs() if p.name == name and p.executable)
     steps = NUM_STEPS * _TRACED_LAUNCHES
-    parts = {part: total / 1e3 / steps for part, total in by_part(micros, text).items()}
+    parts = {part: total / 1e3 / steps for part, total in by_part(micros, text or "").items()}
     return {"batch": batch, "step": statistics.median(seconds) * 1e3 / NUM_STEPS, "parts": parts}
 
 

@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]  # of this checkout
 # At the end of the path, so that other packages never come from there.
@@ -88,7 +88,7 @@ class RemoteObject:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def __enter__(self) -> RemoteObject:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import shlex
 import subprocess
 import tempfile
@@ -21,7 +22,6 @@ from typing import Any
 
 from jaxpage.bench.results import Context, Result, failed, last_line, missing, table_of_bars
 from jaxpage.bench.subprocess_rpc import ROOT, RemoteObject
-from jaxpage.runner.verified_files import write_atomically
 
 # In the order of their run: what the bars refer to; what the table of bars is about; each kernel in all its forms.
 PARTS = {  # name: the function, and the seconds that it may take while others wait
@@ -147,9 +147,11 @@ class Report:
             | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
             | {key: self.device.get(key) for key in ("device", "platform", "jax")}
         )
-        if self._bench.json is not None:  # atomically: the process may be killed at any time
-            text = json.dumps({"results": self._written}, indent=1) + "\n"
-            write_atomically(self._bench.json, text.encode())
+        if path := self._bench.json:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_name(path.name + ".part")
+            draft.write_text(json.dumps({"results": self._written}, indent=1) + "\n")
+            os.replace(draft, path)  # whole or not at all: the process may be killed at any time
 
 
 def _commit() -> str:

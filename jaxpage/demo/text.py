@@ -120,7 +120,7 @@ def talk(rng: random.Random) -> Turn:
 
 def story(rng: random.Random, animal: str | None = None) -> Turn:
     """A request for a story, and one of the very many that `words.STORY` can tell."""
-    animal = animal or rng.choice(words.STORY_ANIMALS)
+    animal = rng.choice(words.STORY_ANIMALS) if animal is None else animal
     friend = rng.choice([other for other in words.STORY_ANIMALS if other != animal])
     mood, friend_mood = rng.sample(words.STORY_MOODS, 2)
     parts = {"animal": animal, "friend": friend, "mood": mood, "friend_mood": friend_mood}

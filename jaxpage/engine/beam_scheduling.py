@@ -30,7 +30,6 @@ def first_sequences(
     request: Request,
     new_sequence: Callable[[Request, int], Sequence],
     kv: KVCache,
-    *,
     num_slots: int,
     max_query_len: int,
 ) -> list[Sequence]:

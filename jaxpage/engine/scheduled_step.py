@@ -64,6 +64,14 @@ class ScheduledStep:
             sequence.num_in_flight += 1
         return end == known and request.params.n > len(request.sequences)
 
+    def add_sibling(self, parent: Sequence, sibling: Sequence, slot: int) -> None:
+        """A row of the request in the row before it, which has just computed the prompt's last token."""
+        sibling.slot = slot
+        self.kv.share(parent, sibling)
+        self.admitted.append(sibling)
+        known = len(sibling.token_ids)
+        self.add_row(sibling, known, 0, known)
+
     def add_late_row(self, sequence: Sequence) -> None:
         """Plan a row that samples from what an earlier step computed, if its mask is there now."""
         mask = next_mask(sequence)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from functools import partial
 
 from jaxpage.engine import beam_scheduling
 from jaxpage.engine.collect import collect
 from jaxpage.engine.counters import Counters, count_first_scheduling
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduled_step import ScheduledStep
-from jaxpage.engine.sequences import check_runnable, new_sequence
+from jaxpage.engine.sequences import check_runnable, cut_output, new_sequence
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence, WaitingFor
@@ -45,15 +46,12 @@ class Scheduler:
         policy: str = "fcfs",
         decode_steps: int = 1,
     ):
-        """Raises ValueError for limits below 1."""
-        limits = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len - 1,  # a token of prompt, a token of answer
-            "decode_steps": decode_steps,
-        }
-        if min(limits.values()) < 1:
-            raise ValueError(f"too small: {[name for name, limit in limits.items() if limit < 1]}")
+        """Raises ValueError for limits below 1, or no room for a token of prompt and a token of answer."""
+        if min(max_num_seqs, max_num_batched_tokens, max_model_len - 1, decode_steps) < 1:
+            raise ValueError(
+                f"{max_num_seqs=}, {max_num_batched_tokens=}, {decode_steps=} must be at least 1, "
+                f"and {max_model_len=} at least 2"
+            )
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy {policy!r} is neither 'fcfs' nor 'priority'")
         self.kv = kv
@@ -67,18 +65,16 @@ class Scheduler:
         self._by_priority = policy == "priority"
         self._free_slots = list(range(max_num_seqs, 0, -1))  # slot 0 is the null slot
         self._num_arrivals = 0
+        self._new_sequence = partial(new_sequence, max_model_len=max_model_len)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError, before anything changes, for what can never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         check_runnable(request, self.max_model_len, self.kv.pool, self.max_num_batched_tokens)
+        num_slots = len(self._free_slots) + len(self.running)
         request.sequences = beam_scheduling.first_sequences(
-            request,
-            self._new_sequence,
-            self.kv,
-            num_slots=len(self._free_slots) + len(self.running),
-            max_query_len=self.max_num_batched_tokens,
+            request, self._new_sequence, self.kv, num_slots, self.max_num_batched_tokens
         )
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -90,9 +86,7 @@ class Scheduler:
         """Plan a step for the caller to launch; None if there is nothing to do before `update`."""
         step = ScheduledStep(self.kv)
         self.kv.begin_plan()
-        budget, has_preempted = self._plan_running(step)
-        if not has_preempted:
-            self._admit(step, budget)
+        self._admit(step, self._plan_running(step))
         for sequence in step.admitted:
             insort(self.running, sequence, key=self._order)
         step.append_late_rows()
@@ -108,7 +102,7 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: StepResult) -> StepOutput:
         """Append what a step sampled. Returns what each sequence gained, and which of them ended."""
         collected = collect(self.kv, step, result)
-        self.counters.generation_tokens += collected.num_tokens
+        self.counters.count_result(result, collected.num_tokens)
         if collected.ended:
             self._remove(collected.ended)
         return collected.output
@@ -117,36 +111,31 @@ class Scheduler:
         """End a sequence with fewer tokens than it may have: its text met a stop string."""
         self.counters.generation_tokens -= end.num_dropped
         request = self.requests.get(end.request_id)
-        if request is None:
-            return
-        sequence = request.sequences[end.index]
-        if sequence.finish_reason is None:
-            del sequence.token_ids[len(request.prompt_token_ids) + end.num_tokens :]
-            sequence.finish_reason = FinishReason.STOP
+        if request is not None and not request.sequences[end.index].finished:
+            sequence = request.sequences[end.index]
+            cut_output(sequence, end.num_tokens)
             self._remove([sequence])
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, with what it has; None if there is no such unfinished request."""
         request = self.requests.get(request_id)
-        if request is None:
-            return None
-        for sequence in request.sequences:
-            if not sequence.finished:
-                sequence.finish_reason = FinishReason.ABORT
-        self._remove(request.sequences)  # all: one may have ended in an update that then failed
+        if request is not None:
+            for sequence in request.sequences:
+                sequence.finish_reason = sequence.finish_reason or FinishReason.ABORT
+            self._remove(request.sequences)  # all: one may have ended in an update that then failed
         return request
 
     def abort_steps(self, steps: Iterable[ScheduledStep]) -> list[Request]:
         """End the requests of steps that failed. Nothing they wrote, or failed to, is reused."""
         requests = dict.fromkeys(s.request.request_id for step in steps for s in step.sequences)
-        ended = [self.abort(request_id) for request_id in requests]
+        ended = [request for i in requests if (request := self.abort(i)) is not None]
         self.kv.invalidate(self.waiting)  # last: sequences that end leave their blocks in the cache
-        return [request for request in ended if request is not None]
+        return ended
 
     def preempt_all(self) -> None:
         """All KV is lost: every running sequence is to be computed anew."""
         while self.running:
-            self._preempt(self.running[-1], swap=False)
+            self._preempt_last(swap=False)
         self.kv.invalidate(self.waiting)
 
     def begin_weight_epoch(self) -> None:
@@ -157,11 +146,8 @@ class Scheduler:
         request = sequence.request
         return (request.priority if self._by_priority else 0, request.arrival, sequence.index)
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
-        return new_sequence(request, index, self.max_model_len)
-
-    def _plan_running(self, step: ScheduledStep) -> tuple[int, bool]:
-        """Rows for the running sequences, front first. Returns the budget's rest, and whether one was preempted."""
+    def _plan_running(self, step: ScheduledStep) -> int:
+        """Rows for the running sequences, front first. Returns the budget left for others: 0 if one was preempted."""
         budget, running, index = self.max_num_batched_tokens, self.running, 0
         num_preemptions = self.counters.num_preemptions
         while index < len(running):  # victims leave at the end
@@ -178,14 +164,13 @@ class Scheduler:
             count = known - start
             if count > budget:
                 count = budget
-            if start + count > sequence.writable_len and not self._make_room(
-                step, sequence, start + count
-            ):
+            end = start + count
+            if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             budget -= count
-        return budget, self.counters.num_preemptions > num_preemptions
+        return budget if self.counters.num_preemptions == num_preemptions else 0
 
     def _make_room(self, step: ScheduledStep, sequence: Sequence, end: int) -> bool:
         """Have a running sequence grow, and preempt others until it can. False if it was preempted itself."""
@@ -194,17 +179,16 @@ class Scheduler:
             reserve = beam_scheduling.num_reserved_blocks(self.kv, sequence)
             if self.kv.grow(step.plan, sequence, end, reserve=reserve):
                 return True
-            self._preempt(self.running[-1])
+            self._preempt_last()
             if not sequence.slot:
                 return False
 
-    def _preempt(self, victim: Sequence, *, swap: bool = True) -> None:
+    def _preempt_last(self, *, swap: bool = True) -> None:
         """Back to waiting, with its tokens. Its KV is swapped out, still found in the cache, or recomputed.
 
         Tokens it has in flight count when they are collected; it may even end then, while waiting.
         """
-        popped = self.running.pop()
-        assert popped is victim
+        victim = self.running.pop()
         if not (swap and self.kv.swap_out(victim)):
             self.kv.release(victim)
         self._free_slot(victim)
@@ -215,7 +199,7 @@ class Scheduler:
         if victim.request.beams is not None:
             beam_scheduling.preempt(victim)
             if self.running and self.running[-1].request is victim.request:
-                self._preempt(self.running[-1])  # together
+                self._preempt_last()  # together
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
         """Rows for waiting sequences, in order, until one does not fit."""
@@ -247,17 +231,14 @@ class Scheduler:
 
         One that finds no slot waits like any other and later finds the prompt in the cache, or computes it.
         """
-        request, prompt_len = parent.request, parent.num_computed_tokens
+        request = parent.request
         siblings = [self._new_sequence(request, index) for index in range(1, request.params.n)]
         request.sequences += siblings
         for sibling in siblings:
-            if not self._free_slots:
+            if self._free_slots:
+                step.add_sibling(parent, sibling, self._free_slots.pop())
+            else:
                 insort(self.waiting, sibling, key=self._order)
-                continue
-            sibling.slot = self._free_slots.pop()
-            self.kv.share(parent, sibling)
-            step.admitted.append(sibling)
-            step.add_row(sibling, prompt_len, 0, prompt_len)
 
     def _remove(self, ended: list[Sequence]) -> None:
         """Take sequences that ended out of the queues."""

@@ -90,3 +90,9 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
             continue
         return token_ids[:count]
     return token_ids
+
+
+def cut_output(sequence: Sequence, num_tokens: int) -> None:
+    """End a sequence whose text has ended after so many of its output tokens."""
+    del sequence.token_ids[len(sequence.request.prompt_token_ids) + num_tokens :]
+    sequence.finish_reason = FinishReason.STOP

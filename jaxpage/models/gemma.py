@@ -64,7 +64,7 @@ def gemma3_text_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of the text part of a Gemma3ForConditionalGeneration."""
-    (architecture,) = hf.architectures
+    architecture = (hf.architectures or ["?"])[0]
     text = hf.get_text_config()
     return _gemma_config(text, dtype, max_model_len, qk_norm=True, architecture=architecture)
 

@@ -95,7 +95,7 @@ class MeasuredSizes:
 
     def __init__(self, root: Path | None, facts: Facts):
         self._path = None if root is None else folder_of(root, facts).with_suffix(".sizes")
-        found = None if self._path is None else _read_json(self._path)
+        found: Any = None if self._path is None else _read_json(self._path)
         is_whole = isinstance(found, dict) and all(type(n) is int for n in found.values())
         self._numbers: dict[str, int] = found if is_whole else {}
 

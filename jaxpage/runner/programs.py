@@ -265,7 +265,7 @@ def _compile_behind(
             return
         if len(programs.ready) == len(programs.names):
             programs.seconds = time.perf_counter() - start
-            logger.info("%s", programs.manifest())
+            logger.debug("%s", programs.manifest())
         del programs
 
 

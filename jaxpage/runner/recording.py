@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,7 @@ from jaxpage.runner.calls import Call
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 2**30  # of a recording; what comes later is not recorded
+MAX_BYTES = 2**30  # of a recording
 MAX_FRAME_BYTES = 2**32
 LENGTH_BYTES = 8
 
@@ -90,9 +90,9 @@ def read_calls(metadata: dict[str, Any], arrays: list[np.ndarray]) -> list[Call]
     return calls
 
 
-def result_frame(result: StepResult) -> bytes:
-    """A frame of what a step sampled."""
-    return frame(RESULT, [getattr(result, name) for name in _RESULT_FIELDS])
+def result_frame(launch: int, result: StepResult) -> bytes:
+    """A frame of what the step of a launch sampled."""
+    return frame(RESULT, [getattr(result, name) for name in _RESULT_FIELDS], launch=launch)
 
 
 def read_result(arrays: list[np.ndarray]) -> StepResult:
@@ -101,41 +101,66 @@ def read_result(arrays: list[np.ndarray]) -> StepResult:
 
 
 class CallRecorder:
-    """Writes a recording of at most MAX_BYTES. The file appears under its name when it is closed, or full."""
+    """Writes a recording to `file`, of at most `max_bytes`: what comes later is not recorded, and the log says so.
 
-    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any]):
-        """`header`: what the runner was built from, JSON. Raises OSError if the file cannot be made."""
-        self._path = Path(path)
-        self._partial = self._path.with_name(self._path.name + ".partial")
-        self._file: BinaryIO | None = self._partial.open("wb")
+    `close_file` is called once, when the recorder is closed or full.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        header: dict[str, Any],
+        *,
+        max_bytes: int = MAX_BYTES,
+        close_file: Callable[[], None] = lambda: None,
+    ):
+        """`header`: what the runner was built from, JSON."""
+        self._file: BinaryIO | None = file
+        self._max_bytes, self._close_file = max_bytes, close_file
         self._num_bytes = 0
         self._write(frame(HEADER, [], **header))
 
     def calls(self, calls: list[Call]) -> None:
+        """One launch. Launches are numbered from 0, in order."""
         self._write(calls_frame(calls))
 
-    def result(self, result: StepResult) -> None:
-        self._write(result_frame(result))
+    def result(self, launch: int, result: StepResult) -> None:
+        """What the step of a launch sampled, by the launch's number."""
+        self._write(result_frame(launch, result))
 
     def weights_changed(self) -> None:
+        """Somebody replaced parameters: what follows cannot be repeated with those of the checkpoint."""
         self._write(frame(WEIGHTS_CHANGED, []))
 
     def close(self) -> None:
-        """Give the file its name. Calling it again does nothing."""
+        """Calling it again does nothing."""
         if self._file is not None:
-            self._file.close()
             self._file = None
-            os.replace(self._partial, self._path)
+            self._close_file()
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
             return
-        if self._num_bytes + len(data) > MAX_BYTES:
-            logger.warning(
-                "%s is full (%d bytes); later calls are not recorded", self._path, MAX_BYTES
-            )
+        if self._num_bytes + len(data) > self._max_bytes:
+            logger.warning("the recording has %d bytes; later calls are left out", self._num_bytes)
             self.close()
             return
         self._file.write(data)
         self._file.flush()
         self._num_bytes += len(data)
+
+
+def record_to(path: str | os.PathLike[str], header: dict[str, Any]) -> CallRecorder:
+    """A recorder whose file appears as `path` when it is closed or full; until then it is `path`.partial.
+
+    Raises OSError if the file cannot be made.
+    """
+    whole = Path(path)
+    partial = whole.with_name(whole.name + ".partial")
+    file = partial.open("wb")
+
+    def close_file() -> None:
+        file.close()
+        os.replace(partial, whole)
+
+    return CallRecorder(file, header, close_file=close_file)

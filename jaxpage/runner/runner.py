@@ -44,6 +44,7 @@ class Launched:
     num_rows: int
     has_top_logprobs: bool
     result: DeviceResult
+    number: int = 0  # of the launch in a recording
 
 
 class Runner:
@@ -83,7 +84,8 @@ class Runner:
         self._seen = [weakref.ref(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
-        self._recorder = recorder
+        self.recorder = recorder
+        self._num_launches = 0
         self._counter = CompilationCounter()
         self.programs = Programs(self._lowerings.programs, store)
         # By token size: what `forward` gets for steps without embeddings, already on the device.
@@ -124,8 +126,8 @@ class Runner:
         changed = any(seen() is not leaf for seen, leaf in zip(self._seen, leaves, strict=True))
         if changed:
             self._seen = [weakref.ref(leaf) for leaf in leaves]  # weak: the trainer's to free
-            if self._recorder is not None:
-                self._recorder.weights_changed()
+            if self.recorder is not None:
+                self.recorder.weights_changed()
         return changed
 
     def recover(self) -> bool:
@@ -142,13 +144,14 @@ class Runner:
         result = self.execute(pack(plan, self._choose(plan), self._lowerings.layouts))
         assert result is not None, "a step ends with decode or sample"
         has_top = bool(plan.features & bits(TOP_LOGPROBS)) and self._spec.num_top_logprobs > 0
-        return Launched(plan.num_steps, plan.num_rows, has_top, result)
+        return Launched(plan.num_steps, plan.num_rows, has_top, result, self._num_launches - 1)
 
     def execute(self, step: Iterable[Call]) -> DeviceResult | None:
         """Run calls in order; returns what the last of them sampled, not yet computed. None if none of them samples."""
         step = list(step)
-        if self._recorder is not None:
-            self._recorder.calls(step)
+        if self.recorder is not None:
+            self.recorder.calls(step)
+        self._num_launches += 1
         result = None
         with self._counter.watching():
             for call in step:
@@ -162,8 +165,8 @@ class Runner:
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step and bring its result to the host. Blocks here, and only here."""
         result = to_host(launched)
-        if self._recorder is not None:
-            self._recorder.result(result)
+        if self.recorder is not None:
+            self.recorder.result(launched.number, result)
         return result
 
     def _choose(self, plan: StepPlan) -> StepPrograms:
@@ -191,9 +194,10 @@ class Runner:
                 leaves, self._kv_pool, self._state, *buffers
             )
             return result
-        if self._spec.prompt_embeds and len(buffers) == 1:
-            buffers += self._empty_embeds(name)
-        self._kv_pool, self._state = program(leaves, self._kv_pool, self._state, *buffers)
+        packed, *embeds = buffers
+        if self._spec.prompt_embeds and not embeds:
+            embeds = self._empty_embeds(name)
+        self._kv_pool, self._state = program(leaves, self._kv_pool, self._state, packed, *embeds)
         return None
 
     def _empty_embeds(self, name: str) -> tuple[jax.Array, ...]:

@@ -23,7 +23,8 @@ MAX_BAD_WORDS = 128  # bad_words of one request, after tokenisation
 MAX_BAD_WORD_LEN = 16  # tokens in one of them
 
 _ALL_TOKENS = 0xFFFFFFFF  # in each word of a mask
-_NO_TOKEN = 2**31 - 1  # an id outside every vocabulary: scatters drop it
+_MOST_INT32 = 2**31 - 1
+_NO_TOKEN = _MOST_INT32  # an id outside every vocabulary: scatters drop it
 
 
 def pack_mask(ids: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -133,7 +134,7 @@ CONSTRAINTS = SamplerFeature(
         # while the sequence is shorter than `min_len`, the tokens of `min_tokens_mask` are forbidden
         SlotField(
             name="min_len",
-            value=lambda r, _: len(r.prompt_token_ids) + r.params.min_tokens,
+            value=lambda r, _: min(len(r.prompt_token_ids) + r.params.min_tokens, _MOST_INT32),
         ),
         SlotField(name="min_tokens_mask", dtype="uint32", shape=token_bits, value=_min_tokens_mask),
         # these tokens end the sequence

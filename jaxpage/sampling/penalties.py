@@ -48,6 +48,7 @@ def count_history(
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     longest = positions.max()
     prompt_lens = state["prompt_len"][slots][:, None]
+    starts = state["first_token"][slots][:, None]
 
     def count(carry):
         begin, counts = carry
@@ -56,7 +57,7 @@ def count_history(
         index = first + jnp.arange(chunk, dtype=jnp.int32)[None, :]
         ids = lax.dynamic_slice_in_dim(state["token_ids"], first, chunk, axis=1)[slots]
         column = jnp.where(index < prompt_lens, ids, vocab_size + ids)
-        counted = (index >= begin) & (index < positions[:, None])
+        counted = (index >= jnp.maximum(begin, starts)) & (index < positions[:, None])
         column = jnp.where(counted, column, 2 * vocab_size)
         return begin + chunk, counts.at[rows, column].add(1, mode="drop")
 
@@ -75,6 +76,11 @@ def _asked(request: Request) -> bool:
 PENALTIES = SamplerFeature(
     name="penalties",
     fields=(
+        # where token ids begin: a prompt of embeddings has none
+        SlotField(
+            name="first_token",
+            value=lambda r, _: None if r.prompt_embeds is None else len(r.prompt_embeds),
+        ),
         SlotField(
             name="repetition_penalty",
             dtype="float32",

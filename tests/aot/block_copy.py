@@ -55,10 +55,12 @@ def programs(target: str) -> Iterator[Program]:
             by_host = move in ("read", "write")
             if (pool.num_devices > 1 and is_gpu) or (by_host and pool is not POOLS[0]):
                 continue
-            arrays = _arrays(pool, target)
+            mesh = mesh_of(parse_target(target), pool.num_devices)
+            spec = _spec(pool, target)
+            arrays = _arrays(spec, mesh)
             yield Program(
                 name=f"{pool.name}-{move}",
-                lower=partial(_lower, pool, move, target, arrays),
+                lower=partial(_lower, spec, move, mesh, arrays),
                 look=partial(_look, arrays),
             )
 
@@ -83,28 +85,25 @@ def _spec(pool: Pool, target: str) -> Any:
     )
 
 
-def _arrays(pool: Pool, target: str) -> Any:
-    """Of the pool, as shapes on the target's devices."""
+def _arrays(spec: Any, mesh: Any) -> Any:
+    """Of the pool, as shapes on the devices of `mesh`."""
     import jax
 
     from jaxpage.parallel.sharding import sharding
 
-    mesh, spec = mesh_of(parse_target(target), pool.num_devices), _spec(pool, target)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, spec.axes_of(x))),
         spec.abstract(),
     )
 
 
-def _lower(pool: Pool, move: str, target: str, arrays: Any) -> Any:
+def _lower(spec: Any, move: str, mesh: Any, arrays: Any) -> Any:
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpage.ops import blocks
     from jaxpage.runner.host_memory import read_blocks, write_blocks
-
-    mesh, spec = mesh_of(parse_target(target), pool.num_devices), _spec(pool, target)
 
     def placed(x, *place):
         return jax.ShapeDtypeStruct(

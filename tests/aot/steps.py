@@ -76,11 +76,11 @@ class Place:
 
 
 PLACES = (
-    Place("v5e:2x2", 4, "7B"),
+    Place("v5e:2x2", 4, "7B", every=False),
     Place("tpu7x:2x2x1", 1, "0.5B", every=False),  # v6e's, of a larger chip
     Place("v6e:2x2", 1, "0.5B"),
     Place("h200", 1, "7B"),
-    Place("v6e:2x2", 4, "3B", every=False),  # the others are v5e's with more memory
+    Place("v6e:2x2", 4, "3B", every=False),
 )
 
 

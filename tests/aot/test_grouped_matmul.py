@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 
 from pallas_kernels.grouped_matmul import cases
+from pallas_kernels.hopper import unsupported_jax
 from tests.aot import grouped_matmul
 from tests.aot.compiling import missing, seen
 
-__test__ = jax.__version_info__ >= (0, 11, 2)
+__test__ = unsupported_jax() is None
 pytestmark = pytest.mark.aot
 
 

@@ -120,23 +120,29 @@ from jaxpage.aot.worker import Memory
 options, target, num_devices = json.load(sys.stdin)
 target = parse_target(target)
 programs = measure(options, target, num_devices)["programs"]
-decode = compile_and_inspect(make_job(options, target, num_devices), "decode R=64")
+decode = compile_and_inspect(make_job(options, target, num_devices), "decode R=16")
 whole = step_bytes([Memory(decode["temp_bytes"], decode["result_bytes"])])
 print(json.dumps([largest_step_bytes(programs, 8), whole]))
 """
 
 
-# The logits of 64 rows are 32 MiB.
-WIDE = CONFIG | {"vocab_size": 131072, "num_hidden_layers": 4}
+# The logits of 16 rows are 4 MiB.
+WIDE = CONFIG | {"vocab_size": 65536, "num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize(
-    ("target", "num_devices"), [("v6e:2x2", 1), ("tpu7x:2x2x1", 1), ("v5e:2x2", 4), ("h200", 1)]
+    ("target", "num_devices"),
+    [
+        ("v6e:2x2", 1),
+        ("h200", 1),
+        pytest.param("tpu7x:2x2x1", 1, marks=pytest.mark.slow),
+        pytest.param("v5e:2x2", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_plan_covers_the_decode_step_compiled_whole(config, target, num_devices):
     """It adds up two parts of a decode step: never less than the whole needs, and little more."""
     config.write_text(json.dumps(WIDE))
-    options = {"model": str(config), "max_num_seqs": 64, "max_num_batched_tokens": 64}
+    options = {"model": str(config), "max_num_seqs": 16, "max_num_batched_tokens": 64}
     told = dict(each.split("=", 1) for each in environment(parse_target(target)))
     done = subprocess.run(
         [sys.executable, "-c", WHOLE],

@@ -1,15 +1,15 @@
 """The products with quantised weights through the compilers of TPUs and of an H200, on a machine that has neither.
 
 That they compile says: every operation is known, and registers, VMEM (a limit is given) or shared memory suffice. For
-TPUs any jax that the package runs on does; for an H200 jax >= 0.11.2 (Python 3.12): with an older one its tests are not
+TPUs any jax that the package runs on does; for an H200 those of `hopper.JAX_VERSIONS`: with another its tests are not
 collected, and CI has an environment for it.
 """
 
 from __future__ import annotations
 
-import jax
 import pytest
 
+from pallas_kernels.hopper import unsupported_jax
 from tests.aot import quant_matmul
 from tests.aot.compiling import missing, seen
 
@@ -35,7 +35,7 @@ def test_every_product_compiles_for_a_tpu_and_moves_no_weight(target):
 class TestH200:
     """The kernel for Hopper."""
 
-    __test__ = jax.__version_info__ >= (0, 11, 2)
+    __test__ = unsupported_jax() is None
 
     @pytest.mark.parametrize("given", PRODUCTS, ids=lambda given: given.name)
     def test_every_product_compiles_and_spills_nothing(self, given):

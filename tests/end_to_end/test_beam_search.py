@@ -88,6 +88,7 @@ def build_with_usual_eos(path, family, variant, prompts, num_eos=1):
     return eos
 
 
+@pytest.mark.slow
 def test_beams_equal_transformers(tmp_path):
     prompts = prompts_of((7, 31))
     eos = build_with_usual_eos(tmp_path, "qwen2", 0, prompts)

@@ -155,6 +155,7 @@ def folder(tmp_path_factory):
     return checkpoints.build("llama", 0, tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.slow
 def test_a_prefix_is_found_on_the_host_and_after_a_restart_on_the_disk(folder, tmp_path):
     prompts, params = work()
     prompt = prompts[1]

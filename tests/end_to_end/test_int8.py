@@ -4,6 +4,7 @@ from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.device import Device
@@ -17,6 +18,7 @@ PROMPTS = [[5, 9, 13], [7] * 20, list(range(3, 40))]
 NUM_TOKENS = 12
 
 
+@pytest.mark.slow
 def test_the_engine_computes_what_the_rounded_model_computes(tmp_path):
     path = checkpoints.build("qwen2", 0, tmp_path)
     llm = LLM(

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.runner.pack import _transfers
 from tests import checkpoints
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
@@ -74,8 +75,8 @@ class Trouble:
     def launch(self, plan):
         if self.next == "out of memory":
             self._raise(RuntimeError("RESOURCE_EXHAUSTED: out of memory, as told"))
-        if self.next == "after the moves" and plan.moves is not None:
-            self.runner._move(plan.moves)
+        if self.next == "after the moves" and plan.transfers is not None:
+            self.runner.execute(_transfers(plan.transfers))
             self._raise(RuntimeError("RESOURCE_EXHAUSTED: out of memory, as told"))
         if self.next == "disk full":
             os.replace = self._no_space

@@ -334,9 +334,9 @@ def test_request_id_in_use_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"decode_steps": 0}, "decode_steps"),
-        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0,.* must be at least 1"),
+        ({"decode_steps": 0}, "decode_steps=0 must be at least 1"),
+        ({"max_model_len": 1}, "max_model_len=1 at least 2"),
         ({"policy": "random"}, "'fcfs' nor 'priority'"),
     ],
 )

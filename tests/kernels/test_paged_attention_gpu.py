@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels of paged attention against the definition: interpreted anywhere, and for real with `-m gpu`.
 
-The interpreter needs jax >= 0.11.2 (Python 3.12): with an older one there is nothing to collect, and CI has an
-environment for it. It checks every access against its buffer, fills fresh memory with NaN, and detects races.
+With a jax that is not of `hopper.JAX_VERSIONS` there is nothing to collect; CI has an environment for it. The
+interpreter checks every access against its buffer, fills fresh memory with NaN, and detects races.
 
 On a GPU the kernels run in a process of their own, `python -m tests.kernels.test_paged_attention_gpu CHECK...`, and
 one that crashes or never ends costs its own check only: the next has a new process. So one run tells all.
@@ -28,12 +28,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper
+from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.quantized import FORMATS
 from pallas_kernels.paged_attention import cases, gpu, gpu_decode, gpu_layout
 from pallas_kernels.paged_attention.cases import Case
 from tests.kernels.paged_attention import PagedAttentionTests, dense_attention, run
 
-__test__ = jax.__version_info__ >= (0, 11, 2)
+__test__ = unsupported_jax() is None
 pytestmark = [
     pytest.mark.slow,
     # The interpreter multiplies with NumPy, and NaN stands in every slot of K beyond a row's length.

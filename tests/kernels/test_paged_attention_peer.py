@@ -24,6 +24,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 
 from jaxpage.bench import attention_peers, oracle
 from jaxpage.bench.attention_peers import Work
+from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import cases, reference, tpu
 from pallas_kernels.paged_attention.cases import Case
@@ -141,7 +142,7 @@ def test_every_peer_takes_what_it_is_given(platform, decode, monkeypatch):
     monkeypatch.setattr(tuned_block_sizes, "get_device_name", lambda *_: "TPU v6e")
     found, _ = attention_peers.peers(work, platform)
     peers = {v[0].name: v[0] for v in found if v[0].name != attention_peers.CUDNN}
-    if jax.__version_info__ < (0, 11, 2) and platform == "gpu":
+    if unsupported_jax() and platform == "gpu":
         with pytest.raises(NotImplementedError, match="jax"):
             ours_gpu = peers.pop(attention_peers.OURS_GPU)
             jax.eval_shape(ours_gpu.attend, given.q, given.pools[0], *given.rows())

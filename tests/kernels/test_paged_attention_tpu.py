@@ -201,7 +201,8 @@ def test_copies_may_arrive_as_soon_as_they_start(name, format):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "format"), zip(["mixed", "block-edges", "window", "bfloat16"], FORMATS, strict=True)
+    ("name", "format"),
+    list(zip(["mixed", "block-edges", "window", "bfloat16"], FORMATS, strict=True)),
 )
 def test_quantised_pools(name, format):
     case = fitting(case_of(name), format)

@@ -1,8 +1,8 @@
 """The Mosaic GPU kernel of products with quantised weights against the definition: interpreted anywhere, and for real
 with `-m gpu`.
 
-The interpreter needs jax >= 0.11.2 (Python 3.12): with an older one there is nothing to collect, and CI has an
-environment for it. It checks every access against its buffer, fills fresh memory with NaN, and detects races.
+With a jax that is not of `hopper.JAX_VERSIONS` there is nothing to collect; CI has an environment for it. The
+interpreter checks every access against its buffer, fills fresh memory with NaN, and detects races.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.quant_matmul import cases, gpu
 from pallas_kernels.quant_matmul.cases import Case
 from tests.kernels.quant_matmul import QuantMatmulTests, case_of, scale_of_powers_of_two
 
-__test__ = jax.__version_info__ >= (0, 11, 2)
+__test__ = unsupported_jax() is None
 pytestmark = pytest.mark.slow
 
 ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x")

@@ -80,6 +80,7 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
         max_len=jnp.full(num_slots, max_len, jnp.int32),
         seed=column("seed", np.uint32),
         sequence_index=jnp.zeros(num_slots, jnp.int32),
+        first_token=jnp.zeros(num_slots, jnp.int32),
         top_k=column("top_k", np.int32),
         repetition_penalty=column("repetition_penalty", np.float32),
         stop_mask=jnp.asarray(stop),

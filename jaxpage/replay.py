@@ -1,0 +1,135 @@
+"""Runs a recording of `LLM(..., record_calls=FILE)` again and compares what it samples, bit for bit.
+
+So a failure can be reproduced from a file, and another process can follow an engine by its calls alone: it needs
+neither requests nor a scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+import tyro
+
+from jaxpage.build import make_runner
+from jaxpage.config import EngineConfig
+from jaxpage.engine_spec import make_engine_spec
+from jaxpage.plan import StepResult
+from jaxpage.runner.recording import (
+    CALLS,
+    HEADER,
+    RESULT,
+    WEIGHTS_CHANGED,
+    frames,
+    read_calls,
+    read_result,
+)
+from jaxpage.runner.runner import Launched, to_host
+from jaxpage.runner.step import DeviceResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What came of a recording."""
+
+    num_launches: int
+    num_results: int  # that were compared
+    # numbers of the launches that sampled something else
+    different: tuple[int, ...]
+    weights_changed: bool  # while it was recorded; from there on results may differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayFlags:
+    """Run recorded calls again, and compare what they sample bit for bit. Exit code 1 if anything differs."""
+
+    file: tyro.conf.Positional[Path]  # written by LLM(..., record_calls=FILE)
+    model: str | None = None  # the folder of the checkpoint; none: where it was when recorded
+
+
+def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
+    """Execute the calls of a recording as they come, and compare its results.
+
+    `model`: the folder of the checkpoint, None: where it was. Raises ValueError for what is no recording.
+    """
+    recording = frames(file)
+    kind, header, _ = next(recording, ("nothing", {}, []))
+    if kind != HEADER:
+        raise ValueError(
+            f"a recording begins with what its engine was made of, this one with {kind}"
+        )
+    options = header["options"] | ({} if model is None else {"model": model})
+    _, runner = make_runner(
+        make_engine_spec(_engine_config(options), device=jax.local_devices()[0])
+    )
+    runner.warmup()
+    launched: dict[int, DeviceResult] = {}
+    num_launches = num_results = 0
+    different: list[int] = []
+    weights_changed = False
+    for kind, metadata, arrays in recording:
+        if kind == CALLS:
+            result = runner.execute(read_calls(metadata, arrays))
+            if result is not None:
+                launched[num_launches] = result
+            num_launches += 1
+        elif kind == RESULT:
+            number = metadata["launch"]
+            num_results += 1
+            if not _is_same(launched.pop(number), read_result(arrays)):
+                different.append(number)
+            # Results of launches that failed to be collected never come.
+            launched = {later: result for later, result in launched.items() if later > number}
+        elif kind == WEIGHTS_CHANGED:
+            weights_changed = True
+    return Replay(
+        num_launches=num_launches,
+        num_results=num_results,
+        different=tuple(different),
+        weights_changed=weights_changed,
+    )
+
+
+def _engine_config(options: dict[str, Any]) -> EngineConfig:
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    unknown = options.keys() - known
+    if unknown:
+        raise ValueError(
+            f"the recording is of another version of jaxpage: it has {', '.join(sorted(unknown))}"
+        )
+    return EngineConfig(**options)
+
+
+def _is_same(sampled: DeviceResult, recorded: StepResult) -> bool:
+    steps, rows, width = recorded.top_token_ids.shape
+    again = to_host(Launched(steps, rows, width > 0, sampled))
+    return all(
+        _bytes(getattr(again, field.name)) == _bytes(getattr(recorded, field.name))
+        for field in dataclasses.fields(StepResult)
+    )
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def main(flags: ReplayFlags) -> int:
+    """Run recorded calls again. Raises ValueError."""
+    try:
+        with flags.file.open("rb") as file:
+            found = replay(file, model=flags.model)
+    except OSError as error:
+        raise ValueError(f"{flags.file} cannot be read: {error.strerror}") from None
+    print(f"{found.num_launches} launches, {found.num_results} results compared")
+    if found.weights_changed:
+        print("parameters were replaced while this was recorded; results after that differ")
+    if found.different:
+        numbers = ", ".join(map(str, found.different[:10]))
+        print(f"{len(found.different)} results differ, the first ones of launches {numbers}")
+        return 1
+    print("all results are the same, bit for bit")
+    return 0

@@ -1,0 +1,90 @@
+"""What an engine says of itself when it starts: five lines. Whoever looks for mistakes gets the options at DEBUG.
+
+Knows the facts of an engine that was put together. Must not know how it was, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from jaxpage.config import ResolvedConfig
+from jaxpage.engine_spec import EngineSpec
+from jaxpage.hub import display_name
+from jaxpage.runner.programs import Programs
+from jaxpage.weights.spec import specs
+
+logger = logging.getLogger("jaxpage")
+
+
+def log_engine(spec: EngineSpec, slow_products: set[str]) -> None:
+    """The lines before anything is compiled, and what the user should know besides."""
+    logger.debug("%s", spec.config.describe())
+    for line in (model_line(spec), device_line(spec), kv_cache_line(spec)):
+        logger.info("%s", line)
+    if spec.no_kernel_reason:
+        logger.warning("attention runs in plain XLA: %s", spec.no_kernel_reason)
+    for reason in sorted(slow_products):
+        logger.warning("int8 products run in plain XLA: %s", reason)
+    log_options_without_effect(spec.config)
+
+
+def log_options_without_effect(config: ResolvedConfig) -> None:
+    names = [name for name in config.options_without_effect if name != "trust_remote_code"]
+    if names:
+        logger.warning("options without effect here: %s", ", ".join(names))
+    if len(names) < len(config.options_without_effect):
+        logger.warning(
+            "trust_remote_code=True: code of a checkpoint is never run, this model does without it"
+        )
+
+
+def log_ready(programs: Programs, *, ahead_of_time: bool, seconds: float) -> None:
+    """The lines after what a first prompt needs was compiled; the other programs follow behind."""
+    logger.info("%s", programs_line(programs, ahead_of_time=ahead_of_time))
+    logger.info("ready     after %.1f s", seconds)
+
+
+def model_line(spec: EngineSpec) -> str:
+    count = sum(math.prod(each.shape) for each in specs(spec.model).values())
+    size = sum(spec.weight_bytes.values())
+    return (
+        f"model     {display_name(spec.config.model)} ({spec.model.config.architecture}), "
+        f"{_short(count)} parameters in {spec.config.dtype}, {_short(size)}B"
+    )
+
+
+def device_line(spec: EngineSpec) -> str:
+    attention = "plain XLA" if spec.pool.kernel_sizes is None else "kernel"
+    return f"device    {spec.device.device_kind}, attention: {attention}"
+
+
+def kv_cache_line(spec: EngineSpec) -> str:
+    pool = spec.pool
+    # A token has a slot in each group; the null block holds none.
+    num_tokens = (pool.num_blocks - 1) * pool.block_size // len(spec.groups.windows)
+    return (
+        f"KV cache  {num_tokens:,} tokens in {pool.num_blocks:,} blocks of {pool.block_size}, "
+        f"{_short(pool.num_bytes)}B in {spec.config.kv_cache_dtype}; a sequence has at most "
+        f"{spec.config.max_model_len:,} tokens"
+    )
+
+
+def programs_line(programs: Programs, *, ahead_of_time: bool) -> str:
+    total = len(programs.names)
+    if not ahead_of_time:
+        return f"programs  {total}, each compiled at its first use (enforce_eager)"
+    ready = list(programs.ready.values())
+    num_compiled = sum(program.origin == "compiled" for program in ready)
+    left = total - len(ready)
+    behind = f"; {left} follow behind the first requests" if left else ""
+    return f"programs  {total}: {len(ready) - num_compiled} cached, {num_compiled} compiled{behind}"
+
+
+def _short(number: float) -> str:
+    """12,345,678 as "12.3 M"."""
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} T"
