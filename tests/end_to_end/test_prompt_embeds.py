@@ -38,6 +38,7 @@ def path(request, tmp_path_factory):
     return checkpoints.build(request.param, 0, folder)
 
 
+@pytest.mark.slow
 def test_embeddings_of_tokens_answer_as_the_tokens_do_beside_them(path):
     """Alone, mixed with prompts of tokens, in chunks, preempted, and found in the cache."""
     prompts = prompts_of(*LENGTHS)
@@ -74,6 +75,7 @@ def test_only_equal_embeddings_share_blocks(path):
     assert cached == [0, 32, 0, 0, 16]
 
 
+@pytest.mark.slow
 def test_penalties_see_no_tokens_in_a_prompt_of_embeddings(path):
     """Their ids are placeholders: token 0 is not penalised for standing in the prompt."""
     (prompt,) = prompts_of(30)

@@ -116,6 +116,7 @@ class Both:
         return record
 
 
+@pytest.mark.slow
 def test_a_recording_is_replayed(path, tmp_path):
     file = tmp_path / "calls"
     llm = checkpoints.make_llm(path, **OPTIONS, record_calls=file)
@@ -129,6 +130,7 @@ def test_a_recording_is_replayed(path, tmp_path):
     assert found.num_results == num_steps and found.different == () and not found.weights_changed
 
 
+@pytest.mark.slow
 def test_what_differs_is_told(path, tmp_path, capsys):
     """Another checkpoint samples other tokens; the first difference is named, and the exit code says so."""
     file, other = tmp_path / "calls", tmp_path / "other"
