@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import jax
 import numpy as np
+import tyro
 
 from jaxpage.build import make_runner
 from jaxpage.config import EngineConfig
@@ -46,7 +47,8 @@ class Replay:
 class ReplayFlags:
     """Run recorded calls again, and compare what they sample bit for bit. Exit code 1 if anything differs."""
 
-    file: Path  # written by LLM(..., record_calls=FILE)
+    # written by LLM(..., record_calls=FILE)
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     model: str | None = None  # the folder of the checkpoint; none: where it was when recorded
 
 
