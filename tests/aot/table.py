@@ -1,4 +1,4 @@
-"""The table of what compiles where in jaxpage/aot/README.md, from what the tests saw: `python -m tests.aot.table` writes it."""
+"""The table in jaxpage/aot/README.md, from what the tests saw: `python -m tests.aot.table` writes it."""
 
 from __future__ import annotations
 
