@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -47,8 +47,7 @@ class Replay:
 class ReplayFlags:
     """Run recorded calls again, and compare what they sample bit for bit. Exit code 1 if anything differs."""
 
-    # written by LLM(..., record_calls=FILE)
-    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    file: tyro.conf.Positional[Path]  # written by LLM(..., record_calls=FILE)
     model: str | None = None  # the folder of the checkpoint; none: where it was when recorded
 
 

@@ -1,7 +1,7 @@
 """Whether a compiler for TPUs or GPUs works: it compiles a step of a small model, in a process of its own.
 
-A mismatched compiler may compile and still fail when its program is read, so a step is compiled as `plan` does it, and
-nothing is concluded from versions alone.
+A mismatched compiler may fail for some programs only: with jax 0.10.2, libtpu 0.0.52 passes `forward` and fails with
+`sample`. So a whole step is compiled, as `plan` does it, and nothing is concluded from versions alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MODEL = {
     "max_position_embeddings": 1024,
     "dtype": "bfloat16",
 }
-_OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 32}
-_TIMEOUT = 180  # seconds; it takes about ten
+_OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 32}
+_TIMEOUT = 180  # seconds; it takes about twenty
 
 
 def check_compiler(platform: str) -> tuple[str, bool]:
@@ -56,7 +56,8 @@ def _work(request: dict[str, Any], report: Report) -> float:
         Path(folder, "config.json").write_text(json.dumps(_MODEL))
         job = make_job(_OPTIONS | {"model": folder}, parse_target(request["target"]), 1)
     bucket = job.spec.buckets[-1]
-    return compile_and_inspect(job, bucket.name)["seconds"]
+    programs = bucket.programs(bucket.num_rows)
+    return sum(compile_and_inspect(job, name)["seconds"] for name in programs)
 
 
 if __name__ == "__main__":

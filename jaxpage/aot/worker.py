@@ -211,9 +211,12 @@ def _remembered(
     if not folder:
         return compile_all()
     machine = executable_cache(spec, flags=compiler_flags()).machine
-    key = (
-        machine | spec.fingerprint() | {"target": job.target.name, "devices": str(spec.num_devices)}
-    )
+    question = {
+        "target": job.target.name,
+        "devices": str(spec.num_devices),
+        "steps planned": repr(spec.buckets),
+    }
+    key = machine | spec.fingerprint() | question
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     path = Path(folder, "plans", f"{name}.json")
     try:

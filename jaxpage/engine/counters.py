@@ -7,12 +7,17 @@ are held early.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.plan import StepPlan
+from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import Request, Sequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,6 +36,7 @@ class Counters:
     num_unused_slots: int = 0  # of those; a shared block counts once
     num_allocated_slot_steps: int = 0  # sum of `num_allocated_slots` over all steps
     num_unused_slot_steps: int = 0  # likewise
+    num_nan_steps: int = 0  # in which the model computed NaN for a row that sampled
 
     def count_step(
         self, pool: BlockPool, running: list[Sequence], plan: StepPlan, sequences: list[Sequence]
@@ -42,6 +48,24 @@ class Counters:
         self.num_unused_slots = num_unused_slots(pool, running, plan, sequences)
         self.num_allocated_slot_steps += self.num_allocated_slots
         self.num_unused_slot_steps += self.num_unused_slots
+
+    def count_result(self, result: StepResult, num_tokens: int) -> None:
+        """Take in what a step sampled, of which sequences gained `num_tokens`."""
+        self.generation_tokens += num_tokens
+        # A raw logprob is NaN if any logit of its row is.
+        if np.isnan(result.logprobs).any() and np.isnan(_of_sampled(result)).any():
+            if not self.num_nan_steps:
+                logger.warning(
+                    "the model computes NaN, so its tokens mean nothing; check the weights, or take "
+                    "another dtype. stats().num_nan_steps counts such steps"
+                )
+            self.num_nan_steps += 1
+
+
+def _of_sampled(result: StepResult) -> np.ndarray:
+    """The logprobs of tokens that count."""
+    step = np.arange(len(result.logprobs))[:, None]
+    return result.logprobs[step < result.num_sampled]
 
 
 def count_first_scheduling(

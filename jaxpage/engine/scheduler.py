@@ -102,7 +102,7 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: StepResult) -> StepOutput:
         """Append what a step sampled. Returns what each sequence gained, and which of them ended."""
         collected = collect(self.kv, step, result)
-        self.counters.generation_tokens += collected.num_tokens
+        self.counters.count_result(result, collected.num_tokens)
         if collected.ended:
             self._remove(collected.ended)
         return collected.output

@@ -25,6 +25,7 @@ class EngineStats:
     num_steps: int
     num_requests_finished: int
     num_preemptions: int
+    num_nan_steps: int  # in which the model computed NaN; 0 unless weights or dtype are wrong
     num_recompiles: int  # compilations after warm-up; 0 unless something is wrong
     num_block_copies: int
     prompt_tokens: int

@@ -53,7 +53,17 @@ def hash_of_observer(look: Callable[..., Any]) -> str:
     while isinstance(look, partial):
         look = look.func
     sources = [inspect.getsource(each) for each in (hlo, ptxas, look)]
-    return _sha(*(ast.unparse(ast.parse(textwrap.dedent(source))) for source in sources))
+    return _sha(*(_code(ast.parse(textwrap.dedent(source))) for source in sources))
+
+
+def _code(tree: ast.Module) -> str:
+    """Without comments and docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(
+            node
+        ):
+            del node.body[0]
+    return ast.unparse(tree)
 
 
 def _take_gpu_kernel(texts: list[str], operation: Any) -> Any:

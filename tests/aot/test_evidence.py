@@ -65,6 +65,23 @@ def test_the_hash_of_an_observer_is_of_its_code():
     assert hash_of_observer(look) == hash_of_observer(look) != hash_of_observer(other)
 
 
+def test_words_about_an_observer_are_no_part_of_it():
+    def silent():
+        def look(compiled, log):
+            return {"number": 1}
+
+        return look
+
+    def talkative():
+        def look(compiled, log):
+            """What it looks for."""
+            return {"number": 1}  # and why
+
+        return look
+
+    assert hash_of_observer(silent()) == hash_of_observer(talkative())
+
+
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("call", calls(), ids=" ".join)

@@ -3,7 +3,9 @@
 import random
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
 from tests import checkpoints
@@ -132,3 +134,17 @@ def test_the_default_configuration_has_at_most_25_programs(tmp_path):
     assert len(default.programs()) <= 25
     assert default.stats().num_recompiles == 0
     assert_in_place(default._engine.runner, 32 << 20)  # 256 rows, 2048 tokens
+
+
+def test_weights_of_nan_are_told_once_and_counted(tmp_path, caplog):
+    path = checkpoints.build("qwen2", 0, tmp_path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    llm = checkpoints.make_llm(path, enforce_eager=True)
+    for _ in range(2):
+        llm.generate([[3, 4]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert llm.stats().num_nan_steps == llm.stats().num_steps > 1
+    said = [record for record in caplog.records if "computes NaN" in record.message]
+    assert len(said) == 1 and said[0].levelname == "WARNING"

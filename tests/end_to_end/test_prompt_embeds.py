@@ -50,7 +50,7 @@ def test_embeddings_of_tokens_answer_as_the_tokens_do_beside_them(path):
         max_model_len=128,
         max_num_batched_tokens=16,
         block_size=8,
-        num_gpu_blocks_override=60,
+        num_gpu_blocks_override=30,
     )
     outputs = llm.generate([*embeds, *prompts], GREEDY, use_tqdm=False)
     assert tokens(outputs) == expected * 2
