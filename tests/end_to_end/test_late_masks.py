@@ -80,11 +80,10 @@ def alternates(token_ids):
 )
 def test_masks_that_come_late_change_no_token(options, tmp_path_factory):
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))
-    shared = {"max_model_len": 96, "block_size": 8, "max_num_seqs": 8}
-    llm = checkpoints.make_llm(path, **shared, async_scheduling=False)
+    llm = checkpoints.make_llm(path, async_scheduling=False)
     free = answers(llm, [None] * 6)
     prompt = answers(llm, [0] * 6)
-    llm = checkpoints.make_llm(path, **(shared | options))
+    llm = checkpoints.make_llm(path, **options)
     delays = [0, 1, None, 3, None, 9]
     got = answers(llm, delays)
     for delay, tokens, masked, unmasked in zip(delays, got, prompt, free, strict=True):
@@ -98,17 +97,16 @@ def test_masks_that_come_late_change_no_token(options, tmp_path_factory):
 
 def test_several_continuations_have_masks_of_their_own(tmp_path_factory):
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))
-    llm = checkpoints.make_llm(path, max_model_len=96, block_size=8, max_num_seqs=24)
-    masked = answers(llm, [0] * 6, n=3)
-    assert answers(llm, [0, 2, 0, 1, 3, 0], n=3) == masked
+    llm = checkpoints.make_llm(path)  # with fewer slots than sequences
+    masked = answers(llm, [0] * 6, n=2)
+    assert answers(llm, [0, 2, 0, 1, 3, 0], n=2) == masked
     assert all(map(alternates, masked)) and len(set(map(tuple, masked))) > 6
 
 
 def test_others_are_not_held_back(tmp_path_factory):
     """While one waits for each of its masks, the others take the steps that they take without it."""
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))
-    options = {"max_model_len": 96, "block_size": 8, "max_num_seqs": 8, "decode_steps": 1}
-    llm = checkpoints.make_llm(path, **options, async_scheduling=False)
+    llm = checkpoints.make_llm(path, async_scheduling=False)
     answers(llm, [None] * 6)
     without = llm.stats().num_steps
     answers(llm, [None] * 5 + [2])
