@@ -1,17 +1,38 @@
-"""The README tells the truth: its file tree is the tree, its options are the options."""
+"""The READMEs tell the truth: their files exist, their options are the options, their commands and code run."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import importlib.util
 import re
+import shlex
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpage import cli
+from jaxpage.demo import checkpoint
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FILE_MAPS = ("jaxpage", "jaxpage/aot", "jaxpage/bench", "jaxpage/demo", "pallas_kernels")
+TEXTS = {
+    name: (ROOT / name / "README.md").read_text(encoding="utf-8")
+    for name in (".", *FILE_MAPS, "tests")
+}
+MAX_WORDS, MAX_LINES = 1100, 220  # of the first README: five minutes
+
+each_readme = pytest.mark.parametrize("name", TEXTS)
 
 
-def section(title: str) -> str:
-    return README.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+def section(title: str, name: str = ".") -> str:
+    return TEXTS[name].split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def blocks(language: str, name: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXTS[name], re.S)
 
 
 def files_of_tree(text: str) -> list[str]:
@@ -30,16 +51,23 @@ def files_of_tree(text: str) -> list[str]:
     return paths
 
 
-def test_the_file_tree_names_every_file_once():
-    (tree,) = re.findall(r"```text\n(.*?)```", section("The program, file by file"), re.S)
-    listed = files_of_tree(tree)
+@pytest.mark.parametrize("name", FILE_MAPS)
+def test_the_file_map_names_every_file_once(name):
+    """But those of folders that have a README of their own."""
+    (tree,) = re.findall(r"```text\n(.*?)```", section("Files", name), re.S)
+    others = [ROOT / other for other in FILE_MAPS if other.startswith(f"{name}/")]
     exist = [
-        str(path.relative_to(ROOT))
-        for package in ("jaxpage", "pallas_kernels")
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py" or path.parent == ROOT / "jaxpage"
+        str(path.relative_to(ROOT / name))
+        for path in (ROOT / name).rglob("*.py")
+        if not any(path.is_relative_to(other) for other in others)
+        and (path.name != "__init__.py" or path.parent.parent == ROOT)
     ]
-    assert sorted(listed) == sorted(exist)
+    assert sorted(files_of_tree(tree)) == sorted(exist)
+
+
+def test_five_minutes_are_enough():
+    assert len(TEXTS["."].split()) <= MAX_WORDS
+    assert len(TEXTS["."].splitlines()) <= MAX_LINES
 
 
 def test_the_nine_files_exist():
@@ -51,8 +79,9 @@ def test_the_nine_files_exist():
 def test_the_options_table_is_the_config():
     from jaxpage import EngineConfig
 
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section("Options"), re.M)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section("Options", "jaxpage"), re.M)
     fields = {f.name: f for f in dataclasses.fields(EngineConfig)}
+    del fields["options_without_effect"]  # not given, but found
     assert [name for name, _ in rows] == list(fields)
     for name, default in rows:
         if default == "required":
@@ -70,8 +99,82 @@ def test_the_layout_of_the_top_level_is_fixed():
     }
 
 
-def test_set_up_is_two_commands_that_the_continuous_integration_can_find():
+def test_set_up_is_two_commands():
     commands = re.findall(r"```bash\n(.*?)```", section("Set up"), re.S)
     assert len(commands) == 2 and all(c.count("\n") == 1 for c in commands)
     assert "jaxpage demo" in commands[0] and "pytest" in commands[1]
     assert all(command.startswith("python3 -m venv ") for command in commands)
+
+
+@pytest.mark.parametrize("part", ["jaxpage demo", r"\[test\].* pytest", r"\[aot\].* pytest"])
+def test_the_continuous_integration_finds_its_commands(part):
+    """As `.ci/run` looks for them."""
+    text = TEXTS["."] + TEXTS["tests"]
+    assert len(re.findall(rf"^python3[.0-9]* -m venv .*{part}", text, re.M)) == 1
+
+
+@each_readme
+def test_links_lead_somewhere(name):
+    links = re.findall(r"\]\(([^)]*)\)", TEXTS[name])
+    assert [link for link in links if not (ROOT / name / link).exists()] == []
+
+
+class Parsed(Exception):
+    """The flags of a command were understood."""
+
+
+@each_readme
+def test_commands_are_understood(name, monkeypatch):
+    parse = cli.tyro.cli
+
+    def parse_only(documented: Any, **options: Any) -> None:
+        if not isinstance(documented, type):  # a function, which must not run
+
+            @functools.wraps(documented)
+            def documented(*args: Any, **flags: Any) -> None:
+                pass
+
+        raise Parsed(parse(documented, **options))
+
+    monkeypatch.setattr(cli.tyro, "cli", parse_only)
+    for line in "".join(blocks("bash", name)).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["jaxpage"] and words[1:] != ["--version"]:
+            with pytest.raises(Parsed):
+                cli.main(words[1:])
+        elif words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]), line
+
+
+def code() -> list[Any]:
+    """Every block of Python, by where it stands."""
+    return [
+        pytest.param(block, id=f"{name}-{number}")
+        for name in TEXTS
+        for number, block in enumerate(blocks("python", name))
+    ]
+
+
+# Instead of a model that must be downloaded.
+SMALL = {
+    '"Qwen/Qwen2.5-0.5B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8",
+    "LLM(str(checkpoint()))": "LLM(str(checkpoint()), enforce_eager=True, max_num_seqs=8)",
+    "hidden_size = 896": "hidden_size = 192",
+}
+
+
+@pytest.mark.slow  # whole engines
+@pytest.mark.parametrize("block", code())
+def test_code_runs(block, tmp_path, monkeypatch):
+    """What is quoted instead, because it needs what surrounds it, stands so in the code."""
+    if "import" not in block:
+        quoted = "".join(block.split()).rstrip(",")
+        sources = [*ROOT.glob("jaxpage/models/*.py"), *ROOT.glob("jaxpage/sampling/*.py")]
+        assert any(quoted in "".join(path.read_text().split()) for path in sources)
+        return
+    monkeypatch.chdir(tmp_path)
+    for theirs, ours in SMALL.items():
+        block = block.replace(theirs, ours)
+    exec(compile(ast.parse(block), "README.md", "exec"), {"__name__": "__main__"})
+    for recording in tmp_path.iterdir():
+        assert cli.main(["replay", recording.name]) == 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jaxpage.plan import StepPlan
 
-MAX_PROGRAMS = 24  # with the admission program: 25 for any configuration
+MAX_PROGRAMS = 24  # of steps; the two that fill request slots make 26, those that move blocks 28
 SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU wants two rows; elsewhere it costs nothing
 FEW_ROWS = 8  # a prompt alone should not pay for the LM head of max_num_seqs rows
 FEW_TOKENS = 16  # smaller steps cost about the same: reading the weights

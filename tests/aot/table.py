@@ -1,4 +1,4 @@
-"""The README's table of what compiles where, from what the tests saw: `python -m tests.aot.table` writes it."""
+"""The table in jaxpage/aot/README.md, from what the tests saw: `python -m tests.aot.table` writes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxpage.aot.targets import CHIPS, parse_target
 from tests.aot import evidence, steps
 from tests.aot.suites import calls
 
-ROOT = Path(__file__).parents[2]
+README = Path(__file__).parents[2] / "jaxpage/aot/README.md"
 BEGIN, END = "<!-- what compiles where: begin -->\n", "<!-- what compiles where: end -->\n"
 # In the table's order; a sampler is no kernel of ours.
 KERNELS = {
@@ -88,27 +88,24 @@ def render(seen: dict[str, Any]) -> str:
 
 
 def in_readme() -> str:
-    """What stands between BEGIN and END. Raises ValueError if they do not stand in one file, once."""
-    return _parts()[2]
+    """What stands between BEGIN and END. Raises ValueError if they do not stand there once."""
+    return _parts()[1]
 
 
-def _parts() -> tuple[Path, str, str, str]:
-    """The file, and what stands before, within and after."""
-    found = [path for path in (ROOT / "README.md", ROOT / "jaxpage/aot/README.md") if path.exists()]
-    found = [path for path in found if BEGIN in path.read_text()]
-    if len(found) != 1:
-        raise ValueError(f"one README must have these lines: {BEGIN}{END}")
-    text = found[0].read_text()
+def _parts() -> tuple[str, str, str]:
+    """What stands before, within and after."""
+    text = README.read_text(encoding="utf-8")
     if (text.count(BEGIN), text.count(END)) != (1, 1):
-        raise ValueError(f"{found[0]} must have these lines once: {BEGIN}{END}")
+        raise ValueError(f"{README} must have these lines once: {BEGIN}{END}")
     before, rest = text.split(BEGIN)
     table, after = rest.split(END)
-    return found[0], before, table, after
+    return before, table, after
 
 
 def main() -> None:
-    path, before, _, after = _parts()
-    path.write_text(before + BEGIN + render(see(kept())) + END + after)
+    before, _, after = _parts()
+    text = before + BEGIN + render(see(kept())) + END + after
+    README.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

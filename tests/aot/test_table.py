@@ -1,4 +1,4 @@
-"""The README's table of what compiles where is what the compilers did."""
+"""The table of what compiles where, in jaxpage/aot/README.md, is what the compilers did."""
 
 from __future__ import annotations
 
