@@ -84,6 +84,7 @@ class Lowerings:
         self.embeds: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
             b.name: self._embeds(b.num_tokens) for b in buckets if not b.decode
         }
+        self._no_embeds: dict[str, tuple[jax.Array, ...]] = {}
         self.programs: dict[str, Lowering] = {
             ADMIT: self._lower_admit,
             SET_MASKS: self._lower_set_masks,
@@ -112,6 +113,13 @@ class Lowerings:
             return make()
         shardings = jax.tree.map(lambda struct: struct.sharding, (self._pool, self._state))
         return jax.jit(make, out_shardings=shardings)()
+
+    def no_embeds(self, name: str) -> tuple[jax.Array, ...]:
+        """What a `forward` program gets in a step without embeddings, already on the device."""
+        if name not in self._no_embeds:
+            arrays = [np.zeros(x.shape, x.dtype) for x in self.embeds[name]]
+            self._no_embeds[name] = tuple(jax.device_put(arrays))
+        return self._no_embeds[name]
 
     def _embeds(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         if not self._spec.prompt_embeds:

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.runner import calls
@@ -64,11 +65,9 @@ class Runner:
         ahead_of_time: bool = True,
         host_memory: HostMemory | None = None,
         store: ProgramStore | None = None,
-        recorder: CallRecorder | None = None,
         mesh: Mesh | None = None,
     ):
         self._spec = step_spec
-        self.groups = step_spec.groups
         self.pool_spec = pool_spec
         self.buckets = buckets
         self._lowerings = Lowerings(
@@ -84,12 +83,10 @@ class Runner:
         self._seen = [weakref.ref(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
-        self.recorder = recorder
+        self.recorder: CallRecorder | None = None  # whoever sets it gets all calls from then on
         self._num_launches = 0
         self._counter = CompilationCounter()
         self.programs = Programs(self._lowerings.programs, store)
-        # By token size: what `forward` gets for steps without embeddings, already on the device.
-        self._no_embeds: dict[str, tuple[jax.Array, ...]] = {}
         self._buckets = {bucket.name: bucket for bucket in buckets}
 
     def warmup(self) -> None:
@@ -109,6 +106,11 @@ class Runner:
     def wait_until_warm(self) -> None:
         """Until every program is compiled. Raises what the compiler raised."""
         self.programs.wait()
+
+    @property
+    def groups(self) -> KVGroups:
+        """The KV-cache groups of the model's layers."""
+        return self._spec.groups
 
     @property
     def state_bytes(self) -> int:
@@ -196,17 +198,9 @@ class Runner:
             return result
         packed, *embeds = buffers
         if self._spec.prompt_embeds and not embeds:
-            embeds = self._empty_embeds(name)
+            embeds = self._lowerings.no_embeds(name)
         self._kv_pool, self._state = program(leaves, self._kv_pool, self._state, packed, *embeds)
         return None
-
-    def _empty_embeds(self, name: str) -> tuple[jax.Array, ...]:
-        if name not in self._no_embeds:
-            shapes = self._lowerings.embeds[name]
-            self._no_embeds[name] = tuple(
-                jax.device_put(np.zeros(x.shape, x.dtype)) for x in shapes
-            )
-        return self._no_embeds[name]
 
     def _allocate(self) -> None:
         self._kv_pool, self._state = self._lowerings.allocate()
