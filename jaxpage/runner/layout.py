@@ -5,6 +5,7 @@ One upload a step instead of a dozen: on fast chips the host's dispatch is the b
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ class Field:
     dtype: str = "int32"
     fill: int | float = 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(self.shape)
 
@@ -51,12 +52,18 @@ class Layout:
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Writable NumPy views of int32[size] `buffer`, by name."""
-        views, start = {}, 0
-        for field in self.fields:
-            part = buffer[start : start + field.size].view(field.dtype)
-            views[field.name] = part.reshape(field.shape)
-            start += field.size
-        return views
+        return {field.name: self.view(buffer, field.name) for field in self.fields}
+
+    def view(self, buffer: np.ndarray, name: str) -> np.ndarray:
+        """A writable NumPy view of one field of int32[size] `buffer`."""
+        field, start = self._places[name]
+        return buffer[start : start + field.size].view(field.dtype).reshape(field.shape)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Field, int]]:
+        """Each field and where it starts."""
+        starts = itertools.accumulate((field.size for field in self.fields), initial=0)
+        return {f.name: (f, start) for f, start in zip(self.fields, starts, strict=False)}
 
     def unpack(self, buffer: jax.Array) -> dict[str, jax.Array]:
         """The fields of int32[size] `buffer` on the device, by name."""

@@ -96,28 +96,26 @@ def pack(plan: StepPlan, programs: StepPrograms, layouts: dict[str, Layout]) -> 
 def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
     """int32[layout.size] with the first rows of a plan."""
     buffer = layout.new_buffer()
-    views = layout.views(buffer)
-    views["features"][()] = plan.features
-    views["num_steps"][()] = plan.num_steps
-    views["slots"][:num_rows] = plan.slots[:num_rows]
-    views["starts"][:num_rows] = plan.starts[:num_rows]
-    views["num_tokens"][:num_rows] = plan.num_tokens[:num_rows]
-    views["samples"][:num_rows] = plan.samples[:num_rows]
+    layout.view(buffer, "features")[()] = plan.features
+    layout.view(buffer, "num_steps")[()] = plan.num_steps
+    layout.view(buffer, "slots")[:num_rows] = plan.slots[:num_rows]
+    layout.view(buffer, "starts")[:num_rows] = plan.starts[:num_rows]
+    layout.view(buffer, "num_tokens")[:num_rows] = plan.num_tokens[:num_rows]
+    layout.view(buffer, "samples")[:num_rows] = plan.samples[:num_rows]
     return buffer
 
 
 def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
     """The rows that compute tokens, and what changes in block tables and pool before they run."""
     buffer = _pack_rows(plan, layout, plan.num_rows - plan.num_late_rows)
-    views = layout.views(buffer)
     if plan.table_updates:
         updates = np.asarray(plan.table_updates, np.int32)
         for column, name in enumerate(("slots", "groups", "indices", "blocks")):
-            views[f"update_{name}"][: len(updates)] = updates[:, column]
+            layout.view(buffer, f"update_{name}")[: len(updates)] = updates[:, column]
     if plan.block_copies:
         copies = np.asarray(plan.block_copies, np.int32)
-        views["copy_sources"][: len(copies)] = copies[:, 0]
-        views["copy_destinations"][: len(copies)] = copies[:, 1]
+        layout.view(buffer, "copy_sources")[: len(copies)] = copies[:, 0]
+        layout.view(buffer, "copy_destinations")[: len(copies)] = copies[:, 1]
     return buffer
 
 
