@@ -120,18 +120,18 @@ def talk(rng: random.Random) -> Turn:
 
 def story(rng: random.Random, animal: str | None = None) -> Turn:
     """A request for a story, and one of the very many that `words.STORY` can tell."""
-    animal = rng.choice(words.STORY_ANIMALS) if animal is None else animal
-    friend = rng.choice([other for other in words.STORY_ANIMALS if other != animal])
+    chosen: str = animal or rng.choice(words.STORY_ANIMALS)
+    friend = rng.choice([other for other in words.STORY_ANIMALS if other != chosen])
     mood, friend_mood = rng.sample(words.STORY_MOODS, 2)
-    parts = {"animal": animal, "friend": friend, "mood": mood, "friend_mood": friend_mood}
+    parts = {"animal": chosen, "friend": friend, "mood": mood, "friend_mood": friend_mood}
     parts["name"] = rng.choice(words.FIRST_NAMES)
     lines = [
         rng.choice(sentences).format(**parts)
         for sentences, chance in words.STORY
         if rng.random() < chance
     ]
-    article = "an" if animal[0] in "aeiou" else "a"
-    question = rng.choice(words.STORY_REQUESTS).format(article=article, animal=animal)
+    article = "an" if chosen[0] in "aeiou" else "a"
+    question = rng.choice(words.STORY_REQUESTS).format(article=article, animal=chosen)
     return Turn("story", question, " ".join(lines))
 
 
