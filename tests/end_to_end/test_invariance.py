@@ -118,7 +118,7 @@ SETTINGS = {
         num_gpu_blocks_override=30, async_scheduling=False, decode_steps=1
     ),
     "preempted, several-steps-a-launch, chunks-of-7, blocks-of-4": dict(
-        num_gpu_blocks_override=60,
+        num_gpu_blocks_override=42,
         block_size=4,
         max_num_batched_tokens=7,
         async_scheduling=False,
