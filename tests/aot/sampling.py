@@ -25,7 +25,8 @@ def _lower(target: str) -> Any:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpage.kv_groups import group_layers
-    from jaxpage.runner.step import StepSpec, abstract_request_state
+    from jaxpage.runner.slots import abstract_request_state
+    from jaxpage.runner.spec import StepSpec
     from jaxpage.sampling.sampler import sample
 
     mesh = mesh_of(parse_target(target), 1)
