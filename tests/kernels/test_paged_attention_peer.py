@@ -144,7 +144,7 @@ def test_every_peer_takes_what_it_is_given(platform, decode, monkeypatch):
     peers = {v[0].name: v[0] for v in found if v[0].name != attention_peers.CUDNN}
     if unsupported_jax() and platform == "gpu":
         with pytest.raises(NotImplementedError, match="jax"):
-            ours_gpu = peers.pop(attention_peers.OURS_GPU)
+            ours_gpu = peers.pop(attention_peers.OURS["gpu"])
             jax.eval_shape(ours_gpu.attend, given.q, given.pools[0], *given.rows())
     for peer in peers.values():
         (kv,) = peer.kv(given)
