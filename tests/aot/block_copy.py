@@ -43,7 +43,7 @@ POOLS = (
 )
 # Of what makes an array of the pool: these do it where it stands, as the aliases say.
 _in_place = re.compile(r"scatter|conditional\(|dynamic-update-slice")
-# The last two as a host moves them, from one device, with separate arrays for separate blocks.
+# The last two as host memory takes and gives them: separate arrays for separate blocks.
 MOVES = ("copy", "gather", "scatter", "read", "write")
 NUM_COPIES, NUM_MOVED = 64, 16
 
@@ -53,7 +53,7 @@ def programs(target: str) -> Iterator[Program]:
     for pool in POOLS:
         for move in MOVES:
             by_host = move in ("read", "write")
-            if (pool.num_devices > 1 and is_gpu) or (by_host and pool is not POOLS[0]):
+            if (pool.num_devices > 1 and is_gpu) or (by_host and pool not in (POOLS[0], POOLS[-1])):
                 continue
             mesh = mesh_of(parse_target(target), pool.num_devices)
             spec = _spec(pool, target)
@@ -111,18 +111,21 @@ def _lower(spec: Any, move: str, mesh: Any, arrays: Any) -> Any:
         )
 
     ids = placed(np.empty(NUM_COPIES if move == "copy" else NUM_MOVED, np.int32))
+    axes = [x.sharding.spec for x in jax.tree.leaves(arrays[0])]
     arguments, donated = (arrays, ids), 0
     if move in ("read", "write"):
-        function = partial(read_blocks if move == "read" else write_blocks, spec, None)
-        contents = jax.tree.map(
-            placed, jax.eval_shape(partial(read_blocks, spec, None), arrays, ids)
-        )
+        function = partial(read_blocks if move == "read" else write_blocks, spec, mesh)
+        shapes = jax.eval_shape(partial(read_blocks, spec, mesh), arrays, ids)
+        contents = [
+            [placed(x, *each) for x, each in zip(content, axes, strict=True)] for content in shapes
+        ]
     else:
         options = dict(mesh=mesh, spec=spec)
         function = partial(getattr(blocks, f"{move}_blocks"), **options)
         contents = jax.eval_shape(partial(blocks.gather_blocks, spec=spec), arrays, ids)
-        axes = [(None, *x.sharding.spec) for x in jax.tree.leaves(arrays[0])]
-        leaves = [placed(x, *each) for x, each in zip(jax.tree.leaves(contents), axes, strict=True)]
+        leaves = [
+            placed(x, None, *each) for x, each in zip(jax.tree.leaves(contents), axes, strict=True)
+        ]
         contents = jax.tree.unflatten(jax.tree.structure(contents), leaves)
     if move == "copy":
         arguments = (arrays, ids, ids)
