@@ -10,6 +10,7 @@ from jaxpage.sampling.features import bits, features_of
 from jaxpage.sampling.keys import RANDOM
 from jaxpage.sampling.logprobs import TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
+from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling.truncation import TRUNCATION
 from jaxpage.sampling_params import SamplingParams
 from tests.fakes import FakeMaskSource
@@ -34,6 +35,8 @@ from tests.fakes import FakeMaskSource
         ({}, {"bad_words_token_ids": ((3,),)}, (CONSTRAINTS,)),
         ({}, {"mask_source": FakeMaskSource()}, (CONSTRAINTS,)),
         ({"logprobs": 2}, {}, (TOP_LOGPROBS,)),
+        ({"thinking_token_budget": 0}, {}, (THINKING,)),
+        ({"thinking_token_budget": -1}, {}, ()),
     ],
 )
 def test_a_request_asks_for_the_features_that_its_params_need_and_no_others(
