@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxpage.inputs import TextPrompt, TokensPrompt
     from jaxpage.llm import LLM
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxpage.reasoning import ReasoningConfig
     from jaxpage.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ _HOME = {
     "BeamSearchOutput": "beam_search",
     "BeamSearchSequence": "beam_search",
     "RequestOutputKind": "sampling_params",
+    "ReasoningConfig": "reasoning",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
@@ -43,6 +45,7 @@ __all__ = [
     "EngineConfig",
     "KVSnapshot",
     "Logprob",
+    "ReasoningConfig",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -47,7 +47,13 @@ from jaxpage.weights.load import load
 logger = logging.getLogger("jaxpage")
 
 # Options that say nothing of what programs compute, or would touch other files.
-_NOT_REPLAYED = ("record_calls", "kv_offload_dir", "hf_token", "compilation_cache_dir")
+_NOT_REPLAYED = (
+    "record_calls",
+    "kv_offload_dir",
+    "hf_token",
+    "compilation_cache_dir",
+    "reasoning_config",
+)
 _SIZES = ("num_gpu_blocks_override", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 
 

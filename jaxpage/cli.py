@@ -71,6 +71,8 @@ class EngineFlags(EngineConfig):
     hf_token: str | None = None  # for models that need one
     hf_overrides: JsonDict = None  # merged into config.json
     override_generation_config: JsonDict = None  # merged into generation_config.json
+    # what begins and ends reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    reasoning_config: JsonDict = None
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
@@ -100,6 +102,7 @@ class SamplingFlags:
     repetition_penalty: float | None = None
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    thinking_token_budget: int | None = None  # needs --reasoning-config
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled
     logit_bias: JsonDict = None  # id to number, as {"42": -1.5}; -Infinity bans an id
     ignore_eos: bool = False

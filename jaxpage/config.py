@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.hub import local_folder
+from jaxpage.reasoning import ReasoningConfig, to_reasoning_config
 from jaxpage.vllm_options import translate
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class EngineConfig:
     # default sampling and extra EOS ids: "auto": the model's file; "vllm": neutral; or a folder
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
+    # what begins and ends reasoning, for `thinking_token_budget`; a dict becomes a ReasoningConfig
+    reasoning_config: ReasoningConfig | dict[str, Any] | None = None
     # compiled programs; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
     compilation_cache_dir: str | None = None
     enable_prompt_embeds: bool = False  # prompts may be {"prompt_embeds": array [T, E]}
@@ -133,6 +136,7 @@ class EngineConfig:
         for name in ("hf_overrides", "override_generation_config"):
             if getattr(self, name) == {}:
                 object.__setattr__(self, name, None)
+        object.__setattr__(self, "reasoning_config", to_reasoning_config(self.reasoning_config))
         if not isinstance(self.model, str):
             raise ValueError(_NO_MODEL.format(self.model))
         for name, choices in _CHOICES.items():

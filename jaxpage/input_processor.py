@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.prompts import EmbedsForm, Limits, Prompt, check, check_params, parse, parse_chat
+from jaxpage.reasoning import reasoning_tokens
 from jaxpage.request import Request
 from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
@@ -126,6 +127,10 @@ class InputProcessor:
             if self.tokenizer is None:
                 raise ValueError(f"bad_words={params.bad_words} needs a tokenizer")
             bad_words = bad_words_token_ids(self.tokenizer, params.bad_words)
+        reasoning = None
+        if params.thinking_token_budget is not None:
+            markers = self._config.reasoning_config
+            reasoning = reasoning_tokens(markers, self.tokenizer, self.limits.vocab_size)
         check(prompt, self.limits)
         check_params(params, bad_words, self.limits)
         if params.max_tokens is None:
@@ -142,6 +147,7 @@ class InputProcessor:
             eos_token_ids=frozenset(eos_token_ids[:1]),
             all_eos_token_ids=frozenset(self.eos_token_ids),
             bad_words_token_ids=bad_words,
+            reasoning=reasoning,
             priority=priority,
             cache_salt=prompt.cache_salt,
             prompt_embeds=self._rounded(prompt),

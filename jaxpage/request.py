@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpage.reasoning import ReasoningTokens
 from jaxpage.sampling_params import SamplingParams
 
 
@@ -70,6 +71,7 @@ class Request:
     # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
     all_eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    reasoning: ReasoningTokens | None = None  # not None with a thinking_token_budget
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
     cache_salt: str | None = None

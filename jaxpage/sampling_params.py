@@ -66,6 +66,8 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None  # id -> added to its logit; -inf bans the id
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None  # after construction a list
+    # reasoning tokens until its end is forced; None or -1: as many as it takes
+    thinking_token_budget: int | None = None
     skip_reading_prefix_cache: bool | None = None
 
     # Known to vLLM, not to jaxpage: any value but a neutral one is refused by `_NOT_SUPPORTED`.
@@ -77,7 +79,6 @@ class SamplingParams:
     stream_interval: int | None = None
     structured_outputs: Any = None
     guided_decoding: Any = None
-    thinking_token_budget: int | None = None
     repetition_detection: Any = None
     extra_args: dict[str, Any] | None = None
     logits_processors: Any = None
@@ -146,13 +147,15 @@ class SamplingParams:
             self.skip_reading_prefix_cache = _to_bool(name, self.skip_reading_prefix_cache)
         for name in ("n", "top_k", "min_tokens"):
             setattr(self, name, _to_int(name, getattr(self, name)))
-        for name in ("seed", "max_tokens"):
+        for name in ("seed", "max_tokens", "thinking_token_budget"):
             if getattr(self, name) is not None:
                 setattr(self, name, _to_int(name, getattr(self, name)))
         for name in _FLOATS:
             setattr(self, name, _to_float(name, getattr(self, name)))
         if self.seed == -1:
             self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         if self.top_k == -1:
             self.top_k = 0
         if self.logprobs is not None:
@@ -191,6 +194,8 @@ class SamplingParams:
         check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
         check("min_tokens", self.min_tokens >= 0, "at least 0")
+        budget = self.thinking_token_budget
+        check("thinking_token_budget", budget is None or budget >= 0, "at least 0, or -1 (none)")
         check("logprobs", self.logprobs is None or self.logprobs >= -1, "at least 0, or -1 (all)")
         check("allowed_token_ids", self.allowed_token_ids != [], "None or a non-empty list")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -283,7 +288,6 @@ _NOT_SUPPORTED = {
     "stream_interval": "outputs are produced at every step",
     "structured_outputs": "output cannot be constrained by a grammar; see allowed_token_ids",
     "guided_decoding": "output cannot be constrained by a grammar; see allowed_token_ids",
-    "thinking_token_budget": "bound the whole output with max_tokens",
     "repetition_detection": "use repetition_penalty or frequency_penalty",
     "extra_args": "there are no plugin logits processors",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
@@ -297,7 +301,6 @@ _NOT_SUPPORTED = {
 # Values besides None and False that ask for nothing.
 _NEUTRAL: dict[str, Any] = {
     "stream_interval": 1,
-    "thinking_token_budget": -1,
     "extra_args": {},
     "routed_experts_prompt_start": 0,
 }

@@ -12,6 +12,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from jaxpage.reasoning import with_parser
+
 # What to do instead -> option -> the values that ask for nothing. Others are refused.
 _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "one process computes the model on one device": {
@@ -199,7 +201,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "max_lora_rank": 16,
     "lora_dtype": "auto",
     **dict.fromkeys(("structured_outputs_config", "guided_decoding_backend"), None),
-    **dict.fromkeys(("reasoning_parser", "reasoning_parser_plugin", "reasoning_config"), None),
+    "reasoning_parser_plugin": None,
     # Weights in other places.
     **dict.fromkeys(("cpu_offload_params", "offload_params"), None),
     "offload_backend": "auto",
@@ -255,6 +257,10 @@ def translate(options: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, 
         elif name == "kv_offloading_size":
             if value is not None:
                 ours["swap_space"] = value
+        elif name == "reasoning_parser":
+            if value:
+                config = options.get("reasoning_config")
+                ours["reasoning_config"] = with_parser(config, value)
         elif name in _WITHOUT_EFFECT:
             if not _asks_for_nothing(value, (_WITHOUT_EFFECT[name],)):
                 without_effect.append(name)

@@ -19,6 +19,7 @@ from jaxpage import tiny
 from jaxpage.config import (
     EngineArgs,
     EngineConfig,
+    ReasoningConfig,
     default_sampling,
     eos_token_ids,
     load_generation_config,
@@ -195,6 +196,9 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"enforce_eager": "no"},
         {"hf_overrides": 5},
         {"override_generation_config": "{}"},
+        {"reasoning_config": "<think>"},
+        {"reasoning_config": {"start": "<think>"}},
+        {"reasoning_config": {"reasoning_start_str": 5}},
     ],
 )
 def test_bad_values_are_refused_by_name(options):
@@ -211,6 +215,7 @@ def test_nothing_is_left_to_interpret():
     unset = {"num_gpu_blocks_override", "chat_template", "quantization", "cache_max_entry_count"}
     unset |= {"preemption_mode", "kv_offload_dir", "revision", "tokenizer_revision", "download_dir"}
     unset |= {"hf_overrides", "override_generation_config", "hf_token", "record_calls"}
+    unset |= {"reasoning_config"}
     assert left == unset | {"load_format", "generation_config"}
     for name in {f.name for f in dataclasses.fields(config)} - {"hf_token"}:
         assert name in config.describe()
@@ -308,6 +313,22 @@ def test_options_that_tune_what_jaxpage_lacks_are_remembered_to_be_told():
     assert resolve(gpu_memory_utilization=0.5).options_without_effect == ("gpu_memory_utilization",)
     on_gpu = resolve(gpu_memory_utilization=0.5, platform="gpu", device_memory=GIB)
     assert on_gpu.options_without_effect == ()
+
+
+def test_the_markers_of_reasoning_may_be_a_config_or_a_dict():
+    markers = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    config = ReasoningConfig(**markers)
+    for given in (config, markers, dataclasses.asdict(config)):
+        options = EngineConfig.from_options(model="m", reasoning_config=given)
+        assert options.reasoning_config == config
+        assert EngineConfig.from_options(**dataclasses.asdict(options)) == options
+        options = EngineConfig.from_options(
+            model="m", reasoning_config=given, reasoning_parser="qwen3"
+        )
+        assert options.reasoning_config == ReasoningConfig(reasoning_parser="qwen3", **markers)
+        assert options.options_without_effect == ()
+    options = EngineConfig.from_options(model="m", reasoning_parser="qwen3", reasoning_config={})
+    assert options.reasoning_config == ReasoningConfig(reasoning_parser="qwen3")
 
 
 def test_the_newer_name_of_swap_space():

@@ -85,6 +85,51 @@ def test_params_are_copied_and_completed(make):
     assert request.params.top_p == 0.5
 
 
+BUDGET = SamplingParams(thinking_token_budget=5)
+
+
+def test_a_thinking_budget_comes_with_the_markers_as_ids(make):
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(make().tokenizer.encode(text, add_special_tokens=False))
+
+    own = {"reasoning_start_str": "the", "reasoning_end_str": "so, a dog."}
+    for config, markers in (
+        (own, ("the", "so, a dog.", "so, a dog.")),
+        ({"reasoning_parser": "qwen3"}, ("<think>", "</think>", "</think>")),
+        ({"reasoning_parser": "deepseek_r1"} | own, ("the", "</think>", "so, a dog.")),
+    ):
+        inputs = make(reasoning_config=config)
+        request, without = inputs.requests(inputs.parse([[5], [6]]), [BUDGET, SamplingParams()])
+        found = request.reasoning
+        assert (found.start, found.end, found.forced_end) == tuple(map(ids, markers))
+        assert request.features == features_of(request) != features_of(without)
+        assert without.reasoning is None and without.slot_fields.get("thinking_budget") is None
+        assert request.slot_fields["thinking_budget"] == 5
+        assert tuple(request.slot_fields["think_start"][: len(found.start) + 1]) == (
+            *found.start,
+            -1,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs to know what begins and ends reasoning"),
+        ({"reasoning_start_str": "the"}, "needs to know what begins and ends reasoning"),
+        ({"reasoning_parser": "glm45"}, "reasoning_parser='glm45' are not known"),
+        ({"reasoning_parser": "qwen3", "reasoning_end_str": "€" * 40}, "must have 1 to 64"),
+    ],
+)
+def test_a_thinking_budget_without_usable_markers_is_refused(make, options, message):
+    inputs = make(reasoning_config=options)
+    assert len(inputs.requests(inputs.parse([5]))) == 1
+    with pytest.raises(ValueError, match=message):
+        inputs.requests(inputs.parse([5]), BUDGET)
+    inputs = make(reasoning_config={"reasoning_parser": "qwen3"}, skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="thinking_token_budget needs a tokenizer"):
+        inputs.requests(inputs.parse([5]), BUDGET)
+
+
 def test_priorities_need_their_policy_and_bad_words_a_tokenizer(make):
     inputs = make()
     with pytest.raises(ValueError, match="scheduling_policy"):

@@ -21,6 +21,7 @@ from jaxpage.llm import LLM
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.tokenizer import load_tokenizer
 from tests.fakes import FakeFieldsEngine, FakeRunner, expected_output
+from tests.sampling.oracle import Row, forced_token
 
 EOS = 2
 MAX_MODEL_LEN = 64
@@ -672,3 +673,44 @@ def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
     assert len(masked) == 24
     assert not {*eos, EOS} & set(masked[:6])
     assert free[0] not in banned
+
+
+@pytest.mark.slow
+def test_a_thinking_budget_holds_however_the_engine_is_set(folder):
+    """Chunks, preemptions and several steps in a launch change no token. Here the device is real."""
+    words = {"reasoning_start_str": "<|im_start|>", "reasoning_end_str": "so, the dog."}
+    params = [
+        SamplingParams(
+            thinking_token_budget=[None, 0, 4, 9][i % 4],
+            temperature=[0, 1, 1][i % 3],
+            n=[1, 2, 1][i % 3],
+            max_tokens=30,
+            ignore_eos=True,
+        )
+        for i in range(12)
+    ]
+    prompts = ["the dog <|im_start|> a cat" + " and a dog" * (i % 5) for i in range(12)]
+
+    def outputs(**options):
+        options |= {"max_model_len": 96, "max_num_seqs": 4, "enforce_eager": True}
+        llm = LLM(folder, reasoning_config=words, **options)
+        return llm, llm.generate(prompts, params, use_tqdm=False)
+
+    plain = {"decode_steps": 1, "async_scheduling": False, "enable_prefix_caching": False}
+    llm, want = outputs(num_gpu_blocks_override=60, max_num_batched_tokens=16, **plain)
+    _, got = outputs(num_gpu_blocks_override=9, max_num_batched_tokens=16, decode_steps=8)
+    assert tokens(got) == tokens(want)
+    assert sum(output.metrics.num_preemptions for output in got) > 0
+
+    start, end = (llm.get_tokenizer().encode(word) for word in words.values())
+    markers = {"think_start": start, "think_end": end, "think_forced_end": end}
+    num_forced = 0
+    for output, param in zip(got, params, strict=True):
+        budget = -1 if param.thinking_token_budget is None else param.thinking_token_budget
+        for answer in (completion.token_ids for completion in output.outputs):
+            for i, token in enumerate(answer):
+                known = {"prompt": output.prompt_token_ids, "output": list(answer[:i])}
+                forced = forced_token(Row(thinking_budget=budget, **known, **markers))
+                assert forced in (None, token)
+                num_forced += forced is not None
+    assert num_forced >= 12 * len(end)

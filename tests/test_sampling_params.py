@@ -35,6 +35,7 @@ VLLM_DEFAULTS = {
     "output_kind": RequestOutputKind.CUMULATIVE,
     "logit_bias": None,
     "allowed_token_ids": None,
+    "thinking_token_budget": None,
     "skip_reading_prefix_cache": None,
 }
 
@@ -44,7 +45,7 @@ VLLM_FIELDS = (
     *VLLM_DEFAULTS,
     *("watermarking", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
     *("logprob_token_ids", "flat_logprobs", "stream_interval", "structured_outputs", "extra_args"),
-    *("thinking_token_budget", "repetition_detection", "skip_clone", "routed_experts_prompt_start"),
+    *("repetition_detection", "skip_clone", "routed_experts_prompt_start"),
     "trace_decode_token_ids",
 )
 
@@ -83,7 +84,7 @@ def test_defaults_are_those_of_vllm():
         ("skip_reading_prefix_cache", [None, True], ["no"]),
         ("extra_args", [None, {}], [{"a": 1}]),
         ("stream_interval", [None, 1], [2]),
-        ("thinking_token_budget", [None, -1], [0, 5]),
+        ("thinking_token_budget", [None, -1, 0, 5, 2**40], [-2, True, 1.5, "3"]),
         ("prompt_logprobs", [None, False], [0, 3]),
     ],
 )
@@ -138,6 +139,7 @@ def test_other_spellings_of_a_value_are_made_one():
         stop_token_ids=[5, 3, 5],
         seed=-1,
         top_k=-1,
+        thinking_token_budget=-1,
         logprobs=True,
         logit_bias={"7": 1},
         output_kind=2,
@@ -145,6 +147,7 @@ def test_other_spellings_of_a_value_are_made_one():
     assert params.stop == ["x"]
     assert params.stop_token_ids == [5, 3]
     assert (params.seed, params.top_k, params.logprobs) == (None, 0, 1)
+    assert params.thinking_token_budget is None
     assert params.logit_bias == {7: 1.0}
     assert params.output_kind is RequestOutputKind.FINAL_ONLY
     assert SamplingParams(logprobs=False).logprobs is None

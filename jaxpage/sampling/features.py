@@ -9,12 +9,13 @@ from jaxpage.sampling.fields import SamplerFeature, SlotField
 from jaxpage.sampling.keys import RANDOM
 from jaxpage.sampling.logprobs import TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
+from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling.truncation import TRUNCATION
 
 if TYPE_CHECKING:
     from jaxpage.request import Request
 
-BEFORE_ARGMAX = (CONSTRAINTS, PENALTIES)  # they act on greedy rows too
+BEFORE_ARGMAX = (CONSTRAINTS, PENALTIES, THINKING)  # they act on greedy rows too
 FEATURES: tuple[SamplerFeature, ...] = (*BEFORE_ARGMAX, RANDOM, TRUNCATION, TOP_LOGPROBS)
 FIELDS: tuple[SlotField, ...] = tuple(f for feature in FEATURES for f in feature.fields)
 

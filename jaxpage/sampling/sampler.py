@@ -1,7 +1,7 @@
 """From logits to tokens: the part of the compiled step that honours `SamplingParams`. One pure function.
 
 Order of operations, vLLM's: allowed ids, bad words, min_tokens; logit bias; repetition, frequency and presence
-penalties; greedy rows take the argmax here; temperature; min_p; top-k; top-p; Gumbel-max.
+penalties; a forced end of thinking; greedy rows take the argmax here; temperature; min_p; top-k; top-p; Gumbel-max.
 
 Every parameter is read from the request state by slot, and what a row samples depends on its own slot, logits and
 position alone. Parts that no row of a step needs are skipped on the device by the step's feature bits.

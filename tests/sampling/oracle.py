@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.reasoning import MAX_MARKER_LEN
 from jaxpage.sampling.constraints import (
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
@@ -18,6 +19,7 @@ from jaxpage.sampling.constraints import (
 )
 from jaxpage.sampling.fields import RequestState
 
+MARKERS = ("think_start", "think_end", "think_forced_end")
 CLEAR = 1e-5  # closer than this to a boundary float32 may decide either way
 
 
@@ -40,6 +42,10 @@ class Row:
     allowed_ids: list[int] | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
     bad_words: list[list[int]] = field(default_factory=list)
+    thinking_budget: int = -1
+    think_start: list[int] = field(default_factory=list)
+    think_end: list[int] = field(default_factory=list)
+    think_forced_end: list[int] = field(default_factory=list)
 
     @property
     def position(self) -> int:
@@ -68,6 +74,11 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
         bias_values[i, : len(row.logit_bias)] = list(row.logit_bias.values())
         for j, word in enumerate(row.bad_words):
             bad_words[i, j, -len(word) :] = word
+    markers = {name: np.full((num_slots, MAX_MARKER_LEN), -1) for name in MARKERS}
+    for name, ids in markers.items():
+        for i, row in enumerate(rows, 1):
+            marker = getattr(row, name)
+            ids[i, : len(marker)] = marker
     prompt_len = [0, *(len(r.prompt) for r in rows)]
     min_len = [0, *(len(r.prompt) + r.min_tokens for r in rows)]
     floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
@@ -82,6 +93,7 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
         sequence_index=jnp.zeros(num_slots, jnp.int32),
         first_token=jnp.zeros(num_slots, jnp.int32),
         top_k=column("top_k", np.int32),
+        thinking_budget=column("thinking_budget", np.int32).at[0].set(-1),
         repetition_penalty=column("repetition_penalty", np.float32),
         stop_mask=jnp.asarray(stop),
         min_tokens_mask=jnp.asarray(stop),
@@ -90,6 +102,7 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
         bias_ids=jnp.asarray(bias_ids, jnp.int32),
         bias_values=jnp.asarray(bias_values),
         bad_words=jnp.asarray(bad_words, jnp.int32),
+        **{name: jnp.asarray(ids, jnp.int32) for name, ids in markers.items()},
         **{name: column(name, np.float32) for name in floats},
     )
 
@@ -118,6 +131,36 @@ def penalised(logits: np.ndarray, row: Row) -> np.ndarray:
     for token in set(row.output):
         out[token] -= np.float32(row.frequency_penalty) * row.output.count(token)
         out[token] -= np.float32(row.presence_penalty)
+    return out
+
+
+def num_thinking(row: Row) -> int:
+    """Tokens since the last start of reasoning that no end came behind; -1: the row does not reason."""
+    known = row.prompt + row.output
+
+    def last(marker):
+        begins = range(len(known) - len(marker) + 1)
+        return max((i for i in begins if known[i : i + len(marker)] == marker), default=-1)
+
+    start = last(row.think_start)
+    return len(known) - start - len(row.think_start) if start > last(row.think_end) else -1
+
+
+def forced_token(row: Row) -> int | None:
+    """The token that the row must write because its thinking budget is spent."""
+    if row.thinking_budget < 0 or num_thinking(row) < row.thinking_budget:
+        return None
+    known, forced = row.prompt + row.output, row.think_forced_end
+    written = [
+        n for n in range(min(len(forced), len(known) + 1)) if known[len(known) - n :] == forced[:n]
+    ]
+    return forced[max(written)]
+
+
+def with_forced_token(logits: np.ndarray, row: Row) -> np.ndarray:
+    out, token = logits.copy(), forced_token(row)
+    if token is not None:
+        out[token] = 1e9
     return out
 
 

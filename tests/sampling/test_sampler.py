@@ -89,6 +89,10 @@ any_row = st.builds(
     allowed_ids=st.none() | st.lists(ids, min_size=8, unique=True),
     logit_bias=st.dictionaries(ids, st.floats(-10, 10, width=32), max_size=4),
     bad_words=st.lists(st.lists(ids, min_size=1, max_size=2), max_size=2),
+    thinking_budget=st.integers(-1, 10),
+    think_start=st.lists(ids, min_size=1, max_size=2),
+    think_end=st.lists(ids, min_size=1, max_size=2),
+    think_forced_end=st.lists(ids, min_size=1, max_size=2),
 )
 
 
@@ -100,6 +104,7 @@ def test_a_token_is_drawn_from_what_the_plain_definition_leaves(rows):
     got = distribution(sampled)
     for i, row in enumerate(rows):
         want = oracle.penalised(oracle.constrained(logits[i], row), row)
+        want = oracle.with_forced_token(want, row)
         if not np.isfinite(want).any():
             assert sampled.token_ids[i] == 0
             continue

@@ -1,0 +1,47 @@
+"""What a request asks of the sampler: steps skip the parts whose bits no row has."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage.request import Request
+from jaxpage.sampling.constraints import CONSTRAINTS
+from jaxpage.sampling.features import bits, features_of
+from jaxpage.sampling.keys import RANDOM
+from jaxpage.sampling.logprobs import TOP_LOGPROBS
+from jaxpage.sampling.penalties import PENALTIES
+from jaxpage.sampling.thinking import THINKING
+from jaxpage.sampling.truncation import TRUNCATION
+from jaxpage.sampling_params import SamplingParams
+from tests.fakes import FakeMaskSource
+
+
+@pytest.mark.parametrize(
+    ("params", "of_request", "features"),
+    [
+        ({}, {}, ()),
+        ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, {}, ()),  # greedy, which resets them
+        ({"seed": 3, "stop_token_ids": [7], "logprobs": 0}, {}, ()),
+        ({"temperature": 0.7}, {}, (RANDOM,)),
+        ({"temperature": 1.0, "top_k": 5}, {}, (RANDOM, TRUNCATION)),
+        ({"temperature": 1.0, "top_p": 0.9}, {}, (RANDOM, TRUNCATION)),
+        ({"temperature": 1.0, "min_p": 0.1}, {}, (RANDOM, TRUNCATION)),
+        ({"presence_penalty": 0.5}, {}, (PENALTIES,)),
+        ({"frequency_penalty": -0.5}, {}, (PENALTIES,)),
+        ({"repetition_penalty": 1.2}, {}, (PENALTIES,)),
+        ({"logit_bias": {3: 1.0}}, {}, (CONSTRAINTS,)),
+        ({"allowed_token_ids": [3]}, {}, (CONSTRAINTS,)),
+        ({"min_tokens": 1}, {}, (CONSTRAINTS,)),
+        ({}, {"bad_words_token_ids": ((3,),)}, (CONSTRAINTS,)),
+        ({}, {"mask_source": FakeMaskSource()}, (CONSTRAINTS,)),
+        ({"logprobs": 2}, {}, (TOP_LOGPROBS,)),
+        ({"thinking_token_budget": 0}, {}, (THINKING,)),
+        ({"thinking_token_budget": -1}, {}, ()),
+    ],
+)
+def test_a_request_asks_for_the_features_that_its_params_need_and_no_others(
+    params, of_request, features
+):
+    params = SamplingParams(**{"temperature": 0.0} | params)
+    request = Request(request_id="0", prompt_token_ids=[5], params=params, seed=0, **of_request)
+    assert features_of(request) == bits(*features)
