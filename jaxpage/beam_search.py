@@ -23,9 +23,8 @@ class BeamSearchSequence:
 
     orig_prompt: dict[str, Any]  # "type": "token", "prompt_token_ids", and "prompt" if it was text
     tokens: list[int]
-    logprobs: list[
-        dict[int, Logprob]
-    ]  # for each output token the candidates of its beam, best first
+    # for each output token the candidates of its beam, best first
+    logprobs: list[dict[int, Logprob]]
     cum_logprob: float  # of the output tokens, EOS included; not divided by any length
     text: str | None = None  # None without a tokenizer
     finish_reason: str | None = None  # "stop" (EOS) or "length"

@@ -31,12 +31,10 @@ class FinishReason(enum.StrEnum):
 class WaitingFor(enum.Enum):
     """Why a sequence that runs may not advance for now."""
 
-    BEAMS = (
-        enum.auto()
-    )  # a beam: the others of its request have yet to sample, or the first one to be computed
-    MASK = (
-        enum.auto()
-    )  # all its tokens are computed; the mask for sampling the next is not there yet
+    # a beam: the others of its request have yet to sample, or the first one to be computed
+    BEAMS = enum.auto()
+    # all its tokens are computed; the mask for sampling the next is not there yet
+    MASK = enum.auto()
 
 
 class MaskSource(Protocol):
@@ -64,9 +62,8 @@ class Request:
     seed: (
         int  # uint32; the request's own, or derived from the engine's seed and the request's number
     )
-    stop_token_ids: frozenset[int] = (
-        frozenset()
-    )  # every id that ends a sequence: EOS (unless ignored) and the user's
+    # every id that ends a sequence: EOS (unless ignored) and the user's
+    stop_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None
     # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
     all_eos_token_ids: frozenset[int] = frozenset()
@@ -77,9 +74,8 @@ class Request:
     cache_salt: str | None = None
     arrival: int = 0  # number of the request in order of arrival, set by the engine
     arrival_time: float = field(default_factory=time.time)  # seconds since the epoch
-    queued_time: float = field(
-        default_factory=time.monotonic
-    )  # the same moment on the clock of the times below
+    # the same moment on the clock of the times below
+    queued_time: float = field(default_factory=time.monotonic)
     features: int = 0  # feature bits of its params; computed outside the engine
     # Values of the declared slot fields that follow from the request.
     slot_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -120,9 +116,8 @@ class Sequence:
     num_unseen_blocks: int = 0  # entries of `block_tables` that are NULL_BLOCK
     # The same with host blocks, which have the KV of its computed tokens while it is swapped out.
     host_tables: list[list[int]] = field(default_factory=list)
-    block_hashes: list[bytes] = field(
-        default_factory=list
-    )  # of the full blocks of `token_ids`, a prefix of them
+    # of the full blocks of `token_ids`, a prefix of them
+    block_hashes: list[bytes] = field(default_factory=list)
     # How many of a table's blocks stand in the prefix cache under their hash, if they may.
     num_registered_blocks: int = 0
     # Some of its KV was computed with other weights than the rest: its blocks do not enter the prefix cache.

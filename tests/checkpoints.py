@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, SamplingParams, engine_spec
+from jaxpage.runner.buckets import Bucket, make_buckets
 
 _DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 _LLAMA3 = {
@@ -264,7 +268,23 @@ def torch_logits(path: str | Path, token_ids: np.ndarray, *, dtype: str = "float
         return model(torch.tensor(token_ids)).logits.float().numpy()
 
 
-def make_llm(path: str | Path, **options: Any) -> LLM:
+def few_buckets(**limits: int) -> tuple[Bucket, ...]:
+    """The largest bucket of decode steps and the largest of others."""
+    buckets = make_buckets(**limits)
+    return max(b for b in buckets if b.decode), max(b for b in buckets if not b.decode)
+
+
+@contextmanager
+def few_programs() -> Iterator[None]:
+    """Engines that are built meanwhile have `few_buckets`, so fewer programs are compiled.
+
+    For tests of what does not depend on sizes; that nothing does is tested in `end_to_end/test_invariance.py`.
+    """
+    with mock.patch.object(engine_spec, "make_buckets", few_buckets):
+        yield
+
+
+def make_llm(path: str | Path, *, all_programs: bool = False, **options: Any) -> LLM:
     """An engine of a tiny checkpoint that is exact and soon there. `options` come on top."""
     small = {
         "skip_tokenizer_init": True,
@@ -274,7 +294,8 @@ def make_llm(path: str | Path, **options: Any) -> LLM:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
     }
-    return LLM(str(path), **(small | options))
+    with nullcontext() if all_programs else few_programs():
+        return LLM(str(path), **(small | options))
 
 
 Answer = tuple[list[int], list[float]]  # token ids, and the log-probability of each

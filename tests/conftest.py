@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+from importlib.metadata import version
 
 import pytest
 
@@ -45,8 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if not any(_asked_for(config, marker) for marker in _DEVICE_MARKERS):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+        flags = ["--xla_force_host_platform_device_count=8"]
+        if not _asked_for(config, "aot"):
+            flags += _fast_compilation()
+        os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,6 +59,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _fast_compilation() -> list[str]:
+    """XLA:CPU in a quarter of the time, for slower programs. What is compiled as users have it asks for
+    `production_compiler`.
+    """
+    flags = ["--xla_backend_optimization_level=0"]
+    if version("jaxlib") < "0.11":  # later there is no other way
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    return flags
+
+
+@pytest.fixture(scope="module")
+def production_compiler():
+    """Engines' programs are compiled as users have them, not as fast as other tests want it."""
+    import jax
+
+    options = {"xla_backend_optimization_level": 3}
+    if version("jaxlib") < "0.11":
+        options["xla_cpu_use_fusion_emitters"] = True
+    compile_fast = jax.stages.Lowered.compile
+
+    def compile_well(self, compiler_options=None):
+        return compile_fast(self, options | (compiler_options or {}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", compile_well)
+        yield
 
 
 @pytest.fixture

@@ -30,28 +30,22 @@ class KVSnapshot:
 
     num_steps: int  # planned since start
     block_size: int
-    sequences: tuple[
-        tuple[str, int], ...
-    ]  # R times (request id, which of its n continuations); running ones first
+    # R times (request id, which of its n continuations); running ones first
+    sequences: tuple[tuple[str, int], ...]
     # int32[R, M] block ids, one KV-cache group's after another; NULL_BLOCK: behind a group's window, or padding
     block_tables: np.ndarray
     tiers: np.ndarray  # int8[N] DEVICE or HOST
-    owners: (
-        np.ndarray
-    )  # int32[N] the first sequence that holds the block, an index into `sequences`; -1: none
-    references: (
-        np.ndarray
-    )  # int32[N] how many hold it; on the host a block on its way counts as held too
+    # int32[N] the first sequence that holds the block, an index into `sequences`; -1: none
+    owners: np.ndarray
+    # int32[N] how many hold it; on the host a block on its way counts as held too
+    references: np.ndarray
     used_slots: np.ndarray  # int32[N] of block_size, 0 for blocks that no sequence holds
-    eviction_order: (
-        np.ndarray
-    )  # int32[N] place in its tier's queue of free blocks, 0 goes first; -1: not in the queue
-    hashes: (
-        np.ndarray
-    )  # uint64[N] first 8 bytes of the hash of a block in the prefix cache; 0: it is not
-    parents: (
-        np.ndarray
-    )  # uint64[N] the same of the block before it; 0: it is a sequence's first, or not in the cache
+    # int32[N] place in its tier's queue of free blocks, 0 goes first; -1: not in the queue
+    eviction_order: np.ndarray
+    # uint64[N] first 8 bytes of the hash of a block in the prefix cache; 0: it is not
+    hashes: np.ndarray
+    # uint64[N] the same of the block before it; 0: it is a sequence's first, or not in the cache
+    parents: np.ndarray
     hits: np.ndarray  # int32[N] how often the block was found since it entered the cache
 
     @property

@@ -34,16 +34,14 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    dtype: (
-        jnp.dtype
-    )  # of parameters and activations; norms, softmax, RoPE angles, logits are float32
+    # of parameters and activations; norms, softmax, RoPE angles, logits are float32
+    dtype: jnp.dtype
     max_model_len: int  # tokens for which `ropes` were chosen
     norm_eps: float
     activation: str  # one of ACTIVATIONS
     tie_word_embeddings: bool
-    windows: tuple[
-        int | None, ...
-    ]  # key j is visible to query i iff i - window < j <= i; None: j <= i
+    # key j is visible to query i iff i - window < j <= i; None: j <= i
+    windows: tuple[int | None, ...]
     ropes: tuple[Rope, ...]
     attention_scale: float
     qkv_bias: bool = False

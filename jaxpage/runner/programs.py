@@ -86,9 +86,8 @@ class CompilationCounter:
             _thread.watcher = None
 
 
-_thread = (
-    threading.local()
-)  # watcher: the counter at work; hit: the last compilation was a cache hit
+# watcher: the counter at work; hit: the last compilation was a cache hit
+_thread = threading.local()
 
 
 def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:

@@ -23,7 +23,7 @@ MAX_LOGIT_BIAS = 1024  # logit_bias entries of one request
 MAX_BAD_WORDS = 128  # bad_words of one request, after tokenisation
 MAX_BAD_WORD_LEN = 16  # tokens in one of them
 
-_CHUNK = 128  # of which MAX_BAD_WORDS and MAX_LOGIT_BIAS are multiples
+_CHUNK = 64  # of which MAX_BAD_WORDS and MAX_LOGIT_BIAS are multiples
 _ALL_TOKENS = 0xFFFFFFFF  # in each word of a mask
 _MOST_INT32 = 2**31 - 1
 _NO_TOKEN = _MOST_INT32  # an id outside every vocabulary: scatters drop it

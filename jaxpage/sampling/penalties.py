@@ -17,8 +17,7 @@ from jaxpage.sampling.fields import RequestState, SamplerFeature, SlotField
 if TYPE_CHECKING:
     from jaxpage.request import Request
 
-# Tokens of history that are counted at a time. Scatters of more take a TPU's compiler longer.
-_CHUNK = 128
+_CHUNK = 256  # tokens of history that are counted at a time
 
 
 def penalise(

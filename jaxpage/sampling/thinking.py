@@ -21,9 +21,8 @@ from jaxpage.sampling.fields import RequestState, SamplerFeature, SlotField
 if TYPE_CHECKING:
     from jaxpage.request import Request
 
-_FORCED = (
-    1e9  # the logit of a forced token; temperature and truncation leave it far ahead of all others
-)
+# The logit of a forced token; temperature and truncation leave it far ahead of all others.
+_FORCED = 1e9
 _WINDOW = 320  # tokens of history that are searched at a time
 _PADDING = -1  # behind the ids of a marker
 _NO_TOKEN = -2  # where a row has no token: equals no id of a marker, nor its padding
@@ -37,12 +36,12 @@ def force_end_of_thinking(
 
     A history that ends with the beginning of the forced end, whoever wrote it, is continued from there.
     """
-    num_rows, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     budgets = state["thinking_budget"][slots]
     spent = (budgets >= 0) & (count_thinking(state, slots, positions) >= budgets)
     forced = jnp.where(spent, _next_of_end(state, slots, positions), vocab_size)
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    return logits.at[rows, forced].set(_FORCED, mode="drop")
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.where(ids == forced[:, None], _FORCED, logits)
 
 
 def count_thinking(state: RequestState, slots: jax.Array, positions: jax.Array) -> jax.Array:

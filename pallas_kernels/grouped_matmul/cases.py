@@ -30,7 +30,7 @@ SMALL = (
     Case(name="nothing", group_sizes=(0, 0), num_rows=16),
     Case(name="a-row-each", group_sizes=(1,) * 20, num_rows=24),
     Case(name="edges-of-tiles", group_sizes=(127, 1, 128, 129, 31, 33), num_rows=449),
-    Case(name="wide", group_sizes=(9, 20), num_rows=32, num_inputs=1536, num_outputs=1280),
+    Case(name="wide", group_sizes=(9, 20), num_rows=32, num_inputs=640, num_outputs=768),
     Case(name="float32", group_sizes=(9, 20, 1), num_rows=32, dtype="float32"),
 )
 

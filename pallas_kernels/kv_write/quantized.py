@@ -84,9 +84,8 @@ def _read_fp8(bits: jax.Array, format: str) -> jax.Array:
     wide = bits.astype(jnp.uint16)
     if format == "fp8_e5m2":
         return lax.bitcast_convert_type(wide << 8, jnp.float16).astype(jnp.float32)
-    magnitude = (
-        wide & 0x7F
-    )  # 4 bits of exponent, 3 of mantissa; float16 has 5 and 10, and a bias greater by 8
+    # 4 bits of exponent, 3 of mantissa; float16 has 5 and 10, and a bias greater by 8
+    magnitude = wide & 0x7F
     half = ((wide & 0x80) << 8) | (magnitude << 7)
     half = jnp.where(magnitude == 0x7F, 0x7E00, half)  # NaN
     return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 2.0**8

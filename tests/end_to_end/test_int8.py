@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import SamplingParams
 from jaxpage.device import Device
 from jaxpage.models.registry import build
 from jaxpage.ops.matmul import choose
@@ -21,15 +21,12 @@ NUM_TOKENS = 12
 @pytest.mark.slow
 def test_the_engine_computes_what_the_rounded_model_computes(tmp_path):
     path = checkpoints.build("qwen2", 0, tmp_path)
-    llm = LLM(
-        str(path),
+    llm = checkpoints.make_llm(
+        path,
         quantization="int8",
-        dtype="float32",
         max_model_len=64,
         max_num_seqs=4,
-        max_num_batched_tokens=64,
         num_gpu_blocks_override=64,
-        skip_tokenizer_init=True,
         enforce_eager=True,
     )
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)

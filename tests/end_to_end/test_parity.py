@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import SamplingParams
 from tests import checkpoints
 
 NUM_TOKENS = 64
@@ -63,12 +63,9 @@ def test_greedy_tokens_equal_transformers(family, variant, tmp_path):
     limits = LIMITS.get((family, variant), {})
     path = checkpoints.build(family, variant, tmp_path)
     prompts = prompts_of(limits.get("prompt_lens", PROMPT_LENS))
-    llm = LLM(
-        str(path),
-        skip_tokenizer_init=True,
-        dtype="float32",
+    llm = checkpoints.make_llm(
+        path,
         max_model_len=limits.get("max_model_len", 512),
-        max_num_seqs=8,
         max_num_batched_tokens=256,
         enforce_eager=True,
     )
@@ -100,9 +97,8 @@ def test_bfloat16_logprobs_stay_near_float32(family, tmp_path):
     exact = checkpoints.torch_logits(path, np.array([prompt]))[0]
     rounded = checkpoints.torch_logits(path, np.array([prompt]), dtype="bfloat16")[0]
     torch_error = np.abs(log_softmax(rounded) - log_softmax(exact)).max()
-    llm = LLM(
-        str(path),
-        skip_tokenizer_init=True,
+    llm = checkpoints.make_llm(
+        path,
         dtype="bfloat16",
         max_model_len=256,
         max_num_seqs=4,

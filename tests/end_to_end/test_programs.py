@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpage import LLM, SamplingParams
 from tests import checkpoints
 
+pytestmark = pytest.mark.usefixtures("production_compiler")
 TEMP_BOUND = 8 << 20  # bytes, for 8 rows and 64 tokens; far below the pool
 
 

@@ -72,7 +72,7 @@ def check_pressure(stats):
 def test_two_hundred_mixed_requests_are_replayed_bit_for_bit(path, tmp_path, capsys):
     """And by another process, to which the calls are sent over a socket while they are made."""
     file = tmp_path / "calls"
-    llm = checkpoints.make_llm(path, **OPTIONS, record_calls=str(file))
+    llm = checkpoints.make_llm(path, all_programs=True, **OPTIONS, record_calls=str(file))
     header = _recording_header(
         EngineConfig.from_options(model=str(path), **llm_options(file)), llm.config
     )
@@ -121,7 +121,7 @@ class Both:
 @pytest.mark.slow
 def test_a_recording_is_replayed(path, tmp_path):
     file = tmp_path / "calls"
-    llm = checkpoints.make_llm(path, **OPTIONS, record_calls=file)
+    llm = checkpoints.make_llm(path, all_programs=True, **OPTIONS, record_calls=file)
     work(llm, 12)
     num_steps = llm.stats().num_steps
     assert not file.exists() and Path(f"{file}.partial").exists()
@@ -136,7 +136,7 @@ def test_a_recording_is_replayed(path, tmp_path):
 def test_what_differs_is_told(path, tmp_path, capsys):
     """Another checkpoint samples other tokens; the first difference is named, and the exit code says so."""
     file, other = tmp_path / "calls", tmp_path / "other"
-    llm = checkpoints.make_llm(path, record_calls=str(file))
+    llm = checkpoints.make_llm(path, all_programs=True, record_calls=str(file))
     llm.generate([[3, 4, 5]], SamplingParams(max_tokens=9, temperature=0), use_tqdm=False)
     del llm
     shutil.copytree(path, other)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import SamplingParams
 from jaxpage.kv_groups import most_blocks
 from tests import checkpoints
 
@@ -17,10 +17,8 @@ BLOCK_SIZE, NUM_TOKENS = 16, 512  # the second: of a step
 
 
 def make_llm(path, length, **options):
-    return LLM(
-        str(path),
-        skip_tokenizer_init=True,
-        dtype="float32",
+    return checkpoints.make_llm(
+        path,
         max_model_len=length,
         max_num_seqs=2,
         max_num_batched_tokens=NUM_TOKENS,

@@ -58,16 +58,20 @@ class TestOnARealGPU(Hopper):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["odd", "wide", "edges-of-tiles"])
-def test_other_sizes_are_right_too(name, capsys):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("odd", gpu.TileSizes(few_rows=1, many_stages=2)),
+        ("wide", gpu.TileSizes(few_columns=256, few_stages=2)),
+        ("edges-of-tiles", gpu.TileSizes(few_rows=1, many_stages=2)),
+    ],
+    ids=["odd", "wide", "edges-of-tiles"],
+)
+def test_other_sizes_are_right_too(name, sizes, capsys):
     """Twice as many columns, or tiles of 128 rows for few; no more stages than there must be."""
     case = case_of(name)
-    for sizes in (
-        gpu.TileSizes(few_columns=256, few_stages=2),
-        gpu.TileSizes(few_rows=1, many_stages=2),
-    ):
-        arguments = cases.arguments(case)
-        check(case, multiply(arguments, sizes, detect_races=True), arguments)
+    arguments = cases.arguments(case)
+    check(case, multiply(arguments, sizes, detect_races=True), arguments)
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 

@@ -21,12 +21,12 @@ from jaxpage.ops.attention import num_sharded_kv_heads
 from jaxpage.output_processor import OutputProcessor
 from jaxpage.parallel.sharding import TENSOR, sharding
 from jaxpage.request import Request
-from jaxpage.runner.buckets import make_buckets
 from jaxpage.runner.runner import Runner
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.weights.dummy import initialise
+from tests import checkpoints
 
 NUM_ROWS, NUM_TOKENS, BLOCK_SIZE, LENGTH, VOCAB_SIZE = 4, 32, 4, 64, 96
 
@@ -83,7 +83,7 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
         num_top_logprobs=2,
         logprobs_mode="raw",
     )
-    buckets = make_buckets(max_num_seqs=NUM_ROWS, max_num_batched_tokens=NUM_TOKENS)
+    buckets = checkpoints.few_buckets(max_num_seqs=NUM_ROWS, max_num_batched_tokens=NUM_TOKENS)
     if mesh is not None:
         place(model, mesh)
     runner = Runner(
