@@ -59,9 +59,8 @@ class Request:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    seed: (
-        int  # uint32; the request's own, or derived from the engine's seed and the request's number
-    )
+    # uint32; the request's own, or derived from the engine's seed and the request's number
+    seed: int
     # every id that ends a sequence: EOS (unless ignored) and the user's
     stop_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None

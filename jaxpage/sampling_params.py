@@ -19,9 +19,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQUENCES = 16384  # of one request; vLLM's VLLM_MAX_N_SEQUENCES
-MIN_TEMPERATURE = (
-    0.01  # below it float32 logits overflow; raised to it with a warning, as vLLM does
-)
+# below it float32 logits overflow; raised to it with a warning, as vLLM does
+MIN_TEMPERATURE = 0.01
 GREEDY_TEMPERATURE = 1e-5  # below it the request is greedy
 MAX_FLOAT32 = 3.4028235e38
 
