@@ -49,8 +49,6 @@ class LlamaCpp(Peer):
     what all prompts of a work begin with is computed once and copied to their sequences.
     """
 
-    package = "llama_cpp"
-
     def setup(self, folder: str, options: Options) -> dict[str, str]:
         self.lib = lib = importlib.import_module("llama_cpp")
         self.log = lib.llama_log_callback(_log_error)  # must live as long as the library
@@ -61,7 +59,7 @@ class LlamaCpp(Peer):
         params.n_seq_max = options.max_num_seqs
         params.n_ctx = options.max_num_seqs * options.max_model_len
         params.n_batch = MAX_BATCH_TOKENS
-        params.n_threads = params.n_threads_batch = options.threads
+        params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
         self.context = model and lib.llama_init_from_model(model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot run {path}")
@@ -76,7 +74,7 @@ class LlamaCpp(Peer):
         self.lib.llama_memory_clear(self.memory, False)
         waiting = list(zip(work.prompts, work.num_tokens, strict=True))[::-1]
         free = list(range(self.options.max_num_seqs))
-        shared = self._share_prefix(work.prompts) if self.options.prefix_caching else 0
+        shared = self._share_prefix(work.prompts) if self.options.enable_prefix_caching else 0
         rows: list[Row] = []
         while rows or waiting:
             while free and waiting:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from jaxpage import tiny
 from jaxpage.bench import peaks, results
 from jaxpage.bench.engines import Work
-from jaxpage.bench.peers import PEERS, PeerProcess, check_python, engine_of, starts
+from jaxpage.bench.peers import PEERS, PeerProcess, engine_of, starts
 from jaxpage.bench.workloads import MAX_NUM_SEQS, Workload, in_turns, workloads
 
 logger = logging.getLogger(__name__)
@@ -111,8 +111,6 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     if bench.rounds < 1 or bench.scale <= 0:
         raise ValueError(f"rounds ({bench.rounds}) and scale ({bench.scale}) must be positive")
     python = pythons(bench.python)
-    for peer in peers:
-        check_python(peer, python[engine_of(peer)])
     report: dict[str, Any] = {
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(bench).items()},
         "config": config,
@@ -124,18 +122,20 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     }
     # The same processes for all workloads that need the same.
     for (options, also), group in itertools.groupby(
-        [w for w in known if w.name in chosen], lambda w: (w.options(bench.threads), w.also)
+        [w for w in known if w.name in chosen], lambda w: (w.options, w.also)
     ):
         with contextlib.ExitStack() as stack:
             processes = [
-                stack.enter_context(PeerProcess(peer, python[engine_of(peer)]))
+                stack.enter_context(
+                    PeerProcess(peer, python[engine_of(peer)], threads=bench.threads)
+                )
                 for peer in [*peers, *(also if "jaxpage" in peers else ())]
             ]
-            for process in processes:
+            for process in processes[::-1]:  # ours, whose programs take long, after a lack is known
                 report["versions"][process.name] = process.setup(folder, options)
             report["results"] += [_measure_workload(w, processes, bench) for w in group]
     if WARM_UP in chosen and "jaxpage" in peers:
-        size = {"max_model_len": known[0].max_model_len, "max_num_seqs": MAX_NUM_SEQS}
+        size = {"max_model_len": known[0].options.max_model_len, "max_num_seqs": MAX_NUM_SEQS}
         report["warm_up"] = [
             dict(starts(folder, size, python=python["jaxpage"], threads=bench.threads))
             for _ in range(bench.rounds)

@@ -53,17 +53,10 @@ class Workload:
     make: Callable[[random.Random], list[Work]]
     value: Callable[[list[Work], list[float]], float]  # from the seconds of each work
     less_is_better: bool = False
-    max_model_len: int = 1024
-    prefix_caching: bool = False
+    options: Options = Options(
+        max_model_len=1024, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=False
+    )
     also: tuple[str, ...] = ()  # peers that are measured in this workload besides the chosen ones
-
-    def options(self, threads: int) -> Options:
-        return Options(
-            threads=threads,
-            max_model_len=self.max_model_len,
-            max_num_seqs=MAX_NUM_SEQS,
-            prefix_caching=self.prefix_caching,
-        )
 
     def speedup(self, ours: float, theirs: float) -> float:
         """How many times as fast as theirs ours is."""
@@ -120,10 +113,10 @@ def workloads(vocab_size: int, scale: float) -> list[Workload]:
         "unit": "output tokens/s",
         "value": lambda works, seconds: works[0].num_output_tokens / seconds[0],
     }
-    cached = {"max_model_len": 2048, "prefix_caching": True, "also": (UNCACHED,)}
+    cached = Options(max_model_len=2048, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=True)
     return [
         *(decode(batch) for batch in (1, 8, 32)),
         Workload(name="prefill-8", make=lambda rng: [alike(rng, 8, 1)], **prompt_rate),
         Workload(name="mixed", make=mixed, **rate),
-        Workload(name="questions", make=questions, **rate, **cached),
+        Workload(name="questions", make=questions, options=cached, also=(UNCACHED,), **rate),
     ]
