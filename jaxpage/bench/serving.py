@@ -74,13 +74,14 @@ def kv_bytes(config: dict[str, Any]) -> int:
 
 
 def _start(context: Context, load: ServingLoad, **options: Any) -> LLM:
-    """An engine with all its programs, which are cached in the suite's folder for later parts."""
+    """An engine with all its programs (tiny: those it uses), which are cached in the suite's folder for later parts."""
     llm = LLM(
         str(_folder(context, load)),
         load_format="dummy",
         max_model_len=load.max_model_len,
         max_num_seqs=load.batch,
         max_num_batched_tokens=load.max_model_len,
+        enforce_eager=context.tiny,
         skip_tokenizer_init=True,
         compilation_cache_dir=str(Path(context.folder) / "cache"),
         **options,
@@ -231,7 +232,7 @@ def warm_up(context: Context) -> Iterator[Result]:
     load = TINY if context.tiny else FULL
     options: dict[str, Any] = {"load_format": "dummy"}
     if context.tiny:
-        options |= {"max_model_len": 64, "max_num_seqs": 2}
+        options |= {"max_model_len": 16, "max_num_seqs": 2}
     threads, device = len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
     for cache, events in starts(_folder(context, load), options, threads=threads):
         yield measured(f"start, {cache}", events["warm"], "s", WARM[cache], device=device, **events)
