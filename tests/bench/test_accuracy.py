@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxpage import LLM
 from jaxpage.bench import accuracy
 from jaxpage.bench.accuracy import KV_DTYPES, AccuracyBench
 from jaxpage.outputs import Logprob
@@ -86,6 +87,8 @@ def test_what_measures_nothing_is_refused(options, match):
 def test_everything_is_measured_printed_and_written(monkeypatch, tmp_path, capsys, caplog):
     """With 4 bits answers get lost."""
     caplog.set_level(logging.WARNING, "jaxpage")  # as `main` does, but for this test only
+    few = {"max_num_seqs": 2, "max_num_batched_tokens": 16}  # programs
+    monkeypatch.setattr(accuracy, "LLM", lambda model, **options: LLM(model, **(options | few)))
     gemma = accuracy.FAMILIES["Gemma 3"] | {"num_hidden_layers": 3}
     monkeypatch.setattr(accuracy, "KV_DTYPES", ("auto", "int4"))
     monkeypatch.setattr(
@@ -93,7 +96,7 @@ def test_everything_is_measured_printed_and_written(monkeypatch, tmp_path, capsy
     )
     monkeypatch.setattr(accuracy, "PROMPT_LENS", (20, 90))
     path = tmp_path / "report.json"
-    accuracy.main(AccuracyBench(questions=32, suites=("look-up 8",), num_tokens=4, json=path))
+    accuracy.main(AccuracyBench(questions=16, suites=("look-up 8",), num_tokens=4, json=path))
     report = json.loads(path.read_text())
     assert capsys.readouterr().out.strip() == accuracy.show(report)
     found = report["results"].values()
