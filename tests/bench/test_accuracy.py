@@ -87,7 +87,7 @@ def test_what_measures_nothing_is_refused(options, match):
 def test_everything_is_measured_printed_and_written(monkeypatch, tmp_path, capsys, caplog):
     """With 4 bits answers get lost."""
     caplog.set_level(logging.WARNING, "jaxpage")  # as `main` does, but for this test only
-    few = {"max_num_seqs": 2, "max_num_batched_tokens": 16}  # programs
+    few = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "decode_steps": 1}  # programs
     monkeypatch.setattr(accuracy, "LLM", lambda model, **options: LLM(model, **(options | few)))
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     gemma = accuracy.FAMILIES["Gemma 3"] | layers
