@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,10 @@ def write_checkpoint(
     config: dict[str, Any],
     *,
     seed: int = 0,
+    tensors: Mapping[str, np.ndarray] | None = None,
     write_more: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
-    """Write a Qwen2 checkpoint of seeded random bfloat16 weights to `path`, all of it or nothing.
+    """Write a checkpoint of `tensors` to `path`, all of it or nothing; without, of Qwen2's with seeded random bfloat16.
 
     `config` is the content of config.json; `write_more` may add files to the folder before it
     appears under its name. Raises ValueError if `path` holds something else than this checkpoint.
@@ -116,13 +117,15 @@ def write_checkpoint(
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        tensors = dict(_random_tensors(config, np.random.default_rng(seed)))
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if tensors is None:
+            tensors = dict(_random_tensors(config, np.random.default_rng(seed)))
+        save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         _write_json(folder / "config.json", config)
         special = {k: config[k] for k in ("eos_token_id", "pad_token_id") if k in config}
         _write_json(folder / "generation_config.json", special)
         write_more(folder)
-        folder.chmod(0o755)  # mkdtemp made it private
+        folder.chmod(0o755)  # mkdtemp made it private, and save_file its file
+        (folder / "model.safetensors").chmod(0o644)
         os.rename(folder, path)
     except OSError:
         if not _holds(path, config):  # else another process was faster
@@ -200,19 +203,21 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer = train_byte_level_bpe(
         SENTENCES, vocab_size=TINY_CONFIG["vocab_size"], min_frequency=1
     )
+    write_tokenizer(folder, tokenizer, chat_template=CHAT_TEMPLATE)
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, **more: str) -> None:
+    """tokenizer.json, and tokenizer_config.json with `more` in it."""
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "eos_token": IM_END,
-            "pad_token": END_OF_TEXT,
-            "additional_special_tokens": [IM_START],
-            "model_max_length": TINY_CONFIG["max_position_embeddings"],
-            "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [IM_START],
+        "model_max_length": TINY_CONFIG["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", config | more)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -175,7 +175,7 @@ class Comparison:
             versions = self.torch.ask("setup", asdict(self.work), self.context.tiny, timeout=120)
         except (RuntimeError, TimeoutError) as error:
             print(error, file=sys.stderr)
-            self.absent[TORCH] = last_line(str(error))
+            self.absent[TORCH] = last_line(error)
             return False
         if (versions["device"] == "cuda") != (platform == "gpu"):
             self.absent[TORCH] = f"torch sees {versions['device']}, jax {platform}"
@@ -190,7 +190,7 @@ class Comparison:
             try:
                 theirs = self.torch.ask("seconds", timeout=120) if with_torch else {}
             except (RuntimeError, TimeoutError) as error:
-                self.absent[TORCH], with_torch, theirs = last_line(str(error)), False, {}
+                self.absent[TORCH], with_torch, theirs = last_line(error), False, {}
             for name, seconds in theirs.items():
                 if isinstance(seconds, str):  # why it cannot
                     self.absent[name] = seconds

@@ -18,10 +18,9 @@ from typing import Any, ClassVar
 class Options:
     """What every engine is set up with."""
 
-    threads: int
     max_model_len: int
     max_num_seqs: int
-    prefix_caching: bool
+    enable_prefix_caching: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,6 @@ class Work:
 class Peer:
     """One engine."""
 
-    package: ClassVar[str]  # which its Python must have
     environment: ClassVar[dict[str, str]] = {}  # set before anything is imported
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
@@ -60,12 +58,7 @@ class LLMPeer(Peer):
 
     def start(self, module: Any, folder: str, options: Options, **more: Any) -> None:
         self.params_of = module.SamplingParams
-        given = {
-            "max_model_len": options.max_model_len,
-            "max_num_seqs": options.max_num_seqs,
-            "enable_prefix_caching": options.prefix_caching,
-            "skip_tokenizer_init": True,
-        }
+        given = dataclasses.asdict(options) | {"skip_tokenizer_init": True}
         self.llm = module.LLM(folder, **(given | more))
 
 
@@ -81,7 +74,6 @@ def run_llm(llm: Any, params_of: Any, work: Work) -> tuple[float, int]:
 
 
 class Jaxpage(LLMPeer):
-    package = "jax"
     options: ClassVar[dict[str, Any]] = {}  # of the engine, over those of the benchmark
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
@@ -105,9 +97,8 @@ class JaxpageNoPrefixCache(Jaxpage):
 class JaxpageStart:
     """In a fresh process: how long a start takes."""
 
-    def measure(self, options: dict[str, Any], threads: int) -> dict[str, float]:
+    def measure(self, options: dict[str, Any]) -> dict[str, float]:
         """Seconds from before the first import by event, see `peers.starts`."""
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
         start = time.perf_counter()
         seconds = {}
 
@@ -132,7 +123,6 @@ class Vllm(LLMPeer):
     So its threads are those of the process: as many as it is allowed processors.
     """
 
-    package = "vllm"
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -153,10 +143,8 @@ class Vllm(LLMPeer):
 class TransformersGenerate(Peer):
     """`generate`: static batches, padded on the left, each as long as its longest request."""
 
-    package = "transformers"
-
     def setup(self, folder: str, options: Options) -> dict[str, str]:
-        self.model, versions = _load_transformers(Path(folder), options)
+        self.model, versions = _load_transformers(Path(folder))
         return versions
 
     def run(self, work: Work) -> tuple[float, int]:
@@ -166,14 +154,11 @@ class TransformersGenerate(Peer):
         for first in range(0, len(work.prompts), work.static_batch):
             prompts = work.prompts[first : first + work.static_batch]
             most = max(work.num_tokens[first : first + work.static_batch])
-            longest = max(map(len, prompts))
-            ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-            given = {"attention_mask": mask.to(self.model.device)}
-            outputs = self.model.generate(
-                ids.to(self.model.device), generation_config=_greedy(most), **given
-            )
-            assert outputs.shape[1] == longest + most
+            rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
+            ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+            mask = (ids != 0).long()  # 0 is a special token, and no prompt has those
+            outputs = self.model.generate(ids, attention_mask=mask, generation_config=_greedy(most))
+            assert outputs.shape[1] == ids.shape[1] + most
         # Tokens beyond a request's own number are of no use to anybody.
         return time.perf_counter() - start, work.num_output_tokens
 
@@ -181,10 +166,8 @@ class TransformersGenerate(Peer):
 class TransformersContinuous(Peer):
     """The continuous batching of transformers 5, its background thread kept between runs."""
 
-    package = "transformers"
-
     def setup(self, folder: str, options: Options) -> dict[str, str]:
-        model, versions = _load_transformers(Path(folder), options)
+        model, versions = _load_transformers(Path(folder))
         self.start(model, options)
         return versions | {"attention": str(model.config._attn_implementation)}
 
@@ -204,7 +187,7 @@ class TransformersContinuous(Peer):
             "num_blocks": options.max_num_seqs * -(-options.max_model_len // size) * 5 // 4,
             "max_batch_tokens": 2048,
             "max_requests_per_batch": options.max_num_seqs,
-            "allow_block_sharing": options.prefix_caching,
+            "allow_block_sharing": options.enable_prefix_caching,
         }
         if on_cpu and "auto_switch_to_flash" in known:
             wanted["auto_switch_to_flash"] = False  # there is none for a CPU
@@ -227,14 +210,14 @@ class TransformersContinuous(Peer):
         return time.perf_counter() - start, num_tokens
 
 
-def _load_transformers(folder: Path, options: Options) -> tuple[Any, dict[str, str]]:
+def _load_transformers(folder: Path) -> tuple[Any, dict[str, str]]:
     """The model on the GPU if there is one, and versions. A folder with only config.json gives random weights."""
     import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     auto, dtype = transformers.AutoModelForCausalLM, torch.bfloat16

@@ -18,23 +18,29 @@ from jaxpage.sampling_params import SamplingParams
 
 
 class InstantRunner:
-    """Samples token 7 for every row. `look` sees each plan when it is launched."""
+    """Samples token 300 for every row; `num_top` tokens from there on are the likely ones.
+
+    `look` sees each plan when it is launched.
+    """
 
     num_recompiles = 0
 
-    def __init__(self, look: Callable[[StepPlan], object] | None = None) -> None:
-        self.look = look or (lambda plan: None)
+    def __init__(
+        self, look: Callable[[StepPlan], object] = lambda plan: None, *, num_top: int = 0
+    ) -> None:
+        self.look, self._top = look, np.arange(300, 300 + num_top, dtype=np.int32)
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.look(plan)
         steps, rows = plan.num_steps, plan.num_rows
+        top = np.tile(self._top, (steps, rows, 1))
         return StepResult(
-            token_ids=np.full((steps, rows), 7, np.int32),
+            token_ids=np.full((steps, rows), 300, np.int32),
             num_sampled=np.where(plan.samples, steps, 0).astype(np.int32),
             logprobs=np.zeros((steps, rows), np.float32),
             ranks=np.ones((steps, rows), np.int32),
-            top_token_ids=np.zeros((steps, rows, 0), np.int32),
-            top_logprobs=np.zeros((steps, rows, 0), np.float32),
+            top_token_ids=top,
+            top_logprobs=np.zeros(top.shape, np.float32),
         )
 
     def collect(self, launched: StepResult, /) -> StepResult:
@@ -66,7 +72,7 @@ def make_scheduler(
 
 
 def run(
-    scheduler: Scheduler, work: Work, look: Callable[[StepPlan], object] | None = None
+    scheduler: Scheduler, work: Work, look: Callable[[StepPlan], object] = lambda plan: None
 ) -> Engine:
     """All of the work, greedily; `look` sees each plan. Returns the engine, which has nothing left to do."""
     engine = Engine(scheduler, InstantRunner(look), overlap=False)

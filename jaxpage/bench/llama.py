@@ -1,44 +1,24 @@
 """llama.cpp as a peer, through the C functions of llama-cpp-python, and the GGUF file that it reads.
 
-Runs in the engine's own environment (llama_cpp, gguf, numpy).
+Runs in the engine's own environment (llama_cpp, gguf, numpy, safetensors, ml_dtypes).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
-import re
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpage.bench.engines import Options, Peer, Work
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MAX_BATCH_TOKENS = 2048  # of one llama_decode
 LOG_ERROR = 4
 
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 GGUF_FIELDS = {  # of the file: of config.json
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -69,8 +49,6 @@ class LlamaCpp(Peer):
     what all prompts of a work begin with is computed once and copied to their sequences.
     """
 
-    package = "llama_cpp"
-
     def setup(self, folder: str, options: Options) -> dict[str, str]:
         self.lib = lib = importlib.import_module("llama_cpp")
         self.log = lib.llama_log_callback(_log_error)  # must live as long as the library
@@ -81,7 +59,7 @@ class LlamaCpp(Peer):
         params.n_seq_max = options.max_num_seqs
         params.n_ctx = options.max_num_seqs * options.max_model_len
         params.n_batch = MAX_BATCH_TOKENS
-        params.n_threads = params.n_threads_batch = options.threads
+        params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
         self.context = model and lib.llama_init_from_model(model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot run {path}")
@@ -96,7 +74,7 @@ class LlamaCpp(Peer):
         self.lib.llama_memory_clear(self.memory, False)
         waiting = list(zip(work.prompts, work.num_tokens, strict=True))[::-1]
         free = list(range(self.options.max_num_seqs))
-        shared = self._share_prefix(work.prompts) if self.options.prefix_caching else 0
+        shared = self._share_prefix(work.prompts) if self.options.enable_prefix_caching else 0
         rows: list[Row] = []
         while rows or waiting:
             while free and waiting:
@@ -179,9 +157,11 @@ def gguf_of(folder: Path) -> Path:
 
 def write_gguf(folder: Path, path: Path) -> None:
     """Matrices in bfloat16, vectors in float32, no tokenizer. Raises ValueError if it is not Qwen2 in bfloat16."""
+    import ml_dtypes  # NumPy has no bfloat16 of its own
     import numpy as np
+    from safetensors.numpy import load_file
 
-    gguf = importlib.import_module("gguf")
+    gguf: Any = importlib.import_module("gguf")
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "qwen2":
         raise ValueError(f"only Qwen2 is written as GGUF, and {folder} is {config['model_type']}")
@@ -192,43 +172,18 @@ def write_gguf(folder: Path, path: Path) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
-    for name, bits in bfloat16_tensors(folder):
-        if bits.ndim == 1:
-            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
-        else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(gguf_name(name), bits.view(np.uint8), raw_dtype=kind)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            if tensor.dtype != ml_dtypes.bfloat16:
+                raise ValueError(f"{file}: {name} is {tensor.dtype}; only bfloat16 is written")
+            known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if tensor.ndim == 1:
+                writer.add_tensor(known, tensor.astype(np.float32))
+            else:
+                kind = gguf.GGMLQuantizationType.BF16
+                writer.add_tensor(known, tensor.view(np.uint8), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight` there. KeyError if unknown."""
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    if layer is not None:
-        return f"blk.{layer[1]}.{GGUF_NAMES[layer[2]]}.{layer[3]}"
-    stem, kind = name.rsplit(".", 1)
-    return f"{GGUF_NAMES[stem]}.{kind}"
-
-
-def bfloat16_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and bits (uint16, in the tensor's shape) of each tensor; NumPy has no bfloat16."""
-    import numpy as np
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header_len = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_len))
-        data = np.memmap(path, np.uint8, mode="r", offset=8 + header_len)
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] != "BF16":
-                raise ValueError(
-                    f"{path}: {name} is {entry['dtype']}; only BF16 is written as GGUF"
-                )
-            start, end = entry["data_offsets"]
-            assert end - start == 2 * math.prod(entry["shape"])
-            yield name, data[start:end].view(np.uint16).reshape(entry["shape"])

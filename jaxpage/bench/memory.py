@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpage.bench import results
 from jaxpage.bench.engines import Work, run_llm
 from jaxpage.bench.host_engine import make_scheduler, run
-from jaxpage.bench.offline import OfflineBench, checkpoint
-from jaxpage.bench.workloads import MAX_NUM_SEQS, workloads
+from jaxpage.bench.offline import Shape, checkpoint
+from jaxpage.bench.workloads import MAX_NUM_SEQS, in_turns, workloads
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import Windows, group_layers, most_blocks
 from jaxpage.kv_pool import KVPoolSpec
@@ -36,6 +36,7 @@ MODELS = {  # whose keys and values fill the GiB: layers, KV heads, head_dim
     "Qwen2.5-0.5B": (24, 2, 64),
     "Qwen2.5-7B": (28, 4, 128),
 }
+Runner = Callable[[Work], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class MemoryBench:
     scale: float = 1.0  # of prompt and output lengths and the number of requests
     seed: int = 0
     # random weights of this shape: the prefix cache's cost in whole engines too
-    shape: Literal["tiny", "qwen2.5-0.5b"] | None = None
+    shape: Shape | None = None
     json: Path | None = None  # all figures go to this file
 
 
@@ -79,11 +80,14 @@ def measure(bench: MemoryBench) -> dict[str, Any]:
         "tokens_per_gib": {
             name: tokens_per_gib(model, bench.block_size) for name, model in MODELS.items()
         },
-        "host_seconds": _in_turns(bench, _run_scheduler(bench), VOCAB_SIZE),
+        "host_seconds": _seconds(bench, VOCAB_SIZE, lambda cached: _host(bench, cached)),
     }
     if bench.shape is not None:
+        folder, config = checkpoint(bench.shape)
         report["shape"] = bench.shape
-        report["engine_seconds"] = _in_turns(bench, *_run_engine(bench.shape, bench))
+        report["engine_seconds"] = _seconds(
+            bench, config["vocab_size"], lambda cached: _engine(folder, bench, cached)
+        )
     return report
 
 
@@ -96,7 +100,7 @@ def waste(
     launch begins. The pool has `num_blocks` (None: more than the work can fill); "num_blocks" is how many sequences
     held at most.
     """
-    scheduler = _scheduler(block_size, decode_steps, num_blocks=num_blocks)
+    scheduler = _scheduler(block_size, decode_steps=decode_steps, num_blocks=num_blocks)
     totals, largest, most = Counter[str](), 0.0, 0
 
     def look(plan: StepPlan) -> None:
@@ -178,7 +182,7 @@ def tokens_per_gib(model: tuple[int, int, int], block_size: int) -> dict[str, in
     return found
 
 
-def _scheduler(block_size: int, decode_steps: int, *, num_blocks: int | None = None, **options):
+def _scheduler(block_size: int, *, num_blocks: int | None = None, **options: Any) -> Scheduler:
     """With blocks for all unless told: that none is ever evicted keeps most hashes, which is the dearest case."""
     return make_scheduler(
         num_blocks or MAX_NUM_SEQS * -(-MAX_MODEL_LEN // block_size),
@@ -186,7 +190,6 @@ def _scheduler(block_size: int, decode_steps: int, *, num_blocks: int | None = N
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
-        decode_steps=decode_steps,
         **options,
     )
 
@@ -201,52 +204,50 @@ def _num_tokens(work: Work) -> int:
     return sum(map(len, work.prompts)) + work.num_output_tokens
 
 
-def _run_scheduler(bench: MemoryBench) -> Callable[[Work, bool], object]:
-    steps, size = max(bench.decode_steps), bench.block_size
-    return lambda work, cached: run(_scheduler(size, steps, enable_prefix_caching=cached), work)
+def _host(bench: MemoryBench, cached: bool) -> Runner:
+    """Seconds that a scheduler takes for work, without an engine."""
+
+    def seconds(work: Work) -> float:
+        options = {"decode_steps": max(bench.decode_steps), "enable_prefix_caching": cached}
+        scheduler = _scheduler(bench.block_size, **options)
+        start = time.perf_counter()
+        run(scheduler, work)
+        return time.perf_counter() - start
+
+    return seconds
 
 
-def _run_engine(
-    shape: Literal["tiny", "qwen2.5-0.5b"], bench: MemoryBench
-) -> tuple[Callable[[Work, bool], object], int]:
-    """A function that answers work with one of two engines, and the vocabulary of their model."""
+def _engine(folder: Path, bench: MemoryBench, cached: bool) -> Runner:
+    """Seconds that an engine takes for work; it is made, and all its programs, before the first."""
     from jaxpage import LLM
 
-    folder, config = checkpoint(OfflineBench(shape=shape))
-    llms = {
-        cached: LLM(
-            str(folder),
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            block_size=bench.block_size,
-            decode_steps=max(bench.decode_steps),
-            enable_prefix_caching=cached,
-            skip_tokenizer_init=True,
-        )
-        for cached in (True, False)
-    }
-    for llm in llms.values():
-        llm.wait_until_warm()
-    return lambda work, cached: run_llm(llms[cached], SamplingParams, work), config["vocab_size"]
+    llm = LLM(
+        str(folder),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        block_size=bench.block_size,
+        decode_steps=max(bench.decode_steps),
+        enable_prefix_caching=cached,
+        skip_tokenizer_init=True,
+    )
+    llm.wait_until_warm()
+    return lambda work: run_llm(llm, SamplingParams, work)[0]
 
 
-def _in_turns(
-    bench: MemoryBench, run_one: Callable[[Work, bool], object], vocab_size: int
-) -> dict[str, Any]:
-    """Seconds of each round with ("on") and without ("off") prefix cache, on work that no round has seen before."""
-    seconds: dict[str, list[float]] = {"on": [], "off": []}
-    num_tokens = []
-    for number in range(bench.rounds + 1):
-        work = _mixed(bench, vocab_size, number)
-        num_tokens.append(_num_tokens(work))
-        # Each goes first in every other round: what the first leaves warm helps the second.
-        for name in ("on", "off") if number % 2 else ("off", "on"):
-            start = time.perf_counter()
-            run_one(work, name == "on")
-            seconds[name].append(time.perf_counter() - start)
-    # The first round does not count.
-    return {name: taken[1:] for name, taken in seconds.items()} | {"num_tokens": num_tokens[1:]}
+def _seconds(
+    bench: MemoryBench, vocab_size: int, runner: Callable[[bool], Runner]
+) -> dict[str, list[Any]]:
+    """Of each round with ("on") and without ("off") prefix cache, on work that no round has seen before."""
+    works: list[Work] = []
+
+    def draw(number: int) -> list[Work]:
+        works.append(_mixed(bench, vocab_size, number))
+        return works[-1:]
+
+    taken = in_turns({"on": runner(True), "off": runner(False)}, draw, bench.rounds)
+    seconds = {name: [seconds for [seconds] in rounds] for name, rounds in taken.items()}
+    return seconds | {"num_tokens": list(map(_num_tokens, works[1:]))}
 
 
 def overhead(seconds: dict[str, Any]) -> dict[str, float]:

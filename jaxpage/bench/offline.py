@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import random
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from typing import Any, Literal
 
 from jaxpage import tiny
 from jaxpage.bench import peaks, results
-from jaxpage.bench.peers import PEERS, PeerProcess, check_python, engine_of, starts
-from jaxpage.bench.workloads import MAX_NUM_SEQS, Workload, workloads
+from jaxpage.bench.engines import Work
+from jaxpage.bench.peers import PEERS, PeerProcess, engine_of, starts
+from jaxpage.bench.workloads import MAX_NUM_SEQS, Workload, in_turns, workloads
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ QWEN25_05B: dict[str, Any] = tiny.TINY_CONFIG | {
     "tie_word_embeddings": True,
 }
 SHAPES = {"tiny": tiny.TINY_CONFIG, "qwen2.5-0.5b": QWEN25_05B}
+Shape = Literal["tiny", "qwen2.5-0.5b"]
+CACHE = Path("~/.cache/jaxpage/bench")  # where checkpoints of a shape are written
 ENGINES = {  # what `compare` may name: peers
     "transformers": ("transformers-generate", "transformers-continuous"),
     "vllm": ("vllm",),
@@ -55,14 +59,13 @@ class OfflineBench:
     # besides jaxpage: transformers, vllm, llama.cpp, jaxpage-int8; "a,b" and "a b" are the same
     compare: tuple[str, ...] = ()
     python: tuple[str, ...] = ()  # ENGINE=EXECUTABLE: an engine's Python, if not the one running
-    shape: Literal["tiny", "qwen2.5-0.5b"] = "qwen2.5-0.5b"  # random weights of this shape
+    shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
     workloads: tuple[str, ...] = ()  # names, all of them if none is given
     rounds: int = 5  # counted rounds, after one that is not
     scale: float = 1.0  # of prompt and output lengths, steps and the number of requests
     threads: int = 2
     seed: int = 0
-    cache_dir: Path = Path("~/.cache/jaxpage/bench")  # where checkpoints of a shape are written
     json: Path | None = None  # all timings, versions and the machine go to this file
 
 
@@ -99,7 +102,7 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     Raises ValueError for an unknown workload or peer and for a peer that is not installed, RuntimeError if a peer
     fails.
     """
-    folder, config = checkpoint(bench)
+    folder, config = checkpoint(bench.shape, bench.model)
     known = workloads(config["vocab_size"], bench.scale)
     names = [*(w.name for w in known), WARM_UP]
     chosen = split(bench.workloads) or names
@@ -108,8 +111,6 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     if bench.rounds < 1 or bench.scale <= 0:
         raise ValueError(f"rounds ({bench.rounds}) and scale ({bench.scale}) must be positive")
     python = pythons(bench.python)
-    for peer in peers:
-        check_python(peer, python[engine_of(peer)])
     report: dict[str, Any] = {
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(bench).items()},
         "config": config,
@@ -121,18 +122,20 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     }
     # The same processes for all workloads that need the same.
     for (options, also), group in itertools.groupby(
-        [w for w in known if w.name in chosen], lambda w: (w.options(bench.threads), w.also)
+        [w for w in known if w.name in chosen], lambda w: (w.options, w.also)
     ):
         with contextlib.ExitStack() as stack:
             processes = [
-                stack.enter_context(PeerProcess(peer, python[engine_of(peer)]))
+                stack.enter_context(
+                    PeerProcess(peer, python[engine_of(peer)], threads=bench.threads)
+                )
                 for peer in [*peers, *(also if "jaxpage" in peers else ())]
             ]
-            for process in processes:
+            for process in processes[::-1]:  # ours, whose programs take long, after a lack is known
                 report["versions"][process.name] = process.setup(folder, options)
             report["results"] += [_measure_workload(w, processes, bench) for w in group]
     if WARM_UP in chosen and "jaxpage" in peers:
-        size = {"max_model_len": known[0].max_model_len, "max_num_seqs": MAX_NUM_SEQS}
+        size = {"max_model_len": known[0].options.max_model_len, "max_num_seqs": MAX_NUM_SEQS}
         report["warm_up"] = [
             dict(starts(folder, size, python=python["jaxpage"], threads=bench.threads))
             for _ in range(bench.rounds)
@@ -143,16 +146,17 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
 def _measure_workload(
     workload: Workload, peers: list[PeerProcess], bench: OfflineBench
 ) -> dict[str, Any]:
-    """Round 0 warms up. In each round every peer gets the same work, new in each round."""
-    seconds: dict[str, list[list[float]]] = {peer.name: [] for peer in peers}
-    values: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    for number in range(bench.rounds + 1):
-        works = workload.make(random.Random(f"{bench.seed} {workload.name} {number}"))
-        for peer in peers:
-            taken = [peer.run(work) for work in works]
-            if number > 0:
-                seconds[peer.name].append(taken)
-                values[peer.name].append(workload.value(works, taken))
+    drawn: list[list[Work]] = []
+
+    def draw(number: int) -> list[Work]:
+        drawn.append(workload.make(random.Random(f"{bench.seed} {workload.name} {number}")))
+        return drawn[-1]
+
+    seconds = in_turns({peer.name: peer.run for peer in peers}, draw, bench.rounds)
+    values = {
+        name: [workload.value(*pair) for pair in zip(drawn[1:], taken, strict=True)]
+        for name, taken in seconds.items()
+    }
     medians = {name: statistics.median(value) for name, value in values.items()}
     logger.info("%s, %s: %s", workload.name, workload.unit, _joined(medians))
     ours, *others = medians
@@ -167,14 +171,12 @@ def _measure_workload(
     }
 
 
-def checkpoint(bench: OfflineBench) -> tuple[Path, dict[str, Any]]:
-    """The folder that all peers read, written now if it is a shape's first time; its config."""
-    if bench.model is not None:
-        config = json.loads((bench.model / "config.json").read_text())
-        return bench.model.resolve(), config
-    config = SHAPES[bench.shape]
-    folder = bench.cache_dir.expanduser() / bench.shape
-    return tiny.write_checkpoint(folder, config).resolve(), config
+def checkpoint(shape: str, model: Path | None = None) -> tuple[Path, dict[str, Any]]:
+    """`model`, or the folder of a shape, written now if it is the first time; and its config."""
+    if model is not None:
+        return model.resolve(), json.loads((model / "config.json").read_text())
+    folder = tiny.write_checkpoint(CACHE.expanduser() / shape, SHAPES[shape])
+    return folder.resolve(), SHAPES[shape]
 
 
 def weight_bytes(folder: Path, config: dict[str, Any]) -> int:
@@ -187,13 +189,10 @@ def weight_bytes(folder: Path, config: dict[str, Any]) -> int:
 
 def machine() -> dict[str, Any]:
     """What the numbers depend on besides versions."""
-    processor = platform.processor()
-    with contextlib.suppress(OSError, StopIteration):  # says more, on Linux
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("model name"))
-        processor = line.split(":", 1)[1].strip()
+    info = Path("/proc/cpuinfo")  # says more than `platform`, on Linux
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {
-        "processor": processor,
+        "processor": names[0] if names else platform.processor(),
         "num_processors": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "platform": platform.platform(),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.bench import device_time
 from jaxpage.bench.results import Context, Result, measured
 
 BANDWIDTH, MATMUL = "copy bandwidth", "matrix product rate"
@@ -16,11 +21,6 @@ BANDWIDTH, MATMUL = "copy bandwidth", "matrix product rate"
 
 def measure(context: Context) -> Iterator[Result]:
     """Bytes per second of copying, read and written; operations per second of a bfloat16 product of random matrices."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxpage.bench import device_time
-
     size, length = (1 << 16, 128) if context.tiny else (1 << 30, 8192)
     options = {"at_least": 0.0 if context.tiny else 0.05, "samples": 3 if context.tiny else 9}
 
@@ -58,14 +58,12 @@ def memory_bandwidth(
     sources = [np.ones(part, np.int64) for _ in range(threads)]  # ones: zeros might be no memory
     targets = [np.ones(part, np.int64) for _ in range(threads)]
     total = 8 * part * threads
+    options: Any = {"number": 1, "repeat": repeats, "timer": time.perf_counter}
     with ThreadPoolExecutor(threads) as pool:
 
-        def seconds(function: Callable[..., object], *arrays: list[np.ndarray]) -> float:
-            start = time.perf_counter()
-            list(pool.map(function, *arrays))
-            return time.perf_counter() - start
+        def least(function: Callable[..., object], *arrays: list[np.ndarray]) -> float:
+            return min(timeit.repeat(lambda: [*pool.map(function, *arrays)], **options))
 
         # NumPy releases the GIL in both, and both are as fast as memory lets them.
-        copy = min(seconds(np.copyto, targets, sources) for _ in range(repeats))
-        read = min(seconds(np.max, sources) for _ in range(repeats))
+        copy, read = least(np.copyto, targets, sources), least(np.max, sources)
     return {"copy": 2 * total / copy, "read": total / read}

@@ -46,7 +46,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a part of the suite is told. All of it goes through a pipe as JSON."""
+    """What a part of the suite is told."""
 
     tiny: bool  # sizes that a CPU computes in seconds
     folder: str  # for files of the part's own
@@ -109,18 +109,13 @@ def failed(name: str, reason: str, bar: Bar | None = None) -> Result:
     return Result(name, None, "", bar and str(bar), False, reason)
 
 
-def last_line(error: BaseException | str) -> str:
-    """What an error says, in one line: the first of its own, or the first after the last frame of a traceback.
+def last_line(error: BaseException) -> str:
+    """What an error says, in one line. Notes of an exception, which jax adds, come later; so does a traceback.
 
-    Notes of an exception, which jax adds, come later.
+    What happened in another process is a plain RuntimeError here, whose message says what it was there.
     """
-    if isinstance(error, str):
-        lines = error.strip().splitlines()
-        frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
-        said = [line for line in lines[frames[-1] :] if line[:1].strip()] if frames else lines[-1:]
-    else:
-        said = f"{type(error).__name__}: {error}".strip().splitlines()
-    line = next((line.strip() for line in said if line.strip()), "no message")
+    kind = "" if type(error) in (RuntimeError, TimeoutError) else f"{type(error).__name__}: "
+    line = f"{kind}{error}".strip().partition("\n")[0].strip() or "no message"
     return line if len(line) <= 300 else line[:300] + " .."
 
 

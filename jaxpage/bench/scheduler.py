@@ -6,6 +6,7 @@ models, so it must stay far below a millisecond.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxpage.bench import results
 from jaxpage.bench.host_engine import InstantRunner, make_scheduler
+from jaxpage.bench.workloads import random_prompt
 from jaxpage.config import EngineConfig, load_hf_config
 from jaxpage.demo import checkpoint
 from jaxpage.engine.engine import Engine
@@ -25,11 +27,19 @@ from jaxpage.plan import StepPlan, StepResult
 from jaxpage.runner.buckets import Bucket, StepPrograms
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.pack import pack, step_layout
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.tokenizer import load_tokenizer
 
 # Of a step, in their order: the plan; its upload; taking in its result; what `LLM.step` does around the engine.
 PARTS = ("schedule", "pack", "update", "outputs")
-VOCAB_SIZE = 30_000
+IDS = {"detokenize": False}
+ASKS: dict[str, dict[str, Any]] = {  # what requests may ask for
+    "ids": IDS,
+    "text": {},
+    "text, a stop string": {"stop": ["never to be found"]},
+    "ids, 5 logprobs": IDS | {"logprobs": 5},
+    "text, 5 logprobs": {"logprobs": 5},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +50,14 @@ class SchedulerBench:
     context: int = 512  # tokens of each request when measuring begins
     steps: int = 300
     block_size: int = 16
+    requests: bool = False  # a second table, of the most rows: by what the requests ask for
     json: Path | None = None  # all timings go to this file
 
 
 def main(bench: SchedulerBench) -> None:
     """Measure, print a table, and write all timings to `bench.json` if asked for."""
     report = measure(bench)
-    results.publish(report, bench.json, table(report))
+    results.publish(report, bench.json, show(report))
 
 
 def measure(bench: SchedulerBench) -> dict[str, Any]:
@@ -54,15 +65,29 @@ def measure(bench: SchedulerBench) -> dict[str, Any]:
     sizes = (*bench.rows, bench.context - 1, bench.steps, bench.block_size)
     if not bench.rows or min(sizes) < 1:
         raise ValueError(f"sizes must be positive, and the context 2 tokens or more: {bench}")
-    found = [{"rows": rows, "microseconds": _measure(rows, bench)} for rows in bench.rows]
-    return {"context": bench.context, "block_size": bench.block_size, "results": found}
+    most = max(bench.rows)
+    kinds = RequestOutputKind if bench.requests else ()
+    return {
+        "context": bench.context,
+        "block_size": bench.block_size,
+        "results": [{"rows": n, "microseconds": _measure(n, bench, IDS)} for n in bench.rows],
+        "requests": [
+            {
+                "rows": most,
+                "output": f"{kind.name}, {name}",
+                "microseconds": _measure(most, bench, asked | {"output_kind": kind}),
+            }
+            for kind in kinds
+            for name, asked in ASKS.items()
+        ],
+    }
 
 
 class _TimedRunner(InstantRunner):
     """Packs each plan as the real runner does, and notes when the parts of a step ended."""
 
-    def __init__(self, programs: StepPrograms, layouts: dict[str, Layout]) -> None:
-        super().__init__()
+    def __init__(self, programs: StepPrograms, layouts: dict[str, Layout], num_top: int) -> None:
+        super().__init__(num_top=num_top)
         self.times: list[float] = []
         self._programs, self._layouts = programs, layouts
 
@@ -90,28 +115,29 @@ class _TimedEngine(Engine):
         return found
 
 
-def _measure(num_rows: int, bench: SchedulerBench) -> dict[str, list[float]]:
+def _measure(num_rows: int, bench: SchedulerBench, asked: dict[str, Any]) -> dict[str, list[float]]:
     bucket = Bucket(num_rows, num_rows, decode=True)
     layout = step_layout(bucket, block_size=bench.block_size, decode_steps=1)
-    runner = _TimedRunner(StepPrograms(bucket, None), {bucket.name: layout})
+    programs = StepPrograms(bucket, None)
+    runner = _TimedRunner(programs, {bucket.name: layout}, asked.get("logprobs", 0))
     llm = _make_llm(num_rows, bench, runner)
-    rng = np.random.default_rng(0)
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=False)
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, **asked)
     for number in range(num_rows):
-        prompt = rng.integers(3, VOCAB_SIZE, bench.context - 1).tolist()
+        prompt = random_prompt(rng, bench.context - 1, 500)
         llm.add_request(str(number), {"prompt_token_ids": prompt}, params)
     llm.step()  # all the prompts
     times: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(bench.steps):
         runner.times.clear()
         runner.mark()
-        outputs = llm.step()
+        llm.step()
         runner.mark()
-        assert len(outputs) == num_rows
         start, scheduled, packed, answered, updated, end = runner.times
         seconds = (scheduled - start, packed - scheduled, updated - answered, end - updated)
         for part, value in zip(PARTS, seconds, strict=True):
             times[part].append(value * 1e6)
+    assert llm.get_num_unfinished_requests() == num_rows
     return times
 
 
@@ -119,7 +145,7 @@ def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM
     """With blocks for all requests until measuring ends; one step takes all their prompts."""
     max_model_len = bench.context + bench.steps + 1
     overrides = {"max_position_embeddings": max_model_len}
-    config = EngineConfig(model=str(checkpoint()), hf_overrides=overrides, skip_tokenizer_init=True)
+    config = EngineConfig(model=str(checkpoint()), hf_overrides=overrides)
     scheduler = make_scheduler(
         num_rows * -(-max_model_len // bench.block_size),
         bench.block_size,
@@ -131,24 +157,29 @@ def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM
     built: Any = SimpleNamespace(
         engine=_TimedEngine(scheduler, runner, overlap=False),
         config=config.resolve(hf_config, platform="cpu"),
-        hf_config=hf_config,
-        tokenizer=None,
-        vocab_size=VOCAB_SIZE,
+        tokenizer=load_tokenizer(config.model),
+        vocab_size=hf_config.vocab_size,
         eos_token_ids=(2,),
         default_sampling={},
     )
     return LLM.from_built(built)
 
 
-def table(report: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> str:
     """Median and 90th percentile in microseconds; a launch waits for "schedule + pack", a user for all of it."""
+    parts = [f"context {report['context']}, microseconds: median (p90)", _table(report["results"])]
+    if report["requests"]:
+        parts += ["", _table(report["requests"])]
+    return "\n".join(parts)
+
+
+def _table(found: list[dict[str, Any]]) -> str:
     sums = {"schedule + pack": PARTS[:2], "all": PARTS}
-    rows = [["rows", *PARTS, *sums]]
-    for result in report["results"]:
+    rows = [[*list(found[0])[:-1], *PARTS, *sums]]
+    for result in found:
         times = dict(result["microseconds"])
         for name, parts in sums.items():
             times[name] = list(map(sum, zip(*(times[part] for part in parts), strict=True)))
         cells = [f"{statistics.median(x):.0f} ({np.percentile(x, 90):.0f})" for x in times.values()]
-        rows.append([str(result["rows"]), *cells])
-    head = f"context {report['context']}, microseconds: median (p90)"
-    return f"{head}\n{results.table(rows, left=0)}"
+        rows.append([*map(str, list(result.values())[:-1]), *cells])
+    return results.table(rows, left=0)

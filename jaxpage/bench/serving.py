@@ -8,7 +8,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,17 @@ import jax
 
 from jaxpage import LLM, SamplingParams, tiny
 from jaxpage.bench.engines import Options, Work, run_llm
+from jaxpage.bench.offline import QWEN25_05B
 from jaxpage.bench.peers import PeerProcess, starts
 from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
+from jaxpage.bench.workloads import in_turns, random_prompt
 
-QWEN25_3B: dict[str, Any] = tiny.TINY_CONFIG | {
+QWEN25_3B: dict[str, Any] = QWEN25_05B | {
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 11008,
     "num_hidden_layers": 36,
     "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
 }
 ALONE, TOGETHER = Bar("<=", 1.25), Bar("<=", 1.4)  # of the time to read what a step must read
 FASTER = Bar(">=", 3.0)
@@ -76,13 +74,14 @@ def kv_bytes(config: dict[str, Any]) -> int:
 
 
 def _start(context: Context, load: ServingLoad, **options: Any) -> LLM:
-    """An engine with all its programs, which are cached in the suite's folder for later parts."""
+    """An engine with all its programs (tiny: those it uses), which are cached in the suite's folder for later parts."""
     llm = LLM(
         str(_folder(context, load)),
         load_format="dummy",
         max_model_len=load.max_model_len,
         max_num_seqs=load.batch,
         max_num_batched_tokens=load.max_model_len,
+        enforce_eager=context.tiny,
         skip_tokenizer_init=True,
         compilation_cache_dir=str(Path(context.folder) / "cache"),
         **options,
@@ -102,7 +101,7 @@ def _folder(context: Context, load: ServingLoad) -> Path:
 def _work(load: ServingLoad, seed: str, number: int, length: int, num_tokens: int) -> Work:
     """As many random prompts of that length."""
     rng, vocabulary = random.Random(seed), load.config["vocab_size"]
-    prompts = [[rng.randrange(3, vocabulary) for _ in range(length)] for _ in range(number)]
+    prompts = [random_prompt(rng, length, vocabulary) for _ in range(number)]
     return Work(prompts=prompts, num_tokens=[num_tokens] * number, static_batch=number)
 
 
@@ -164,9 +163,9 @@ def _against_transformers(
         taken, versions = _in_turns(llm, context, load)
     except jax.errors.JaxRuntimeError:
         raise  # ours; whatever happens to them is a plain RuntimeError here
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError, ValueError) as error:
         print(error, file=sys.stderr)
-        yield missing(name, "x", last_line(str(error)), FASTER)
+        yield missing(name, "x", last_line(error), FASTER)
         return
     more = load.batch * (load.num_tokens[1] - load.num_tokens[0])
     rates = {
@@ -187,31 +186,23 @@ def _in_turns(
     llm: LLM, context: Context, load: ServingLoad
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Seconds of a short and a long run in each round, by engine; and their versions."""
+
+    def draw(number: int) -> list[Work]:
+        counts = load.num_tokens if number else load.num_tokens[:1]
+        return [_work(load, f"{number} {n}", load.batch, load.context, n) for n in counts]
+
     options = Options(
-        threads=len(os.sched_getaffinity(0)),
         max_model_len=load.context + max(load.num_tokens),
         max_num_seqs=load.batch,
-        prefix_caching=False,
+        enable_prefix_caching=False,
     )
-    taken: dict[str, list[list[float]]] = {"jaxpage": [], CONTINUOUS: []}
     with PeerProcess("transformers-continuous") as peer:
         versions = peer.setup(_folder(context, load), options, timeout=120)
-        start = time.perf_counter()
-        for number in range(-1, load.rounds):  # one more, which does not count
-            if number > 0 and time.perf_counter() - start > PATIENCE:
-                break
-            works = [
-                _work(load, f"{number} {count}", load.batch, load.context, count)
-                for count in load.num_tokens[: 1 if number < 0 else 2]
-            ]
-            ours = [run_llm(llm, SamplingParams, work)[0] for work in works]
-            theirs = [peer.run(work, timeout=150) for work in works]
-            if number < 0:
-                start = time.perf_counter()
-            else:
-                taken["jaxpage"].append(ours)
-                taken[CONTINUOUS].append(theirs)
-    return taken, versions
+        runners: dict[str, Callable[[Work], float]] = {
+            "jaxpage": lambda work: run_llm(llm, SamplingParams, work)[0],
+            CONTINUOUS: lambda work: peer.run(work, timeout=150),
+        }
+        return in_turns(runners, draw, load.rounds, patience=PATIENCE), versions
 
 
 def table(context: Context) -> Iterator[Result]:
@@ -241,7 +232,7 @@ def warm_up(context: Context) -> Iterator[Result]:
     load = TINY if context.tiny else FULL
     options: dict[str, Any] = {"load_format": "dummy"}
     if context.tiny:
-        options |= {"max_model_len": 64, "max_num_seqs": 2}
+        options |= {"max_model_len": 16, "max_num_seqs": 2}
     threads, device = len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
     for cache, events in starts(_folder(context, load), options, threads=threads):
         yield measured(f"start, {cache}", events["warm"], "s", WARM[cache], device=device, **events)

@@ -15,13 +15,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.bench import results
-from jaxpage.bench.offline import OfflineBench, checkpoint
+from jaxpage.bench.offline import Shape, checkpoint
+from jaxpage.bench.workloads import random_prompt
 
 PARTS = {  # part: what its operations are called, the first that fits
     "attention": r"paged_attention",
@@ -41,7 +42,7 @@ class StepBench:
 
     batch: tuple[int, ...] = (1, 8, 32)
     context: int = 256  # tokens of each request when measuring begins
-    shape: Literal["tiny", "qwen2.5-0.5b"] = "qwen2.5-0.5b"  # random weights of this shape
+    shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
     quantization: str | None = None
     json: Path | None = None  # all figures go to this file
@@ -57,7 +58,7 @@ def measure(bench: StepBench) -> dict[str, Any]:
     """Milliseconds of a step and of its parts, by batch. Raises ValueError for bad sizes."""
     if not bench.batch or min(*bench.batch, bench.context - 1) < 1:
         raise ValueError(f"batches must be positive, and the context 2 tokens or more: {bench}")
-    folder, _ = checkpoint(OfflineBench(model=bench.model, shape=bench.shape))
+    folder, _ = checkpoint(bench.shape, bench.model)
     llm = LLM(
         str(folder),
         max_model_len=bench.context + 16 * NUM_STEPS,
@@ -78,7 +79,7 @@ def _measure(llm: LLM, batch: int, context: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=15 * NUM_STEPS, ignore_eos=True)
     names = [f"{batch}-{number}" for number in range(batch)]
     for name in names:
-        prompt = [rng.randrange(3, 500) for _ in range(context)]
+        prompt = random_prompt(rng, context, 500)
         llm.add_request(name, {"prompt_token_ids": prompt}, params)
     waiting = set(names)
     while waiting:  # for first tokens

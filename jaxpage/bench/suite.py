@@ -55,21 +55,20 @@ class SuiteBench:
 class Part:
     """In a part's process: its results, one by one."""
 
-    def start(self, target: str, context: dict[str, Any]) -> dict[str, str]:
+    def start(self, target: str, context: Context) -> dict[str, str]:
         """The device it runs on. The results come by `next`."""
         import jax
 
-        device, given = jax.devices()[0], Context(**context)
-        if device.platform == "cpu" and not given.tiny:
+        device = jax.devices()[0]
+        if device.platform == "cpu" and not context.tiny:
             raise RuntimeError("jax sees no accelerator, and on a CPU only --tiny ends in time")
         module, name = target.split(":")
         function = getattr(importlib.import_module(module), name)
-        self._results: Iterator[Result] = function(given)
+        self._results: Iterator[Result] = function(context)
         return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
 
-    def next(self) -> dict[str, Any] | None:
-        result = next(self._results, None)
-        return result and asdict(result)
+    def next(self) -> Result | None:
+        return next(self._results, None)
 
 
 def main(bench: SuiteBench) -> int:
@@ -106,18 +105,17 @@ def _run(part: str, context: Context, report: Report, *, waiting: bool) -> Itera
     start = time.monotonic()
     with RemoteObject("jaxpage.bench.suite:Part", environment=ENVIRONMENT) as process:
         try:
-            report.device = process.ask("start", target, asdict(context), timeout=limit)
-            while True:
-                used = time.monotonic() - start
-                result = process.ask("next", timeout=max(0.0, limit - used))
-                if result is None:
-                    break
-                yield Result(**result)
+            report.device = process.ask("start", target, context, timeout=limit)
+
+            def ask() -> Result | None:
+                return process.ask("next", timeout=max(0.0, start + limit - time.monotonic()))
+
+            yield from iter(ask, None)
         except TimeoutError:
             yield failed("the rest of it", f"stopped after {limit:.0f} s")
         except RuntimeError as error:
             print(error, flush=True)
-            yield failed("the rest of it", last_line(str(error)))
+            yield failed("the rest of it", last_line(error))
     print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -156,11 +154,8 @@ class Report:
 
 def _commit() -> str:
     """Of this checkout, with a mark if files differ from it; "unknown" where there is no git."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
+        marked = [*command, "--dirty= with changes"]
+        return subprocess.run(marked, capture_output=True, text=True, check=True).stdout.strip()
     return "unknown"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 CALLS = 8  # of attention in one launch
 
@@ -14,9 +17,7 @@ class Attention:
     """torch's `scaled_dot_product_attention` on contiguous keys and values, each backend that takes them."""
 
     def setup(self, work: dict[str, Any], tiny: bool) -> dict[str, str]:
-        """`work`: the fields of `attention_peers.Work`. Versions. Raises ImportError without torch."""
-        import torch
-
+        """`work`: the fields of `attention_peers.Work`. Versions."""
         self.cuda, self.decode, self.tiny = torch.cuda.is_available(), work["decode"], tiny
         device = "cuda" if self.cuda else "cpu"
         torch.manual_seed(0)
@@ -41,8 +42,6 @@ class Attention:
 
     def _launches(self) -> dict[str, Callable[[], None] | str]:
         """CALLS calls that follow one another, on a GPU as one graph; or why a variant cannot serve."""
-        from torch.nn.attention import SDPBackend
-
         backends = {"flash": SDPBackend.FLASH_ATTENTION}
         if self.cuda:
             backends["cudnn"] = SDPBackend.CUDNN_ATTENTION
@@ -61,21 +60,14 @@ class Attention:
         return launches
 
     def _by_head(self, q: Any, k: Any, v: Any) -> Any:
-        from torch.nn.functional import scaled_dot_product_attention
-
         return scaled_dot_product_attention(q, k, v, is_causal=not self.decode, enable_gqa=True)
 
     def _group_as_queries(self, q: Any, k: Any, v: Any) -> Any:
         """One query sees all keys, so the heads that share a KV head may as well be queries of one head."""
-        from torch.nn.functional import scaled_dot_product_attention
-
         grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
         return scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
 
     def _launch(self, backend: Any, attend: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
-        import torch
-        from torch.nn.attention import sdpa_kernel
-
         @torch.no_grad()
         def calls() -> None:
             q = self.q
@@ -98,22 +90,6 @@ class Attention:
         return graph.replay
 
     def _time(self, launch: Callable[[], None]) -> float:
-        """Median seconds of a launch, of samples that each fill 20 ms."""
-
-        def sample(launches: int) -> float:
-            self._wait()
-            start = time.perf_counter()
-            for _ in range(launches):
-                launch()
-            self._wait()
-            return (time.perf_counter() - start) / launches
-
-        sample(1)
-        launches = 1 if self.tiny else max(1, round(0.02 / sample(1)))
-        return statistics.median(sample(launches) for _ in range(1 if self.tiny else 5))
-
-    def _wait(self) -> None:
-        if self.cuda:
-            import torch
-
-            torch.cuda.synchronize()
+        """Median seconds of a launch."""
+        timer = Timer("launch()", globals={"launch": launch}, num_threads=torch.get_num_threads())
+        return (timer.timeit(2) if self.tiny else timer.blocked_autorange(min_run_time=0.1)).median

@@ -1,16 +1,47 @@
-"""What `jaxpage bench offline` measures: requests drawn from a seed, and the figure they give."""
+"""What engines are asked to do: requests drawn from a seed, the figure they give, and the rounds they are run in."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpage.bench.engines import Options, Work
 
 MAX_NUM_SEQS = 64
 UNCACHED = "jaxpage-no-prefix-cache"  # the peer
+
+
+def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:
+    """Token ids below 3 are left to special tokens."""
+    return [rng.randrange(3, vocab_size) for _ in range(length)]
+
+
+def in_turns(
+    runners: Mapping[str, Callable[[Work], float]],
+    draw: Callable[[int], list[Work]],
+    rounds: int,
+    *,
+    patience: float = math.inf,
+) -> dict[str, list[list[float]]]:
+    """By runner the seconds of each work in each round. In a round all get the same, which no round has had before.
+
+    Round 0 warms up and does not count. After `patience` seconds no further round begins, if one has counted.
+    """
+    seconds: dict[str, list[list[float]]] = {name: [] for name in runners}
+    for number in range(rounds + 1):
+        if number == 1:
+            start = time.perf_counter()
+        elif number > 1 and time.perf_counter() - start > patience:
+            break
+        works = draw(number)
+        # The first goes last in every other round: what one leaves warm helps the next.
+        for name in list(runners)[:: 1 if number % 2 else -1]:
+            seconds[name].append([runners[name](work) for work in works])
+    return {name: taken[1:] for name, taken in seconds.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +53,10 @@ class Workload:
     make: Callable[[random.Random], list[Work]]
     value: Callable[[list[Work], list[float]], float]  # from the seconds of each work
     less_is_better: bool = False
-    max_model_len: int = 1024
-    prefix_caching: bool = False
+    options: Options = Options(
+        max_model_len=1024, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=False
+    )
     also: tuple[str, ...] = ()  # peers that are measured in this workload besides the chosen ones
-
-    def options(self, threads: int) -> Options:
-        return Options(
-            threads=threads,
-            max_model_len=self.max_model_len,
-            max_num_seqs=MAX_NUM_SEQS,
-            prefix_caching=self.prefix_caching,
-        )
 
     def speedup(self, ours: float, theirs: float) -> float:
         """How many times as fast as theirs ours is."""
@@ -42,14 +66,14 @@ class Workload:
 def workloads(vocab_size: int, scale: float) -> list[Workload]:
     """All workloads; `scale` multiplies lengths, steps and the number of requests, not batches.
 
-    Those that need the same engine options stand together. Token ids below 3 are left to special tokens.
+    Those that need the same engine options stand together.
     """
 
     def scaled(number: int) -> int:
         return max(1, round(number * scale))
 
     def prompt(rng: random.Random, length: int) -> list[int]:
-        return [rng.randrange(3, vocab_size) for _ in range(length)]
+        return random_prompt(rng, length, vocab_size)
 
     def log_uniform(rng: random.Random, low: int, high: int) -> int:
         return scaled(round(math.exp(rng.uniform(math.log(low), math.log(high)))))
@@ -81,22 +105,18 @@ def workloads(vocab_size: int, scale: float) -> list[Workload]:
         prompts = [the_table + prompt(rng, scaled(15)) for _ in range(number)]
         return [Work(prompts=prompts, num_tokens=[scaled(16)] * number, static_batch=8)]
 
-    def prompt_rate(works: list[Work], seconds: list[float]) -> float:
-        return sum(map(len, works[0].prompts)) / seconds[0]
-
-    def output_rate(works: list[Work], seconds: list[float]) -> float:
-        return works[0].num_output_tokens / seconds[0]
-
-    rate = {"unit": "output tokens/s", "value": output_rate}
-    cached = {"max_model_len": 2048, "prefix_caching": True, "also": (UNCACHED,)}
+    prompt_rate: dict[str, Any] = {
+        "unit": "prompt tokens/s",
+        "value": lambda works, seconds: sum(map(len, works[0].prompts)) / seconds[0],
+    }
+    rate: dict[str, Any] = {
+        "unit": "output tokens/s",
+        "value": lambda works, seconds: works[0].num_output_tokens / seconds[0],
+    }
+    cached = Options(max_model_len=2048, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=True)
     return [
         *(decode(batch) for batch in (1, 8, 32)),
-        Workload(
-            name="prefill-8",
-            unit="prompt tokens/s",
-            make=lambda rng: [alike(rng, 8, 1)],
-            value=prompt_rate,
-        ),
+        Workload(name="prefill-8", make=lambda rng: [alike(rng, 8, 1)], **prompt_rate),
         Workload(name="mixed", make=mixed, **rate),
-        Workload(name="questions", make=questions, **rate, **cached),
+        Workload(name="questions", make=questions, options=cached, also=(UNCACHED,), **rate),
     ]

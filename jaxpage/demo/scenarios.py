@@ -73,20 +73,16 @@ def ask_one_by_one(
     system = text.system_message(text.table(people))
     lines = system.splitlines()
     shown = [*lines[:6], f"... {num_rows - 3} more rows ...", lines[-1]]
-    console.print("\n".join(shown), style="cyan", markup=False, highlight=False)
+    console.print("\n".join(shown), style="cyan", markup=False)
     answers = []
     for index, person in enumerate(rng.sample(people, num_questions)):
         turn = text.look_up(rng, [person], text.COLUMNS[index % len(text.COLUMNS)])
-        console.print(f"\n> {turn.question}", style="bold", markup=False, highlight=False)
-        output = stream(
-            llm,
-            _render(llm, system, turn),
-            GREEDY,
-            lambda piece: console.out(piece, end="", highlight=False),
-        )
+        console.print(f"\n> {turn.question}", style="bold", markup=False)
+        prompt = _render(llm, system, turn)
+        output = stream(llm, prompt, GREEDY, lambda piece: console.out(piece, end=""))
         answers.append(Answer(turn, output))
-        console.print(answers[-1].verdict, highlight=False)
-        console.print(describe(output), style="dim", highlight=False)
+        console.print(answers[-1].verdict)
+        console.print(describe(output), style="dim")
     first, *others = (answer.first_token_ms for answer in answers)
     median = statistics.median(others)
     console.print(
@@ -94,7 +90,6 @@ def ask_one_by_one(
         f"table.\nThe others, the table in the prefix cache, took [bold]{median:.1f} ms[/] "
         f"(median): [bold]{first / median:.1f} times[/] as fast.\n"
         f"{sum(answer.is_right for answer in answers)} of {num_questions} answers were right.",
-        highlight=False,
     )
     return answers
 
@@ -123,9 +118,9 @@ def ask_at_once(
     end_live(console)
     answers = [Answer(turn, outputs[str(index)]) for index, turn in enumerate(turns)]
     for answer in [answer for answer in answers if not answer.is_right][:3]:
-        console.print(f"> {answer.turn.question}", style="dim", markup=False, highlight=False)
-        console.out(answer.output.outputs[0].text, end="", highlight=False)
-        console.print(answer.verdict, highlight=False)
+        console.print(f"> {answer.turn.question}", style="dim", markup=False)
+        console.out(answer.output.outputs[0].text, end="")
+        console.print(answer.verdict)
     before, after = history[0], history[-1]
     rate = (after.generation_tokens - before.generation_tokens) / seconds
     hits = after.prefix_cache_hits - before.prefix_cache_hits
@@ -135,7 +130,6 @@ def ask_at_once(
         f"{after.num_blocks} blocks in use; {sum(answer.is_right for answer in answers)} of "
         f"{num_questions} answers were right.\n{hit_rate:.0%} of the prompts' tokens came from the "
         "prefix cache: four tables, each computed once.",
-        highlight=False,
     )
     return answers, history
 
@@ -156,14 +150,13 @@ def tell_stories(
         history.append(llm.stats())
     most = max(history, key=lambda stats: stats.num_block_references)
     stories = [completion.text for completion in outputs[0].outputs]
-    console.print(f"> {turn.question}", style="bold", markup=False, highlight=False)
+    console.print(f"> {turn.question}", style="bold", markup=False)
     for number, story in enumerate(stories, start=1):
-        console.print(Text(f"{number}. {story}", style="cyan"), highlight=False)
+        console.print(Text(f"{number}. {story}", style="cyan"))
     console.print(
         f"\nThe prompt of {len(token_ids)} tokens was computed once. The {num_stories} stories "
         f"together held\n[bold]{most.num_blocks_used} blocks[/]; with a copy of the prompt each, "
         f"they would have held {most.num_block_references}.",
-        highlight=False,
     )
     return stories, most
 

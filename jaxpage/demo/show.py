@@ -57,13 +57,12 @@ class Shown:
 def show(console: Console | None = None, options: Mapping[str, Any] | None = None) -> Shown:
     """Run the demo. `options` are those of `LLM`, besides `OPTIONS`."""
     start = time.perf_counter()
-    console = console or Console()
+    console = console or Console(highlight=False)
     options = {"model": str(checkpoint())} | OPTIONS | dict(options or {})
     console.rule("jaxpage demo")
     console.print(
         f"A language model of {num_parameters(options['model']) / 1e6:.1f} million parameters, on "
         "this machine, without a network.",
-        highlight=False,
     )
     with console.status("loading it, and compiling the programs that a first answer needs"):
         # Not before: these imports alone take seconds.
@@ -86,7 +85,7 @@ def show(console: Console | None = None, options: Mapping[str, Any] | None = Non
     _chapter(console, "3. Eight stories from one prompt")
     stories = scenarios.tell_stories(llm, console, rng, num_stories=8)
     _chapter(console, "What to type next")
-    console.print(NEXT, highlight=False)
+    console.print(NEXT)
     return Shown(table, *batch, *stories)
 
 
@@ -99,12 +98,11 @@ def _greet_and_wait(console: Console, llm: LLM, start: float) -> None:
     console.print(
         f"{num_ready} of {len(programs)} programs are ready; the others are compiled behind a "
         f"first answer:\n\n[bold]> {GREETING}[/]",
-        highlight=False,
     )
     (output,) = llm.chat([{"role": "user", "content": GREETING}], GREEDY, use_tqdm=False)
     seconds = time.perf_counter() - start
     console.print(Text(output.outputs[0].text))
-    console.print(f"answered {seconds:.1f} s after the start", style="dim", highlight=False)
+    console.print(f"answered {seconds:.1f} s after the start", style="dim")
     console.print("\nWaiting for them, so that the figures below are of the engine alone:\n")
     with Live(
         get_renderable=lambda: manifest(llm.programs()), console=console, refresh_per_second=4

@@ -91,16 +91,11 @@ def conversation(rng: random.Random, *, rows: int, length: int, tables: float = 
 def answer_mask(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
     """bool[n]: which tokens the assistant says, its <|im_end|> included."""
     start, end, assistant = map(tokenizer.token_to_id, (IM_START, IM_END, "assistant"))
-    mask = np.zeros(len(ids), bool)
-    first = None
-    for index, token in enumerate(ids):
-        if token == start and index + 2 < len(ids) and ids[index + 1] == assistant:
-            first = index + 3  # after the newline
-        elif token == end and first is not None:
-            mask[first : index + 1] = True
-            first = None
-    if first is not None:
-        mask[first:] = True  # an answer that the row cuts
+    said, mask = np.array(ids), np.zeros(len(ids), bool)
+    ends = np.flatnonzero(said == end)
+    for begin in np.flatnonzero((said[:-1] == start) & (said[1:] == assistant)):
+        last = next(iter(ends[ends > begin]), len(ids))  # the row may cut an answer
+        mask[begin + 3 : last + 1] = True  # from after the newline
     return mask
 
 

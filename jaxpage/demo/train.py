@@ -36,7 +36,6 @@ STAGES = (
 WATCHED = ("look-up 3", "look-up 8", "look-up 16", "look-up 24", "json 3", "sum 0..99", "talk")
 WARM_UP = 20  # steps over which the learning rates rise
 
-State = tuple[network.Params, optax.OptState]
 Step = Callable[[network.Params, optax.OptState, tokens.Batch], tuple[Any, Any, jax.Array]]
 
 
@@ -78,7 +77,8 @@ def main(options: Training) -> None:
     ) as manager:
         done = manager.latest_step() or 0
         if done:
-            params, memory = _restore(manager, done, (params, memory))
+            saved = ocp.args.StandardRestore((params, memory))
+            params, memory = manager.restore(done, args=saved)
             print(f"going on after step {done}")
         began, seen = time.monotonic(), 0
         for step in range(done + 1, options.steps + 1):
@@ -95,7 +95,7 @@ def main(options: Training) -> None:
                 rate = seen / (time.monotonic() - began)
                 print(f"step {step}: loss {loss:.3f}, {rate:.0f} tokens/s", flush=True)
             if step % options.save_every == 0 or step == options.steps:
-                manager.save(step, args=ocp.args.StandardSave(_by_number((params, memory))))
+                manager.save(step, args=ocp.args.StandardSave((params, memory)))
                 found = evaluate.accuracy(params, config, tokenizer, suites=WATCHED, questions=60)
                 shares = ", ".join(f"{suite} {share:.2f}" for suite, share in found.items())
                 print(f"  held out: {shares}", flush=True)
@@ -172,17 +172,6 @@ def check_options(options: Training) -> None:
             f"{path.parent} holds a run with other options, {changed} (then, now); "
             "give the same options, or remove it to start anew"
         )
-
-
-def _by_number(state: State) -> dict[str, Any]:
-    """The arrays of a state by number: Orbax does not know optax's containers."""
-    return {str(index): leaf for index, leaf in enumerate(jax.tree.leaves(state))}
-
-
-def _restore(manager: ocp.CheckpointManager, step: int, like: State) -> State:
-    stored = manager.restore(step, args=ocp.args.StandardRestore(_by_number(like)))
-    leaves = [stored[str(index)] for index in range(len(stored))]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def report(folder: Path = PACKAGED, questions: int = 200) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a suite, as processes of their own import them: one that works, and three that do not."""
+"""What processes of their own import: parts of a suite, one that works and three that do not; and peers likewise."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 
+from jaxpage.bench.engines import Jaxpage, Options, Peer, Work
 from jaxpage.bench.results import Bar, Context, Result, measured
 
 
@@ -33,3 +34,35 @@ def dies(context: Context) -> Iterator[Result]:
 def hangs(context: Context) -> Iterator[Result]:
     yield measured("before", 1.0, "ms")
     time.sleep(600)
+
+
+class Quick(Peer):
+    """Takes half a second for a token, or so it says."""
+
+    environment = {"LC_TEST": "7"}
+
+    def setup(self, folder: str, options: Options) -> dict[str, str]:
+        processors = len(os.sched_getaffinity(0))
+        return {"variable": os.environ["LC_TEST"], "processors": str(processors)}
+
+    def run(self, work: Work) -> tuple[float, int]:
+        return 0.5 * work.num_output_tokens, work.num_output_tokens
+
+
+class Short(Quick):
+    def run(self, work: Work) -> tuple[float, int]:
+        return 0.5, work.num_output_tokens - 1
+
+
+class Broken(Quick):
+    def setup(self, folder: str, options: Options) -> dict[str, str]:
+        raise ValueError(f"no such folder as {folder}")
+
+    def run(self, work: Work) -> tuple[float, int]:
+        os._exit(7)
+
+
+class Eager(Jaxpage):
+    """Compiles what it uses, and nothing else."""
+
+    options = {"enforce_eager": True}

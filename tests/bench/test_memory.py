@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 
-from jaxpage.bench import memory
+import jaxpage
+from jaxpage.bench import memory, offline
 from jaxpage.bench.engines import Work
 from jaxpage.bench.memory import MemoryBench
 
@@ -54,16 +56,6 @@ def test_a_gib_holds_as_many_tokens_as_the_arrays_say():
     assert found["int8"] > 1.85 * found["bfloat16"] and found["int4"] > 3.2 * found["bfloat16"]
 
 
-def test_rounds_alternate_and_the_first_does_not_count():
-    calls = []
-    bench = MemoryBench(rounds=2, scale=0.05)
-    seconds = memory._in_turns(bench, lambda work, cached: calls.append((work, cached)), 100)
-    assert [cached for _, cached in calls] == [False, True, True, False, False, True]
-    works = [work for work, _ in calls]
-    assert works[0] == works[1] and works[2] == works[3] != works[0]
-    assert len(seconds["on"]) == len(seconds["off"]) == len(seconds["num_tokens"]) == 2
-
-
 def test_overhead_is_the_median_of_rounds():
     seconds = {"on": [2.2, 3.3, 9.0], "off": [2.0, 3.0, 3.0], "num_tokens": [10**6] * 3}
     found = memory.overhead(seconds)
@@ -89,9 +81,8 @@ def test_sizes_that_measure_nothing_are_refused(sizes):
 
 @pytest.mark.slow
 def test_whole_engines_are_measured_too(monkeypatch, tmp_path, capsys):
-    where = memory.OfflineBench
-    monkeypatch.setattr(
-        memory, "OfflineBench", lambda **options: where(cache_dir=tmp_path, **options)
-    )
-    memory.main(MemoryBench(rounds=1, scale=0.05, shape="tiny"))
+    monkeypatch.setattr(offline, "CACHE", tmp_path)
+    # Only the programs that are used.
+    monkeypatch.setattr(jaxpage, "LLM", functools.partial(jaxpage.LLM, enforce_eager=True))
+    memory.main(MemoryBench(rounds=1, scale=0.02, shape="tiny", decode_steps=(1,)))
     assert "engine, tiny:" in capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,47 +11,45 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpage import tiny
-from jaxpage.bench.engines import Options, Work
+from jaxpage.bench.engines import Options, Peer, Work
 from jaxpage.bench.llama import LlamaCpp
-from jaxpage.bench.peers import PEERS, PeerProcess, check_python
+from jaxpage.bench.peers import PEERS, PeerProcess
+from tests.bench import parts
 
-OPTIONS = Options(threads=1, max_model_len=64, max_num_seqs=2, prefix_caching=False)
+OPTIONS = Options(max_model_len=64, max_num_seqs=2, enable_prefix_caching=False)
 WORK = Work(prompts=[[3, 4, 5]], num_tokens=[2], static_batch=1)
 
 
-def script(tmp_path: Path, reply: str) -> str:
-    """A Python that is none: it answers each line of the pipe with `reply`."""
-    path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\nwhile read line; do echo '{reply}'; done\n")
-    path.chmod(0o755)
-    return str(path)
+@pytest.fixture
+def ask(monkeypatch):
+    """A process of one of the peers in `parts`."""
+
+    def process(peer: type[Peer], **options) -> PeerProcess:
+        monkeypatch.setitem(PEERS, "fake", peer)
+        return PeerProcess("fake", **options)
+
+    return process
 
 
-def test_an_answer_with_too_few_tokens_is_an_error(tmp_path):
-    with PeerProcess("jaxpage", script(tmp_path, '{"answer": [0.5, 1]}')) as peer:
+def test_an_answer_with_too_few_tokens_is_an_error(ask):
+    with ask(parts.Short) as peer:
         with pytest.raises(RuntimeError, match="1 tokens instead of 2"):
             peer.run(WORK)
 
 
-def test_a_peers_own_error_is_shown(tmp_path):
-    with PeerProcess("jaxpage", script(tmp_path, '{"error": "no such folder"}')) as peer:
-        with pytest.raises(RuntimeError, match="no such folder"):
+def test_a_peers_own_error_is_shown_and_so_is_the_status_of_a_dead_one(ask, tmp_path):
+    with ask(parts.Broken) as peer:
+        with pytest.raises(RuntimeError, match="^ValueError: no such folder as /.*\nTraceback"):
             peer.setup(tmp_path, OPTIONS)
-
-
-def test_a_dead_peer_is_reported_with_its_status(tmp_path):
-    path = tmp_path / "python"
-    path.write_text("#!/bin/sh\nread line\nexit 7\n")
-    path.chmod(0o755)
-    with PeerProcess("jaxpage", str(path)) as peer:
         with pytest.raises(RuntimeError, match="status 7"):
             peer.run(WORK)
 
 
-def test_a_peer_that_is_not_asked_is_stopped_and_goes_on_when_asked(tmp_path):
-    with PeerProcess("jaxpage", script(tmp_path, '{"answer": [0.5, 2]}')) as peer:
+def test_a_peer_that_is_not_asked_is_stopped_and_goes_on_when_asked(ask, tmp_path):
+    with ask(parts.Quick, threads=1) as peer:
+        assert peer.setup(tmp_path, OPTIONS) == {"variable": "7", "processors": "1"}
         for _ in range(2):
-            assert peer.run(WORK) == 0.5
+            assert peer.run(WORK) == 1.0
             deadline = time.monotonic() + 30
             while state(peer._process.pid) != "T":
                 assert time.monotonic() < deadline, "not stopped"
@@ -65,20 +62,14 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-def test_a_peer_gets_its_variables(tmp_path):
-    path = tmp_path / "python"
-    path.write_text('#!/bin/sh\nread line\necho "{\\"answer\\": [$VLLM_NO_USAGE_STATS, 2]}"\n')
-    path.chmod(0o755)
-    with PeerProcess("vllm", str(path)) as peer:
-        assert peer.run(WORK) == 1
-
-
-def test_a_peer_must_exist_and_its_package_too():
+def test_a_peer_must_exist_and_its_python_and_package_too(tmp_path):
     with pytest.raises(ValueError, match="transformers-generate"):
         PeerProcess("fastest")
-    check_python("transformers-continuous", sys.executable)
-    with pytest.raises(ValueError, match=r"no package llama_cpp.*--python llama\.cpp=ENV"):
-        check_python("llama.cpp", sys.executable)
+    with pytest.raises(ValueError, match="/no/python is no Python that runs"):
+        PeerProcess("vllm", "/no/python")
+    with PeerProcess("llama.cpp") as peer:
+        with pytest.raises(ValueError, match=r"'llama_cpp'.*--python llama\.cpp=ENV"):
+            peer.setup(tmp_path, OPTIONS)
 
 
 def test_variants_differ_by_one_option():
@@ -153,7 +144,7 @@ def test_llama_answers_more_requests_than_it_has_sequences():
 
 
 def test_llama_computes_what_prompts_begin_with_once():
-    peer = fake_llama(prefix_caching=True)
+    peer = fake_llama(enable_prefix_caching=True)
     table = list(range(10, 40))
     work = Work(
         prompts=[[*table, 50], [*table, 60], [*table, 70]], num_tokens=[2, 1, 1], static_batch=1
@@ -170,9 +161,8 @@ def test_llama_takes_long_prompts_in_pieces():
 
 
 @pytest.mark.slow
-def test_jaxpage_is_a_peer(tmp_path):
+def test_jaxpage_is_a_peer(ask, tmp_path):
     folder = tiny.write_checkpoint(tmp_path / "tiny", tiny.TINY_CONFIG)
-    for name in ("jaxpage", "jaxpage-no-prefix-cache"):
-        with PeerProcess(name) as peer:
-            assert peer.setup(folder, OPTIONS)["jax"].startswith("0.")
-            assert peer.run(Work(prompts=[[3, 4], [5]], num_tokens=[1, 9], static_batch=1)) > 0
+    with ask(parts.Eager) as peer:
+        assert peer.setup(folder, OPTIONS)["jax"].startswith("0.")
+        assert peer.run(Work(prompts=[[3, 4], [5]], num_tokens=[1, 9], static_batch=1)) > 0

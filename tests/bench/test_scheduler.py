@@ -20,16 +20,25 @@ def test_every_step_of_every_size_is_timed_and_written(tmp_path, capsys):
         assert list(result["microseconds"]) == ["schedule", "pack", "update", "outputs"]
         for times in result["microseconds"].values():
             assert len(times) == 20 and min(times) > 0
-    assert capsys.readouterr().out.strip() == scheduler.table(report)
+    assert report["requests"] == []
+    assert capsys.readouterr().out.strip() == scheduler.show(report)
 
 
 def test_table_shows_median_and_90th_percentile():
     times = [float(t) for t in range(1, 12)]  # median 6, p90 10
     parts = {"schedule": times, "pack": [1.0] * 11, "update": times[::-1], "outputs": [2.0] * 11}
-    report = {"context": 7, "results": [{"rows": 3, "microseconds": parts}]}
-    assert scheduler.table(report).splitlines()[-1].split() == (
+    report = {"context": 7, "results": [{"rows": 3, "microseconds": parts}], "requests": []}
+    assert scheduler.show(report).splitlines()[-1].split() == (
         "3 6 (10) 1 (1) 6 (10) 2 (2) 7 (11) 15 (15)".split()
     )
+
+
+def test_requests_of_every_kind_are_timed_with_the_most_rows():
+    report = scheduler.measure(SchedulerBench(rows=(1, 3), context=8, steps=4, requests=True))
+    assert len(report["requests"]) == 3 * len(scheduler.ASKS)
+    assert {found["rows"] for found in report["requests"]} == {3}
+    lines = scheduler.show(report).splitlines()
+    assert lines[-1].startswith("   3  ") and "FINAL_ONLY, text, 5 logprobs" in lines[-1]
 
 
 @pytest.mark.parametrize("sizes", [{"rows": ()}, {"rows": (0,)}, {"context": 1}, {"steps": 0}])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxpage import tiny
 from jaxpage.bench import step
 
 PROGRAM = """
@@ -30,7 +31,7 @@ def test_a_batch_of_none_is_refused():
 
 @pytest.mark.slow
 def test_a_step_is_taken_apart(tmp_path, capsys):
-    model = step.checkpoint(step.OfflineBench(shape="tiny", cache_dir=tmp_path))[0]
+    model = tiny.write_checkpoint(tmp_path / "tiny", tiny.TINY_CONFIG)
     file = tmp_path / "report.json"
     step.main(step.StepBench(batch=(2,), context=20, model=model, json=file))
     report = step.json.loads(file.read_text())

@@ -81,18 +81,12 @@ def test_the_table_has_all_bars_and_failures_and_nothing_else():
 
 def test_errors_are_told_in_one_line():
     assert results.last_line(ValueError("first\nsecond")) == "ValueError: first"
-    trace = "Traceback (most recent call last):\n  File x\nValueError: wrong\n\n"
-    assert results.last_line(trace) == "ValueError: wrong"
-    trace = (
-        'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\n    ~^^\n'
-        "jax.errors.JaxRuntimeError: INTERNAL: illegal address\nmore of it\n"
-        "--------------------\nFor simplicity, JAX has removed its internal frames\n"
-    )
-    assert results.last_line(trace) == "jax.errors.JaxRuntimeError: INTERNAL: illegal address"
+    assert results.last_line(RuntimeError("ValueError: first\ntraceback")) == "ValueError: first"
     assert (
-        results.last_line(ValueError()) == "ValueError:" and results.last_line("") == "no message"
+        results.last_line(ValueError()) == "ValueError:"
+        and results.last_line(RuntimeError()) == "no message"
     )
-    assert len(results.last_line("x" * 1000)) < 400
+    assert len(results.last_line(ValueError("x" * 1000))) < 400
 
 
 def test_a_child_answers_and_tells_its_errors():
@@ -348,7 +342,7 @@ def test_transformers_is_told_its_pages_under_their_name(monkeypatch, page):
         device=SimpleNamespace(type="cpu"),
         init_continuous_batching=begin,
     )
-    options = Options(threads=1, max_model_len=65, max_num_seqs=4, prefix_caching=False)
+    options = Options(max_model_len=65, max_num_seqs=4, enable_prefix_caching=False)
     for device in ("cuda", "cpu"):  # their default, and 64 tokens
         model.device.type = device
         TransformersContinuous().start(model, options)

@@ -19,7 +19,7 @@ from jaxpage.runner.programs import ProgramRecord
 def shown() -> tuple[Shown, str]:
     """What the scenarios saw, and what a reader of a pipe sees."""
     screen = io.StringIO()
-    console = Console(file=screen, width=120)
+    console = Console(file=screen, width=120, highlight=False)
     seen = show(console, {"enforce_eager": True, "max_num_batched_tokens": 32})
     return seen, screen.getvalue()
 
