@@ -73,7 +73,7 @@ def _fast_compilation() -> list[str]:
 
 @pytest.fixture(scope="module")
 def production_compiler():
-    """Engines' programs are compiled as users have them, not as fast as other tests want it."""
+    """Engines' programs are compiled as users have them, also in processes of their own: slower, to run faster."""
     import jax
 
     options = {"xla_backend_optimization_level": 3}
@@ -84,7 +84,9 @@ def production_compiler():
     def compile_well(self, compiler_options=None):
         return compile_fast(self, options | (compiler_options or {}))
 
+    flags = [f for f in os.environ["XLA_FLAGS"].split() if f not in _fast_compilation()]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", " ".join(flags))
         patch.setattr(jax.stages.Lowered, "compile", compile_well)
         yield
 

@@ -74,7 +74,8 @@ def test_no_step_copies_the_pool(runner):
 
 def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path):
     path = checkpoints.build("gemma3", 0, tmp_path)  # two layers with a window, one without
-    runner = make_llm(path, num_gpu_blocks_override=60_000)._engine.runner
+    with checkpoints.few_programs():
+        runner = make_llm(path, num_gpu_blocks_override=60_000)._engine.runner
     assert (
         runner.groups.layer_locations == ((0, 0), (1, 0), (2, 0))
         and runner.pool_spec.num_arrays == 1
@@ -87,7 +88,8 @@ def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
 def test_every_program_updates_a_quantised_pool_in_place(kv_cache_dtype, path):
-    llm = make_llm(path, kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=60_000)
+    with checkpoints.few_programs():
+        llm = make_llm(path, kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=60_000)
     runner = llm._engine.runner
     assert runner.pool_spec.num_bytes > 10 * TEMP_BOUND
     assert_in_place(runner, TEMP_BOUND)
