@@ -75,7 +75,6 @@ def printed(cell: NotebookNode) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("production_compiler")
 @each_notebook
 def test_a_notebook_runs_and_prints_what_it_is_kept_with(path, tmp_path, monkeypatch):
     for name, value in environment(tmp_path).items():

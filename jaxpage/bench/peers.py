@@ -5,6 +5,7 @@ What that Python imports of jaxpage (`engines.py`, `llama.py`) imports only the 
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -42,10 +43,9 @@ class PeerProcess(RemoteObject):
         peer, self.name = PEERS[name], name
         target = f"{peer.__module__}:{peer.__qualname__}"
         options |= {"python": python, "environment": peer.environment, "pause": True}
-        try:
-            super().__init__(target, **options)
-        except OSError as error:
-            raise ValueError(f"{python} is no Python that runs: {error}") from None
+        if shutil.which(python) is None:
+            raise ValueError(f"{python} is no Python that runs: there is no such program")
+        super().__init__(target, **options)
 
     def setup(
         self, folder: Path, options: Options, *, timeout: float | None = None

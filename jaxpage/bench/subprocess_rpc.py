@@ -50,10 +50,10 @@ class RemoteObject:
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             code = CODE.format(root=str(ROOT), target=target, pipe=theirs.fileno())
+            variables = [f"{name}={value}" for name, value in (environment or {}).items()]
             self._process = subprocess.Popen(
                 # -P: the current folder must not come before the other Python's own packages
-                [python, "-P", "-c", code],
-                env={**os.environ, **(environment or {})},
+                ["env", *variables, python, "-P", "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
