@@ -24,8 +24,10 @@ class CompletionOutput:
     cumulative_logprob: float | None  # of `token_ids`; None unless logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None  # one dict per output token: id -> Logprob
     routed_experts: None = None  # this and the two at the end: vLLM's, not yet filled
-    finish_reason: str | None = None  # "stop", "length", "abort"; None while running
-    stop_reason: int | str | None = None  # stop string or id; None for EOS and other reasons
+    # "stop", "length", "abort", "repetition"; None while running
+    finish_reason: str | None = None
+    # stop string or id, or "repetition_detected"; None for EOS and other reasons
+    stop_reason: int | str | None = None
     lora_request: None = None
     weight_versions: None = None
 

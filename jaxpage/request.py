@@ -26,6 +26,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REPETITION = "repetition"
 
 
 class WaitingFor(enum.Enum):
@@ -123,7 +124,7 @@ class Sequence:
     has_mixed_kv: bool = False
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop id; None for EOS and other reasons
+    stop_reason: int | str | None = None  # the stop id, or "repetition_detected"; else None
 
     @property
     def finished(self) -> bool:

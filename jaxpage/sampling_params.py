@@ -7,6 +7,7 @@ or a text fits is checked where the request is added.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import logging
 import math
@@ -31,6 +32,32 @@ class RequestOutputKind(enum.IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@dataclass
+class RepetitionDetectionParams:
+    """When a sequence ends because its output repeats itself. Names, defaults and ranges are vLLM's (0.32).
+
+    It ends as soon as its last tokens are one pattern `min_count` times in a row. Raises ValueError for values out of
+    range.
+    """
+
+    max_pattern_size: int = 0  # tokens of a pattern; 0: nothing is looked for
+    min_pattern_size: int = 0  # 0 means 1
+    min_count: int = 0  # at least 2 where something is looked for
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            setattr(self, name, _to_int(f"{name} of repetition_detection", getattr(self, name)))
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size:
+            raise ValueError(
+                "repetition_detection needs 0 <= min_pattern_size <= max_pattern_size, got "
+                f"min_pattern_size={self.min_pattern_size} and max_pattern_size={self.max_pattern_size}"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError(
+                f"min_count of repetition_detection must be at least 2, got {self.min_count}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -67,6 +94,8 @@ class SamplingParams:
     bad_words: list[str] | None = None  # after construction a list
     # reasoning tokens until its end is forced; None or -1: as many as it takes
     thinking_token_budget: int | None = None
+    # or a dict of its fields; after construction None if nothing is looked for
+    repetition_detection: RepetitionDetectionParams | None = None
     skip_reading_prefix_cache: bool | None = None
 
     # Known to vLLM, not to jaxpage: any value but a neutral one is refused by `_NOT_SUPPORTED`.
@@ -78,7 +107,6 @@ class SamplingParams:
     stream_interval: int | None = None
     structured_outputs: Any = None
     guided_decoding: Any = None
-    repetition_detection: Any = None
     extra_args: dict[str, Any] | None = None
     logits_processors: Any = None
     truncate_prompt_tokens: int | None = None
@@ -170,6 +198,7 @@ class SamplingParams:
             self.allowed_token_ids = _to_ids("allowed_token_ids", self.allowed_token_ids)
         if self.logit_bias is not None:
             self.logit_bias = _to_biases(self.logit_bias)
+        self.repetition_detection = _to_repetition_detection(self.repetition_detection)
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -287,7 +316,6 @@ _NOT_SUPPORTED = {
     "stream_interval": "outputs are produced at every step",
     "structured_outputs": "output cannot be constrained by a grammar; see allowed_token_ids",
     "guided_decoding": "output cannot be constrained by a grammar; see allowed_token_ids",
-    "repetition_detection": "use repetition_penalty or frequency_penalty",
     "extra_args": "there are no plugin logits processors",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "truncate_prompt_tokens": "shorten prompt_token_ids before the call",
@@ -303,6 +331,22 @@ _NEUTRAL: dict[str, Any] = {
     "extra_args": {},
     "routed_experts_prompt_start": 0,
 }
+
+
+def _to_repetition_detection(value: Any) -> RepetitionDetectionParams | None:
+    """A copy of the params, or of a dict of their fields; None for those that look for nothing."""
+    if isinstance(value, RepetitionDetectionParams):
+        value = vars(value)
+    if value is None:
+        return None
+    names = {f.name for f in dataclasses.fields(RepetitionDetectionParams)}
+    if not isinstance(value, Mapping) or not set(value) <= names:
+        raise ValueError(
+            f"repetition_detection must be a RepetitionDetectionParams or a dict of {', '.join(sorted(names))}, "
+            f"got {value!r}"
+        )
+    params = RepetitionDetectionParams(**value)
+    return params if params.max_pattern_size else None
 
 
 def _to_int(name: str, value: Any) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpage import RequestOutputKind, SamplingParams
+from jaxpage.sampling_params import RepetitionDetectionParams
 
 VLLM_DEFAULTS = {
     "n": 1,
@@ -36,6 +37,7 @@ VLLM_DEFAULTS = {
     "logit_bias": None,
     "allowed_token_ids": None,
     "thinking_token_budget": None,
+    "repetition_detection": None,
     "skip_reading_prefix_cache": None,
 }
 
@@ -45,7 +47,7 @@ VLLM_FIELDS = (
     *VLLM_DEFAULTS,
     *("watermarking", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
     *("logprob_token_ids", "flat_logprobs", "stream_interval", "structured_outputs", "extra_args"),
-    *("repetition_detection", "skip_clone", "routed_experts_prompt_start"),
+    *("skip_clone", "routed_experts_prompt_start"),
     "trace_decode_token_ids",
 )
 
@@ -69,6 +71,19 @@ def test_defaults_are_those_of_vllm():
         ("max_tokens", [None, 1], [0, -1, 2.5]),
         ("min_tokens", [0, 16], [-1, 17]),
         ("logprobs", [None, -1, 0, 20, True, False], [-2, 0.5]),
+        (
+            "repetition_detection",
+            [None, {}, {"max_pattern_size": 3, "min_count": 2}, RepetitionDetectionParams(5, 5, 9)],
+            [
+                {"max_pattern_size": 3},
+                {"max_pattern_size": 3, "min_count": 1},
+                {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2},
+                {"max_pattern_size": -1, "min_count": 2},
+                {"max_pattern_size": 1.5, "min_count": 2},
+                {"size": 3},
+                3,
+            ],
+        ),
         ("allowed_token_ids", [None, [0]], [[], "12", ["1"], [1.0], 5]),
         ("stop_token_ids", [None, [], [7]], ["7", [True], 5]),
         (

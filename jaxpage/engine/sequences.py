@@ -11,6 +11,7 @@ import numpy as np
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.kv_groups import most_blocks
 from jaxpage.request import FinishReason, Request, Sequence
+from jaxpage.sampling_params import RepetitionDetectionParams
 
 
 def new_sequence(request: Request, index: int, max_model_len: int) -> Sequence:
@@ -74,10 +75,11 @@ def next_mask(sequence: Sequence) -> np.ndarray | None:
 def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
     """Append the tokens that a row sampled, up to the one that ends the sequence; returns those.
 
-    vLLM's order of checks: EOS, then the other stop ids, then length; stop strings come after, in
+    vLLM's order of checks: EOS, then the other stop ids, then length, then repetition; stop strings come after, in
     the text (`output_processor`). Ids need no min_tokens guard: the device masks them until then.
     """
     request, known = sequence.request, sequence.token_ids
+    detection = request.params.repetition_detection
     stop_ids, max_len = request.stop_token_ids, sequence.max_len
     for count, token_id in enumerate(token_ids, start=1):
         known.append(token_id)
@@ -86,10 +88,26 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
             sequence.stop_reason = None if token_id in request.eos_token_ids else token_id
         elif len(known) >= max_len:
             sequence.finish_reason = FinishReason.LENGTH
+        elif detection is not None and _repeats_itself(sequence, detection):
+            sequence.finish_reason = FinishReason.REPETITION
+            sequence.stop_reason = "repetition_detected"
         else:
             continue
         return token_ids[:count]
     return token_ids
+
+
+def _repeats_itself(sequence: Sequence, detection: RepetitionDetectionParams) -> bool:
+    """Whether its output, of min_tokens at least, ends with one pattern `min_count` times in a row."""
+    request, known, times = sequence.request, sequence.token_ids, detection.min_count
+    num_output = len(known) - len(request.prompt_token_ids)
+    if num_output < request.params.min_tokens:
+        return False
+    longest = min(detection.max_pattern_size, num_output // times)
+    return any(
+        known[-size * (times - 1) :] == known[-size * times : -size]
+        for size in range(max(1, detection.min_pattern_size), longest + 1)
+    )
 
 
 def cut_output(sequence: Sequence, num_tokens: int) -> None:

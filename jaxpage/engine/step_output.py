@@ -17,7 +17,7 @@ class SequenceEnd(NamedTuple):
     """Why a sequence ended, as far as its ids and its length tell."""
 
     finish_reason: FinishReason
-    stop_reason: int | None  # the stop id; None for EOS and other reasons
+    stop_reason: int | str | None  # the stop id, or "repetition_detected"; else None
 
 
 class TextEnd(NamedTuple):

@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpage.completions import GrowingCompletion
 from jaxpage.engine.sequences import append_tokens, new_sequence
 from jaxpage.engine.step_output import SequenceEnd
 from jaxpage.request import FinishReason
+from jaxpage.sampling_params import RepetitionDetectionParams
 from tests.fakes import FakeDetokenizer, make_request
 
 EOS = 4  # the letter e
+TRIPLES = {"max_pattern_size": 2, "min_count": 3}
+REPEATED = "repetition", "repetition_detected"
+
+
+def repeats_itself(output: list[int], params: RepetitionDetectionParams) -> bool:
+    """By counting: some pattern at the end stands there `min_count` times in a row."""
+    sizes = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)
+    patterns = (output[-size:] * params.min_count for size in sizes if size <= len(output))
+    return any(output[-len(p) :] == p for p in patterns)
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    st.integers(0, 4),
+    st.integers(1, 4),
+    st.integers(2, 4),
+    st.integers(0, 8),
+)
+def test_repetition_ends_a_sequence_as_soon_as_it_is_there(output, least, more, count, min_tokens):
+    params = RepetitionDetectionParams(least + more, least, count)
+    request = make_request(
+        "a", [0, 0], max_tokens=100, repetition_detection=params, min_tokens=min_tokens
+    )
+    sequence = new_sequence(request, 0, 1000)
+    kept = append_tokens(sequence, output)
+    for end in range(max(1, min_tokens), len(kept)):
+        assert not repeats_itself(output[:end], params)
+    ended = len(kept) >= min_tokens and repeats_itself(kept, params)
+    assert (sequence.finish_reason is FinishReason.REPETITION) == ended
+    assert ended or kept == output
 
 
 def answer(tokens: list[int], *, max_model_len: int = 100, **options):
@@ -44,6 +77,12 @@ def answer(tokens: list[int], *, max_model_len: int = 100, **options):
         ([1, 2, 3, 2], {"stop": ["c"], "min_tokens": 2}, 4, FinishReason.STOP, "c"),
         ([1, 2, 3], {"stop": ["c"], "min_tokens": 1}, 2, FinishReason.STOP, "c"),
         ([1, EOS, 3], {"stop": ["e"]}, 2, FinishReason.STOP, None),
+        ([1, 2, 2, 2, 2], {"repetition_detection": TRIPLES}, 4, *REPEATED),
+        ([2, 2, 2], {"repetition_detection": TRIPLES, "max_tokens": 3}, 3, "length", None),
+        ([2, 2, 2, 2], {"repetition_detection": TRIPLES, "min_tokens": 4}, 4, *REPEATED),
+        ([0, 2, 2], {"repetition_detection": TRIPLES}, 3, None, None),  # the prompt does not count
+        ([1, 2, 1, 2, 1, 2, 1], {"repetition_detection": TRIPLES}, 6, *REPEATED),
+        ([2, 2, 2, 2], {"repetition_detection": TRIPLES, "stop": ["cc"]}, 2, "stop", "cc"),
     ],
 )
 def test_sequence_ends_in_vllm_s_order_of_checks(
