@@ -14,11 +14,12 @@ from jaxpage.tokenizer import Detokenizer
 
 
 class GrowingCompletion:
-    """The output so far of one sequence, and how much of it went out as deltas."""
+    """The output so far of one sequence, and how much of it went out."""
 
     __slots__ = (
         "index", "token_ids", "detokenizer", "logprobs", "min_tokens", "finish_reason", "stop_reason",
-        "stop_string", "num_tokens_out", "num_chars_out", "end_is_out", "last",
+        "stop_string", "interval", "num_tokens_told", "num_tokens_out", "num_chars_out", "end_is_out",
+        "last",
     )  # fmt: skip
 
     def __init__(
@@ -27,6 +28,7 @@ class GrowingCompletion:
         detokenizer: Detokenizer | None,
         logprobs: SampledLogprobs | None,
         min_tokens: int,
+        interval: int = 1,
     ):
         self.index = index
         self.token_ids: list[int] = []  # only grows
@@ -36,7 +38,9 @@ class GrowingCompletion:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.stop_string: str | None = None
-        self.num_tokens_out = self.num_chars_out = 0
+        self.interval = interval  # tokens between outputs, see `SamplingParams.stream_interval`
+        self.num_tokens_told = 0  # in an output of any kind
+        self.num_tokens_out = self.num_chars_out = 0  # in deltas
         self.end_is_out = False
         self.last: CompletionOutput | None = None  # once it has ended
 
@@ -63,9 +67,11 @@ class GrowingCompletion:
 
     @property
     def has_news(self) -> bool:
-        """Whether `delta` has anything to say."""
-        ended = self.finish_reason is not None and not self.end_is_out
-        return ended or len(self.token_ids) > self.num_tokens_out
+        """Whether it is time for an output: of the first token, of `interval` more, or of the end."""
+        if self.finish_reason is not None:
+            return not self.end_is_out
+        num_new = len(self.token_ids) - self.num_tokens_told
+        return num_new >= (self.interval if self.num_tokens_told else 1)
 
     def delta(self) -> CompletionOutput:
         """What came since the last one."""
@@ -80,13 +86,15 @@ class GrowingCompletion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
-        self.num_tokens_out, self.num_chars_out = end, len(text)
+        self.num_tokens_told = self.num_tokens_out = end
+        self.num_chars_out = len(text)
         self.end_is_out = self.finish_reason is not None
         return completion
 
     def completion(self) -> CompletionOutput:
         """All of it so far. The one of a sequence that has ended is made once."""
         if self.finish_reason is None:
+            self.num_tokens_told = len(self.token_ids)
             return _PartialCompletion(self, self._text(), self._named_logprobs())
         if self.last is None:
             self.last = self.delta()

@@ -93,7 +93,7 @@ class OutputProcessor:
             if request.num_unfinished == 0:
                 self._finish(request)
                 processed.finished.append(request_id)
-            elif request.reports_progress:
+            elif request.reports_progress and sequence.has_news:
                 self._unreported[request_id] = request
         logprob_rows.distribute()
         return processed
@@ -148,6 +148,7 @@ class _RequestState:
                 make_detokenizer(request),
                 None if params.logprobs is None else SampledLogprobs(params.logprobs),
                 params.min_tokens,
+                params.stream_interval or 1,
             )
             for index in range(params.n)
         ]

@@ -7,7 +7,6 @@ or a text fits is checked where the request is added.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import enum
 import logging
 import math
@@ -16,6 +15,8 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from jaxpage.repetition import RepetitionDetectionParams, to_repetition_detection
 
 logger = logging.getLogger(__name__)
 
@@ -32,32 +33,6 @@ class RequestOutputKind(enum.IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
-
-
-@dataclass
-class RepetitionDetectionParams:
-    """When a sequence ends because its output repeats itself. Names, defaults and ranges are vLLM's (0.32).
-
-    It ends as soon as its last tokens are one pattern `min_count` times in a row. Raises ValueError for values out of
-    range.
-    """
-
-    max_pattern_size: int = 0  # tokens of a pattern; 0: nothing is looked for
-    min_pattern_size: int = 0  # 0 means 1
-    min_count: int = 0  # at least 2 where something is looked for
-
-    def __post_init__(self) -> None:
-        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            setattr(self, name, _to_int(f"{name} of repetition_detection", getattr(self, name)))
-        if not 0 <= self.min_pattern_size <= self.max_pattern_size:
-            raise ValueError(
-                "repetition_detection needs 0 <= min_pattern_size <= max_pattern_size, got "
-                f"min_pattern_size={self.min_pattern_size} and max_pattern_size={self.max_pattern_size}"
-            )
-        if self.max_pattern_size and self.min_count < 2:
-            raise ValueError(
-                f"min_count of repetition_detection must be at least 2, got {self.min_count}"
-            )
 
 
 @dataclass(kw_only=True)
@@ -89,6 +64,8 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False  # keep the text of the stop string or stop token
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    # tokens of a sequence between two of its outputs; the first and the last come at once
+    stream_interval: int | None = None
     logit_bias: dict[int, float] | None = None  # id -> added to its logit; -inf bans the id
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None  # after construction a list
@@ -104,7 +81,6 @@ class SamplingParams:
     prompt_logprob_start: int | None = None
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
-    stream_interval: int | None = None
     structured_outputs: Any = None
     guided_decoding: Any = None
     extra_args: dict[str, Any] | None = None
@@ -174,7 +150,7 @@ class SamplingParams:
             self.skip_reading_prefix_cache = _to_bool(name, self.skip_reading_prefix_cache)
         for name in ("n", "top_k", "min_tokens"):
             setattr(self, name, _to_int(name, getattr(self, name)))
-        for name in ("seed", "max_tokens", "thinking_token_budget"):
+        for name in ("seed", "max_tokens", "stream_interval", "thinking_token_budget"):
             if getattr(self, name) is not None:
                 setattr(self, name, _to_int(name, getattr(self, name)))
         for name in _FLOATS:
@@ -198,7 +174,7 @@ class SamplingParams:
             self.allowed_token_ids = _to_ids("allowed_token_ids", self.allowed_token_ids)
         if self.logit_bias is not None:
             self.logit_bias = _to_biases(self.logit_bias)
-        self.repetition_detection = _to_repetition_detection(self.repetition_detection)
+        self.repetition_detection = to_repetition_detection(self.repetition_detection)
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -222,6 +198,8 @@ class SamplingParams:
         check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
         check("min_tokens", self.min_tokens >= 0, "at least 0")
+        interval = self.stream_interval
+        check("stream_interval", interval is None or interval >= 1, "at least 1, or None")
         budget = self.thinking_token_budget
         check("thinking_token_budget", budget is None or budget >= 0, "at least 0, or -1 (none)")
         check("logprobs", self.logprobs is None or self.logprobs >= -1, "at least 0, or -1 (all)")
@@ -313,7 +291,6 @@ _NOT_SUPPORTED = {
     "prompt_logprob_start": "logprobs of prompt tokens are not computed; leave it None",
     "logprob_token_ids": "use logprobs=k for the k most likely ids",
     "flat_logprobs": "logprobs come as one dict per token",
-    "stream_interval": "outputs are produced at every step",
     "structured_outputs": "output cannot be constrained by a grammar; see allowed_token_ids",
     "guided_decoding": "output cannot be constrained by a grammar; see allowed_token_ids",
     "extra_args": "there are no plugin logits processors",
@@ -327,26 +304,9 @@ _NOT_SUPPORTED = {
 }
 # Values besides None and False that ask for nothing.
 _NEUTRAL: dict[str, Any] = {
-    "stream_interval": 1,
     "extra_args": {},
     "routed_experts_prompt_start": 0,
 }
-
-
-def _to_repetition_detection(value: Any) -> RepetitionDetectionParams | None:
-    """A copy of the params, or of a dict of their fields; None for those that look for nothing."""
-    if isinstance(value, RepetitionDetectionParams):
-        value = vars(value)
-    if value is None:
-        return None
-    names = {f.name for f in dataclasses.fields(RepetitionDetectionParams)}
-    if not isinstance(value, Mapping) or not set(value) <= names:
-        raise ValueError(
-            f"repetition_detection must be a RepetitionDetectionParams or a dict of {', '.join(sorted(names))}, "
-            f"got {value!r}"
-        )
-    params = RepetitionDetectionParams(**value)
-    return params if params.max_pattern_size else None
 
 
 def _to_int(name: str, value: Any) -> int:

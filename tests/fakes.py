@@ -26,7 +26,7 @@ from jaxpage.plan import (
     plan_to_bytes,
 )
 from jaxpage.request import FinishReason, Request
-from jaxpage.sampling_params import SamplingParams
+from jaxpage.sampling_params import RepetitionDetectionParams, SamplingParams
 
 VOCAB_SIZE = 13
 
@@ -196,6 +196,18 @@ def expected_output(
         num_tokens = len(request.prompt_token_ids) + len(output)
         if len(output) == params.max_tokens or num_tokens >= max_model_len:
             return output, FinishReason.LENGTH, None
+        repetition = params.repetition_detection
+        if len(output) >= params.min_tokens and ends_with_a_repetition(output, repetition):
+            return output, FinishReason.REPETITION, "repetition_detected"
+
+
+def ends_with_a_repetition(output: list[int], params: RepetitionDetectionParams | None) -> bool:
+    """By counting: some pattern at the end stands there `min_count` times in a row."""
+    if params is None:
+        return False
+    sizes = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)
+    patterns = (output[-size:] * params.min_count for size in sizes if size <= len(output))
+    return any(output[-len(p) :] == p for p in patterns)
 
 
 def likely_tokens(digest: int, *, seed: int, count: int) -> list[tuple[int, float]]:

@@ -67,6 +67,8 @@ options = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([[], [5, 3]]),
         "stop": st.sampled_from([[], ["c"], ["ab", "b"], ["fg", "a", "kc"]]),
         "logprobs": st.sampled_from([None, 0, 3]),
+        "repetition_detection": st.sampled_from([None, {"max_pattern_size": 1, "min_count": 2}]),
+        "stream_interval": st.sampled_from([None, 1, 3]),
     }
 )
 engines = st.fixed_dictionaries(
@@ -103,14 +105,25 @@ def test_kinds_of_output_are_parts_of_the_same_answer(all_options, engine_option
             for c in last.outputs
         }
         assert whole(delta) == expected
+        assert_intervals(delta, options["stream_interval"] or 1)
         for c in delta[-1].outputs:  # of all tokens, also in a delta
             assert c.cumulative_logprob == last.outputs[c.index].cumulative_logprob
+        assert len(cumulative) == 1 or options["n"] > 1 or len(delta) == len(cumulative)
         for output in cumulative:
             assert [c.index for c in output.outputs] == list(range(options["n"]))
             for c in output.outputs:
                 assert last.outputs[c.index].text.startswith(c.text)
                 assert last.outputs[c.index].token_ids[: len(c.token_ids)] == c.token_ids
                 assert (c.logprobs is None) == (options["logprobs"] is None)
+
+
+def assert_intervals(deltas, interval) -> None:
+    """Of each sequence the first delta and the last come at once, others with `interval` tokens."""
+    begun = set()
+    for completion in (c for output in deltas for c in output.outputs):
+        at_once = completion.index not in begun or completion.finish_reason is not None
+        assert len(completion.token_ids) >= (0 if at_once else interval)
+        begun.add(completion.index)
 
 
 def assert_expected_texts(requests, outputs) -> None:

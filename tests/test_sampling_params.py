@@ -37,6 +37,7 @@ VLLM_DEFAULTS = {
     "logit_bias": None,
     "allowed_token_ids": None,
     "thinking_token_budget": None,
+    "stream_interval": None,
     "repetition_detection": None,
     "skip_reading_prefix_cache": None,
 }
@@ -46,7 +47,7 @@ VLLM_DEFAULTS = {
 VLLM_FIELDS = (
     *VLLM_DEFAULTS,
     *("watermarking", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
-    *("logprob_token_ids", "flat_logprobs", "stream_interval", "structured_outputs", "extra_args"),
+    *("logprob_token_ids", "flat_logprobs", "structured_outputs", "extra_args"),
     *("skip_clone", "routed_experts_prompt_start"),
     "trace_decode_token_ids",
 )
@@ -98,7 +99,7 @@ def test_defaults_are_those_of_vllm():
         ("detokenize", [True], ["yes"]),
         ("skip_reading_prefix_cache", [None, True], ["no"]),
         ("extra_args", [None, {}], [{"a": 1}]),
-        ("stream_interval", [None, 1], [2]),
+        ("stream_interval", [None, 1, 100], [0, -1, 1.5, True]),
         ("thinking_token_budget", [None, -1, 0, 5, 2**40], [-2, True, 1.5, "3"]),
         ("prompt_logprobs", [None, False], [0, 3]),
     ],

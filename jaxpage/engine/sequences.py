@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxpage.engine.block_pool import BlockPool
 from jaxpage.kv_groups import most_blocks
+from jaxpage.repetition import repeats_itself
 from jaxpage.request import FinishReason, Request, Sequence
-from jaxpage.sampling_params import RepetitionDetectionParams
 
 
 def new_sequence(request: Request, index: int, max_model_len: int) -> Sequence:
@@ -79,7 +79,6 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
     the text (`output_processor`). Ids need no min_tokens guard: the device masks them until then.
     """
     request, known = sequence.request, sequence.token_ids
-    detection = request.params.repetition_detection
     stop_ids, max_len = request.stop_token_ids, sequence.max_len
     for count, token_id in enumerate(token_ids, start=1):
         known.append(token_id)
@@ -88,7 +87,7 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
             sequence.stop_reason = None if token_id in request.eos_token_ids else token_id
         elif len(known) >= max_len:
             sequence.finish_reason = FinishReason.LENGTH
-        elif detection is not None and _repeats_itself(sequence, detection):
+        elif request.params.repetition_detection is not None and _repeats_itself(sequence):
             sequence.finish_reason = FinishReason.REPETITION
             sequence.stop_reason = "repetition_detected"
         else:
@@ -97,16 +96,13 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
     return token_ids
 
 
-def _repeats_itself(sequence: Sequence, detection: RepetitionDetectionParams) -> bool:
-    """Whether its output, of min_tokens at least, ends with one pattern `min_count` times in a row."""
-    request, known, times = sequence.request, sequence.token_ids, detection.min_count
-    num_output = len(known) - len(request.prompt_token_ids)
-    if num_output < request.params.min_tokens:
-        return False
-    longest = min(detection.max_pattern_size, num_output // times)
-    return any(
-        known[-size * (times - 1) :] == known[-size * times : -size]
-        for size in range(max(1, detection.min_pattern_size), longest + 1)
+def _repeats_itself(sequence: Sequence) -> bool:
+    """Whether its output, of min_tokens at least, ends with what its params call a repetition."""
+    params = sequence.request.params
+    num_output = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
+    assert params.repetition_detection is not None
+    return num_output >= params.min_tokens and repeats_itself(
+        sequence.token_ids, num_output, params.repetition_detection
     )
 
 

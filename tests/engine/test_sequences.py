@@ -11,18 +11,11 @@ from jaxpage.engine.sequences import append_tokens, new_sequence
 from jaxpage.engine.step_output import SequenceEnd
 from jaxpage.request import FinishReason
 from jaxpage.sampling_params import RepetitionDetectionParams
-from tests.fakes import FakeDetokenizer, make_request
+from tests.fakes import FakeDetokenizer, ends_with_a_repetition, make_request
 
 EOS = 4  # the letter e
 TRIPLES = {"max_pattern_size": 2, "min_count": 3}
 REPEATED = "repetition", "repetition_detected"
-
-
-def repeats_itself(output: list[int], params: RepetitionDetectionParams) -> bool:
-    """By counting: some pattern at the end stands there `min_count` times in a row."""
-    sizes = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)
-    patterns = (output[-size:] * params.min_count for size in sizes if size <= len(output))
-    return any(output[-len(p) :] == p for p in patterns)
 
 
 @given(
@@ -40,8 +33,8 @@ def test_repetition_ends_a_sequence_as_soon_as_it_is_there(output, least, more, 
     sequence = new_sequence(request, 0, 1000)
     kept = append_tokens(sequence, output)
     for end in range(max(1, min_tokens), len(kept)):
-        assert not repeats_itself(output[:end], params)
-    ended = len(kept) >= min_tokens and repeats_itself(kept, params)
+        assert not ends_with_a_repetition(output[:end], params)
+    ended = len(kept) >= min_tokens and ends_with_a_repetition(kept, params)
     assert (sequence.finish_reason is FinishReason.REPETITION) == ended
     assert ended or kept == output
 
