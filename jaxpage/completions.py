@@ -18,7 +18,7 @@ class GrowingCompletion:
 
     __slots__ = (
         "index", "token_ids", "detokenizer", "logprobs", "min_tokens", "finish_reason", "stop_reason",
-        "stop_string", "interval", "num_tokens_told", "num_tokens_out", "num_chars_out", "end_is_out",
+        "stop_string", "interval", "num_tokens_reported", "num_tokens_out", "num_chars_out", "end_is_out",
         "last",
     )  # fmt: skip
 
@@ -39,7 +39,7 @@ class GrowingCompletion:
         self.stop_reason: int | str | None = None
         self.stop_string: str | None = None
         self.interval = interval  # tokens between outputs, see `SamplingParams.stream_interval`
-        self.num_tokens_told = 0  # in an output of any kind
+        self.num_tokens_reported = 0  # in an output of any kind
         self.num_tokens_out = self.num_chars_out = 0  # in deltas
         self.end_is_out = False
         self.last: CompletionOutput | None = None  # once it has ended
@@ -70,8 +70,8 @@ class GrowingCompletion:
         """Whether it is time for an output: of the first token, of `interval` more, or of the end."""
         if self.finish_reason is not None:
             return not self.end_is_out
-        num_new = len(self.token_ids) - self.num_tokens_told
-        return num_new >= (self.interval if self.num_tokens_told else 1)
+        num_new = len(self.token_ids) - self.num_tokens_reported
+        return num_new >= (self.interval if self.num_tokens_reported else 1)
 
     def delta(self) -> CompletionOutput:
         """What came since the last one."""
@@ -86,7 +86,7 @@ class GrowingCompletion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
-        self.num_tokens_told = self.num_tokens_out = end
+        self.num_tokens_reported = self.num_tokens_out = end
         self.num_chars_out = len(text)
         self.end_is_out = self.finish_reason is not None
         return completion
@@ -94,7 +94,7 @@ class GrowingCompletion:
     def completion(self) -> CompletionOutput:
         """All of it so far. The one of a sequence that has ended is made once."""
         if self.finish_reason is None:
-            self.num_tokens_told = len(self.token_ids)
+            self.num_tokens_reported = len(self.token_ids)
             return _PartialCompletion(self, self._text(), self._named_logprobs())
         if self.last is None:
             self.last = self.delta()

@@ -14,7 +14,7 @@ import jax
 
 from jaxpage.bench import attention_peers, device_time, oracle
 from jaxpage.bench.attention_peers import Inputs, Peer, Work
-from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
+from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
 from jaxpage.bench.subprocess_rpc import RemoteObject
 
 TORCH = "torch SDPA"
@@ -115,7 +115,7 @@ class Comparison:
         except Exception as problem:  # whatever a compiler or a device comes up with
             traceback.print_exc()
             for name, missed in due.items():
-                yield failed(name, last_line(problem), missed)
+                yield failed(name, error_summary(problem), missed)
             return
         times = self._rounds([launch, *self._fastest(others)], with_torch=self._set_up_torch())
         for name, reason in self.absent.items():
@@ -159,7 +159,7 @@ class Comparison:
                     launches[launch.seconds(tiny=True)] = launch
                 except Exception as problem:  # whatever a compiler or a device comes up with
                     traceback.print_exc()
-                    self.absent[name] = last_line(problem)
+                    self.absent[name] = error_summary(problem)
             if launches:
                 self.absent.pop(name, None)
                 found.append(launches[min(launches)])
@@ -175,7 +175,7 @@ class Comparison:
             versions = self.torch.ask("setup", asdict(self.work), self.context.tiny, timeout=120)
         except (RuntimeError, TimeoutError) as error:
             print(error, file=sys.stderr)
-            self.absent[TORCH] = last_line(error)
+            self.absent[TORCH] = error_summary(error)
             return False
         if (versions["device"] == "cuda") != (platform == "gpu"):
             self.absent[TORCH] = f"torch sees {versions['device']}, jax {platform}"
@@ -190,7 +190,7 @@ class Comparison:
             try:
                 theirs = self.torch.ask("seconds", timeout=120) if with_torch else {}
             except (RuntimeError, TimeoutError) as error:
-                self.absent[TORCH], with_torch, theirs = last_line(error), False, {}
+                self.absent[TORCH], with_torch, theirs = error_summary(error), False, {}
             for name, seconds in theirs.items():
                 if isinstance(seconds, str):  # why it cannot
                     self.absent[name] = seconds

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.bench import attention_peers, oracle
-from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
+from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
 from pallas_kernels.block_copy import cases as copy_cases
 from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.grouped_matmul import tune as grouped_tune
@@ -85,7 +85,7 @@ def measure(context: Context) -> Iterator[Result]:
                 yield missing(check.name, check.unit, str(refusal), check.bar)
             except Exception as error:  # whatever a compiler or a device comes up with
                 traceback.print_exc()
-                yield failed(check.name, last_line(error), check.bar)
+                yield failed(check.name, error_summary(error), check.bar)
 
 
 def _compile(check: Check) -> Any:

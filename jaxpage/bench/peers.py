@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpage.bench import engines, llama
 from jaxpage.bench.engines import Options, Peer, Work
-from jaxpage.bench.results import last_line
+from jaxpage.bench.results import error_summary
 from jaxpage.bench.subprocess_rpc import RemoteObject
 
 PEERS: dict[str, type[Peer]] = {
@@ -57,7 +57,7 @@ class PeerProcess(RemoteObject):
             if "ModuleNotFoundError" not in str(error):
                 raise
             raise ValueError(
-                f"{self.name}: {last_line(error)}; name the Python of an environment that has it: "
+                f"{self.name}: {error_summary(error)}; name the Python of an environment that has it: "
                 f"--python {engine_of(self.name)}=ENVIRONMENT/bin/python (jaxpage/bench/README.md "
                 "says how to make one)"
             ) from error

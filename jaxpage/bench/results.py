@@ -109,7 +109,7 @@ def failed(name: str, reason: str, bar: Bar | None = None) -> Result:
     return Result(name, None, "", bar and str(bar), False, reason)
 
 
-def last_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """What an error says, in one line. Notes of an exception, which jax adds, come later; so does a traceback.
 
     What happened in another process is a plain RuntimeError here, whose message says what it was there.

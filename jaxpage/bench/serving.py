@@ -19,7 +19,7 @@ from jaxpage import LLM, SamplingParams, tiny
 from jaxpage.bench.engines import Options, Work, run_llm
 from jaxpage.bench.offline import QWEN25_05B
 from jaxpage.bench.peers import PeerProcess, starts
-from jaxpage.bench.results import Bar, Context, Result, failed, last_line, measured, missing
+from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
 from jaxpage.bench.workloads import in_turns, random_prompt
 
 QWEN25_3B: dict[str, Any] = QWEN25_05B | {
@@ -165,7 +165,7 @@ def _against_transformers(
         raise  # ours; whatever happens to them is a plain RuntimeError here
     except (RuntimeError, TimeoutError, ValueError) as error:
         print(error, file=sys.stderr)
-        yield missing(name, "x", last_line(error), FASTER)
+        yield missing(name, "x", error_summary(error), FASTER)
         return
     more = load.batch * (load.num_tokens[1] - load.num_tokens[0])
     rates = {

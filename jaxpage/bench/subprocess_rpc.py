@@ -74,13 +74,13 @@ class RemoteObject:
             if not self._pipe.poll(timeout):
                 self.kill()
                 raise TimeoutError(f"{self.target} was stopped after {timeout:.0f} s")
-            well, answer = self._pipe.recv()
+            succeeded, answer = self._pipe.recv()
         except (EOFError, ConnectionError):
             status = self._process.wait()
             raise RuntimeError(f"{self.target} died with status {status}") from None
         if self._pause:
             self._process.send_signal(signal.SIGSTOP)
-        if not well:
+        if not succeeded:
             raise RuntimeError(answer)
         return answer
 

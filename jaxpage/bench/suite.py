@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxpage.bench.results import Context, Result, failed, last_line, missing, table_of_bars
+from jaxpage.bench.results import Context, Result, error_summary, failed, missing, table_of_bars
 from jaxpage.bench.subprocess_rpc import ROOT, RemoteObject
 
 # In the order of their run: what the bars refer to; what the table of bars is about; each kernel in all its forms.
@@ -115,7 +115,7 @@ def _run(part: str, context: Context, report: Report, *, waiting: bool) -> Itera
             yield failed("the rest of it", f"stopped after {limit:.0f} s")
         except RuntimeError as error:
             print(error, flush=True)
-            yield failed("the rest of it", last_line(error))
+            yield failed("the rest of it", error_summary(error))
     print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
 
 

@@ -80,6 +80,7 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
     """
     request, known = sequence.request, sequence.token_ids
     stop_ids, max_len = request.stop_token_ids, sequence.max_len
+    looks_for_repetition = request.params.repetition_detection is not None
     for count, token_id in enumerate(token_ids, start=1):
         known.append(token_id)
         if token_id in stop_ids:
@@ -87,7 +88,7 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
             sequence.stop_reason = None if token_id in request.eos_token_ids else token_id
         elif len(known) >= max_len:
             sequence.finish_reason = FinishReason.LENGTH
-        elif request.params.repetition_detection is not None and _repeats_itself(sequence):
+        elif looks_for_repetition and _repeats_itself(sequence):
             sequence.finish_reason = FinishReason.REPETITION
             sequence.stop_reason = "repetition_detected"
         else:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import LLM
 from jaxpage.bench import accuracy
 from jaxpage.bench.accuracy import KV_DTYPES, AccuracyBench
 from jaxpage.outputs import Logprob
@@ -85,21 +84,16 @@ def test_what_measures_nothing_is_refused(options, match):
 
 @pytest.mark.slow
 def test_everything_is_measured_printed_and_written(monkeypatch, tmp_path, capsys, caplog):
-    """With 4 bits answers get lost."""
+    """And an int8 pool loses no look-up."""
     caplog.set_level(logging.WARNING, "jaxpage")  # as `main` does, but for this test only
-    few = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "decode_steps": 1}  # programs
-    monkeypatch.setattr(accuracy, "LLM", lambda model, **options: LLM(model, **(options | few)))
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    gemma = accuracy.FAMILIES["Gemma 3"] | layers
-    monkeypatch.setattr(accuracy, "FAMILIES", {"Gemma 3": gemma})
-    monkeypatch.setattr(accuracy, "KV_DTYPES", ("auto", "int4"))
-    monkeypatch.setattr(accuracy, "PROMPT_LENS", (20, 90))
+    monkeypatch.setattr(accuracy, "KV_DTYPES", ("auto", "int8", "int4"))
+    monkeypatch.setattr(accuracy, "FAMILIES", {"Gemma 3": accuracy.FAMILIES["Gemma 3"]})
     path = tmp_path / "report.json"
-    accuracy.main(AccuracyBench(questions=16, suites=("look-up 8",), num_tokens=4, json=path))
+    accuracy.main(AccuracyBench(questions=60, suites=("look-up 8",), num_tokens=4, json=path))
     report = json.loads(path.read_text())
     assert capsys.readouterr().out.strip() == accuracy.show(report)
     found = report["results"].values()
-    exact, int4 = (x["accuracy"]["look-up 8"] for x in found)
-    assert exact >= 0.9 > int4
-    exact, int4 = (x["differences"]["Gemma 3"]["max"] for x in found)
-    assert exact < 1e-3 and int4 > 0.1
+    exact, int8, int4 = (x["accuracy"]["look-up 8"] for x in found)
+    assert int8 >= exact >= 0.95 > int4
+    exact, int8, int4 = (x["differences"]["Gemma 3"]["max"] for x in found)
+    assert exact < 1e-3 < int8 < 0.5 and 4 * int8 < int4

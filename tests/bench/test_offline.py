@@ -19,7 +19,6 @@ from jaxpage.bench import llama, offline, peaks, peers
 from jaxpage.bench.engines import Work
 from jaxpage.bench.offline import OfflineBench
 from jaxpage.bench.workloads import UNCACHED, Workload, in_turns, workloads
-from tests.bench import parts
 
 
 def by_name(scale: float = 1.0) -> dict[str, Workload]:
@@ -243,16 +242,15 @@ def test_a_checkpoint_becomes_gguf(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_transformers_is_a_peer(monkeypatch):
-    """Its continuous batching is one in `test_suite`."""
-    monkeypatch.setitem(peers.PEERS, "quick", parts.Quick)
-    names = ["quick", "transformers-generate"]
-    report = offline.measure(bench(workloads=("decode-1",), rounds=1), names)
-    (result,) = report["results"]
-    for name in names:
-        assert len(result["seconds"][name]) == len(result["values"][name]) == 1
-        assert all(s > 0 for run in result["seconds"][name] for s in run)
-    assert report["versions"]["transformers-generate"]["torch"].startswith("2.")
-    assert list(result["speedup"]) == ["transformers-generate"]
+def test_transformers_both_ways_in_turns():
+    names = ["transformers-generate", "transformers-continuous"]
+    report = offline.measure(bench(workloads=("decode-1", "mixed", "questions")), names)
+    assert [r["workload"] for r in report["results"]] == ["decode-1", "mixed", "questions"]
+    for result in report["results"]:
+        for name in names:
+            assert len(result["seconds"][name]) == len(result["values"][name]) == 2
+            assert all(s > 0 for run in result["seconds"][name] for s in run)
+            assert report["versions"][name]["torch"].startswith("2.")
+        assert list(result["speedup"]) == ["transformers-continuous"]
     assert json.loads(json.dumps(report))["results"] == report["results"]
-    assert len(offline.table(report["results"]).splitlines()) == 2
+    assert len(offline.table(report["results"]).splitlines()) == 4

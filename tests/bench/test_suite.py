@@ -80,13 +80,15 @@ def test_the_table_has_all_bars_and_failures_and_nothing_else():
 
 
 def test_errors_are_told_in_one_line():
-    assert results.last_line(ValueError("first\nsecond")) == "ValueError: first"
-    assert results.last_line(RuntimeError("ValueError: first\ntraceback")) == "ValueError: first"
+    assert results.error_summary(ValueError("first\nsecond")) == "ValueError: first"
     assert (
-        results.last_line(ValueError()) == "ValueError:"
-        and results.last_line(RuntimeError()) == "no message"
+        results.error_summary(RuntimeError("ValueError: first\ntraceback")) == "ValueError: first"
     )
-    assert len(results.last_line(ValueError("x" * 1000))) < 400
+    assert (
+        results.error_summary(ValueError()) == "ValueError:"
+        and results.error_summary(RuntimeError()) == "no message"
+    )
+    assert len(results.error_summary(ValueError("x" * 1000))) < 400
 
 
 def test_a_child_answers_and_tells_its_errors():
