@@ -53,6 +53,7 @@ _NOT_REPLAYED = (
     "hf_token",
     "compilation_cache_dir",
     "reasoning_config",
+    "structured_outputs_config",
 )
 _SIZES = ("num_gpu_blocks_override", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 

@@ -73,6 +73,7 @@ class EngineFlags(EngineConfig):
     override_generation_config: JsonDict = None  # merged into generation_config.json
     # what begins and ends reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     reasoning_config: JsonDict = None
+    structured_outputs_config: JsonDict = None
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 

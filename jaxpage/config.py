@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.hub import local_folder
-from jaxpage.reasoning import ReasoningConfig, to_reasoning_config
+from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
+from jaxpage.structured_outputs.config import (
+    StructuredOutputsConfig,
+    to_structured_outputs_config,
+)
 from jaxpage.vllm_options import translate
 
 if TYPE_CHECKING:
@@ -115,6 +119,8 @@ class EngineConfig:
     override_generation_config: dict[str, Any] | None = None
     # what begins and ends reasoning, for `thinking_token_budget`; a dict becomes a ReasoningConfig
     reasoning_config: ReasoningConfig | dict[str, Any] | None = None
+    # limits and defaults of `structured_outputs`; a dict becomes a StructuredOutputsConfig
+    structured_outputs_config: StructuredOutputsConfig | dict[str, Any] | None = None
     # compiled programs; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
     compilation_cache_dir: str | None = None
     enable_prompt_embeds: bool = False  # prompts may be {"prompt_embeds": array [T, E]}
@@ -136,7 +142,12 @@ class EngineConfig:
         for name in ("hf_overrides", "override_generation_config"):
             if getattr(self, name) == {}:
                 object.__setattr__(self, name, None)
-        object.__setattr__(self, "reasoning_config", to_reasoning_config(self.reasoning_config))
+        structured = to_structured_outputs_config(self.structured_outputs_config)
+        object.__setattr__(self, "structured_outputs_config", structured)
+        reasoning = to_reasoning_config(self.reasoning_config)
+        if structured.reasoning_parser and not (reasoning and reasoning.reasoning_parser):
+            reasoning = with_parser(reasoning, structured.reasoning_parser)
+        object.__setattr__(self, "reasoning_config", reasoning)
         if not isinstance(self.model, str):
             raise ValueError(_NO_MODEL.format(self.model))
         for name, choices in _CHOICES.items():

@@ -7,21 +7,32 @@ shares it. What it makes has not been added to anything: nothing has changed if 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpage.prompts import EmbedsForm, Limits, Prompt, check, check_params, parse, parse_chat
+from jaxpage.prompts import (
+    EmbedsForm,
+    Limits,
+    Prompt,
+    check,
+    check_params,
+    parse,
+    parse_chat,
+    truncate,
+)
 from jaxpage.reasoning import reasoning_tokens
-from jaxpage.request import Request
+from jaxpage.request import MaskSource, Request
 from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import bad_words_token_ids
 
 if TYPE_CHECKING:
     from jaxpage.build import Built
+    from jaxpage.structured_outputs.compiler import GrammarCompiler
 
 
 class InputProcessor:
@@ -131,11 +142,15 @@ class InputProcessor:
         if params.thinking_token_budget is not None:
             markers = self._config.reasoning_config
             reasoning = reasoning_tokens(markers, self.tokenizer, self.limits.vocab_size)
+        if params.truncate_prompt_tokens is not None:
+            prompt = truncate(prompt, params.truncate_prompt_tokens, self.limits)
         check(prompt, self.limits)
         check_params(params, bad_words, self.limits)
         if params.max_tokens is None:
             params.max_tokens = self.limits.max_model_len - len(prompt.token_ids)
-        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
+        # An output that matches what it must has nothing left to say: there EOS always ends it.
+        goes_on = params.ignore_eos and params.structured_outputs is None
+        eos_token_ids = () if goes_on else self.eos_token_ids
         seed = params.seed
         request = Request(
             request_id=str(number),
@@ -151,10 +166,51 @@ class InputProcessor:
             priority=priority,
             cache_salt=prompt.cache_salt,
             prompt_embeds=self._rounded(prompt),
+            mask_source=self._mask_source(prompt, params),
         )
         request.features = features_of(request)
         request.slot_fields = slot_fields_of(request, self.limits.vocab_size)
         return request
+
+
+    def _mask_source(self, prompt: Prompt, params: SamplingParams) -> MaskSource | None:
+        """Where its grammar says what comes next; begins to compile it."""
+        if params.structured_outputs is None:
+            return None
+        from jaxpage.structured_outputs.masks import GrammarMasks, reasoning_has_ended
+
+        end = None
+        if self._config.reasoning_config and not self._grammars.config.enable_in_reasoning:
+            marks = reasoning_tokens(
+                self._config.reasoning_config,
+                self.tokenizer,
+                self.limits.vocab_size,
+                wanted_by="structured_outputs behind reasoning",
+            )
+            if not reasoning_has_ended(prompt.token_ids, marks.start, marks.end):
+                end = marks.end
+        # What is appended unsampled has no logprob, and other constraints had no say in it.
+        say = (params.logprobs, params.allowed_token_ids, params.logit_bias, params.bad_words)
+        return GrammarMasks(
+            self._grammars,
+            self._grammars.compile(params.structured_outputs),
+            end_of_reasoning=end,
+            forces=all(x is None or x == [] or x == {} for x in say),
+        )
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        from jaxpage.structured_outputs.compiler import GrammarCompiler
+        from jaxpage.structured_outputs.config import to_structured_outputs_config
+
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer")
+        return GrammarCompiler(
+            self.tokenizer,
+            vocab_size=self.limits.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            config=to_structured_outputs_config(self._config.structured_outputs_config),
+        )
 
 
 def _embeds_form(built: Built) -> EmbedsForm | None:

@@ -87,7 +87,7 @@ class OutputProcessor:
                     num_dropped = len(token_ids) - num_taken
                     end = TextEnd(request_id, index, len(sequence.token_ids), num_dropped)
                     processed.text_ends.append(end)
-                if sequence.logprobs is not None:
+                if sequence.logprobs is not None and step.result is not None:
                     logprob_rows.add(sequence.logprobs, token_ids[:num_taken], row)
                 request.gained(step.time, ended=sequence.finish_reason is not None)
             if request.num_unfinished == 0:

@@ -71,6 +71,8 @@ class StepPlan:
     features: int = 0  # union of the rows' feature bits
     # Row -> uint32[ceil(V / 32)]: the tokens that it may sample in this step, a bit each, lowest bit first.
     masks: dict[int, np.ndarray] = field(default_factory=dict)
+    # (slot, position of the first, ids): tokens that the host appended to sequences that run
+    forced_tokens: list[tuple[int, int, list[int]]] = field(default_factory=list)
     # (row, [k, E]): embeddings that stand for the row's first k tokens of this step.
     input_embeds: list[tuple[int, np.ndarray]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)

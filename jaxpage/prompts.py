@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -208,6 +208,18 @@ def parse_chat(
     # Special tokens are in the template.
     _tokenize(prompts, tokenizer, {"add_special_tokens": False} | dict(tokenization_kwargs or {}))
     return prompts
+
+
+def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
+    """The last `length` tokens of a prompt; -1: as many as leave room for one of an answer. Raises ValueError."""
+    if length >= limits.max_model_len:
+        raise ValueError(
+            f"truncate_prompt_tokens={length} leaves no room for an answer within "
+            f"max_model_len={limits.max_model_len}"
+        )
+    length = limits.max_model_len - 1 if length == -1 else length
+    embeds = None if prompt.embeds is None else prompt.embeds[-length:]
+    return replace(prompt, token_ids=prompt.token_ids[-length:], embeds=embeds)
 
 
 def check(prompt: Prompt, limits: Limits) -> None:

@@ -63,17 +63,19 @@ def with_parser(config: Any, parser: str) -> ReasoningConfig:
     )
 
 
-def reasoning_tokens(config: Any, tokenizer: Any, vocab_size: int) -> ReasoningTokens:
+def reasoning_tokens(
+    config: Any, tokenizer: Any, vocab_size: int, *, wanted_by: str = "thinking_token_budget"
+) -> ReasoningTokens:
     """The markers of `config`, in any form that `to_reasoning_config` takes, tokenised as vLLM does it.
 
-    `tokenizer`: one of transformers, or None.
+    `tokenizer`: one of transformers, or None. `wanted_by`: what an error names.
 
     Raises ValueError without a tokenizer, for markers that are not known, and for those that the model or the sampler
     cannot take.
     """
-    start, end, forced_end = _markers(to_reasoning_config(config) or ReasoningConfig())
+    start, end, forced_end = _markers(to_reasoning_config(config) or ReasoningConfig(), wanted_by)
     if tokenizer is None:
-        raise ValueError("thinking_token_budget needs a tokenizer")
+        raise ValueError(f"{wanted_by} needs a tokenizer")
 
     def ids(marker: str) -> tuple[int, ...]:
         found = tuple(tokenizer.encode(marker, add_special_tokens=False))
@@ -87,12 +89,12 @@ def reasoning_tokens(config: Any, tokenizer: Any, vocab_size: int) -> ReasoningT
     return ReasoningTokens(start=ids(start), end=ids(end), forced_end=ids(forced_end))
 
 
-def _markers(config: ReasoningConfig) -> tuple[str, str, str]:
+def _markers(config: ReasoningConfig, wanted_by: str) -> tuple[str, str, str]:
     """What begins reasoning, what ends it, and what is forced. Raises ValueError."""
     parser = config.reasoning_parser
     if parser and parser not in _PARSERS:
         raise ValueError(
-            f"thinking_token_budget needs the markers of reasoning, and those of reasoning_parser={parser!r} are not "
+            f"{wanted_by} needs the markers of reasoning, and those of reasoning_parser={parser!r} are not "
             f"known (of {', '.join(_PARSERS)} they are); give {_ADVICE}, and no parser"
         )
     start, end = _PARSERS.get(parser, ("", ""))
@@ -100,7 +102,7 @@ def _markers(config: ReasoningConfig) -> tuple[str, str, str]:
     forced_end = config.reasoning_end_str or end
     if not (start and forced_end):
         raise ValueError(
-            "thinking_token_budget needs to know what begins and ends reasoning; start the engine with "
+            f"{wanted_by} needs to know what begins and ends reasoning; start the engine with "
             f"{_ADVICE} or reasoning_parser={next(iter(_PARSERS))!r}"
         )
     return start, end or forced_end, forced_end

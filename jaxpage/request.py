@@ -26,6 +26,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
     REPETITION = "repetition"
 
 
@@ -39,17 +40,28 @@ class WaitingFor(enum.Enum):
 
 
 class MaskSource(Protocol):
-    """Who says which tokens may come next: a grammar, say. It belongs to one request, and never raises."""
+    """Who says which tokens may come next: a grammar. It belongs to one request, and never raises."""
 
     def mask(self, index: int, output_token_ids: Items[int]) -> np.ndarray | None:
         """What continuation `index` may sample after these tokens: uint32[ceil(V / 32)], a bit each, lowest bit first.
 
-        None: not known yet. Asked again for the same tokens after that, or after a preemption.
+        None: not known yet, or never; `error` tells. Asked again for the same tokens after that, or after a preemption.
         """
         ...
 
+    def forced(self, index: int, output_token_ids: Items[int]) -> list[int]:
+        """Tokens that come next because there is no choice; perhaps none. They are appended without being sampled."""
+        ...
+
+    def error(self, index: int) -> str | None:
+        """Why there will be no more masks for continuation `index`, which ends with that; None while all is well."""
+        ...
+
     def wait(self) -> None:
-        """Block until some `mask` that returned None may return something else. The engine has nothing else to do."""
+        """Block until some `mask` of this kind of source that returned None may return something else.
+
+        The engine has nothing else to do.
+        """
         ...
 
 
@@ -107,6 +119,9 @@ class Sequence:
     max_len: int  # tokens at which the sequence ends: min(prompt + max_tokens, max_model_len)
     num_computed_tokens: int = 0  # tokens whose KV is in the pool once all launched steps are done
     num_in_flight: int = 0  # sampled by launched steps, not yet collected
+    # Of `token_ids`, at the end: appended by the host, and not yet among the device's.
+    num_unsent_tokens: int = 0
+    num_reported_tokens: int = 0  # of `token_ids`; only with a mask source
     waiting_for: WaitingFor | None = None
     # Block ids in the order of positions, a table for each KV-cache group (see `kv_groups`); NULL_BLOCK where the block
     # is behind the group's window. No tables while the sequence has no slot.
@@ -124,7 +139,8 @@ class Sequence:
     has_mixed_kv: bool = False
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id, or "repetition_detected"; else None
+    # the stop id, "repetition_detected", or what the error was; else None
+    stop_reason: int | str | None = None
 
     @property
     def finished(self) -> bool:

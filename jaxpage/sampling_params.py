@@ -16,7 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.param_aliases import accept_aliases, tell
 from jaxpage.repetition import RepetitionDetectionParams, to_repetition_detection
+from jaxpage.structured_outputs.params import StructuredOutputsParams, to_structured_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +37,12 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
+@accept_aliases
 @dataclass(kw_only=True)
 class SamplingParams:
     """How to continue one prompt. Names, defaults and ranges are vLLM's (0.32).
 
+    Names of older vLLM and of LMDeploy are accepted where they mean the same, see `param_aliases`.
     An engine copies the object when a request is added, so changing it later has no effect on
     running requests. Raises ValueError for values out of range and for options that jaxpage does
     not have; TypeError for unknown names.
@@ -74,6 +78,10 @@ class SamplingParams:
     # or a dict of its fields; after construction None if nothing is looked for
     repetition_detection: RepetitionDetectionParams | None = None
     skip_reading_prefix_cache: bool | None = None
+    # what the output must match; or a dict of its fields. EOS ends an output that does, also with `ignore_eos`
+    structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None  # only the last so many count; -1: as many as fit
+    extra_args: dict[str, Any] | None = None  # for logits processors of the engine's user
 
     # Known to vLLM, not to jaxpage: any value but a neutral one is refused by `_NOT_SUPPORTED`.
     prompt_logprobs: int | None = None
@@ -81,11 +89,7 @@ class SamplingParams:
     prompt_logprob_start: int | None = None
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
-    structured_outputs: Any = None
-    guided_decoding: Any = None
-    extra_args: dict[str, Any] | None = None
     logits_processors: Any = None
-    truncate_prompt_tokens: int | None = None
     best_of: int | None = None
     use_beam_search: bool = False
     watermarking: bool | None = None
@@ -96,7 +100,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, advice in _NOT_SUPPORTED.items():
             value, neutral = getattr(self, name), _NEUTRAL.get(name)
-            if not (value is None or value is False or (neutral is not None and value == neutral)):
+            if name == "best_of" and value == self.n:
+                tell("best_of", "n continuations are computed and returned; leave it out")
+            elif not (
+                value is None or value is False or (neutral is not None and value == neutral)
+            ):
                 raise ValueError(f"{name}={value!r} is not supported; {advice}")
         self._normalise()
         self._check_ranges()
@@ -150,7 +158,9 @@ class SamplingParams:
             self.skip_reading_prefix_cache = _to_bool(name, self.skip_reading_prefix_cache)
         for name in ("n", "top_k", "min_tokens"):
             setattr(self, name, _to_int(name, getattr(self, name)))
-        for name in ("seed", "max_tokens", "stream_interval", "thinking_token_budget"):
+        for name in (
+            "seed", "max_tokens", "stream_interval", "thinking_token_budget", "truncate_prompt_tokens"
+        ):  # fmt: skip
             if getattr(self, name) is not None:
                 setattr(self, name, _to_int(name, getattr(self, name)))
         for name in _FLOATS:
@@ -175,6 +185,9 @@ class SamplingParams:
         if self.logit_bias is not None:
             self.logit_bias = _to_biases(self.logit_bias)
         self.repetition_detection = to_repetition_detection(self.repetition_detection)
+        self.structured_outputs = to_structured_outputs(self.structured_outputs)
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise ValueError(f"extra_args must be a dict or None, got {self.extra_args!r}")
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -201,6 +214,8 @@ class SamplingParams:
         interval = self.stream_interval
         check("stream_interval", interval is None or interval >= 1, "at least 1, or None")
         budget = self.thinking_token_budget
+        length = self.truncate_prompt_tokens
+        check("truncate_prompt_tokens", length is None or length >= 1 or length == -1, "at least 1, or -1")
         check("thinking_token_budget", budget is None or budget >= 0, "at least 0, or -1 (none)")
         check("logprobs", self.logprobs is None or self.logprobs >= -1, "at least 0, or -1 (all)")
         check("allowed_token_ids", self.allowed_token_ids != [], "None or a non-empty list")
@@ -258,8 +273,8 @@ class BeamSearchParams:
             )
         if self.structured_outputs is not None:
             raise ValueError(
-                f"structured_outputs={self.structured_outputs!r} is not supported; output cannot "
-                "be constrained by a grammar"
+                f"structured_outputs={self.structured_outputs!r:.200} cannot be had of beams, which compare scores "
+                "of whole vocabularies; use LLM.generate with n > 1"
             )
         if self.watermarking:
             raise ValueError("watermarking=True is not supported; leave it None")
@@ -291,11 +306,7 @@ _NOT_SUPPORTED = {
     "prompt_logprob_start": "logprobs of prompt tokens are not computed; leave it None",
     "logprob_token_ids": "use logprobs=k for the k most likely ids",
     "flat_logprobs": "logprobs come as one dict per token",
-    "structured_outputs": "output cannot be constrained by a grammar; see allowed_token_ids",
-    "guided_decoding": "output cannot be constrained by a grammar; see allowed_token_ids",
-    "extra_args": "there are no plugin logits processors",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
-    "truncate_prompt_tokens": "shorten prompt_token_ids before the call",
     "best_of": "use n=best_of with logprobs=0 and keep the highest cumulative_logprob",
     "use_beam_search": "call LLM.beam_search, or sample: n with temperature > 0",
     "watermarking": "outputs carry no watermark; leave it None",
@@ -304,7 +315,6 @@ _NOT_SUPPORTED = {
 }
 # Values besides None and False that ask for nothing.
 _NEUTRAL: dict[str, Any] = {
-    "extra_args": {},
     "routed_experts_prompt_start": 0,
 }
 

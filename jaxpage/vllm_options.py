@@ -200,8 +200,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "max_loras": 1,
     "max_lora_rank": 16,
     "lora_dtype": "auto",
-    **dict.fromkeys(("structured_outputs_config", "guided_decoding_backend"), None),
-    "reasoning_parser_plugin": None,
+    **dict.fromkeys(("guided_decoding_backend", "reasoning_parser_plugin"), None),
     # Weights in other places.
     **dict.fromkeys(("cpu_offload_params", "offload_params"), None),
     "offload_backend": "auto",

@@ -104,13 +104,24 @@ class FakeMaskSource:
     """Allows about half of the tokens after each history, and is slow to say which.
 
     `delays[(index + i) % len(delays)]` times the i-th mask of a continuation is not there yet; a negative number means
-    until somebody waits for it.
+    until somebody waits for it. With `forces`, up to four tokens are forced after about a third of the histories. After
+    `fails_after` tokens there are no more masks.
     """
 
-    def __init__(self, seed: int = 0, delays: tuple[int, ...] = (0,)):
+    def __init__(
+        self,
+        seed: int = 0,
+        delays: tuple[int, ...] = (0,),
+        *,
+        forces: bool = False,
+        fails_after: int | None = None,
+    ):
         self.seed = seed
         self.delays = delays
+        self.forces = forces
+        self.fails_after = fails_after
         self.num_calls = self.num_waits = 0
+        self._errors: dict[int, str] = {}
         self._asked: dict[tuple[int, tuple[int, ...]], int] = {}  # how often
         self._pending: set[tuple[int, tuple[int, ...]]] = set()
         self._waited_for: set[tuple[int, tuple[int, ...]]] = set()
@@ -119,6 +130,21 @@ class FakeMaskSource:
         history = (self.seed, index, *output_token_ids)
         # Token 8 ends nothing, so there is always something to sample.
         return frozenset(t for t in range(VOCAB_SIZE) if t == 8 or hash((*history, t)) % 2)
+
+    def forced_run(self, index: int, output_token_ids: Sequence[int]) -> list[int]:
+        # At the beginning all continuations have the same.
+        history = hash((self.seed, -7, index if output_token_ids else 0, *output_token_ids))
+        count = history // 3 % 5 if self.forces and history % 3 == 0 else 0
+        return [(history // 15 + i) % VOCAB_SIZE for i in range(count)]
+
+    def forced(self, index: int, output_token_ids: Sequence[int]) -> list[int]:
+        key = (index, tuple(output_token_ids))
+        delay = self.delays[(index + len(output_token_ids)) % len(self.delays)]
+        is_ready = key in self._waited_for or 0 <= delay <= self._asked.get(key, 0)
+        return self.forced_run(*key) if is_ready and self.error(index) is None else []
+
+    def error(self, index: int) -> str | None:
+        return self._errors.get(index)
 
     def mask(self, index: int, output_token_ids: Sequence[int]) -> np.ndarray | None:
         self.num_calls += 1
@@ -129,6 +155,9 @@ class FakeMaskSource:
             self._pending.add(key)
             return None
         self._pending.discard(key)
+        if self.fails_after is not None and len(output_token_ids) >= self.fails_after:
+            self._errors[index] = f"no mask after {self.fails_after} tokens"
+            return None
         return pack_mask(self.allowed(index, output_token_ids))
 
     def wait(self) -> None:
@@ -177,7 +206,28 @@ def expected_output(
     digest, output = 0, []
     for token in inputs(request.prompt_token_ids, request.prompt_embeds):
         digest = extend_digest(digest, token)
+    max_len = max_model_len
+    if params.max_tokens is not None:
+        max_len = min(len(request.prompt_token_ids) + params.max_tokens, max_len)
+    source = request.mask_source
     while True:
+        forced, is_forced = [] if source is None else source.forced_run(index, output), False
+        for token_id in forced:
+            num_tokens = len(request.prompt_token_ids) + len(output)
+            if token_id in request.stop_token_ids or num_tokens == max_len - 1:
+                break
+            output.append(token_id)
+            digest = extend_digest(digest, token_id)
+            check_stop = len(output) > params.min_tokens
+            stop = detokenizer.append(token_id, ends=False, check_stop=check_stop)
+            if stop is not None:
+                return output, FinishReason.STOP, stop
+            is_forced = True
+        if is_forced:
+            continue  # something else may be forced then
+        if source is not None and source.fails_after is not None:
+            if len(output) >= source.fails_after:
+                return output, FinishReason.ERROR, f"no mask after {source.fails_after} tokens"
         banned = request.stop_token_ids if len(output) < params.min_tokens else frozenset()
         if request.mask_source is not None:
             banned |= frozenset(range(VOCAB_SIZE)) - request.mask_source.allowed(index, output)
@@ -445,6 +495,11 @@ class FakeRunner:
             for token_id, token in zip(admission.token_ids, tokens, strict=True):
                 slot.append(token_id, token)
             self._slots[admission.slot] = slot
+        for slot_id, start, token_ids in plan.forced_tokens:
+            slot = self._slots[slot_id]
+            assert slot_id in plan.slots and start == len(slot.history) and token_ids
+            for token_id in token_ids:
+                slot.append(token_id, token_id)
         admitted = {admission.slot for admission in plan.admissions}
         assert len(admitted) == len(plan.admissions)
         updated = [update[:3] for update in plan.table_updates]
@@ -513,8 +568,8 @@ class FakeRunner:
         if count == 0:
             parent = self._slots[plan.slots[row - 1]]
             assert row > 0 and parent.admission.fields["seed"] == slot.admission.fields["seed"]
-            assert slot.history == parent.history[: slot.admission.prompt_len]
-            assert slot.admission.prompt_len == end
+            assert slot.history == parent.history[: len(slot.history)]
+            assert len(slot.admission.token_ids) == end
             slot.hidden = parent.hidden
         else:
             slot.hidden = -1 if self._broken else slot.digests[end - 1]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from jaxpage.engine import beam_scheduling
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduled_step import ScheduledStep
-from jaxpage.engine.sequences import append_tokens
+from jaxpage.engine.sequences import append_forced, append_tokens
 from jaxpage.engine.step_output import SequenceEnd, StepOutput
 from jaxpage.plan import StepResult
-from jaxpage.request import Sequence
+from jaxpage.request import FinishReason, Sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +39,8 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
             if num_sampled[row] < num_steps:
                 sampled = sampled[: num_sampled[row]]
             sampled = append_tokens(sequence, sampled)
+            if request.mask_source is not None:
+                sampled = _with_forced(sequence)
             collected.num_tokens += len(sampled)
         else:
             collected.num_tokens += beam_scheduling.collect_beam(kv, sequence, result, row)
@@ -56,3 +58,33 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
         output.token_ids.append(sampled)
         output.rows.append(row)
     return collected
+
+
+def collect_failed(failed: list[Sequence]) -> Collected:
+    """End sequences for which there will be no more masks, with what they have, unless they have ended already."""
+    output = StepOutput(time=time.monotonic())
+    ended = [sequence for sequence in failed if sequence.finish_reason is None]
+    for sequence in ended:
+        source = sequence.request.mask_source
+        assert source is not None
+        sequence.finish_reason = FinishReason.ERROR
+        sequence.stop_reason = source.error(sequence.index)
+        output.ends[len(output.rows)] = SequenceEnd(sequence.finish_reason, sequence.stop_reason)
+        output.request_ids.append(sequence.request.request_id)
+        output.indices.append(sequence.index)
+        output.token_ids.append(_unreported(sequence))
+        output.rows.append(-1)  # none: it sampled nothing
+    return Collected(output, ended)
+
+
+def _with_forced(sequence: Sequence) -> list[int]:
+    """What it gained: the tokens that it has sampled, and those around them that are forced."""
+    if sequence.finish_reason is None and append_forced(sequence):
+        sequence.waiting_for = None
+    return _unreported(sequence)
+
+
+def _unreported(sequence: Sequence) -> list[int]:
+    gained = sequence.token_ids[sequence.num_reported_tokens :]
+    sequence.num_reported_tokens = len(sequence.token_ids)
+    return gained

@@ -81,13 +81,16 @@ class Engine:
     def step(self) -> StepOutput:
         """Move on by one step. Returns what sequences gained, perhaps nothing.
 
-        If nothing can run before a mask is there, it waits for that and returns.
+        If nothing can run before a mask is there, it waits for that and returns. Sequences whose masks will never
+        come end with the step after that which asked for them.
 
         If a launch or a collection raises, the requests of that step end as aborted, all others go
         on with the next call, and the exception propagates; `take_failed` says whose requests.
         """
         if self.runner.weights_changed():
             self.scheduler.begin_weight_epoch()
+        if self.scheduler.failed:
+            return self.scheduler.end_failed()
         return self._step_overlapped() if self.overlap else self._step_plain()
 
     def take_failed(self) -> list[str]:
@@ -137,6 +140,8 @@ class Engine:
 
     def _wait(self) -> None:
         """There is nothing to do before a mask is there, or nothing at all."""
+        if self.scheduler.failed:
+            return
         for sequence in self.scheduler.running:
             source = sequence.request.mask_source
             if sequence.waiting_for is WaitingFor.MASK and source is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxpage.engine.kv_cache import KVCache
-from jaxpage.engine.sequences import next_mask
+from jaxpage.engine.sequences import append_forced, next_mask
 from jaxpage.plan import Admission, StepPlan
 from jaxpage.request import Sequence, WaitingFor
 
@@ -23,14 +23,17 @@ class ScheduledStep:
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # all their data goes up
+    failed: list[Sequence] = field(default_factory=list)  # no mask will come for them
     has_beams: bool = False
+    _unsent: list[Sequence] = field(default_factory=list)  # have tokens that the device does not
     _late: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # and their masks
 
     def add_row(self, sequence: Sequence, start: int, count: int, known: int) -> bool:
         """Plan `count` tokens from `start` of `known` ones, as good as computed from here on.
 
-        A row that reaches the last known token samples, unless the mask for that is not there yet: then the sequence
-        waits for it. Returns whether it is the first of its request to get there, and has yet to be joined by others.
+        A row that reaches the last known token samples, unless the mask for that is not there yet, for which the
+        sequence waits then, or what comes next is forced. Returns whether it is the first of its request to get there,
+        and has yet to be joined by others.
         """
         end, seen, kv = start + count, len(sequence.token_ids), self.kv
         sequence.num_computed_tokens = end
@@ -49,11 +52,14 @@ class ScheduledStep:
             embeds = request.prompt_embeds[start:end]
             plan.input_embeds.append((len(plan.slots), embeds))
         if samples and request.mask_source is not None:
-            mask = next_mask(sequence)
-            if mask is None:
+            if append_forced(sequence):
+                samples, known = False, known + sequence.num_unsent_tokens
+            elif (mask := self._mask(sequence)) is None:
                 samples, sequence.waiting_for = False, WaitingFor.MASK
             else:
                 plan.masks[len(plan.slots)] = mask
+        if sequence.num_unsent_tokens:
+            self._unsent.append(sequence)
         plan.features |= request.features
         self.sequences.append(sequence)
         plan.slots.append(sequence.slot)
@@ -72,13 +78,22 @@ class ScheduledStep:
         known = len(sibling.token_ids)
         self.add_row(sibling, known, 0, known)
 
-    def add_late_row(self, sequence: Sequence) -> None:
-        """Plan a row that samples from what an earlier step computed, if its mask is there now."""
-        mask = next_mask(sequence)
+    def may_advance(self, sequence: Sequence) -> bool:
+        """Whether a sequence that waits has tokens to compute now, because they are forced.
+
+        If its mask is there instead, a row is planned that samples from what an earlier step computed.
+        """
+        if sequence.waiting_for is not WaitingFor.MASK:
+            return False
+        if append_forced(sequence):
+            sequence.waiting_for = None
+            return True
+        mask = self._mask(sequence)
         if mask is not None:
             self._late.append((sequence, mask))  # it comes after all others
             sequence.waiting_for = None
             sequence.num_in_flight += 1
+        return False
 
     def append_late_rows(self) -> None:
         """Call it when all other rows are there."""
@@ -114,7 +129,21 @@ class ScheduledStep:
         """The plan, with what it says of the admitted sequences; they do not change any more."""
         self.plan.transfers = self.kv.take_transfers()
         self.plan.admissions = [_admission(sequence) for sequence in self.admitted]
+        for sequence in self.admitted:
+            sequence.num_unsent_tokens = 0
+        for sequence in self._unsent:
+            if sequence.num_unsent_tokens:
+                start = len(sequence.token_ids) - sequence.num_unsent_tokens
+                self.plan.forced_tokens.append((sequence.slot, start, sequence.token_ids[start:]))
+                sequence.num_unsent_tokens = 0
         return self.plan
+
+    def _mask(self, sequence: Sequence) -> np.ndarray | None:
+        """What it may sample next; None if that is not known yet. If it never will be, the sequence has failed."""
+        mask, source = next_mask(sequence), sequence.request.mask_source
+        if mask is None and source is not None and source.error(sequence.index) is not None:
+            self.failed.append(sequence)
+        return mask
 
 
 def _admission(sequence: Sequence) -> Admission:

@@ -19,21 +19,21 @@ from collections.abc import Iterable
 from functools import partial
 
 from jaxpage.engine import beam_scheduling
-from jaxpage.engine.collect import collect
+from jaxpage.engine.collect import collect, collect_failed
 from jaxpage.engine.counters import Counters, count_first_scheduling
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduled_step import ScheduledStep
-from jaxpage.engine.sequences import check_runnable, cut_output, new_sequence
+from jaxpage.engine.sequences import check_runnable, cut_output, new_sequence, new_sibling
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepResult
-from jaxpage.request import FinishReason, Request, Sequence, WaitingFor
+from jaxpage.request import FinishReason, Request, Sequence
 
 
 class Scheduler:
     """Requests from `add` to their end: `schedule` plans a step, `update` takes its result.
 
-    What is planned counts as launched. One more step may be planned before the result of the last
-    one is in: tokens that one samples count as known (the device has them), only their ids are not.
+    What is planned counts as launched. One more step may be planned before the result of the last one is in: tokens
+    that one samples count as known (the device has them), only their ids are not.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
+        self.failed: list[Sequence] = []  # to be ended by `end_failed`
         self.counters = Counters()
         self._by_priority = policy == "priority"
         self._free_slots = list(range(max_num_seqs, 0, -1))  # slot 0 is the null slot
         self._num_arrivals = 0
-        self._new_sequence = partial(new_sequence, max_model_len=max_model_len)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError, before anything changes, for what can never run."""
@@ -73,8 +73,9 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use")
         check_runnable(request, self.max_model_len, self.kv.pool, self.max_num_batched_tokens)
         num_slots = len(self._free_slots) + len(self.running)
+        make = partial(new_sequence, max_model_len=self.max_model_len)
         request.sequences = beam_scheduling.first_sequences(
-            request, self._new_sequence, self.kv, num_slots, self.max_num_batched_tokens
+            request, make, self.kv, num_slots, self.max_num_batched_tokens
         )
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -90,6 +91,7 @@ class Scheduler:
         for sequence in step.admitted:
             insort(self.running, sequence, key=self._order)
         step.append_late_rows()
+        self.failed += step.failed
         if not step.sequences:
             return None
         if step.has_beams:
@@ -116,8 +118,14 @@ class Scheduler:
             cut_output(sequence, end.num_tokens)
             self._remove([sequence])
 
+    def end_failed(self) -> StepOutput:
+        """End the sequences whose masks will never come."""
+        collected, self.failed = collect_failed(self.failed), []
+        self._remove(collected.ended)
+        return collected.output
+
     def abort(self, request_id: str) -> Request | None:
-        """End a request now, with what it has; None if there is no such unfinished request."""
+        """End a request now, with what it has; None if it is not among the unfinished ones."""
         request = self.requests.get(request_id)
         if request is not None:
             for sequence in request.sequences:
@@ -153,17 +161,13 @@ class Scheduler:
         while index < len(running):  # victims leave at the end
             sequence = running[index]
             index += 1
-            if sequence.waiting_for is not None:
-                if sequence.waiting_for is WaitingFor.MASK:
-                    step.add_late_row(sequence)
+            if sequence.waiting_for is not None and not step.may_advance(sequence):
                 continue
             known = len(sequence.token_ids) + sequence.num_in_flight
             if known >= sequence.max_len or not budget:
                 continue  # at `max_len` it ends when it is collected
             start = sequence.num_computed_tokens
-            count = known - start
-            if count > budget:
-                count = budget
+            count = known - start if known - start < budget else budget
             end = start + count
             if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last
@@ -232,7 +236,7 @@ class Scheduler:
         One that finds no slot waits like any other and later finds the prompt in the cache, or computes it.
         """
         request = parent.request
-        siblings = [self._new_sequence(request, index) for index in range(1, request.params.n)]
+        siblings = [new_sibling(parent, index) for index in range(1, request.params.n)]
         request.sequences += siblings
         for sibling in siblings:
             if self._free_slots:

@@ -21,6 +21,18 @@ def new_sequence(request: Request, index: int, max_model_len: int) -> Sequence:
         index=index,
         token_ids=list(request.prompt_token_ids),
         max_len=max_len_of(request, max_model_len),
+        num_reported_tokens=len(request.prompt_token_ids),
+    )
+
+
+def new_sibling(parent: Sequence, index: int) -> Sequence:
+    """Continuation `index` of the request of `parent`, which has computed the prompt and what is forced behind it."""
+    return Sequence(
+        request=parent.request,
+        index=index,
+        token_ids=list(parent.token_ids),
+        max_len=parent.max_len,
+        num_reported_tokens=parent.num_reported_tokens,
     )
 
 
@@ -70,6 +82,23 @@ def next_mask(sequence: Sequence) -> np.ndarray | None:
     if source is None or sequence.num_in_flight:
         return None
     return source.mask(sequence.index, sequence.output_token_ids)
+
+
+def append_forced(sequence: Sequence) -> bool:
+    """Append the tokens that come next whatever is sampled, as far as it has room. True if there are any.
+
+    A stop id, and the last token that the sequence may have, are left to be sampled: they end it in the usual way.
+    """
+    request, known = sequence.request, sequence.token_ids
+    if request.mask_source is None or sequence.num_in_flight:
+        return False
+    ids = request.mask_source.forced(sequence.index, sequence.output_token_ids)
+    room = max(0, sequence.max_len - 1 - len(known))
+    stop_at = next((i for i, x in enumerate(ids) if x in request.stop_token_ids), len(ids))
+    ids = ids[: min(room, stop_at)]
+    known += ids
+    sequence.num_unsent_tokens += len(ids)
+    return bool(ids)
 
 
 def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:

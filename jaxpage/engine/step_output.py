@@ -17,7 +17,8 @@ class SequenceEnd(NamedTuple):
     """Why a sequence ended, as far as its ids and its length tell."""
 
     finish_reason: FinishReason
-    stop_reason: int | str | None  # the stop id, or "repetition_detected"; else None
+    # the stop id, "repetition_detected", or what the error was; else None
+    stop_reason: int | str | None
 
 
 class TextEnd(NamedTuple):
@@ -34,8 +35,8 @@ class StepOutput:
     """One entry in each list for every sequence that gained tokens or ended.
 
     `token_ids` are the new ones, the one that ends the sequence included. The logprobs of entry i stand in `result`,
-    whose arrays are `[step, row]`, at row `rows[i]`. `ends` has the entries that ended. The end of a beam search is an
-    entry without tokens.
+    whose arrays are `[step, row]`, at row `rows[i]`; forced tokens, which nobody sampled, have none. `ends` has the
+    entries that ended. The end of a beam search is an entry without tokens.
     """
 
     time: float = 0.0  # seconds, monotonic

@@ -13,6 +13,7 @@ import numpy as np
 # Programs, besides those of steps (`buckets`).
 ADMIT = "admit"
 SET_MASKS = "set masks"
+SET_TOKENS = "set tokens"
 READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory
 
 # Calls that are no program of their own.
@@ -22,6 +23,7 @@ RESET = "reset"  # pool and request state begin anew
 
 # At most; buffers of fewer are padded.
 MASKS_PER_CALL = 8
+TOKENS_PER_CALL = 64
 BLOCKS_PER_CALL = 16  # of those that move between device and host; padding moves the null block
 
 

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, Sharding
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, sample_name
-from jaxpage.runner.calls import ADMIT, BLOCKS_PER_CALL, READ, SET_MASKS, WRITE
+from jaxpage.runner.calls import ADMIT, BLOCKS_PER_CALL, READ, SET_MASKS, SET_TOKENS, WRITE
 from jaxpage.runner.host_memory import read_blocks, write_blocks
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.pack import masks_layout, rows_layout, step_layout
+from jaxpage.runner.pack import masks_layout, rows_layout, step_layout, tokens_layout
 from jaxpage.runner.programs import Lowering
 from jaxpage.runner.slots import (
     abstract_request_state,
@@ -30,11 +30,15 @@ from jaxpage.runner.slots import (
     allocate_request_state,
     make_admit,
     make_set_masks,
+    make_set_tokens,
     words_of,
 )
 from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step import Step
 from jaxpage.sampling.fields import RequestState
+
+# Programs that change the request state alone.
+_STATE_CHANGES = {ADMIT: make_admit, SET_MASKS: make_set_masks, SET_TOKENS: make_set_tokens}
 
 # Of XLA, by platform. Weights lie in memory in tiles of (8, 128). From TPU7x on a loop would have what it carries in
 # 16 bits in tiles of (16, 128), and each launch of decode steps would begin with a copy of all weights; its products
@@ -78,6 +82,7 @@ class Lowerings:
         self.layouts = {
             ADMIT: admission_layout(step_spec),
             SET_MASKS: masks_layout(step_spec.vocab_size),
+            SET_TOKENS: tokens_layout(),
         }
         self.layouts |= {b.name: step_layout(b, num_groups=groups, **sizes) for b in buckets}
         # By `forward` program: what goes up for a step with embeddings.
@@ -86,8 +91,8 @@ class Lowerings:
         }
         self._no_embeds: dict[str, tuple[jax.Array, ...]] = {}
         self.programs: dict[str, Lowering] = {
-            ADMIT: self._lower_admit,
-            SET_MASKS: self._lower_set_masks,
+            name: partial(self._lower_change, make(self.layouts[name]), self.layouts[name])
+            for name, make in _STATE_CHANGES.items()
         }
         for bucket in buckets:
             self.programs[bucket.name] = partial(self._lower_step, bucket)
@@ -148,12 +153,6 @@ class Lowerings:
         return jax.jit(partial(self._step.sample, layout), donate_argnums=1).lower(
             self._leaves, self._state, self._integers(layout.size)
         )
-
-    def _lower_admit(self) -> jax.stages.Lowered:
-        return self._lower_change(make_admit(self.layouts[ADMIT]), self.layouts[ADMIT])
-
-    def _lower_set_masks(self) -> jax.stages.Lowered:
-        return self._lower_change(make_set_masks(self.layouts[SET_MASKS]), self.layouts[SET_MASKS])
 
     def _lower_change(self, change: Callable, layout: Layout) -> jax.stages.Lowered:
         """Of the request state alone."""

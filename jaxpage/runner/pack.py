@@ -1,7 +1,8 @@
 """From a plan to the calls that carry it out. Pure: NumPy in, NumPy out; knows no device.
 
-The calls of a plan, in order: block contents move between device, host and disk; sequences are admitted; masks are set;
-then the step, either `decode` or `forward` and `sample`. Rows that an earlier step computed are in `sample` alone.
+The calls of a plan, in order: block contents move between device, host and disk; sequences are admitted; forced tokens
+are appended; masks are set; then the step, either `decode` or `forward` and `sample`. Rows that an earlier step computed
+are in `sample` alone.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from jaxpage.runner.calls import (
     LOAD,
     MASKS_PER_CALL,
     SET_MASKS,
+    SET_TOKENS,
     STORE_DEVICE,
     STORE_HOST,
     SWAP_IN,
     SWAP_OUT,
+    TOKENS_PER_CALL,
     Call,
 )
 from jaxpage.runner.layout import Field, Layout
@@ -79,11 +82,17 @@ def masks_layout(vocab_size: int) -> Layout:
     )
 
 
+def tokens_layout() -> Layout:
+    """Tokens that the host appended to sequences that run; padding goes to the null slot's first."""
+    size = (TOKENS_PER_CALL,)
+    return Layout((Field("slots", size), Field("positions", size), Field("token_ids", size)))
+
+
 def pack(plan: StepPlan, programs: StepPrograms, layouts: dict[str, Layout]) -> list[Call]:
     """The calls of a plan. `programs` of its step hold its tokens and rows; `layouts` are those of all programs."""
     calls = [] if plan.transfers is None else list(_transfers(plan.transfers))
     calls += [Call(ADMIT, (pack_admission(a, layouts[ADMIT]),)) for a in plan.admissions]
-    calls += _masks(plan, layouts)
+    calls += [*_forced_tokens(plan, layouts), *_masks(plan, layouts)]
     if programs.bucket is not None:
         packed = _pack_step(plan, layouts[programs.bucket.name])
         calls.append(Call(programs.bucket.name, (packed, *_embeds(plan, programs.bucket))))
@@ -132,6 +141,26 @@ def _embeds(plan: StepPlan, bucket: Bucket) -> tuple[np.ndarray, ...]:
         words[start : start + len(embeds)] = embeds.view(words.dtype)
         where[start : start + len(embeds)] = True
     return words, where
+
+
+def _forced_tokens(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
+    calls, where = (
+        [],
+        [
+            (slot, (start + offset, token_id))
+            for slot, start, token_ids in plan.forced_tokens
+            for offset, token_id in enumerate(token_ids)
+        ],
+    )
+    for slots, tokens in portions(where, TOKENS_PER_CALL):
+        buffer = layouts[SET_TOKENS].new_buffer()
+        views = layouts[SET_TOKENS].views(buffer)
+        views["slots"][: len(slots)] = slots
+        views["positions"][: len(slots)], views["token_ids"][: len(slots)] = zip(
+            *tokens, strict=True
+        )
+        calls.append(Call(SET_TOKENS, (buffer,)))
+    return calls
 
 
 def _masks(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:

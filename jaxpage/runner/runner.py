@@ -99,7 +99,8 @@ class Runner:
             return
         first, then = start_order(self.buckets)
         moving = [calls.READ, calls.WRITE] if self.host_memory is not None else []
-        self.programs.start([calls.ADMIT, *first, *then, *moving, calls.SET_MASKS])
+        small = [calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS]
+        self.programs.start([*small, *first, *then, *moving])
         self._allocate()
         self.programs.wait_for([[calls.ADMIT, *first]])
 
@@ -184,7 +185,7 @@ class Runner:
             _MEMORY_CALLS[name](self, *buffers)
             return None
         program = self.programs[name]
-        if name in (calls.ADMIT, calls.SET_MASKS):
+        if name in (calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS):
             self._state = program(self._state, *buffers)
             return None
         leaves, bucket = self._leaves(), self._buckets.get(name)

@@ -103,6 +103,17 @@ def make_set_masks(layout: Layout) -> Callable[[RequestState, jax.Array], Reques
     return set_masks
 
 
+def make_set_tokens(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:
+    """`set_tokens(request_state, packed) -> request_state`: tokens that the host appended to sequences that run."""
+
+    def set_tokens(state: RequestState, packed: jax.Array) -> RequestState:
+        tokens = layout.unpack(packed)
+        where = (tokens["slots"], tokens["positions"])
+        return state | {"token_ids": state["token_ids"].at[where].set(tokens["token_ids"])}
+
+    return set_tokens
+
+
 def words_of(dtype: DTypeLike) -> np.dtype:
     """Unsigned integers as wide as a float: rows of these can be scattered on every platform without a detour
     (XLA:CPU converts a whole array of 16-bit floats to scatter into it)."""

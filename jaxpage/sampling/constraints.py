@@ -60,12 +60,15 @@ def is_set(mask: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Array:
 def constrain(
     logits: jax.Array, state: RequestState, slots: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """float32[R, V]: forbidden tokens are -inf, then biases are added; a bias does not bring back a forbidden token."""
+    """float32[R, V]: forbidden tokens are -inf, then biases are added; a bias does not bring back a forbidden token.
+
+    What would leave a row none of the tokens that its grammar allows does not count: an output is valid first of all.
+    """
     vocab_size = logits.shape[1]
     too_short = positions < state["min_len"][slots]
     stopping = jnp.where(too_short[:, None], state["min_tokens_mask"][slots], 0)
     allowed = state["allowed_mask"][slots] & state["step_mask"][slots] & ~stopping
-    logits = jnp.where(unpack_mask(allowed, vocab_size), logits, -jnp.inf)
+    constrained = jnp.where(unpack_mask(allowed, vocab_size), logits, -jnp.inf)
     banned = _ends_of_bad_words(state, slots, positions, vocab_size)
     ids = jnp.concatenate([banned, state["bias_ids"][slots]], axis=1)
     values = jnp.pad(
@@ -73,7 +76,11 @@ def constrain(
         ((0, 0), (banned.shape[1], 0)),
         constant_values=-jnp.inf,
     )
-    return _add_at(logits, ids, values)
+    constrained = _add_at(constrained, ids, values)
+    step_mask = state["step_mask"][slots]
+    stuck = (constrained.max(-1) == -jnp.inf) & (~step_mask != 0).any(-1)
+    valid = jnp.where(unpack_mask(step_mask, vocab_size), logits, -jnp.inf)
+    return jnp.where(stuck[:, None], valid, constrained)
 
 
 def _add_at(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ def compile_tiny(tmp_path, target, *more) -> int:
 def test_all_programs_are_serialised_for_a_target(tmp_path, target, capfd):
     assert compile_tiny(tmp_path, target) == 0
     lines = capfd.readouterr().out.splitlines()
-    names = {"admit", "set masks", "decode R=2", "forward T=8", "sample R=2"}
+    names = {"admit", "set masks", "set tokens", "decode R=2", "forward T=8", "sample R=2"}
     compiled = {line[:20].strip() for line in lines if line.endswith("compiled")}
     assert compiled == names
     found = survey(tmp_path / "programs" / "programs")

@@ -33,6 +33,12 @@ class SlowMasks:
         parity = (output_token_ids[-1] + 1) % 2 if output_token_ids else 0
         return pack_mask(range(parity, checkpoints.VOCAB_SIZE, 2), checkpoints.VOCAB_SIZE)
 
+    def forced(self, index, output_token_ids):
+        return []
+
+    def error(self, index):
+        return None
+
     def wait(self):
         self.num_waits += 1
 

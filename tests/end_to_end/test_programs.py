@@ -46,7 +46,7 @@ def runner(llm):
 def assert_in_place(runner, temp_bound):
     pool = runner.pool_spec.num_bytes
     for program in runner.programs.ready.values():
-        without_pool = program.name.startswith(("admit", "sample", "set masks"))
+        without_pool = program.name.startswith(("admit", "sample", "set "))
         owned = runner.state_bytes + (0 if without_pool else pool)
         assert program.alias_bytes >= owned, program.name
         assert program.temp_bytes < temp_bound, program.name

@@ -20,7 +20,16 @@ token = st.integers(0, VOCAB_SIZE - 1)
 
 delays = st.lists(st.integers(-1, 3), min_size=1, max_size=3).map(tuple)
 mask_sources = st.one_of(
-    st.none(), st.none(), st.none(), st.builds(FakeMaskSource, st.integers(0, 2), delays)
+    st.none(),
+    st.none(),
+    st.none(),
+    st.builds(
+        FakeMaskSource,
+        st.integers(0, 2),
+        delays,
+        forces=st.booleans(),
+        fails_after=st.none() | st.none() | st.integers(0, 5),
+    ),
 )
 
 
@@ -51,6 +60,8 @@ def requests(draw):
         "skip_reading_prefix_cache": draw(st.sampled_from([None, None, True])),
         "mask_source": draw(mask_sources),
     }
+    if options["mask_source"] is not None and options["logprobs"] is not None:
+        options["mask_source"].forces = False  # nobody says how likely a forced token was
     return prompt, options, draw(arrivals), draw(aborts)
 
 
@@ -94,7 +105,10 @@ def check_workload(engine_options: dict, workload: list, events: dict[int, str])
         for s, c in zip(request.sequences, completions, strict=False):  # perhaps not all began
             wanted, _, _ = expected_output(request, s.index, MAX_MODEL_LEN)
             assert s.output_token_ids == wanted[: s.num_output_tokens]
-            assert s.num_in_flight == 0 and c.token_ids == s.output_token_ids
+            told = s.output_token_ids
+            if s.finish_reason == "abort" and request.mask_source is not None:
+                told = s.token_ids[len(request.prompt_token_ids) : s.num_reported_tokens]
+            assert s.num_in_flight == 0 and c.token_ids == told
             if request.params.logprobs is not None:
                 assert [next(iter(x)) for x in c.logprobs] == s.output_token_ids
 

@@ -244,3 +244,73 @@ def test_beams_cannot_be_masked():
     with pytest.raises(ValueError, match="beams cannot be constrained by masks"):
         engine.add(request)
     assert not engine.has_unfinished_requests()
+
+
+def forcing(name: str, prompt: list[int], *delays: int, fails_after=None, **options):
+    source = FakeMaskSource(len(name), delays or (0,), forces=True, fails_after=fails_after)
+    return make_request(name, prompt, mask_source=source, **options)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("decode_steps", [1, 4])
+@pytest.mark.parametrize("delays", [(0,), (2, 0), (UNTIL_WAITED_FOR, 0)])
+def test_forced_tokens_are_those_of_the_plain_loop(overlap, decode_steps, delays):
+    engine = make_engine(overlap=overlap, decode_steps=decode_steps, max_num_batched_tokens=7)
+    requests = [
+        forcing("f" * i, [1, 2, 3] * i, *delays, max_tokens=20, eos=(3,), stop=["ab"])
+        for i in range(1, 6)
+    ]
+    requests += [make_request(str(i), [1, 2, 3] * 3, seed=i, max_tokens=15) for i in range(3)]
+    run(engine, *requests)
+    assert_expected(engine, *requests)
+    assert any(plan.forced_tokens for plan in engine.runner.plans)
+
+
+def test_forced_tokens_are_computed_in_one_row():
+    engine = make_engine(overlap=False)
+    request = forcing("ff", [1, 2, 3], max_tokens=30, ignore_eos=True)
+    run(engine, request)
+    assert_expected(engine, request)
+    output, source = request.sequences[0].output_token_ids, request.mask_source
+    num_sampled = sum(plan.samples.count(True) for plan in engine.runner.plans)
+    assert num_sampled < len(output)
+    # Beside the prompt's step: one for each sampled token, and one if tokens are forced before the first.
+    begins_forced = bool(source.forced_run(0, []))
+    assert len(engine.steps) == num_sampled + begins_forced
+    assert sum(plan.total_tokens for plan in engine.runner.plans) == 3 + len(output) - 1
+
+
+@pytest.mark.parametrize("delays", [(0,), (2,), (0, 3)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_siblings_go_on_from_what_is_forced_behind_the_prompt(delays, overlap):
+    engine = make_engine(overlap=overlap)
+    seeds = [i for i in range(40) if FakeMaskSource(i, forces=True).forced_run(0, [])]
+    request = make_request("a", [1] * 10, n=3, max_tokens=12, ignore_eos=True)
+    request.mask_source = FakeMaskSource(seeds[0], delays, forces=True)
+    request.slot_fields = request.slot_fields | {"is_masked": True}
+    run(engine, request)
+    assert_expected(engine, request)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+def test_forced_tokens_survive_preemption(overlap, preemption_mode):
+    engine = make_engine(
+        num_blocks=10, num_host_blocks=20, preemption_mode=preemption_mode, overlap=overlap
+    )
+    requests = [forcing("f" * i, [i] * 9, max_tokens=24, ignore_eos=True) for i in range(1, 4)]
+    run(engine, *requests)
+    assert_expected(engine, *requests)
+    assert engine.scheduler.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_sequence_whose_masks_stop_coming_ends_and_the_others_go_on(overlap, alone):
+    engine = make_engine(overlap=overlap)
+    failing = forcing("ff", [1, 2], fails_after=4, max_tokens=20, ignore_eos=True)
+    others = [] if alone else [make_request("b", [3], max_tokens=12, ignore_eos=True)]
+    run(engine, failing, *others)
+    assert_expected(engine, failing, *others)
+    (sequence,) = failing.sequences
+    assert sequence.finish_reason == "error" and sequence.stop_reason == "no mask after 4 tokens"

@@ -1,0 +1,238 @@
+"""From `StructuredOutputsParams` to the text of a grammar that llguidance compiles, checked as far as that is cheap.
+
+Knows schemas and llguidance's formats. Must not know tokenizers, requests or the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import llguidance
+
+from jaxpage.structured_outputs.config import StructuredOutputsConfig
+from jaxpage.structured_outputs.params import StructuredOutputsParams
+
+# What llguidance's manual says of its speed; its limits are amounts of work.
+_FUEL_PER_SECOND = 14_000_000
+_ITEMS_PER_SECOND = 20_000_000
+
+# Where a schema has further schemas.
+_ONE = (
+    "items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_MANY = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+
+
+def limits(config: StructuredOutputsConfig) -> llguidance.LLParserLimits:
+    """What one mask may cost."""
+    return llguidance.LLParserLimits(
+        step_lexer_fuel=max(1, int(config.max_mask_time * _FUEL_PER_SECOND)),
+        step_max_items=max(1, int(config.max_mask_time * _ITEMS_PER_SECOND)),
+        verbose_errors=False,
+    )
+
+
+def to_grammar(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> str:
+    """The text of the grammar. Raises ValueError for what is too large or nested too deeply, and what no grammar is.
+
+    The message names the place in a schema.
+    """
+    if params.json is not None or params.json_object:
+        schema = _schema(params, config)
+        grammar = _from_schema(schema, params, config)
+        error = _error(grammar, config)
+        if error:
+            path = _path_of_error(schema, params, config)
+            raise ValueError(f"the JSON schema cannot be served; at {path}: {error}")
+        return grammar
+    kind, text = _other_text(params)
+    _check_size(kind, text, config)
+    try:
+        grammar = _from_text(kind, text, config)
+    except KeyError as e:
+        raise ValueError(f"the {kind} cannot be served: {e} is missing") from None
+    except (ValueError, TypeError, AssertionError) as e:
+        raise ValueError(f"the {kind} cannot be served: {e}") from None
+    error = _error(grammar, config)
+    if error:
+        raise ValueError(f"the {kind} cannot be served: {error}")
+    return grammar
+
+
+def _error(grammar: str, config: StructuredOutputsConfig) -> str:
+    """What is wrong with it, or "". Its lexer is not built yet."""
+    return llguidance.LLMatcher.validate_grammar(grammar, limits=limits(config))
+
+
+def _other_text(params: StructuredOutputsParams) -> tuple[str, str]:
+    """(kind, text) of what is no schema."""
+    if params.regex is not None:
+        return "regex", params.regex
+    if params.choice is not None:
+        return "choice", json.dumps(params.choice)
+    if params.grammar is not None:
+        return "grammar", params.grammar
+    assert params.structural_tag is not None
+    return "structural_tag", params.structural_tag
+
+
+def _from_text(kind: str, text: str, config: StructuredOutputsConfig) -> str:
+    if kind == "structural_tag":
+        return llguidance.StructTag.to_grammar(_tags(text, config), assume_special=False)
+    return llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
+
+
+def _check_size(kind: str, text: str, config: StructuredOutputsConfig) -> None:
+    size = len(text.encode(errors="replace"))
+    if size > config.max_grammar_bytes:
+        raise ValueError(
+            f"the {kind} has {size} bytes, and structured_outputs_config allows "
+            f"max_grammar_bytes={config.max_grammar_bytes}"
+        )
+
+
+def _schema(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> Any:
+    """The schema as JSON has it: dicts, lists and scalars of its own."""
+    if params.json_object:
+        return {"type": "object"}
+    text = params.json
+    if not isinstance(text, str):
+        try:
+            text = json.dumps(text)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise ValueError(f"the JSON schema is no JSON: {e}") from None
+    _check_size("JSON schema", text, config)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"the JSON schema is no JSON: {e}") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"a JSON schema must be an object, got {text[:200]}")
+    _check_nesting(schema, config.max_nesting)
+    return schema
+
+
+def _check_nesting(schema: Any, max_nesting: int) -> None:
+    level, depth = [schema], 0
+    while level := [x for x in level if isinstance(x, dict | list)]:
+        depth += 1
+        if depth > max_nesting:
+            raise ValueError(
+                f"the JSON schema has more than {max_nesting} objects and lists within each other, which "
+                "structured_outputs_config sets as max_nesting"
+            )
+        level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
+
+
+def _from_schema(
+    schema: Any, params: StructuredOutputsParams, config: StructuredOutputsConfig
+) -> str:
+    if params.disable_additional_properties or config.disable_additional_properties:
+        schema = _without_additional_properties(schema)
+    tight = params.disable_any_whitespace or config.disable_any_whitespace
+    options: dict[str, Any] = {"whitespace_flexible": not tight}
+    if params.whitespace_pattern is not None:
+        options = {"whitespace_pattern": params.whitespace_pattern}
+    if schema is True:
+        schema = {}
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)  # type: ignore[arg-type]
+
+
+def _without_additional_properties(schema: Any) -> Any:
+    """Objects that list their properties and say nothing of others have no others."""
+    if isinstance(schema, list):
+        return [_without_additional_properties(x) for x in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {k: _without_additional_properties(v) for k, v in schema.items()}
+    lists = any(isinstance(schema.get(k), dict) for k in ("properties", "patternProperties"))
+    if lists and "additionalProperties" not in schema:
+        changed["additionalProperties"] = False
+    return changed
+
+
+def _tags(text: str, config: StructuredOutputsConfig) -> list[llguidance.StructTag]:
+    """Of vLLM's structural tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; or xgrammar's newer
+    form of the same, {"format": {"type": "triggered_tags", "triggers", "tags": [{"begin", "content", "end"}]}}.
+    """
+    tag = json.loads(text)
+    form = tag.get("format") if isinstance(tag, dict) else None
+    if isinstance(form, dict):
+        if form.get("type") != "triggered_tags":
+            raise ValueError(f'its format must be "triggered_tags", got {form.get("type")!r}')
+        structures = [
+            {
+                "begin": x["begin"],
+                "schema": x.get("content", {}).get("json_schema"),
+                "end": _one(x["end"]),
+            }
+            for x in form["tags"]
+        ]
+        triggers = form["triggers"]
+    elif isinstance(tag, dict):
+        structures, triggers = tag["structures"], tag["triggers"]
+    else:
+        raise ValueError(f"it must be a JSON object, got {text[:200]}")
+    tags = []
+    for s in structures:
+        trigger = next((t for t in triggers if s["begin"].startswith(t)), None)
+        if trigger is None:
+            raise ValueError(f"begin={s['begin']!r} starts with none of the triggers {triggers}")
+        if not isinstance(s.get("schema"), dict):
+            raise ValueError(f"begin={s['begin']!r} has no JSON schema")
+        _check_nesting(s["schema"], config.max_nesting)
+        tags.append(
+            llguidance.StructTag(
+                trigger=trigger, begin=s["begin"], grammar=s["schema"], end=s["end"]
+            )
+        )
+    return tags
+
+
+def _one(end: Any) -> str:
+    return end[0] if isinstance(end, list) and end else end
+
+
+def _path_of_error(
+    schema: Any, params: StructuredOutputsParams, config: StructuredOutputsConfig
+) -> str:
+    """Where in a schema the error is: the smallest part that cannot be served by itself, as a JSONPath."""
+    path = "$"
+    definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+
+    def fails(part: Any) -> bool:
+        if not isinstance(part, dict):
+            return False
+        return bool(_error(_from_schema({**definitions, **part}, params, config), config))
+
+    while True:
+        failing = next(((step, part) for step, part in _parts(schema) if fails(part)), None)
+        if failing is None:
+            return path
+        step, schema = failing
+        path += step
+        # What is wrong with a definition shows in every part that has them all.
+        definitions = {} if step.startswith((".$defs", ".definitions")) else definitions
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """(step of the path, schema) of each schema in a schema, definitions first."""
+    if not isinstance(schema, dict):
+        return
+    for key in reversed(_MANY):
+        parts = schema.get(key)
+        if isinstance(parts, dict):
+            for name, part in parts.items():
+                yield f".{key}.{name}", part
+    for key in _LISTS:
+        parts = schema.get(key)
+        if isinstance(parts, list):
+            for i, part in enumerate(parts):
+                yield f".{key}[{i}]", part
+    for key in _ONE:
+        if isinstance(schema.get(key), dict):
+            yield f".{key}", schema[key]
