@@ -7,8 +7,8 @@ import functools
 from typing import Any
 
 from jaxpage.engine.step_output import SequenceEnd
-from jaxpage.output_logprobs import SampledLogprobs
-from jaxpage.outputs import CompletionOutput, Logprob
+from jaxpage.output_logprobs import Logprobs, SampledLogprobs
+from jaxpage.outputs import CompletionOutput
 from jaxpage.request import FinishReason
 from jaxpage.tokenizer import Detokenizer
 
@@ -100,7 +100,7 @@ class GrowingCompletion:
             self.last = self.delta()
         return self.last
 
-    def _named_logprobs(self) -> list[dict[int, Logprob]] | None:
+    def _named_logprobs(self) -> Logprobs | None:
         return self.logprobs and self.logprobs.named(self.token_ids, self.detokenizer)
 
     def _text(self) -> str:
@@ -117,9 +117,7 @@ class _PartialCompletion(CompletionOutput):
 
     __slots__ = ("_num_tokens", "_all_token_ids", "_all_logprobs")
 
-    def __init__(
-        self, growing: GrowingCompletion, text: str, logprobs: list[dict[int, Logprob]] | None
-    ):
+    def __init__(self, growing: GrowingCompletion, text: str, logprobs: Logprobs | None):
         self.index = growing.index
         self.text = text
         self.cumulative_logprob = growing.logprobs and growing.logprobs.cumulative

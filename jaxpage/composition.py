@@ -60,6 +60,8 @@ def executable_cache(
 def _executables_folder(config: ResolvedConfig) -> Path | None:
     if config.enforce_eager or not config.compilation_cache_dir:
         return None
+    if config.logits_processors:  # nobody can tell whether a function is the one of the last time
+        return None
     return Path(config.compilation_cache_dir) / "programs"
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpage.hub import local_folder
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
+from jaxpage.sampling.processors import check_processors
 from jaxpage.structured_outputs.config import (
     StructuredOutputsConfig,
     to_structured_outputs_config,
@@ -28,6 +29,8 @@ from jaxpage.vllm_options import translate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from jaxpage.sampling.fields import SamplerFeature
 
 _DTYPES = {
     "half": "float16",
@@ -49,6 +52,8 @@ _LOGPROBS_MODES = {
     "temperature": "temperature",
     "processed": "processed",
     "processed_logprobs": "processed",
+    "raw_logits": "raw_logits",
+    "processed_logits": "processed_logits",
 }
 _CHOICES = {
     "dtype": ("auto", *_DTYPES),
@@ -127,8 +132,12 @@ class EngineConfig:
     # every launch goes to this file, see `jaxpage replay`; it holds the token ids of prompts and answers, but no text
     record_calls: str | None = None
     enforce_eager: bool = False  # compile a program at its first use, not before the first request
-    max_logprobs: int = 20  # largest `logprobs` of a request; -1: the vocabulary
-    logprobs_mode: str = "raw"  # or "temperature", "processed": which logits they come from
+    # largest `logprobs` of a request, besides -1, which is all; -1: the vocabulary
+    max_logprobs: int = 20
+    # or "temperature", "processed", "raw_logits", "processed_logits": what they come from
+    logprobs_mode: str = "raw"
+    # further parts of the sampler, compiled into every step; see `jaxpage.sampling.fields`
+    logits_processors: tuple[SamplerFeature, ...] = ()
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()
@@ -142,6 +151,7 @@ class EngineConfig:
         for name in ("hf_overrides", "override_generation_config"):
             if getattr(self, name) == {}:
                 object.__setattr__(self, name, None)
+        object.__setattr__(self, "logits_processors", check_processors(self.logits_processors))
         structured = to_structured_outputs_config(self.structured_outputs_config)
         object.__setattr__(self, "structured_outputs_config", structured)
         reasoning = to_reasoning_config(self.reasoning_config)

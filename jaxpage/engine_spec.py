@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+# Tokens of a prompt that are scored at a time: 39 MB of logits for a vocabulary of 152 k, however long the prompt is.
+_MOST_SCORED = 64
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
     """Model, pool and steps of an engine as shapes.
@@ -91,6 +95,8 @@ class EngineSpec:
             decode_steps=config.decode_steps,
             num_top_logprobs=size if config.max_logprobs == -1 else min(config.max_logprobs, size),
             logprobs_mode=config.logprobs_mode,
+            num_scored=min(_MOST_SCORED, self.buckets[-1].num_rows),
+            processors=config.logits_processors,
             prompt_embeds=config.enable_prompt_embeds,
         )
 

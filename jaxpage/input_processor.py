@@ -20,6 +20,7 @@ from jaxpage.prompts import (
     Prompt,
     check,
     check_params,
+    check_prompt_scores,
     parse,
     parse_chat,
     truncate,
@@ -146,6 +147,8 @@ class InputProcessor:
             prompt = truncate(prompt, params.truncate_prompt_tokens, self.limits)
         check(prompt, self.limits)
         check_params(params, bad_words, self.limits)
+        if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+            check_prompt_scores(prompt, params, self.limits)
         if params.max_tokens is None:
             params.max_tokens = self.limits.max_model_len - len(prompt.token_ids)
         # An output that matches what it must has nothing left to say: there EOS always ends it.
@@ -168,10 +171,23 @@ class InputProcessor:
             prompt_embeds=self._rounded(prompt),
             mask_source=self._mask_source(prompt, params),
         )
-        request.features = features_of(request)
-        request.slot_fields = slot_fields_of(request, self.limits.vocab_size)
+        self._say_what_is_scored(request)
+        processors = self._config.logits_processors
+        request.features = features_of(request, processors)
+        request.slot_fields = slot_fields_of(request, self.limits.vocab_size, processors)
         return request
 
+    def _say_what_is_scored(self, request: Request) -> None:
+        """Which logprobs it takes from those of the whole vocabulary, and whether its prompt is scored."""
+        params = request.params
+        all_at_once = self.limits.max_logprobs == -1  # then steps bring all that are best
+        ids = params.logprob_token_ids is not None
+        request.wants_vocabulary = ids or (params.logprobs == -1 and not all_at_once)
+        prompt_ids = params.prompt_logprob_token_ids is not None
+        request.scores_prompt = params.prompt_logprobs is not None or prompt_ids
+        request.wants_prompt_vocabulary = prompt_ids or params.prompt_logprobs == -1
+        if request.scores_prompt:
+            params.skip_reading_prefix_cache = True  # KV alone does not tell what was likely
 
     def _mask_source(self, prompt: Prompt, params: SamplingParams) -> MaskSource | None:
         """Where its grammar says what comes next; begins to compile it."""
@@ -190,7 +206,13 @@ class InputProcessor:
             if not reasoning_has_ended(prompt.token_ids, marks.start, marks.end):
                 end = marks.end
         # What is appended unsampled has no logprob, and other constraints had no say in it.
-        say = (params.logprobs, params.allowed_token_ids, params.logit_bias, params.bad_words)
+        say = (
+            params.logprobs,
+            params.logprob_token_ids,
+            params.allowed_token_ids,
+            params.logit_bias,
+            params.bad_words,
+        )
         return GrammarMasks(
             self._grammars,
             self._grammars.compile(params.structured_outputs),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxpage.completions import GrowingCompletion
 from jaxpage.engine.step_output import StepOutput, TextEnd
-from jaxpage.output_logprobs import LogprobRows, SampledLogprobs
+from jaxpage.output_logprobs import LogprobRows, PromptLogprobs, SampledLogprobs, ScoredPrompt
 from jaxpage.outputs import RequestOutput, RequestStateStats
 from jaxpage.request import FinishReason, Request
 from jaxpage.sampling_params import RequestOutputKind
@@ -67,7 +67,9 @@ class OutputProcessor:
     def process(self, step: StepOutput) -> Processed:
         """Take in a step. Entries of requests and sequences that have ended meanwhile are ignored."""
         processed = Processed([], [], {})
-        logprob_rows = LogprobRows(step.result)
+        logprob_rows = LogprobRows(step.result, step.vocabulary_rows)
+        if step.scored:
+            self._take_prompts(step)
         columns = zip(step.request_ids, step.indices, step.token_ids, step.rows, strict=True)
         for entry, (request_id, index, token_ids, row) in enumerate(columns):
             request = self._requests.get(request_id)
@@ -97,6 +99,18 @@ class OutputProcessor:
                 self._unreported[request_id] = request
         logprob_rows.distribute()
         return processed
+
+    def _take_prompts(self, step: StepOutput) -> None:
+        """In the order of the result: those with whole vocabularies come last."""
+        assert step.result is not None
+        start = vocabulary_start = 0
+        for request_id, count, whole in sorted(step.scored, key=lambda entry: entry[2]):
+            request = self._requests.get(request_id)
+            if request is not None and request.prompt is not None:
+                where = vocabulary_start if whole else None
+                request.prompt.take(step.result, start, count, where)
+            start += count
+            vocabulary_start += count if whole else 0
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with what they have; their last outputs say so."""
@@ -129,7 +143,7 @@ class _RequestState:
 
     __slots__ = (
         "request", "request_id", "prompt_token_ids", "kind", "reports_progress", "sequences",
-        "num_unfinished", "first_token_time", "last_token_time",
+        "num_unfinished", "first_token_time", "last_token_time", "prompt", "_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(self, request: Request, make_detokenizer: Callable[[Request], Detokenizer | None]):
@@ -146,12 +160,18 @@ class _RequestState:
             GrowingCompletion(
                 index,
                 make_detokenizer(request),
-                None if params.logprobs is None else SampledLogprobs(params.logprobs),
+                SampledLogprobs(params, from_vocabulary=request.wants_vocabulary)
+                if params.wants_logprobs
+                else None,
                 params.min_tokens,
                 params.stream_interval or 1,
             )
             for index in range(params.n)
         ]
+        self.prompt = None
+        if request.scores_prompt:
+            self.prompt = ScoredPrompt(params, request.prompt_token_ids)
+        self._prompt_logprobs: PromptLogprobs | None = None
         self.num_unfinished = params.n  # sequences
         self.first_token_time = self.last_token_time = 0.0
 
@@ -180,10 +200,17 @@ class _RequestState:
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
             finished=self.num_unfinished == 0,
+            prompt_logprobs=self._named_prompt(),
             metrics=self._stats(),
             num_cached_tokens=request.num_cached_tokens,
             num_cache_creation_tokens=request.num_cache_creation_tokens,
         )
+
+    def _named_prompt(self) -> PromptLogprobs | None:
+        """Made once, when all of the prompt has been scored: with the first output."""
+        if self.prompt is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = self.prompt.named(self.sequences[0].detokenizer)
+        return self._prompt_logprobs
 
     def _stats(self) -> RequestStateStats:
         request, first_token = self.request, self.first_token_time

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxpage.flat_logprobs import FlatLogprobs
 
 
 @dataclass(slots=True)
@@ -22,7 +26,8 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None  # of `token_ids`; None unless logprobs were asked for
-    logprobs: list[dict[int, Logprob]] | None  # one dict per output token: id -> Logprob
+    # one dict per output token: id -> Logprob
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None
     routed_experts: None = None  # this and the two at the end: vLLM's, not yet filled
     # "stop", "length", "abort", "repetition"; None while running
     finish_reason: str | None = None
@@ -83,9 +88,10 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: None = None  # this, `lora_request` and `encoder_prompt*`: vLLM's, always None
+    # one dict per prompt token: id -> Logprob, None for the first; only if asked for
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
     metrics: RequestStateStats
-    lora_request: None = None
+    lora_request: None = None  # this and the two below: vLLM's, always None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache

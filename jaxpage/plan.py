@@ -17,6 +17,14 @@ NULL_BLOCK = 0  # never allocated; takes the writes of padding
 NULL_SLOT = 0  # request slot of padding rows; live sequences have slots 1 .. max_num_seqs
 
 
+def _no_floats() -> Any:
+    return field(default_factory=lambda: np.zeros(0, np.float32))
+
+
+def _no_ints() -> Any:
+    return field(default_factory=lambda: np.zeros(0, np.int32))
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class BlockTransfers:
     """Block contents that move before the rows of a step run, in the order of these fields."""
@@ -66,7 +74,8 @@ class StepPlan:
     # The row reaches its last known token and samples in this step.
     samples: list[bool] = field(default_factory=list)
     num_late_rows: int = 0
-    # Decode steps in this launch. More than 1 only if every row decodes (num_tokens == 1) and none has a mask.
+    # Decode steps in this launch. More than 1 only if every row decodes (num_tokens == 1) and none has a mask, or wants
+    # the log-probabilities of the whole vocabulary.
     num_steps: int = 1
     features: int = 0  # union of the rows' feature bits
     # Row -> uint32[ceil(V / 32)]: the tokens that it may sample in this step, a bit each, lowest bit first.
@@ -75,6 +84,11 @@ class StepPlan:
     forced_tokens: list[tuple[int, int, list[int]]] = field(default_factory=list)
     # (row, [k, E]): embeddings that stand for the row's first k tokens of this step.
     input_embeds: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    # (row, first of its tokens in this step, what comes after that and the next ones, whether the log-probabilities of
+    # the whole vocabulary are wanted there)
+    prompt_scores: list[tuple[int, int, list[int], bool]] = field(default_factory=list)
+    # rows that sample, for which the log-probabilities of the whole vocabulary are wanted
+    vocabulary_rows: list[int] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     # (slot, KV-cache group, index in its table, block id): blocks gained by rows that are not admitted in this step
     table_updates: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -94,7 +108,10 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step sampled. P = plan.num_steps, R = plan.num_rows, W = top logprobs kept (0 unless asked for)."""
+    """What a step sampled. P = plan.num_steps, R = plan.num_rows, W = top logprobs kept (0 unless asked for).
+
+    N tokens of `plan.prompt_scores` were scored, A of them with the whole vocabulary: all others first, then these.
+    """
 
     token_ids: np.ndarray  # int32[P, R]
     # int32[R]; the first so many of a row's P tokens count; 0: the row did not sample
@@ -103,6 +120,14 @@ class StepResult:
     ranks: np.ndarray  # int32[P, R]; 1 = the most likely token
     top_token_ids: np.ndarray  # int32[P, R, W], best first
     top_logprobs: np.ndarray  # float32[P, R, W]
+    # What follows is empty unless the plan asks for it.
+    vocabulary: np.ndarray = _no_floats()  # float32[len(plan.vocabulary_rows), V]
+    prompt_logprobs: np.ndarray = _no_floats()  # float32[N]
+    prompt_ranks: np.ndarray = _no_ints()  # int32[N]
+    # int32[N, W], best first; here W is what the engine has
+    prompt_top_token_ids: np.ndarray = _no_ints()
+    prompt_top_logprobs: np.ndarray = _no_floats()  # float32[N, W]
+    prompt_vocabulary: np.ndarray = _no_floats()  # float32[A, V]
 
 
 def plan_to_bytes(plan: StepPlan) -> bytes:

@@ -222,6 +222,20 @@ def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
     return replace(prompt, token_ids=prompt.token_ids[-length:], embeds=embeds)
 
 
+def check_prompt_scores(prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
+    """Raise ValueError for logprobs that a prompt cannot have."""
+    if prompt.embeds is not None:
+        raise ValueError("prompt_logprobs need token ids, and this prompt is embeddings")
+    rows, start = params.prompt_logprob_token_ids or [], params.prompt_logprob_start or 0
+    if start + len(rows) > len(prompt.token_ids):
+        raise ValueError(
+            f"prompt_logprob_token_ids has {len(rows)} rows from token {start} on, but the prompt has "
+            f"{len(prompt.token_ids)} tokens"
+        )
+    for row in rows:
+        _check_ids("prompt_logprob_token_ids", [i for i in row if i != -1], limits)
+
+
 def check(prompt: Prompt, limits: Limits) -> None:
     """Raise ValueError for a prompt that is empty, too long, or has ids that do not exist."""
     num_tokens = len(prompt.token_ids)
@@ -253,7 +267,7 @@ def check_params(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], limits: Limits
 ) -> None:
     """Raise ValueError for what `params` ask beyond `limits`; `bad_words` are theirs, as ids."""
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         _check_ids(name, getattr(params, name) or (), limits)
     if params.stop and not limits.has_tokenizer:
         raise ValueError(f"stop={params.stop} needs a tokenizer; use stop_token_ids")
@@ -270,12 +284,12 @@ def check_params(
             raise ValueError(
                 f"a bad word has {len(ids)} tokens, it must have 1 to {MAX_BAD_WORD_LEN}"
             )
-    if params.logprobs is not None and limits.max_logprobs != -1:
-        wanted = limits.vocab_size if params.logprobs == -1 else params.logprobs
-        if wanted > limits.max_logprobs:
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > limits.max_logprobs != -1:
             raise ValueError(
-                f"logprobs={params.logprobs} asks for {wanted}, max_logprobs is "
-                f"{limits.max_logprobs}; start the engine with a larger max_logprobs"
+                f"{name}={wanted} is more than max_logprobs={limits.max_logprobs}; start the engine with a "
+                "larger max_logprobs, or ask for all with -1"
             )
 
 

@@ -28,8 +28,7 @@ from jaxpage.runner.recording import (
     read_calls,
     read_result,
 )
-from jaxpage.runner.runner import Launched, to_host
-from jaxpage.runner.step import DeviceResult
+from jaxpage.runner.runner import Executed, Launched, to_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +66,14 @@ def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
         make_engine_spec(_engine_config(options), device=jax.local_devices()[0])
     )
     runner.warmup()
-    launched: dict[int, DeviceResult] = {}
+    launched: dict[int, Executed] = {}
     num_launches = num_results = 0
     different: list[int] = []
     weights_changed = False
     for kind, metadata, arrays in recording:
         if kind == CALLS:
             result = runner.execute(read_calls(metadata, arrays))
-            if result is not None:
+            if result.sampled is not None:
                 launched[num_launches] = result
             num_launches += 1
         elif kind == RESULT:
@@ -104,9 +103,9 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**options)
 
 
-def _is_same(sampled: DeviceResult, recorded: StepResult) -> bool:
+def _is_same(executed: Executed, recorded: StepResult) -> bool:
     steps, rows, width = recorded.top_token_ids.shape
-    again = to_host(Launched(steps, rows, width > 0, sampled))
+    again = to_host(Launched(steps, rows, width > 0, executed))
     return all(
         _bytes(getattr(again, field.name)) == _bytes(getattr(recorded, field.name))
         for field in dataclasses.fields(StepResult)

@@ -93,6 +93,10 @@ class Request:
     slot_fields: Mapping[str, Any] = field(default_factory=dict)
     # [T, E]; stands in for the prompt's token ids (which are then all 0)
     prompt_embeds: np.ndarray | None = None
+    # The log-probabilities of every token are wanted where it samples: more than a step says of its own.
+    wants_vocabulary: bool = False
+    scores_prompt: bool = False  # the log-probabilities of the prompt's tokens are wanted
+    wants_prompt_vocabulary: bool = False  # and those of every token in their place
     mask_source: MaskSource | None = None  # who says which tokens may come next; None: all may
     sequences: list[Sequence] = field(default_factory=list)
     beams: Any = (
@@ -102,6 +106,7 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
     num_cache_creation_tokens: int = 0  # the others, as far as they fill blocks of the prefix cache
     num_preemptions: int = 0
+    num_scored_tokens: int = 0  # of the prompt, from the second on; with prompt_logprobs
     first_scheduled_time: float | None = None  # seconds, monotonic
 
     @property

@@ -27,6 +27,7 @@ MAX_NUM_SEQUENCES = 16384  # of one request; vLLM's VLLM_MAX_N_SEQUENCES
 MIN_TEMPERATURE = 0.01
 GREEDY_TEMPERATURE = 1e-5  # below it the request is greedy
 MAX_FLOAT32 = 3.4028235e38
+MAX_LOGPROB_TOKEN_IDS = 128  # of one request
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -83,12 +84,15 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # only the last so many count; -1: as many as fit
     extra_args: dict[str, Any] | None = None  # for logits processors of the engine's user
 
-    # Known to vLLM, not to jaxpage: any value but a neutral one is refused by `_NOT_SUPPORTED`.
+    logprob_token_ids: list[int] | None = None  # at each token these, instead of the best
+    # the k best in the place of each prompt token, which comes on top; -1: all. No cached KV is read
     prompt_logprobs: int | None = None
-    prompt_logprob_token_ids: Any = None
+    # row i: ids that are scored behind prompt token `prompt_logprob_start` + i; -1: none
+    prompt_logprob_token_ids: list[list[int]] | None = None
     prompt_logprob_start: int | None = None
-    logprob_token_ids: list[int] | None = None
-    flat_logprobs: bool = False
+    flat_logprobs: bool = False  # as `FlatLogprobs` instead of lists of dicts
+
+    # Known to vLLM, not to jaxpage: any value but a neutral one is refused by `_NOT_SUPPORTED`.
     logits_processors: Any = None
     best_of: int | None = None
     use_beam_search: bool = False
@@ -149,6 +153,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether its outputs have logprobs."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
     def _normalise(self) -> None:
         """Plain ints, floats and fresh lists, so that a copy shares nothing with its original."""
         for name in _BOOLS:
@@ -171,11 +180,15 @@ class SamplingParams:
             self.thinking_token_budget = None
         if self.top_k == -1:
             self.top_k = 0
-        if self.logprobs is not None:
-            is_flag = isinstance(self.logprobs, bool)
-            self.logprobs = (
-                (1 if self.logprobs else None) if is_flag else _to_int("logprobs", self.logprobs)
-            )
+        self.logprobs = _to_count("logprobs", self.logprobs)
+        self.prompt_logprobs = _to_count("prompt_logprobs", self.prompt_logprobs)
+        if self.logprob_token_ids is not None:
+            self.logprob_token_ids = _to_ids("logprob_token_ids", self.logprob_token_ids)
+        if self.prompt_logprob_start is not None:
+            start = _to_int("prompt_logprob_start", self.prompt_logprob_start)
+            self.prompt_logprob_start = start
+        if self.prompt_logprob_token_ids is not None:
+            self.prompt_logprob_token_ids = _to_rows(self.prompt_logprob_token_ids)
         self.stop = _to_strings("stop", self.stop)
         self.bad_words = _to_strings("bad_words", self.bad_words)
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
@@ -215,13 +228,37 @@ class SamplingParams:
         check("stream_interval", interval is None or interval >= 1, "at least 1, or None")
         budget = self.thinking_token_budget
         length = self.truncate_prompt_tokens
-        check("truncate_prompt_tokens", length is None or length >= 1 or length == -1, "at least 1, or -1")
+        check(
+            "truncate_prompt_tokens",
+            length is None or length >= 1 or length == -1,
+            "at least 1, or -1",
+        )
         check("thinking_token_budget", budget is None or budget >= 0, "at least 0, or -1 (none)")
         check("logprobs", self.logprobs is None or self.logprobs >= -1, "at least 0, or -1 (all)")
+        check(
+            "prompt_logprobs",
+            self.prompt_logprobs is None or self.prompt_logprobs >= -1,
+            "at least 0, or -1 (all)",
+        )
+        start = self.prompt_logprob_start
+        check("prompt_logprob_start", start is None or start >= 0, "at least 0, or None")
+        self._check_logprob_ids()
         check("allowed_token_ids", self.allowed_token_ids != [], "None or a non-empty list")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must not exceed max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+
+    def _check_logprob_ids(self) -> None:
+        ids = self.logprob_token_ids
+        if ids is not None and not 1 <= len(ids) <= MAX_LOGPROB_TOKEN_IDS:
+            raise ValueError(
+                f"logprob_token_ids must have 1 to {MAX_LOGPROB_TOKEN_IDS} different ids, got {len(ids)}"
+            )
+        if ids is not None and self.logprobs not in (None, len(ids)):
+            raise ValueError(
+                f"logprob_token_ids has {len(ids)} ids, which come instead of the {self.logprobs} best that "
+                "logprobs asks for; leave logprobs None"
             )
 
     def _check_strings(self) -> None:
@@ -295,17 +332,13 @@ _BOOLS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "flat_logprobs",
 )
 # Fields whose None means the default in an OpenAI request.
 _NEVER_NONE = ("n", "top_k", *_FLOATS, *_BOOLS, "min_tokens", "output_kind")
 
 # Field -> what to do instead.
 _NOT_SUPPORTED = {
-    "prompt_logprobs": "logprobs of prompt tokens are not computed; leave it None",
-    "prompt_logprob_token_ids": "logprobs of prompt tokens are not computed; leave it None",
-    "prompt_logprob_start": "logprobs of prompt tokens are not computed; leave it None",
-    "logprob_token_ids": "use logprobs=k for the k most likely ids",
-    "flat_logprobs": "logprobs come as one dict per token",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "best_of": "use n=best_of with logprobs=0 and keep the highest cumulative_logprob",
     "use_beam_search": "call LLM.beam_search, or sample: n with temperature > 0",
@@ -326,6 +359,28 @@ def _to_int(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
+
+
+def _to_count(name: str, value: Any) -> int | None:
+    """A number of logprobs; True is 1, and False none."""
+    if value is None or isinstance(value, bool):
+        return 1 if value else None
+    return _to_int(name, value)
+
+
+def _to_rows(value: Any) -> list[list[int]]:
+    """Of `prompt_logprob_token_ids`, which may be an array."""
+    name = "prompt_logprob_token_ids"
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list of lists of token ids, got {value!r:.200}")
+    rows = []
+    for row in value:
+        if isinstance(row, str | bytes | dict) or not isinstance(row, Iterable):
+            raise ValueError(
+                f"{name} must be a list of lists of token ids, got the row {row!r:.200}"
+            )
+        rows.append([_to_int(name, x) for x in row])
+    return rows
 
 
 def _to_bool(name: str, value: Any) -> bool:

@@ -67,7 +67,6 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "mm_encoder_only": (False,),
         "mm_processor_kwargs": (),
     },
-    "use logit_bias, allowed_token_ids or bad_words of SamplingParams": {"logits_processors": ()},
     "KV stays in this process": {
         **dict.fromkeys(("kv_transfer_config", "kv_events_config", "ec_transfer_config"), ()),
         "kv_offloading_backend": ("native",),

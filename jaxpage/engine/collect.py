@@ -25,7 +25,12 @@ class Collected:
 
 def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
     """Append what a step sampled to its sequences, and say which of them ended."""
-    output = StepOutput(time=time.monotonic(), result=result)
+    output = StepOutput(
+        time=time.monotonic(),
+        result=result,
+        scored=step.scored,
+        vocabulary_rows=step.plan.vocabulary_rows,
+    )
     collected = Collected(output)
     num_steps, samples = step.plan.num_steps, step.plan.samples
     token_ids, num_sampled = result.token_ids.T.tolist(), result.num_sampled.tolist()

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.sequences import append_forced, next_mask
 from jaxpage.plan import Admission, StepPlan
-from jaxpage.request import Sequence, WaitingFor
+from jaxpage.request import Request, Sequence, WaitingFor
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +24,8 @@ class ScheduledStep:
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # all their data goes up
     failed: list[Sequence] = field(default_factory=list)  # no mask will come for them
+    # (request id, number of tokens, whole vocabulary) of the plan's `prompt_scores`
+    scored: list[tuple[str, int, bool]] = field(default_factory=list)
     has_beams: bool = False
     _unsent: list[Sequence] = field(default_factory=list)  # have tokens that the device does not
     _late: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # and their masks
@@ -60,6 +62,10 @@ class ScheduledStep:
                 plan.masks[len(plan.slots)] = mask
         if sequence.num_unsent_tokens:
             self._unsent.append(sequence)
+        if samples and request.wants_vocabulary:
+            plan.vocabulary_rows.append(len(plan.slots))
+        if request.scores_prompt:
+            self._score(request, start, end)
         plan.features |= request.features
         self.sequences.append(sequence)
         plan.slots.append(sequence.slot)
@@ -101,6 +107,8 @@ class ScheduledStep:
         plan.num_late_rows = len(self._late)
         for sequence, mask in self._late:
             plan.masks[len(plan.slots)] = mask
+            if sequence.request.wants_vocabulary:
+                plan.vocabulary_rows.append(len(plan.slots))
             plan.features |= sequence.request.features
             self.sequences.append(sequence)
             plan.slots.append(sequence.slot)
@@ -115,6 +123,7 @@ class ScheduledStep:
         return (
             plan.num_tokens.count(1) == plan.num_rows
             and not (self.admitted or self.has_beams or plan.masks or plan.input_embeds)
+            and not plan.vocabulary_rows
             and all(plan.samples)
         )
 
@@ -137,6 +146,18 @@ class ScheduledStep:
                 self.plan.forced_tokens.append((sequence.slot, start, sequence.token_ids[start:]))
                 sequence.num_unsent_tokens = 0
         return self.plan
+
+    def _score(self, request: Request, start: int, end: int) -> None:
+        """Have the prompt's tokens scored that follow on `start .. end` of the row to come, and were not yet."""
+        prompt = request.prompt_token_ids
+        first = max(start, request.num_scored_tokens)
+        next_ids = prompt[first + 1 : end + 1]
+        if next_ids:
+            request.num_scored_tokens = first + len(next_ids)
+            whole = request.wants_prompt_vocabulary
+            row = len(self.plan.slots)
+            self.plan.prompt_scores.append((row, first - start, next_ids, whole))
+            self.scored.append((request.request_id, len(next_ids), whole))
 
     def _mask(self, sequence: Sequence) -> np.ndarray | None:
         """What it may sample next; None if that is not known yet. If it never will be, the sequence has failed."""

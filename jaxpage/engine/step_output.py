@@ -45,4 +45,7 @@ class StepOutput:
     token_ids: list[list[int]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     ends: dict[int, SequenceEnd] = field(default_factory=dict)
-    result: StepResult | None = None  # None: there are no entries
+    result: StepResult | None = None  # None: nothing was sampled
+    # (request id, number of tokens, whole vocabulary): whose prompts the result scores, in the order of the plan
+    scored: list[tuple[str, int, bool]] = field(default_factory=list)
+    vocabulary_rows: list[int] = field(default_factory=list)  # of the plan

@@ -14,6 +14,8 @@ import numpy as np
 ADMIT = "admit"
 SET_MASKS = "set masks"
 SET_TOKENS = "set tokens"
+SCORE = "score"  # a piece of the hidden states of the last `forward`, by its number
+VOCABULARY = "vocabulary"
 READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory
 
 # Calls that are no program of their own.
@@ -24,6 +26,7 @@ RESET = "reset"  # pool and request state begin anew
 # At most; buffers of fewer are padded.
 MASKS_PER_CALL = 8
 TOKENS_PER_CALL = 64
+VOCABULARY_ROWS = 8
 BLOCKS_PER_CALL = 16  # of those that move between device and host; padding moves the null block
 
 

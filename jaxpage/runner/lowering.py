@@ -19,10 +19,26 @@ from jax.sharding import Mesh, Sharding
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, sample_name
-from jaxpage.runner.calls import ADMIT, BLOCKS_PER_CALL, READ, SET_MASKS, SET_TOKENS, WRITE
+from jaxpage.runner.calls import (
+    ADMIT,
+    BLOCKS_PER_CALL,
+    READ,
+    SCORE,
+    SET_MASKS,
+    SET_TOKENS,
+    VOCABULARY,
+    WRITE,
+)
 from jaxpage.runner.host_memory import read_blocks, write_blocks
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.pack import masks_layout, rows_layout, step_layout, tokens_layout
+from jaxpage.runner.pack import (
+    masks_layout,
+    rows_layout,
+    score_layout,
+    step_layout,
+    tokens_layout,
+    vocabulary_layout,
+)
 from jaxpage.runner.programs import Lowering
 from jaxpage.runner.slots import (
     abstract_request_state,
@@ -83,6 +99,8 @@ class Lowerings:
             ADMIT: admission_layout(step_spec),
             SET_MASKS: masks_layout(step_spec.vocab_size),
             SET_TOKENS: tokens_layout(),
+            SCORE: score_layout(step_spec.num_scored),
+            VOCABULARY: vocabulary_layout(),
         }
         self.layouts |= {b.name: step_layout(b, num_groups=groups, **sizes) for b in buckets}
         # By `forward` program: what goes up for a step with embeddings.
@@ -100,6 +118,7 @@ class Lowerings:
             name = sample_name(rows)
             self.layouts[name] = rows_layout(rows)
             self.programs[name] = partial(self._lower_sample, self.layouts[name])
+        self.programs |= {SCORE: self._lower_score, VOCABULARY: self._lower_vocabulary}
         if moves_blocks:
             self.programs |= {READ: self._lower_read, WRITE: self._lower_write}
 
@@ -151,6 +170,21 @@ class Lowerings:
 
     def _lower_sample(self, layout: Layout) -> jax.stages.Lowered:
         return jax.jit(partial(self._step.sample, layout), donate_argnums=1).lower(
+            self._leaves, self._state, self._integers(layout.size)
+        )
+
+    def _lower_score(self) -> jax.stages.Lowered:
+        piece = jax.ShapeDtypeStruct(
+            (self._spec.num_scored, self._spec.hidden_size), self._spec.dtype
+        )
+        layout = self.layouts[SCORE]
+        return jax.jit(partial(self._step.score, layout)).lower(
+            self._leaves, _structs(piece, self._mesh), self._integers(layout.size)
+        )
+
+    def _lower_vocabulary(self) -> jax.stages.Lowered:
+        layout = self.layouts[VOCABULARY]
+        return jax.jit(partial(self._step.vocabulary, layout)).lower(
             self._leaves, self._state, self._integers(layout.size)
         )
 

@@ -1,8 +1,8 @@
 """From a plan to the calls that carry it out. Pure: NumPy in, NumPy out; knows no device.
 
 The calls of a plan, in order: block contents move between device, host and disk; sequences are admitted; forced tokens
-are appended; masks are set; then the step, either `decode` or `forward` and `sample`. Rows that an earlier step computed
-are in `sample` alone.
+are appended; masks are set; then the step, either `decode`, or `forward` and `sample` with what is scored in between.
+Rows that an earlier step computed are in `sample` alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxpage.runner.calls import (
     BLOCKS_PER_CALL,
     LOAD,
     MASKS_PER_CALL,
+    SCORE,
     SET_MASKS,
     SET_TOKENS,
     STORE_DEVICE,
@@ -26,6 +27,8 @@ from jaxpage.runner.calls import (
     SWAP_IN,
     SWAP_OUT,
     TOKENS_PER_CALL,
+    VOCABULARY,
+    VOCABULARY_ROWS,
     Call,
 )
 from jaxpage.runner.layout import Field, Layout
@@ -88,6 +91,25 @@ def tokens_layout() -> Layout:
     return Layout((Field("slots", size), Field("positions", size), Field("token_ids", size)))
 
 
+def score_layout(num_scored: int) -> Layout:
+    """Tokens to score: where in a piece of hidden states, and which token comes behind it."""
+    return Layout(
+        (
+            Field("num"),  # of those that are no padding
+            Field(
+                "whole"
+            ),  # 0 or 1: whether the log-probabilities of the whole vocabulary are wanted
+            Field("rows", (num_scored,)),
+            Field("token_ids", (num_scored,)),
+        )
+    )
+
+
+def vocabulary_layout() -> Layout:
+    """Rows that sample next, and how many of them are no padding."""
+    return Layout((*rows_layout(VOCABULARY_ROWS).fields, Field("num")))
+
+
 def pack(plan: StepPlan, programs: StepPrograms, layouts: dict[str, Layout]) -> list[Call]:
     """The calls of a plan. `programs` of its step hold its tokens and rows; `layouts` are those of all programs."""
     calls = [] if plan.transfers is None else list(_transfers(plan.transfers))
@@ -96,6 +118,7 @@ def pack(plan: StepPlan, programs: StepPrograms, layouts: dict[str, Layout]) -> 
     if programs.bucket is not None:
         packed = _pack_step(plan, layouts[programs.bucket.name])
         calls.append(Call(programs.bucket.name, (packed, *_embeds(plan, programs.bucket))))
+    calls += [*_scores(plan, layouts), *_vocabulary(plan, layouts)]
     if programs.sample is not None:
         packed = _pack_rows(plan, layouts[programs.sample], plan.num_rows)
         calls.append(Call(programs.sample, (packed,)))
@@ -160,6 +183,43 @@ def _forced_tokens(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
             *tokens, strict=True
         )
         calls.append(Call(SET_TOKENS, (buffer,)))
+    return calls
+
+
+def _scores(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
+    """Those of the tokens for which the whole vocabulary is wanted come last."""
+    if not plan.prompt_scores:
+        return []
+    size = layouts[SCORE].view(layouts[SCORE].new_buffer(), "rows").size
+    row_starts = np.cumsum([0, *plan.num_tokens])
+    pieces: dict[tuple[bool, int], list[tuple[int, int]]] = {}
+    for row, offset, next_ids, whole in plan.prompt_scores:
+        first = int(row_starts[row]) + offset
+        for position, token_id in enumerate(next_ids, start=first):
+            piece, place = divmod(position, size)
+            pieces.setdefault((whole, piece), []).append((place, token_id))
+    calls = []
+    for whole, piece in sorted(pieces):
+        tokens = pieces[whole, piece]
+        buffer = layouts[SCORE].new_buffer()
+        views = layouts[SCORE].views(buffer)
+        views["num"][()], views["whole"][()] = len(tokens), whole
+        views["rows"][: len(tokens)], views["token_ids"][: len(tokens)] = zip(*tokens, strict=True)
+        calls.append(Call(SCORE, (np.array(piece, np.int32), buffer)))
+    return calls
+
+
+def _vocabulary(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
+    calls, wanted = [], plan.vocabulary_rows
+    for start in range(0, len(wanted), VOCABULARY_ROWS):
+        rows = wanted[start : start + VOCABULARY_ROWS]
+        buffer = layouts[VOCABULARY].new_buffer()
+        views = layouts[VOCABULARY].views(buffer)
+        views["features"][()], views["num"][()] = plan.features, len(rows)
+        for name in ("slots", "starts", "num_tokens"):
+            values = getattr(plan, name)
+            views[name][: len(rows)] = [values[row] for row in rows]
+        calls.append(Call(VOCABULARY, (buffer,)))
     return calls
 
 

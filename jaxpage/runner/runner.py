@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -34,7 +34,19 @@ from jaxpage.runner.recording import CallRecorder
 from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step import DeviceResult
 from jaxpage.sampling.features import bits
-from jaxpage.sampling.logprobs import TOP_LOGPROBS
+from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executed:
+    """What calls have left to be read, not yet computed."""
+
+    sampled: DeviceResult | None = None  # by the last of them that samples
+    # (how many count, whether the whole vocabulary is wanted, scores) of each call
+    scores: list[tuple[int, bool, Scores]] = field(default_factory=list)
+    vocabulary: list[tuple[int, jax.Array]] = field(
+        default_factory=list
+    )  # (how many count, [R, V])
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ class Launched:
     num_steps: int
     num_rows: int
     has_top_logprobs: bool
-    result: DeviceResult
+    result: Executed
     number: int = 0  # of the launch in a recording
 
 
@@ -85,6 +97,7 @@ class Runner:
         self.host_memory = host_memory
         self.recorder: CallRecorder | None = None  # whoever sets it gets all calls from then on
         self._num_launches = 0
+        self._hidden: list[jax.Array] = []  # of the last `forward`, in pieces, while its step runs
         self._counter = CompilationCounter()
         self.programs = Programs(self._lowerings.programs, store)
         self._buckets = {bucket.name: bucket for bucket in buckets}
@@ -100,7 +113,7 @@ class Runner:
         first, then = start_order(self.buckets)
         moving = [calls.READ, calls.WRITE] if self.host_memory is not None else []
         small = [calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS]
-        self.programs.start([*small, *first, *then, *moving])
+        self.programs.start([*small, *first, *then, *moving, calls.SCORE, calls.VOCABULARY])
         self._allocate()
         self.programs.wait_for([[calls.ADMIT, *first]])
 
@@ -145,21 +158,27 @@ class Runner:
     def launch(self, plan: StepPlan) -> Launched:
         """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
         result = self.execute(pack(plan, self._choose(plan), self._lowerings.layouts))
-        assert result is not None, "a step ends with decode or sample"
+        assert result.sampled is not None, "a step ends with decode or sample"
         has_top = bool(plan.features & bits(TOP_LOGPROBS)) and self._spec.num_top_logprobs > 0
         return Launched(plan.num_steps, plan.num_rows, has_top, result, self._num_launches - 1)
 
-    def execute(self, step: Iterable[Call]) -> DeviceResult | None:
-        """Run calls in order; returns what the last of them sampled, not yet computed. None if none of them samples."""
+    def execute(self, step: Iterable[Call]) -> Executed:
+        """Run calls in order; returns what they have left to be read."""
         step = list(step)
         if self.recorder is not None:
             self.recorder.calls(step)
         self._num_launches += 1
-        result = None
+        sampled, executed = None, Executed()
         with self._counter.watching():
             for call in step:
-                result = self._run(call.program, *call.buffers)
-        return result
+                if call.program == calls.SCORE:
+                    executed.scores.append(self._score(*call.buffers))
+                elif call.program == calls.VOCABULARY:
+                    executed.vocabulary.append(self._vocabulary(*call.buffers))
+                else:
+                    sampled = self._run(call.program, *call.buffers)
+        self._hidden = []
+        return replace(executed, sampled=sampled)
 
     def store_blocks(self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]]) -> None:
         """Write the contents of blocks to the disk: (block of the device or of the host, hash)."""
@@ -200,8 +219,20 @@ class Runner:
         packed, *embeds = buffers
         if self._spec.prompt_embeds and not embeds:
             embeds = self._lowerings.no_embeds(name)
-        self._kv_pool, self._state = program(leaves, self._kv_pool, self._state, packed, *embeds)
+        self._kv_pool, self._state, self._hidden = program(
+            leaves, self._kv_pool, self._state, packed, *embeds
+        )
         return None
+
+    def _score(self, piece: np.ndarray, packed: np.ndarray) -> tuple[int, bool, Scores]:
+        layout = self._lowerings.layouts[calls.SCORE]
+        num, whole = int(layout.view(packed, "num")), bool(layout.view(packed, "whole"))
+        program = self.programs[calls.SCORE]
+        return num, whole, program(self._leaves(), self._hidden[int(piece)], packed)
+
+    def _vocabulary(self, packed: np.ndarray) -> tuple[int, jax.Array]:
+        num = int(self._lowerings.layouts[calls.VOCABULARY].view(packed, "num"))
+        return num, self.programs[calls.VOCABULARY](self._leaves(), self._state, packed)
 
     def _allocate(self) -> None:
         self._kv_pool, self._state = self._lowerings.allocate()
@@ -252,7 +283,9 @@ _MEMORY_CALLS = {
 def to_host(launched: Launched) -> StepResult:
     """What a launched step sampled, without the padding; waits for it."""
     steps, rows = launched.num_steps, launched.num_rows
-    sampled = launched.result.sampled
+    result = launched.result.sampled
+    assert result is not None, "nothing was sampled"
+    sampled = result.sampled
     token_ids = np.asarray(sampled.token_ids)[:steps, :rows]
     top_token_ids, top_logprobs = (
         np.zeros((steps, rows, 0), np.int32),
@@ -263,9 +296,28 @@ def to_host(launched: Launched) -> StepResult:
         top_logprobs = np.asarray(sampled.top_logprobs)[:steps, :rows]
     return StepResult(
         token_ids=token_ids,
-        num_sampled=np.asarray(launched.result.num_sampled)[:rows],
+        num_sampled=np.asarray(result.num_sampled)[:rows],
         logprobs=np.asarray(sampled.logprobs)[:steps, :rows],
         ranks=np.asarray(sampled.ranks)[:steps, :rows],
         top_token_ids=top_token_ids,
         top_logprobs=top_logprobs,
+        **_scored(launched.result),
     )
+
+
+def _scored(executed: Executed) -> dict[str, np.ndarray]:
+    """The fields of a `StepResult` that say more than what was sampled, as far as that was asked for."""
+
+    def joined(parts: list[tuple[int, jax.Array]]) -> np.ndarray:
+        return np.concatenate([np.asarray(part)[:num] for num, part in parts])
+
+    found = {}
+    if executed.vocabulary:
+        found["vocabulary"] = joined(executed.vocabulary)
+    if executed.scores:
+        for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
+            found[f"prompt_{name}"] = joined([(n, getattr(s, name)) for n, _, s in executed.scores])
+        whole = [(num, scores.vocabulary) for num, whole, scores in executed.scores if whole]
+        if whole:
+            found["prompt_vocabulary"] = joined(whole)
+    return found

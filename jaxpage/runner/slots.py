@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxpage.plan import NULL_SLOT, Admission
 from jaxpage.runner.layout import Field, Layout
 from jaxpage.runner.spec import StepSpec
-from jaxpage.sampling.features import FIELDS
+from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
 
 
@@ -37,7 +37,10 @@ def admission_layout(spec: StepSpec) -> Layout:
             Field("prompt_len"),
             Field("max_len"),  # the sequence ends at this many tokens
             Field("sequence_index"),
-            *(Field(f.name, f.shape(spec.vocab_size), f.dtype, f.fill) for f in FIELDS),
+            *(
+                Field(f.name, f.shape(spec.vocab_size), f.dtype, f.fill)
+                for f in fields_of(spec.processors)
+            ),
         )
     )
 

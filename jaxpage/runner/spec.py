@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jax.typing import DTypeLike
 
 from jaxpage.kv_groups import KVGroups
+from jaxpage.sampling.fields import Processors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,4 +25,6 @@ class StepSpec:
     decode_steps: int  # most decode steps in one launch
     num_top_logprobs: int  # W
     logprobs_mode: str
+    num_scored: int  # C, tokens of prompts that are scored at a time
     prompt_embeds: bool = False  # `forward` takes embeddings in the place of tokens
+    processors: Processors = ()  # of logits, by the engine's user

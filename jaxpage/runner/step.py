@@ -8,6 +8,7 @@ step. Pool and request state are donated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,10 +31,11 @@ from jaxpage.runner.layout import Layout
 from jaxpage.runner.slots import words_of
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.fields import RequestState
-from jaxpage.sampling.sampler import Sampled, sample, stops
+from jaxpage.sampling.logprobs import Scores, score
+from jaxpage.sampling.sampler import Sampled, sample, stops, vocabulary
 
 # Inlined by XLA; as a jit of its own it is traced once for all programs with as many rows.
-_sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode"))
+_sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode", "processors"))
 
 Rows = dict[str, jax.Array]  # the fields of `pack.rows_layout` or `pack.step_layout`
 
@@ -69,8 +71,9 @@ class Step:
         state: RequestState,
         packed: jax.Array,
         *embeds: jax.Array,
-    ) -> tuple[KVPool, RequestState]:
+    ) -> tuple[KVPool, RequestState, list[jax.Array]]:
         """The rows' tokens through the layers; the hidden state of each row's last token is in its slot afterwards.
+        Those of all tokens come back in pieces [C, E] for `score`.
 
         A sibling row has no tokens of its own: its last token is that of the row before it. `embeds`, if the spec has
         prompt embeddings: words [T, E], and bool[T] where they stand in the place of tokens.
@@ -79,7 +82,31 @@ class Step:
         kv_pool, batch, hidden = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
         last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
         words = lax.bitcast_convert_type(last, words_of(last.dtype))
-        return kv_pool, state | {"hidden": state["hidden"].at[batch.slots].set(words)}
+        state = state | {"hidden": state["hidden"].at[batch.slots].set(words)}
+        return kv_pool, state, _pieces(hidden, self.spec.num_scored)
+
+    def score(
+        self, layout: Layout, leaves: list[jax.Array], hidden: jax.Array, packed: jax.Array
+    ) -> Scores:
+        """How likely `token_ids` [C] are after the tokens `rows` [C] of a piece [C, E] of `forward`'s hidden states."""
+        scored = layout.unpack(packed)
+        logits = self._logits(self._model(leaves), hidden[scored["rows"]])
+        spec = self.spec
+        mode = "raw_logits" if spec.logprobs_mode.endswith("logits") else "raw"
+        to_score = partial(score, num_top=spec.num_top_logprobs, logprobs_mode=mode)
+        return self._whole(to_score)(logits, scored["token_ids"])
+
+    def vocabulary(
+        self, layout: Layout, leaves: list[jax.Array], state: RequestState, packed: jax.Array
+    ) -> jax.Array:
+        """float32[R, V]: what is said of every token for rows that are about to be sampled."""
+        rows = layout.unpack(packed)
+        hidden = lax.bitcast_convert_type(state["hidden"][rows["slots"]], self.spec.dtype)
+        logits = self._logits(self._model(leaves), hidden)
+        mode, processors = self.spec.logprobs_mode, self.spec.processors
+        say = self._whole(partial(vocabulary, logprobs_mode=mode, processors=processors))
+        position = rows["starts"] + rows["num_tokens"]
+        return say(logits, state, rows["slots"], position, rows["features"])
 
     def sample(
         self,
@@ -187,19 +214,37 @@ class Step:
             _sample,
             num_top_logprobs=self.spec.num_top_logprobs,
             logprobs_mode=self.spec.logprobs_mode,
+            processors=self.spec.processors,
         )
-        logits = model.logits(hidden)
-        if self.mesh is not None:
-            # All logits on each device, which chooses for itself: one exchange, instead of one for each thing the
-            # sampler looks at. Their shares are made first, or XLA would rather exchange the weights of the head.
-            shares = sharding(self.mesh, ("rows", "vocab"), logits.shape)
-            logits = lax.with_sharding_constraint(logits, shares)
-            whole = PartitionSpec()
-            choose = jax.shard_map(
-                choose, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False
-            )
-        sampled = choose(logits, state, slots, position, rows["features"])
+        logits = self._logits(model, hidden)
+        sampled = self._whole(choose)(logits, state, slots, position, rows["features"])
         return _append(state, slots, samples, sampled.token_ids, position), sampled, samples
+
+    def _logits(self, model: Any, hidden: jax.Array) -> jax.Array:
+        """float32[R, V] of hidden [R, E]."""
+        logits = model.logits(hidden)
+        if self.mesh is None:
+            return logits
+        # Each device makes its share, or XLA would rather exchange the weights of the head.
+        shares = sharding(self.mesh, ("rows", "vocab"), logits.shape)
+        return lax.with_sharding_constraint(logits, shares)
+
+    def _whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with all of its arguments on each device, which computes it for itself: one exchange of the
+        logits, instead of one for each thing that the function looks at.
+        """
+        if self.mesh is None:
+            return function
+        whole = PartitionSpec()
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False
+        )
+
+
+def _pieces(hidden: jax.Array, size: int) -> list[jax.Array]:
+    """[size, E] each, of [T, E]; the last one is padded."""
+    missing = -hidden.shape[0] % size
+    return jnp.split(jnp.pad(hidden, ((0, missing), (0, 0))), (hidden.shape[0] + missing) // size)
 
 
 def _update_tables(state: RequestState, rows: Rows) -> RequestState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.sampling.constraints import CONSTRAINTS
-from jaxpage.sampling.fields import SamplerFeature, SlotField
+from jaxpage.sampling.fields import Processors, SamplerFeature, SlotField
 from jaxpage.sampling.keys import RANDOM
 from jaxpage.sampling.logprobs import TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
@@ -27,12 +27,26 @@ def bits(*features: SamplerFeature) -> int:
     return sum({_BITS[feature.name] for feature in features})
 
 
-def features_of(request: Request) -> int:
+def processor_bits(processors: Processors) -> list[int]:
+    """The bits of an engine's own processors, behind those of all features."""
+    return [1 << (len(FEATURES) + index) for index in range(len(processors))]
+
+
+def fields_of(processors: Processors) -> tuple[SlotField, ...]:
+    """The fields of the sampler and of an engine's own processors."""
+    return (*FIELDS, *(field for processor in processors for field in processor.fields))
+
+
+def features_of(request: Request, processors: Processors = ()) -> int:
     """The bits of all features that a request asks for."""
-    return bits(*(feature for feature in FEATURES if feature.asked(request)))
+    own = zip(processors, processor_bits(processors), strict=True)
+    asked = sum(bit for processor, bit in own if processor.asked(request))
+    return asked | bits(*(feature for feature in FEATURES if feature.asked(request)))
 
 
-def slot_fields_of(request: Request, vocab_size: int) -> dict[str, Any]:
+def slot_fields_of(
+    request: Request, vocab_size: int, processors: Processors = ()
+) -> dict[str, Any]:
     """The values of all fields that a request sets, by name; the others keep their fill value."""
-    values = {field.name: field.value(request, vocab_size) for field in FIELDS}
+    values = {field.name: field.value(request, vocab_size) for field in fields_of(processors)}
     return {name: value for name, value in values.items() if value is not None}

@@ -54,3 +54,7 @@ class SamplerFeature:
     fields: tuple[SlotField, ...] = ()
     asked: Callable[[Request], bool]
     apply: Apply | None = None  # None: the sampler calls it in a way of its own
+
+
+# Parts of the sampler that an engine's user has written.
+Processors = tuple[SamplerFeature, ...]

@@ -5,10 +5,52 @@ Knows a distribution given by its logits; which one that is, raw or processed, i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from jaxpage.sampling.fields import SamplerFeature
+from jaxpage.sampling.truncation import find_best
+
+if TYPE_CHECKING:
+    from jaxpage.request import Request
+
+# Of which logits log-probabilities are taken; those that end so are not normalised.
+LOGPROBS_MODES = ("raw", "temperature", "processed", "raw_logits", "processed_logits")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How likely given tokens are. N tokens, W top logprobs."""
+
+    logprobs: jax.Array  # float32[N]
+    ranks: jax.Array  # int32[N], as `ranks`
+    top_token_ids: jax.Array  # int32[N, W] best first, ties by id
+    top_logprobs: jax.Array  # float32[N, W]
+    vocabulary: jax.Array  # float32[N, V]: all
+
+
+def score(logits: jax.Array, ids: jax.Array, *, num_top: int, logprobs_mode: str) -> Scores:
+    """How likely ids, int32[N], are by logits, float32[N, V], of which nothing but the mode's normaliser is taken."""
+    scored = logits - offset(logits, logprobs_mode)[:, None]
+    top, top_ids = find_best(scored, num_top)
+    return Scores(
+        logprobs=jnp.take_along_axis(scored, ids[:, None], axis=1)[:, 0],
+        ranks=ranks(scored, ids),
+        top_token_ids=top_ids,
+        top_logprobs=top,
+        vocabulary=scored,
+    )
+
+
+def offset(logits: jax.Array, logprobs_mode: str) -> jax.Array:
+    """float32[R]: what a mode takes from the logits of each row."""
+    if logprobs_mode.endswith("logits"):
+        return jnp.zeros(logits.shape[0], jnp.float32)
+    return log_normaliser(logits)
 
 
 def log_normaliser(logits: jax.Array) -> jax.Array:
@@ -24,5 +66,9 @@ def ranks(logits: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.where(logits >= own, 1.0, 0.0).sum(-1).astype(jnp.int32)
 
 
+def _wants_best(request: Request) -> bool:
+    return bool(request.params.logprobs) and not request.wants_vocabulary
+
+
 # The most likely ids besides the sampled one; logprobs=0 asks for the sampled one alone.
-TOP_LOGPROBS = SamplerFeature(name="top logprobs", asked=lambda r: bool(r.params.logprobs))
+TOP_LOGPROBS = SamplerFeature(name="top logprobs", asked=_wants_best)

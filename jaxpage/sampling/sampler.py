@@ -10,19 +10,18 @@ position alone. Parts that no row of a step needs are skipped on the device by t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpage.sampling.constraints import is_set
-from jaxpage.sampling.features import BEFORE_ARGMAX, bits
-from jaxpage.sampling.fields import RequestState, SamplerFeature
+from jaxpage.sampling.features import BEFORE_ARGMAX, bits, processor_bits
+from jaxpage.sampling.fields import Processors, RequestState, SamplerFeature
 from jaxpage.sampling.keys import RANDOM, gumbel_noise, row_keys
-from jaxpage.sampling.logprobs import TOP_LOGPROBS, log_normaliser, ranks
+from jaxpage.sampling.logprobs import LOGPROBS_MODES, TOP_LOGPROBS, offset, ranks
 from jaxpage.sampling.truncation import TRUNCATION, find_best
-
-LOGPROBS_MODES = ("raw", "temperature", "processed")
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +46,7 @@ def sample(
     *,
     num_top_logprobs: int,
     logprobs_mode: str,
+    processors: Processors = (),
 ) -> Sampled:
     """Samples one token for each row.
 
@@ -56,7 +56,10 @@ def sample(
 
     logprobs_mode names the distribution of logprobs, ranks and top logprobs: "raw", of the logits as given;
     "temperature", of the logits divided by the temperature (1 for greedy rows), as RL trainers recompute it;
-    "processed", of what the token was drawn from, renormalised.
+    "processed", of what the token was drawn from, renormalised; "raw_logits" and "processed_logits": the logits of
+    which "raw" and "processed" are made, in the place of logprobs.
+
+    processors: of the engine's user; they act last of what comes before the argmax.
 
     Token ids are within [0, V) whatever the logits hold. With NaN among a row's logits the id means nothing, and
     its raw logprob is NaN, which tells. A row whose tokens are all forbidden samples id 0.
@@ -70,19 +73,15 @@ def sample(
         raise ValueError(
             f"num_top_logprobs={num_top_logprobs} is not in 0..{vocab_size}, the vocabulary size"
         )
-    if logprobs_mode == "processed":
-        token_ids, scored = _choose(logits, state, slots, positions, features)
+    choose = partial(_choose, logits, state, slots, positions, features, processors)
+    if logprobs_mode.startswith("processed"):
+        token_ids, scored = choose()
     else:
         # The processed logits die within the branch, and a plain greedy step does not even copy its logits.
-        token_ids = lax.cond(
-            _any(features, *BEFORE_ARGMAX, RANDOM),
-            lambda: _choose(logits, state, slots, positions, features)[0],
-            lambda: _argmax(logits),
-        )
-        scored = logits
-        if logprobs_mode == "temperature":
-            scored = logits / _temperature(state, slots)
-    normaliser = log_normaliser(scored)
+        asked = bits(*BEFORE_ARGMAX, RANDOM) | sum(processor_bits(processors))
+        token_ids = lax.cond((features & asked) != 0, lambda: choose()[0], lambda: _argmax(logits))
+        scored = _unprocessed(logits, state, slots, logprobs_mode)
+    normaliser = offset(scored, logprobs_mode)
     shape = (logits.shape[0], num_top_logprobs)
     top_ids, top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     if num_top_logprobs:
@@ -101,6 +100,24 @@ def sample(
     )
 
 
+def vocabulary(
+    logits: jax.Array,
+    state: RequestState,
+    slots: jax.Array,
+    positions: jax.Array,
+    features: jax.Array,
+    *,
+    logprobs_mode: str,
+    processors: Processors = (),
+) -> jax.Array:
+    """float32[R, V]: what `sample` would say of every token; the arguments are its."""
+    if logprobs_mode.startswith("processed"):
+        _, scored = _choose(logits, state, slots, positions, features, processors)
+    else:
+        scored = _unprocessed(logits, state, slots, logprobs_mode)
+    return scored - offset(scored, logprobs_mode)[:, None]
+
+
 def stops(token_ids: jax.Array, state: RequestState, slots: jax.Array) -> jax.Array:
     """bool[R]: whether token_ids[r] ends the sequence in slots[r]."""
     return is_set(state["stop_mask"], token_ids, slots)
@@ -112,31 +129,42 @@ def _choose(
     slots: jax.Array,
     positions: jax.Array,
     features: jax.Array,
+    processors: Processors,
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[R] tokens, float32[R, V] the processed logits they were chosen by)."""
 
-    def apply(feature, logits):
+    def apply(feature, bit, logits):
         return lax.cond(
-            _any(features, feature),
+            (features & bit) != 0,
             lambda x: feature.apply(x, state, slots, positions),
             lambda x: x,
             logits,
         )
 
     def adjust(logits):
-        for feature in BEFORE_ARGMAX:
-            logits = apply(feature, logits)
+        for feature, bit in before_argmax:
+            logits = apply(feature, bit, logits)
         return logits
 
     def draw(logits):
-        logits = apply(TRUNCATION, logits / _temperature(state, slots))
+        logits = apply(TRUNCATION, bits(TRUNCATION), logits / _temperature(state, slots))
         keys = row_keys(state["seed"][slots], state["sequence_index"][slots])
         noise = gumbel_noise(keys, positions, logits.shape[1])
         random = (state["temperature"][slots] > 0)[:, None]
         return _argmax(jnp.where(random, logits + noise, logits)), logits
 
-    logits = lax.cond(_any(features, *BEFORE_ARGMAX), adjust, lambda x: x, logits)
+    before_argmax = [(feature, bits(feature)) for feature in BEFORE_ARGMAX]
+    before_argmax += zip(processors, processor_bits(processors), strict=True)
+    asked = sum(bit for _, bit in before_argmax)
+    logits = lax.cond((features & asked) != 0, adjust, lambda x: x, logits)
     return lax.cond(_any(features, RANDOM), draw, lambda x: (_argmax(x), x), logits)
+
+
+def _unprocessed(
+    logits: jax.Array, state: RequestState, slots: jax.Array, logprobs_mode: str
+) -> jax.Array:
+    """The logits of a mode that does not look at how the token was chosen."""
+    return logits / _temperature(state, slots) if logprobs_mode == "temperature" else logits
 
 
 def _temperature(state: RequestState, slots: jax.Array) -> jax.Array:

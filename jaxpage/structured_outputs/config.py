@@ -24,8 +24,12 @@ class StructuredOutputsConfig:
 
     max_grammar_bytes: int = 2**20  # of the text of a schema, a regex or a grammar
     max_nesting: int = 128  # lists and objects within each other in a schema
-    compile_timeout: float = 30.0  # seconds, from the request's arrival until its grammar is compiled
-    max_mask_time: float = 0.05  # seconds, about, for one mask; a grammar that needs more has failed
+    compile_timeout: float = (
+        30.0  # seconds, from the request's arrival until its grammar is compiled
+    )
+    max_mask_time: float = (
+        0.05  # seconds, about, for one mask; a grammar that needs more has failed
+    )
 
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:

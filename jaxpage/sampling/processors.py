@@ -1,0 +1,50 @@
+"""Logits processors of an engine's user: further parts of the sampler, compiled into every step.
+
+    LLM(model, logits_processors=[SamplerFeature(name=..., fields=..., asked=..., apply=...)])
+
+`apply` is a pure function of the logits of a step's rows; `fields` are values of a request that it reads by slot, for
+example of `SamplingParams.extra_args`; `asked` says which requests want it. See `fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+MOST = 16  # bits that are left in a step's features
+
+
+def check_processors(processors: Any) -> tuple:
+    """The processors as a tuple. Raises ValueError for what is none, and for names that are taken."""
+    is_list = isinstance(processors, Iterable) and not isinstance(processors, str | bytes)
+    given = tuple(processors) if is_list else (processors,)
+    if not given:
+        return ()
+    from jaxpage.sampling.features import FEATURES, FIELDS
+    from jaxpage.sampling.fields import SamplerFeature
+
+    for processor in given:
+        if not isinstance(processor, SamplerFeature) or processor.apply is None:
+            raise ValueError(
+                "logits_processors must be a list of jaxpage.sampling.fields.SamplerFeature with a function `apply`, "
+                f"which is compiled into the step; got {processor!r:.200}"
+            )
+    if len(given) > MOST:
+        raise ValueError(f"logits_processors has {len(given)} entries, the limit is {MOST}")
+    names = [x.name for x in (*FEATURES, *given)] + [
+        field.name for fields in (FIELDS, *(x.fields for x in given)) for field in fields
+    ]
+    twice = sorted(
+        {name for name in names if names.count(name) > 1} | _RESERVED.intersection(names)
+    )
+    if twice:
+        raise ValueError(
+            f"logits_processors: the names {', '.join(twice)} are in use; choose others"
+        )
+    return given
+
+
+# Fields of the request state that are no sampler's.
+_RESERVED = {
+    "slot", "token_ids", "block_tables", "prompt_len", "max_len", "sequence_index", "finished", "hidden",
+}  # fmt: skip
