@@ -18,15 +18,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxpage.checkpoint_config import default_sampling, eos_token_ids, load_generation_config
 from jaxpage.composition import executable_cache, size_from_cache
-from jaxpage.config import (
-    EngineConfig,
-    ResolvedConfig,
-    compiler_flags,
-    default_sampling,
-    eos_token_ids,
-    load_generation_config,
-)
+from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler

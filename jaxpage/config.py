@@ -1,13 +1,12 @@
 """Every option of the engine, and what each comes to on one machine with one model.
 
-Knows option names (vLLM's), their ranges and defaults, the environment, which no other file reads,
-and the JSON files of a checkpoint. Must not know jax: the platform and its memory are told.
+Knows option names (vLLM's), their ranges and defaults, and the environment, which no other file reads.
+Must not know jax: the platform and its memory are told.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import numbers
 import os
 import re
@@ -29,8 +28,6 @@ from jaxpage.vllm_options import translate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from jaxpage.sampling.fields import SamplerFeature
 
 _DTYPES = {
     "half": "float16",
@@ -126,6 +123,8 @@ class EngineConfig:
     reasoning_config: ReasoningConfig | dict[str, Any] | None = None
     # limits and defaults of `structured_outputs`; a dict becomes a StructuredOutputsConfig
     structured_outputs_config: StructuredOutputsConfig | dict[str, Any] | None = None
+    # how the model writes tool calls, see `jaxpage.tool_parsers`; None: as its chat template says
+    tool_call_parser: str | None = None
     # compiled programs; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
     compilation_cache_dir: str | None = None
     enable_prompt_embeds: bool = False  # prompts may be {"prompt_embeds": array [T, E]}
@@ -136,8 +135,8 @@ class EngineConfig:
     max_logprobs: int = 20
     # or "temperature", "processed", "raw_logits", "processed_logits": what they come from
     logprobs_mode: str = "raw"
-    # further parts of the sampler, compiled into every step; see `jaxpage.sampling.fields`
-    logits_processors: tuple[SamplerFeature, ...] = ()
+    # further parts of the sampler, compiled into every step: `jaxpage.sampling.fields.SamplerFeature`s
+    logits_processors: tuple[Any, ...] = ()
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()
@@ -152,11 +151,13 @@ class EngineConfig:
             if getattr(self, name) == {}:
                 object.__setattr__(self, name, None)
         object.__setattr__(self, "logits_processors", check_processors(self.logits_processors))
-        structured = to_structured_outputs_config(self.structured_outputs_config)
-        object.__setattr__(self, "structured_outputs_config", structured)
         reasoning = to_reasoning_config(self.reasoning_config)
-        if structured.reasoning_parser and not (reasoning and reasoning.reasoning_parser):
-            reasoning = with_parser(reasoning, structured.reasoning_parser)
+        if self.structured_outputs_config is not None:
+            structured = to_structured_outputs_config(self.structured_outputs_config)
+            kept = None if structured == StructuredOutputsConfig() else structured
+            object.__setattr__(self, "structured_outputs_config", kept)
+            if structured.reasoning_parser and not (reasoning and reasoning.reasoning_parser):
+                reasoning = with_parser(reasoning, structured.reasoning_parser)
         object.__setattr__(self, "reasoning_config", reasoning)
         if not isinstance(self.model, str):
             raise ValueError(_NO_MODEL.format(self.model))
@@ -429,102 +430,3 @@ def _parse_count(name: str, value: Any) -> int:
         if count == int(count) > 0:
             return int(count)
     raise ValueError(f'{name} must be a positive int, or one like "8k" or "8K", got {value!r}')
-
-
-def load_hf_config(
-    model: str, hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None
-) -> PretrainedConfig:
-    """config.json of the folder `model`, or that file, with `hf_overrides` applied, as transformers reads it.
-
-    Reads no other file, runs no code of the checkpoint, asks no network. Raises ValueError.
-    """
-    from transformers import CONFIG_MAPPING
-
-    file = Path(model) if Path(model).is_file() else Path(model, "config.json")
-    if not file.parent.is_dir():
-        raise ValueError(
-            f"model={model!r} is not a folder; give the folder of a checkpoint, which can be had with "
-            "hf download NAME --local-dir FOLDER"
-        )
-    values = _read_json(file)
-    if isinstance(hf_overrides, dict):
-        values = _merge(values, hf_overrides)
-    model_type = values.get("model_type", "")
-    if model_type not in CONFIG_MAPPING:
-        code = "its code comes with the checkpoint, which is never run, whatever trust_remote_code says"
-        raise ValueError(
-            f"{file} has model_type {model_type!r}, which this version of transformers does not know"
-            f"{'; ' + code if 'auto_map' in values else ''}"
-        )
-    try:
-        config = CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # of many types, according to what is wrong
-        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise ValueError(f"{file} cannot be read: {reason}") from error
-    return hf_overrides(config) if callable(hf_overrides) else config
-
-
-def load_generation_config(config: EngineConfig) -> dict[str, Any]:
-    """generation_config.json as `generation_config` says, with the overrides. Raises ValueError."""
-    values = {}
-    if config.generation_config == "auto":
-        path = Path(config.model) / "generation_config.json"
-        values = _read_json(path) if path.is_file() else {}
-    elif config.generation_config != "vllm":
-        values = _read_json(Path(config.generation_config) / "generation_config.json")
-    return values | (config.override_generation_config or {})
-
-
-def default_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a generation config that makes default SamplingParams, under their names."""
-    names = {"max_new_tokens": "max_tokens"} | {
-        name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    }
-    return {
-        ours: generation_config[theirs]
-        for theirs, ours in names.items()
-        if generation_config.get(theirs) is not None
-    }
-
-
-def eos_token_ids(
-    hf_config: PretrainedConfig, generation_config: dict[str, Any], tokenizer: Any = None
-) -> tuple[int, ...]:
-    """Every id that ends a sequence: of the tokenizer, of config.json, of the generation config.
-
-    The first is the model's EOS proper; the others count as stop ids, and are the `stop_reason` (as in vLLM).
-    """
-    found: dict[int, None] = {}
-    for source, value in (
-        ("the tokenizer", getattr(tokenizer, "eos_token_id", None)),
-        ("config.json", getattr(hf_config, "eos_token_id", None)),
-        ("config.json", getattr(hf_config.get_text_config(), "eos_token_id", None)),
-        ("the generation config", generation_config.get("eos_token_id")),
-    ):
-        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        if not all(map(_is_int, ids)):
-            raise ValueError(
-                f"eos_token_id of {source} must be a token id or a list of them, got {value!r}"
-            )
-        found.update(dict.fromkeys(ids))
-    return tuple(found)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; is the folder a checkpoint?") from None
-    except ValueError as e:
-        raise ValueError(f"{path} is not JSON: {e}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, it holds a {type(values).__name__}")
-    return values
-
-
-def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(old)
-    for key, value in new.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpage.config import EngineConfig, ResolvedConfig, load_hf_config
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device import Device
 from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec

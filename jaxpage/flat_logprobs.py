@@ -9,9 +9,9 @@ from typing import Any, overload
 from jaxpage.outputs import Logprob
 
 
-class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
+class FlatLogprobs(Sequence[dict[int, Logprob]]):
     """Reads like the list of dicts. Attributes are vLLM's: token i has the entries `start_indices[i]` up to
-    `end_indices[i]` of `token_ids`, `logprobs`, `ranks` and `decoded_tokens`; none for the first token of a prompt.
+    `end_indices[i]` of `token_ids`, `logprobs`, `ranks` and `decoded_tokens`. The first token of a prompt has none, {}.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
         return len(self.start_indices)
 
     @overload
-    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
     @overload
     def __getitem__(self, index: slice) -> FlatLogprobs: ...
     def __getitem__(self, index: Any) -> Any:
@@ -47,9 +47,9 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
         return {
             self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i])
             for i in entries
-        } or None
+        }
 
-    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+    def __iter__(self) -> Iterator[dict[int, Logprob]]:
         return (self[i] for i in range(len(self)))
 
     def __eq__(self, other: object) -> bool:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxpage.chat_outputs import ChatFormat, chat_format
 from jaxpage.prompts import (
     EmbedsForm,
     Limits,
@@ -25,11 +26,11 @@ from jaxpage.prompts import (
     parse_chat,
     truncate,
 )
-from jaxpage.reasoning import reasoning_tokens
+from jaxpage.reasoning import reasoning_tokens, to_reasoning_config
 from jaxpage.request import MaskSource, Request
 from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.tokenizer import bad_words_token_ids
+from jaxpage.tokenizer import bad_words_token_ids, load_chat_template
 
 if TYPE_CHECKING:
     from jaxpage.build import Built
@@ -72,13 +73,19 @@ class InputProcessor:
         template = options.pop("chat_template", None) or self._config.chat_template
         return parse_chat(messages, self.tokenizer, chat_template=template, **options)
 
+    def chat_format(self, chat_template: str | None = None) -> ChatFormat:
+        """How the model writes tool calls and reasoning, by the options or a chat template. Raises ValueError."""
+        template = load_chat_template(chat_template or self._config.chat_template)
+        return chat_format(self._config, self.tokenizer, template)
+
     def requests(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: int | Sequence[int] | None = None,
+        complete: Callable[[SamplingParams], SamplingParams] = lambda params: params,
     ) -> list[Request]:
-        """A request for each prompt, named by its number.
+        """A request for each prompt, named by its number. `complete`: adds to the params what else is asked for.
 
         `params` and `priority` are one for all or one for each; no params: the default ones. Raises
         ValueError if any prompt or its params cannot be served.
@@ -93,7 +100,7 @@ class InputProcessor:
             number = self._num_requests + index
             try:
                 request = self._request(
-                    prompt, all_params[index], number=number, priority=priorities[index]
+                    prompt, complete(all_params[index]), number=number, priority=priorities[index]
                 )
             except ValueError as e:
                 raise ValueError(f"prompt {index} of {len(prompts)}: {e}") from None
@@ -193,18 +200,19 @@ class InputProcessor:
         """Where its grammar says what comes next; begins to compile it."""
         if params.structured_outputs is None:
             return None
-        from jaxpage.structured_outputs.masks import GrammarMasks, reasoning_has_ended
+        from jaxpage.structured_outputs.masks import GrammarMasks, reasoning_at_end
 
-        end = None
-        if self._config.reasoning_config and not self._grammars.config.enable_in_reasoning:
-            marks = reasoning_tokens(
-                self._config.reasoning_config,
-                self.tokenizer,
-                self.limits.vocab_size,
-                wanted_by="structured_outputs behind reasoning",
+        config, reasoning = to_reasoning_config(self._config.reasoning_config), None
+        is_reasoning = False
+        if config and not self._grammars.config.enable_in_reasoning:
+            wanted_by = "structured_outputs behind reasoning"
+            reasoning = reasoning_tokens(
+                config, self.tokenizer, self.limits.vocab_size, wanted_by=wanted_by
             )
-            if not reasoning_has_ended(prompt.token_ids, marks.start, marks.end):
-                end = marks.end
+            at_end = reasoning_at_end(prompt.token_ids, reasoning.start, reasoning.end)
+            # DeepSeek-R1 reasons without writing the start.
+            is_reasoning = config.reasoning_parser == "deepseek_r1" if at_end is None else at_end
+            reasoning = None if at_end is False else reasoning
         # What is appended unsampled has no logprob, and other constraints had no say in it.
         say = (
             params.logprobs,
@@ -216,7 +224,8 @@ class InputProcessor:
         return GrammarMasks(
             self._grammars,
             self._grammars.compile(params.structured_outputs),
-            end_of_reasoning=end,
+            reasoning=reasoning,
+            is_reasoning=is_reasoning,
             forces=all(x is None or x == [] or x == {} for x in say),
         )
 

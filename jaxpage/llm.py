@@ -109,8 +109,13 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: None = None,
+        tool_choice: Any = "auto",
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of messages.
+
+        Completions have `content`, `reasoning` and `tool_calls` besides their text. `tool_choice`: "auto", "none" (the
+        model is not told of `tools`), "required" (the answer is calls), or {"type": "function", "function": {"name":
+        ...}} for a call of that tool; arguments of the last two always fit the tool's parameters.
 
         `chat_template` is a file or a template, None the engine's, else the tokenizer's. The
         template gets a content that is a list of parts as it is ("openai"), as one string
@@ -119,17 +124,24 @@ class LLM:
         """
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         with self._caller:
+            chat = self._inputs.chat_format(chat_template)
             parsed = self._inputs.parse_chat(
                 messages,
                 chat_template=chat_template,
                 chat_template_content_format=chat_template_content_format,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=tools,
+                tools=None if tool_choice == "none" else tools,
                 chat_template_kwargs=chat_template_kwargs,
                 tokenization_kwargs=tokenization_kwargs,
             )
-            return self._answer(parsed, sampling_params, priority, use_tqdm)
+            requests = self._inputs.requests(
+                parsed, sampling_params, priority, lambda p: chat.params(p, tools, tool_choice)
+            )
+            outputs = self._run(requests, use_tqdm)
+        for output in outputs:
+            chat.read(output, tools, tool_choice)
+        return outputs
 
     def beam_search(
         self,

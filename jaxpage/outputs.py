@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxpage.flat_logprobs import FlatLogprobs
+    from jaxpage.tool_parsers import ToolCall
 
 
 @dataclass(slots=True)
@@ -35,6 +36,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: None = None
     weight_versions: None = None
+    # What is read from `text`, by `LLM.chat`: the text without reasoning and tool calls, and these
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

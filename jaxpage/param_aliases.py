@@ -40,7 +40,7 @@ def accept_aliases(cls: Class) -> Class:
     def __init__(self: Any, **options: Any) -> None:
         init(self, **with_standard_names(options))
 
-    cls.__init__ = __init__
+    setattr(cls, "__init__", __init__)  # noqa: B010, the type checker knows the fields from the class alone
     return cls
 
 

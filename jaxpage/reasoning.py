@@ -13,7 +13,7 @@ from typing import Any
 MAX_MARKER_LEN = 64  # tokens of a marker
 
 # Reasoning parsers of vLLM, for models that jaxpage has -> what begins and ends the reasoning that they find.
-_PARSERS: dict[str, tuple[str, str]] = dict.fromkeys(
+MARKERS: dict[str, tuple[str, str]] = dict.fromkeys(
     ("deepseek_r1", "qwen3"), ("<think>", "</think>")
 )
 
@@ -92,18 +92,18 @@ def reasoning_tokens(
 def _markers(config: ReasoningConfig, wanted_by: str) -> tuple[str, str, str]:
     """What begins reasoning, what ends it, and what is forced. Raises ValueError."""
     parser = config.reasoning_parser
-    if parser and parser not in _PARSERS:
+    if parser and parser not in MARKERS:
         raise ValueError(
             f"{wanted_by} needs the markers of reasoning, and those of reasoning_parser={parser!r} are not "
-            f"known (of {', '.join(_PARSERS)} they are); give {_ADVICE}, and no parser"
+            f"known (of {', '.join(MARKERS)} they are); give {_ADVICE}, and no parser"
         )
-    start, end = _PARSERS.get(parser, ("", ""))
+    start, end = MARKERS.get(parser, ("", ""))
     start = config.reasoning_start_str or start
     forced_end = config.reasoning_end_str or end
     if not (start and forced_end):
         raise ValueError(
             f"{wanted_by} needs to know what begins and ends reasoning; start the engine with "
-            f"{_ADVICE} or reasoning_parser={next(iter(_PARSERS))!r}"
+            f"{_ADVICE} or reasoning_parser={next(iter(MARKERS))!r}"
         )
     return start, end or forced_end, forced_end
 

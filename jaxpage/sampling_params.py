@@ -9,14 +9,23 @@ from __future__ import annotations
 import copy
 import enum
 import logging
-import math
 import numbers
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.param_aliases import accept_aliases, tell
+from jaxpage.param_values import (
+    if_given,
+    to_biases,
+    to_bool,
+    to_count,
+    to_float,
+    to_ids,
+    to_int,
+    to_rows,
+    to_strings,
+)
 from jaxpage.repetition import RepetitionDetectionParams, to_repetition_detection
 from jaxpage.structured_outputs.params import StructuredOutputsParams, to_structured_outputs
 
@@ -26,7 +35,6 @@ MAX_NUM_SEQUENCES = 16384  # of one request; vLLM's VLLM_MAX_N_SEQUENCES
 # below it float32 logits overflow; raised to it with a warning, as vLLM does
 MIN_TEMPERATURE = 0.01
 GREEDY_TEMPERATURE = 1e-5  # below it the request is greedy
-MAX_FLOAT32 = 3.4028235e38
 MAX_LOGPROB_TOKEN_IDS = 128  # of one request
 
 
@@ -160,43 +168,15 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         """Plain ints, floats and fresh lists, so that a copy shares nothing with its original."""
-        for name in _BOOLS:
-            setattr(self, name, _to_bool(name, getattr(self, name)))
-        if self.skip_reading_prefix_cache is not None:
-            name = "skip_reading_prefix_cache"
-            self.skip_reading_prefix_cache = _to_bool(name, self.skip_reading_prefix_cache)
-        for name in ("n", "top_k", "min_tokens"):
-            setattr(self, name, _to_int(name, getattr(self, name)))
-        for name in (
-            "seed", "max_tokens", "stream_interval", "thinking_token_budget", "truncate_prompt_tokens"
-        ):  # fmt: skip
-            if getattr(self, name) is not None:
-                setattr(self, name, _to_int(name, getattr(self, name)))
-        for name in _FLOATS:
-            setattr(self, name, _to_float(name, getattr(self, name)))
+        for name, convert in _CONVERTED.items():
+            setattr(self, name, convert(name, getattr(self, name)))
         if self.seed == -1:
             self.seed = None
         if self.thinking_token_budget == -1:
             self.thinking_token_budget = None
         if self.top_k == -1:
             self.top_k = 0
-        self.logprobs = _to_count("logprobs", self.logprobs)
-        self.prompt_logprobs = _to_count("prompt_logprobs", self.prompt_logprobs)
-        if self.logprob_token_ids is not None:
-            self.logprob_token_ids = _to_ids("logprob_token_ids", self.logprob_token_ids)
-        if self.prompt_logprob_start is not None:
-            start = _to_int("prompt_logprob_start", self.prompt_logprob_start)
-            self.prompt_logprob_start = start
-        if self.prompt_logprob_token_ids is not None:
-            self.prompt_logprob_token_ids = _to_rows(self.prompt_logprob_token_ids)
-        self.stop = _to_strings("stop", self.stop)
-        self.bad_words = _to_strings("bad_words", self.bad_words)
-        ids = [] if self.stop_token_ids is None else self.stop_token_ids
-        self.stop_token_ids = _to_ids("stop_token_ids", ids)
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _to_ids("allowed_token_ids", self.allowed_token_ids)
-        if self.logit_bias is not None:
-            self.logit_bias = _to_biases(self.logit_bias)
+        self.stop_token_ids = self.stop_token_ids or []
         self.repetition_detection = to_repetition_detection(self.repetition_detection)
         self.structured_outputs = to_structured_outputs(self.structured_outputs)
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
@@ -299,9 +279,9 @@ class BeamSearchParams:
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            setattr(self, name, _to_bool(name, getattr(self, name)))
-        self.length_penalty = _to_float("length_penalty", self.length_penalty)
-        self.temperature = _to_float("temperature", self.temperature)
+            setattr(self, name, to_bool(name, getattr(self, name)))
+        self.length_penalty = to_float("length_penalty", self.length_penalty)
+        self.temperature = to_float("temperature", self.temperature)
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature must be in [0, 2], got {self.temperature!r}")
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
@@ -310,8 +290,8 @@ class BeamSearchParams:
             )
         if self.structured_outputs is not None:
             raise ValueError(
-                f"structured_outputs={self.structured_outputs!r:.200} cannot be had of beams, which compare scores "
-                "of whole vocabularies; use LLM.generate with n > 1"
+                f"structured_outputs={self.structured_outputs!r:.200} is not supported: a grammar would forbid what "
+                "beams are ranked by; use LLM.generate with n > 1"
             )
         if self.watermarking:
             raise ValueError("watermarking=True is not supported; leave it None")
@@ -337,6 +317,23 @@ _BOOLS = (
 # Fields whose None means the default in an OpenAI request.
 _NEVER_NONE = ("n", "top_k", *_FLOATS, *_BOOLS, "min_tokens", "output_kind")
 
+# Field -> what makes its value plain.
+_CONVERTED: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(_BOOLS, to_bool),
+    **dict.fromkeys(_FLOATS, to_float),
+    **dict.fromkeys(("n", "top_k", "min_tokens"), to_int),
+    **dict.fromkeys(
+        ("seed", "max_tokens", "stream_interval", "thinking_token_budget"), if_given(to_int)
+    ),
+    **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprob_start"), if_given(to_int)),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), to_count),
+    **dict.fromkeys(("stop", "bad_words"), to_strings),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logprob_token_ids"), if_given(to_ids)),
+    "skip_reading_prefix_cache": if_given(to_bool),
+    "prompt_logprob_token_ids": if_given(to_rows),
+    "logit_bias": if_given(to_biases),
+}
+
 # Field -> what to do instead.
 _NOT_SUPPORTED = {
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
@@ -350,96 +347,3 @@ _NOT_SUPPORTED = {
 _NEUTRAL: dict[str, Any] = {
     "routed_experts_prompt_start": 0,
 }
-
-
-def _to_int(name: str, value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError(f"{name} must be an int, got {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an int, got {value!r}") from None
-
-
-def _to_count(name: str, value: Any) -> int | None:
-    """A number of logprobs; True is 1, and False none."""
-    if value is None or isinstance(value, bool):
-        return 1 if value else None
-    return _to_int(name, value)
-
-
-def _to_rows(value: Any) -> list[list[int]]:
-    """Of `prompt_logprob_token_ids`, which may be an array."""
-    name = "prompt_logprob_token_ids"
-    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list of lists of token ids, got {value!r:.200}")
-    rows = []
-    for row in value:
-        if isinstance(row, str | bytes | dict) or not isinstance(row, Iterable):
-            raise ValueError(
-                f"{name} must be a list of lists of token ids, got the row {row!r:.200}"
-            )
-        rows.append([_to_int(name, x) for x in row])
-    return rows
-
-
-def _to_bool(name: str, value: Any) -> bool:
-    # Equality also admits NumPy's booleans, and 0 and 1.
-    if isinstance(value, str) or not (value == True or value == False):  # noqa: E712
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
-
-
-def _to_float(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or isinstance(value, str):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return number
-
-
-def _to_biases(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias must be a dict of token id to number, got {value!r}")
-    return {_to_bias_id(key): _to_bias(key, bias) for key, bias in value.items()}
-
-
-def _to_bias_id(key: Any) -> int:
-    # JSON has no integer keys, so ids may come as strings.
-    if isinstance(key, str) and key.removeprefix("-").isdecimal():
-        return int(key)
-    try:
-        return _to_int("logit_bias", key)
-    except ValueError:
-        raise ValueError(f"a key of logit_bias must be a token id, got {key!r}") from None
-
-
-def _to_bias(key: Any, value: Any) -> float:
-    name = f"logit_bias[{key!r}]"
-    if isinstance(value, float) and value == -math.inf:  # a ban
-        return value
-    number = _to_float(name, value)
-    if abs(number) > MAX_FLOAT32:
-        raise ValueError(f"{name} must fit into float32, got {value!r}; -inf bans a token")
-    return number
-
-
-def _to_ids(name: str, value: Any) -> list[int]:
-    """A list of ints without duplicates, in the order given."""
-    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list of token ids, got {value!r}")
-    return list(dict.fromkeys(_to_int(name, x) for x in value))
-
-
-def _to_strings(name: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [value]
-    strings = list(value) if isinstance(value, Iterable) else [value]
-    for s in strings:
-        if not isinstance(s, str):
-            raise ValueError(f"{name} must be a string or a list of strings, got {value!r}")
-    return strings

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from jaxpage import tiny
 from jaxpage.chat import ROOM, Conversation, converse, stream
-from jaxpage.config import EngineConfig, load_hf_config
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.config import EngineConfig
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.llm import LLM

@@ -16,14 +16,16 @@ import torch
 from transformers import Qwen2Config
 
 from jaxpage import tiny
-from jaxpage.config import (
-    EngineArgs,
-    EngineConfig,
-    ReasoningConfig,
+from jaxpage.checkpoint_config import (
     default_sampling,
     eos_token_ids,
     load_generation_config,
     load_hf_config,
+)
+from jaxpage.config import (
+    EngineArgs,
+    EngineConfig,
+    ReasoningConfig,
 )
 
 GIB = 2**30
@@ -186,7 +188,9 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"scheduling_policy": "lifo"},
         {"load_format": "gguf"},
         {"quantization": "awq"},
-        {"logprobs_mode": "raw_logits"},
+        {"logprobs_mode": "logits"},
+        {"structured_outputs_config": {"max_nesting": 0}},
+        {"logits_processors": ["a.b"]},
         {"max_logprobs": -2},
         {"kv_cache_memory_bytes": "2X"},
         {"hf_overrides": "{}"},
@@ -215,7 +219,7 @@ def test_nothing_is_left_to_interpret():
     unset = {"num_gpu_blocks_override", "chat_template", "quantization", "cache_max_entry_count"}
     unset |= {"preemption_mode", "kv_offload_dir", "revision", "tokenizer_revision", "download_dir"}
     unset |= {"hf_overrides", "override_generation_config", "hf_token", "record_calls"}
-    unset |= {"reasoning_config"}
+    unset |= {"reasoning_config", "structured_outputs_config", "tool_call_parser"}
     assert left == unset | {"load_format", "generation_config"}
     for name in {f.name for f in dataclasses.fields(config)} - {"hf_token"}:
         assert name in config.describe()
@@ -283,7 +287,6 @@ def test_options_of_vllm_are_accepted_at_other_harmless_values(neutral):
         {"speculative_config": {"method": "ngram"}},
         {"enable_chunked_prefill": False},
         {"quantization_config": {"linear": "fp8"}},
-        {"logits_processors": ["a.b"]},
         {"rope_scaling": {"type": "yarn"}},
         {"cpu_offload_gb": 4},
         {"model_impl": "transformers"},

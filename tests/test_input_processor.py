@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpage import tiny
-from jaxpage.config import EngineConfig, load_hf_config
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.config import EngineConfig
 from jaxpage.input_processor import InputProcessor, derive_seed
 from jaxpage.sampling.features import features_of
 from jaxpage.sampling_params import SamplingParams

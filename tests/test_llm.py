@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpage import BeamSearchParams, tiny
-from jaxpage.config import EngineConfig, load_hf_config
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.config import EngineConfig
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.input_processor import derive_seed
@@ -172,8 +173,20 @@ BAD = {
     "stop id": ([5], {"stop_token_ids": [512]}, "stop_token_ids has 512"),
     "allowed id": ([5], {"allowed_token_ids": [600]}, "allowed_token_ids has 600"),
     "bias id": ([5], {"logit_bias": {-1: 1}}, "logit_bias has -1"),
-    "logprobs": ([5], {"logprobs": 21}, "asks for 21, max_logprobs is 20"),
-    "all logprobs": ([5], {"logprobs": -1}, "asks for 512, max_logprobs is 20"),
+    "logprobs": ([5], {"logprobs": 21}, "logprobs=21 is more than max_logprobs=20"),
+    "prompt logprobs": ([5], {"prompt_logprobs": 21}, "more than max_logprobs=20"),
+    "logprob id": ([5], {"logprob_token_ids": [512]}, "logprob_token_ids has 512"),
+    "prompt logprob rows": (
+        [5],
+        {"prompt_logprob_token_ids": [[1], [2]]},
+        "2 rows from token 0 on, but the prompt has 1",
+    ),
+    "truncation": ([5], {"truncate_prompt_tokens": 64}, "no room for an answer"),
+    "schema": (
+        [5],
+        {"structured_outputs": {"json": {"properties": {"a": {"type": "x"}}}}},
+        r"at \$\.properties\.a: Invalid type",
+    ),
     "long bad word": ([5], {"bad_words": ["€" * 20]}, "1 to 16"),
     "many bad words": ([5], {"bad_words": [f"q{i}" for i in range(129)]}, "limit is 128"),
 }

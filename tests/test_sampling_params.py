@@ -11,6 +11,7 @@ import pytest
 
 from jaxpage import RequestOutputKind, SamplingParams
 from jaxpage.sampling_params import RepetitionDetectionParams
+from jaxpage.structured_outputs import StructuredOutputsParams
 
 VLLM_DEFAULTS = {
     "n": 1,
@@ -98,10 +99,24 @@ def test_defaults_are_those_of_vllm():
         ("ignore_eos", [True, False, np.True_, 0], ["no", "", None, 2]),
         ("detokenize", [True], ["yes"]),
         ("skip_reading_prefix_cache", [None, True], ["no"]),
-        ("extra_args", [None, {}], [{"a": 1}]),
+        ("extra_args", [None, {}, {"a": 1}], ["a", 3]),
         ("stream_interval", [None, 1, 100], [0, -1, 1.5, True]),
         ("thinking_token_budget", [None, -1, 0, 5, 2**40], [-2, True, 1.5, "3"]),
-        ("prompt_logprobs", [None, False], [0, 3]),
+        ("prompt_logprobs", [None, False, 0, 3, -1, True], [-2, 0.5, "3"]),
+        ("logprob_token_ids", [None, [5], [5, 5, 6], range(128)], [[], range(129), ["a"], 5]),
+        (
+            "prompt_logprob_token_ids",
+            [None, [[1, 2], [3, -1]], np.ones((2, 2), int)],
+            [5, [1], "a"],
+        ),
+        ("prompt_logprob_start", [None, 0, 7], [-1, 0.5]),
+        ("flat_logprobs", [True, False], ["yes", None]),
+        ("truncate_prompt_tokens", [None, -1, 1, 9], [0, -2, 1.5]),
+        (
+            "structured_outputs",
+            [None, {"json": "{}"}, {"regex": "a+"}, StructuredOutputsParams(choice=["a"])],
+            [{}, {"json": {}, "regex": "a"}, {"choice": []}, {"xml": "a"}, "a", {"regex": 5}],
+        ),
     ],
 )
 def test_ranges_include_their_ends_and_nothing_beyond(name, good, bad):
@@ -197,8 +212,8 @@ def test_stop_strings_need_text():
     [
         ({"best_of": 3}, "n=best_of"),
         ({"use_beam_search": True}, "temperature > 0"),
-        ({"prompt_logprobs": 0}, "leave it None"),
-        ({"structured_outputs": {"json": "{}"}}, "allowed_token_ids"),
+        ({"logprob_token_ids": [1, 2], "logprobs": 3}, "leave logprobs None"),
+        ({"watermarking": True}, "leave it None"),
         ({"logits_processors": [abs]}, "logit_bias"),
     ],
 )

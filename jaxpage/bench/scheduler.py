@@ -19,7 +19,8 @@ import numpy as np
 from jaxpage.bench import results
 from jaxpage.bench.host_engine import InstantRunner, make_scheduler
 from jaxpage.bench.workloads import random_prompt
-from jaxpage.config import EngineConfig, load_hf_config
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.config import EngineConfig
 from jaxpage.demo import checkpoint
 from jaxpage.engine.engine import Engine
 from jaxpage.llm import LLM

@@ -97,7 +97,6 @@ class Runner:
         self.host_memory = host_memory
         self.recorder: CallRecorder | None = None  # whoever sets it gets all calls from then on
         self._num_launches = 0
-        self._hidden: list[jax.Array] = []  # of the last `forward`, in pieces, while its step runs
         self._counter = CompilationCounter()
         self.programs = Programs(self._lowerings.programs, store)
         self._buckets = {bucket.name: bucket for bucket in buckets}
@@ -169,15 +168,19 @@ class Runner:
             self.recorder.calls(step)
         self._num_launches += 1
         sampled, executed = None, Executed()
+        hidden: list[jax.Array] = []  # of `forward`, in pieces
         with self._counter.watching():
             for call in step:
                 if call.program == calls.SCORE:
-                    executed.scores.append(self._score(*call.buffers))
+                    executed.scores.append(self._score(hidden, *call.buffers))
                 elif call.program == calls.VOCABULARY:
                     executed.vocabulary.append(self._vocabulary(*call.buffers))
                 else:
-                    sampled = self._run(call.program, *call.buffers)
-        self._hidden = []
+                    result = self._run(call.program, *call.buffers)
+                    if isinstance(result, list):
+                        hidden = result
+                    else:
+                        sampled = result
         return replace(executed, sampled=sampled)
 
     def store_blocks(self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]]) -> None:
@@ -198,8 +201,10 @@ class Runner:
             return fitting[0]
         return fitting[self.programs.wait_for([programs.names for programs in fitting])]
 
-    def _run(self, name: str, *buffers: np.ndarray) -> DeviceResult | None:
-        """One call: what its program takes besides the buffers, and what it leaves."""
+    def _run(self, name: str, *buffers: np.ndarray) -> DeviceResult | list[jax.Array] | None:
+        """One call: what its program takes besides the buffers, and what it leaves. Returns what was sampled, or the
+        hidden states of a `forward`.
+        """
         if name in _MEMORY_CALLS:
             _MEMORY_CALLS[name](self, *buffers)
             return None
@@ -219,16 +224,18 @@ class Runner:
         packed, *embeds = buffers
         if self._spec.prompt_embeds and not embeds:
             embeds = self._lowerings.no_embeds(name)
-        self._kv_pool, self._state, self._hidden = program(
+        self._kv_pool, self._state, hidden = program(
             leaves, self._kv_pool, self._state, packed, *embeds
         )
-        return None
+        return hidden
 
-    def _score(self, piece: np.ndarray, packed: np.ndarray) -> tuple[int, bool, Scores]:
+    def _score(
+        self, hidden: list[jax.Array], piece: np.ndarray, packed: np.ndarray
+    ) -> tuple[int, bool, Scores]:
         layout = self._lowerings.layouts[calls.SCORE]
         num, whole = int(layout.view(packed, "num")), bool(layout.view(packed, "whole"))
         program = self.programs[calls.SCORE]
-        return num, whole, program(self._leaves(), self._hidden[int(piece)], packed)
+        return num, whole, program(self._leaves(), hidden[int(piece)], packed)
 
     def _vocabulary(self, packed: np.ndarray) -> tuple[int, jax.Array]:
         num = int(self._lowerings.layouts[calls.VOCABULARY].view(packed, "num"))

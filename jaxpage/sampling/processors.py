@@ -17,7 +17,7 @@ MOST = 16  # bits that are left in a step's features
 def check_processors(processors: Any) -> tuple:
     """The processors as a tuple. Raises ValueError for what is none, and for names that are taken."""
     is_list = isinstance(processors, Iterable) and not isinstance(processors, str | bytes)
-    given = tuple(processors) if is_list else (processors,)
+    given: tuple[Any, ...] = tuple(processors) if is_list else (processors,)
     if not given:
         return ()
     from jaxpage.sampling.features import FEATURES, FIELDS

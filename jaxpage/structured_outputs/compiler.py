@@ -57,7 +57,7 @@ class GrammarCompiler:
         self.config = config
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "jaxpage-grammar")
         self._kept: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self._lock, self._tokens_lock = threading.Lock(), threading.Lock()
@@ -108,5 +108,5 @@ class GrammarCompiler:
         return llguidance.hf.from_tokenizer(
             self._tokenizer,
             n_vocab=max(self.vocab_size, len(self._tokenizer)),
-            eos_token=list(self._eos_token_ids),
+            eos_token=list(self.eos_token_ids),
         )

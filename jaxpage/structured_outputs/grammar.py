@@ -193,7 +193,7 @@ def _tags(text: str, config: StructuredOutputsConfig) -> list[llguidance.StructT
     return tags
 
 
-def _one(end: Any) -> str:
+def _one(end: Any) -> Any:
     return end[0] if isinstance(end, list) and end else end
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,25 +10,39 @@ from dataclasses import dataclass
 import llguidance
 import numpy as np
 
+from jaxpage.reasoning import ReasoningTokens
 from jaxpage.structured_outputs.compiler import CompilingGrammar, GrammarCompiler
 
 _ALL_TOKENS = 0xFFFFFFFF
 
 
+class _Phase(enum.Enum):
+    """What a continuation writes now."""
+
+    MAY_REASON = enum.auto()  # a beginning of the start of reasoning, or nothing yet
+    REASONS = enum.auto()
+    MATCHES = enum.auto()  # what the grammar says
+
+
 @dataclass(slots=True)
 class _Continuation:
-    """`matcher` has consumed the first `num_read` tokens, without those of the reasoning."""
+    """`matcher` has consumed the first `num_read` tokens, without those of the reasoning.
+
+    `fits`: it could. If not, they are the beginning of the start of reasoning, and nothing else.
+    """
 
     matcher: llguidance.LLMatcher
-    reasons: bool
+    phase: _Phase
     num_read: int = 0
+    fits: bool = True
 
 
 class GrammarMasks:
     """A `MaskSource`.
 
-    `end_of_reasoning`: the token ids after which the grammar begins; None: it begins with the output. `forces`: tokens
-    without an alternative may be appended unsampled.
+    `reasoning`: the markers of a model that may reason before what the grammar says: it may begin its output with the
+    start, or be reasoning already at the end of its prompt (`is_reasoning`). `forces`: tokens without an alternative
+    may be appended unsampled.
     """
 
     def __init__(
@@ -35,12 +50,17 @@ class GrammarMasks:
         compiler: GrammarCompiler,
         grammar: CompilingGrammar,
         *,
-        end_of_reasoning: tuple[int, ...] | None = None,
+        reasoning: ReasoningTokens | None = None,
+        is_reasoning: bool = False,
         forces: bool = True,
     ):
         self._compiler = compiler
         self._grammar = grammar
-        self._end_of_reasoning = end_of_reasoning
+        self._start = () if reasoning is None else reasoning.start
+        self._end = () if reasoning is None else reasoning.end
+        self._first = _Phase.MATCHES if reasoning is None else _Phase.MAY_REASON
+        if is_reasoning:
+            self._first = _Phase.REASONS
         self._forces = forces
         self._continuations: dict[int, _Continuation] = {}
         self._errors: dict[int, str] = {}
@@ -53,12 +73,19 @@ class GrammarMasks:
             return None
         vocab_size = self._compiler.vocab_size
         num_words = -(-vocab_size // 32)
-        if continuation.reasons:
-            return np.full(num_words, _ALL_TOKENS, np.uint32)
-        mask = np.frombuffer(continuation.matcher.compute_bitmask(), np.uint32)[:num_words]
-        if vocab_size % 32:  # the tokenizer may know more ids than the model
-            mask = mask.copy()
-            mask[-1] &= np.uint32((1 << vocab_size % 32) - 1)
+        mask = np.zeros(num_words, np.uint32)
+        if continuation.phase is _Phase.REASONS:
+            mask[:] = _ALL_TOKENS
+            for token_id in self._compiler.eos_token_ids:  # what must match is still to come
+                mask[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+            return mask
+        if continuation.fits:
+            mask |= np.frombuffer(continuation.matcher.compute_bitmask(), np.uint32)[:num_words]
+            if vocab_size % 32:  # the tokenizer may know more ids than the model
+                mask[-1] &= np.uint32((1 << vocab_size % 32) - 1)
+        if continuation.phase is _Phase.MAY_REASON:
+            token_id = self._start[len(output_token_ids)]
+            mask[token_id // 32] |= np.uint32(1 << token_id % 32)
         if continuation.matcher.is_error():
             self._errors[index] = f"structured output: {continuation.matcher.get_error()}"
         elif not mask.any():
@@ -70,7 +97,7 @@ class GrammarMasks:
         if not self._forces:
             return []
         continuation = self._read(index, output_token_ids)
-        if continuation is None or continuation.reasons:
+        if continuation is None or continuation.phase is not _Phase.MATCHES:
             return []
         return continuation.matcher.compute_ff_tokens()
 
@@ -90,16 +117,43 @@ class GrammarMasks:
         if continuation is None:
             return None
         for position in range(continuation.num_read, len(output_token_ids)):
-            if continuation.reasons:
-                continuation.reasons = not self._ends_reasoning(output_token_ids, position + 1)
-            elif not continuation.matcher.consume_token(output_token_ids[position]):
-                self._errors[index] = (
-                    f"structured output: token {output_token_ids[position]} does not continue it: "
-                    f"{continuation.matcher.get_error()}"
-                )
-                return None
-        continuation.num_read = len(output_token_ids)
+            if continuation.phase is _Phase.MAY_REASON:
+                self._read_start(continuation, output_token_ids, position)
+            elif continuation.phase is _Phase.REASONS:
+                self._read_reasoning(continuation, output_token_ids, position + 1)
+            if continuation.phase is _Phase.MATCHES and continuation.num_read <= position:
+                if not continuation.matcher.consume_token(output_token_ids[position]):
+                    self._errors[index] = (
+                        f"structured output: token {output_token_ids[position]} does not continue it: "
+                        f"{continuation.matcher.get_error()}"
+                    )
+                    return None
+            continuation.num_read = position + 1
         return continuation
+
+    def _read_start(
+        self, continuation: _Continuation, token_ids: Sequence[int], position: int
+    ) -> None:
+        """A token that may be one of the start of reasoning, or of what matches, or both."""
+        token_id = token_ids[position]
+        if token_id != self._start[position]:
+            continuation.phase = _Phase.MATCHES
+            return
+        matcher = continuation.matcher
+        continuation.fits = continuation.fits and matcher.validate_tokens([token_id]) == 1
+        if continuation.fits:
+            matcher.consume_token(token_id)
+        if position + 1 == len(self._start):
+            matcher.reset()
+            continuation.phase, continuation.fits = _Phase.REASONS, True
+        continuation.num_read = position + 1
+
+    def _read_reasoning(
+        self, continuation: _Continuation, token_ids: Sequence[int], length: int
+    ) -> None:
+        if tuple(token_ids[max(0, length - len(self._end)) : length]) == self._end:
+            continuation.phase = _Phase.MATCHES
+        continuation.num_read = length
 
     def _begin(self, index: int) -> _Continuation | None:
         self._num_ended = self._compiler.num_ended  # before the question: what ends now is noticed
@@ -116,23 +170,20 @@ class GrammarMasks:
             self._errors[index] = f"structured output: its grammar cannot be compiled: {error}"
             return None
         matcher = future.result().deep_copy()
-        continuation = _Continuation(matcher, reasons=self._end_of_reasoning is not None)
+        continuation = _Continuation(matcher, self._first)
         self._continuations[index] = continuation
         return continuation
 
-    def _ends_reasoning(self, token_ids: Sequence[int], length: int) -> bool:
-        end = self._end_of_reasoning
-        assert end is not None
-        return tuple(token_ids[max(0, length - len(end)) : length]) == end
 
-
-def reasoning_has_ended(
+def reasoning_at_end(
     token_ids: Sequence[int], start: tuple[int, ...], end: tuple[int, ...]
-) -> bool:
-    """Whether a prompt has an end of reasoning with no new start behind it, as templates write it to skip it."""
+) -> bool | None:
+    """Whether a prompt ends within reasoning; None if it says nothing of it. Templates that skip reasoning write an
+    empty one.
+    """
     for position in range(len(token_ids), 0, -1):
         if tuple(token_ids[max(0, position - len(end)) : position]) == end:
-            return True
-        if tuple(token_ids[max(0, position - len(start)) : position]) == start:
             return False
-    return False
+        if tuple(token_ids[max(0, position - len(start)) : position]) == start:
+            return True
+    return None

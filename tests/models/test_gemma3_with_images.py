@@ -10,7 +10,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import SamplingParams
-from jaxpage.config import EngineConfig, load_hf_config
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.config import EngineConfig
 from tests import checkpoints
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -1,0 +1,113 @@
+"""Reasoning in the text of outputs, and outputs of reasoning followed by tool calls.
+
+vLLM's reasoning parsers `qwen3`, `deepseek_r1` and `gpt_oss` (also `openai_gptoss`). The side of token ids is
+`jaxpage.reasoning`. Must not know tokens, requests or the engine.
+"""
+
+from __future__ import annotations
+
+from jaxpage.reasoning import MARKERS
+from jaxpage.tool_parsers import Delta, Parser, TextDelta
+from jaxpage.tool_parsers.harmony import read_messages
+from jaxpage.tool_parsers.source import SPACE, Markers, Reading, Source, read_rest, read_until
+from jaxpage.tool_parsers.writer import Writer
+
+NAMES = ("deepseek_r1", "gpt_oss", "openai_gptoss", "qwen3")
+HARMONY = ("gpt_oss", "openai_gptoss")  # vLLM's option has the second name
+
+# Qwen3.5 may call a tool without ending its reasoning first, in qwen3_coder's format.
+_IMPLICIT_END = "<tool_call>\n<function="
+
+
+def make_reasoning_parser(name: str, *, starts_in_reasoning: bool = False) -> Parser:
+    """A parser for one output: ReasoningDelta for reasoning, TextDelta for what follows, as it was written.
+
+    `starts_in_reasoning`: the prompt ends within reasoning, as the function of that name tells. Otherwise an output
+    reasons if it begins with the start marker; with deepseek_r1 it always does. Reasoning need not end.
+
+    gpt_oss writes tool calls in channels of their own, so that its parser reads them too.
+
+    Raises ValueError for a name that is not known.
+    """
+    if name not in NAMES:
+        raise ValueError(f"reasoning parser {name!r} is not known; there are {', '.join(NAMES)}")
+    if name in HARMONY:
+        return Parser(read_messages, keeps_special_tokens=True)
+    start, end = MARKERS[name]
+    ends = (end, _IMPLICIT_END) if name == "qwen3" else (end,)
+    inside = starts_in_reasoning or name == "deepseek_r1"
+    return Parser(
+        lambda source, writer: _read_thinking(source, writer, start, ends, inside=inside),
+        keeps_special_tokens=False,
+    )
+
+
+def _read_thinking(
+    source: Source, writer: Writer, start: str, ends: tuple[str, ...], *, inside: bool
+) -> Reading[None]:
+    source.hold()
+    yield from source.run(SPACE)
+    if (yield from source.match(start)):
+        source.take_held()
+        inside = True
+    if inside:
+        writer.reasoning(source.take_held())
+        marker = yield from read_until(source, Markers(*ends), writer.reasoning)
+        source.take_held()
+        if marker == _IMPLICIT_END:
+            source.pos -= len(marker)
+    else:
+        writer.text(source.take_held())
+    yield from read_rest(source, writer.text)
+
+
+def starts_in_reasoning(name: str, prompt: str) -> bool:
+    """Whether a rendered prompt ends with the parser's start marker: the output begins within reasoning."""
+    return name in MARKERS and prompt.rstrip().endswith(MARKERS[name][0])
+
+
+def reasoning_parser_for_template(chat_template: str) -> str | None:
+    """The reasoning parser for what a chat template renders; None if it has no reasoning, or it cannot be told."""
+    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
+        return "gpt_oss"
+    if "<｜Assistant｜><think>" in chat_template:
+        return "deepseek_r1"
+    # Templates of models that do not reason may cut reasoning out of earlier turns; nothing is found then.
+    if "<|im_start|>" in chat_template and "</think>" in chat_template:
+        return "qwen3"
+    return None
+
+
+class OutputParser:
+    """Reasoning, then text and tool calls: what the reasoning parser leaves as text goes to the tool parser.
+
+    Either may be None. With gpt_oss, whose parser reads calls itself, give no tool parser.
+    """
+
+    def __init__(self, reasoning: Parser | None = None, tools: Parser | None = None):
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether the text must be decoded with its special tokens."""
+        return any(p is not None and p.keeps_special_tokens for p in (self._reasoning, self._tools))
+
+    def feed(self, new_text: str) -> list[Delta]:
+        """What is certain now that `new_text` has come."""
+        if self._reasoning is None:
+            return self._read_calls([TextDelta(new_text)])
+        return self._read_calls(self._reasoning.feed(new_text))
+
+    def finish(self) -> list[Delta]:
+        """No more text will come: what was held back."""
+        deltas = [] if self._reasoning is None else self._read_calls(self._reasoning.finish())
+        return deltas if self._tools is None else deltas + self._tools.finish()
+
+    def _read_calls(self, deltas: list[Delta]) -> list[Delta]:
+        if self._tools is None:
+            return deltas
+        found: list[Delta] = []
+        for delta in deltas:
+            found += self._tools.feed(delta.text) if isinstance(delta, TextDelta) else [delta]
+        return found

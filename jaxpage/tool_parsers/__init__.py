@@ -1,0 +1,36 @@
+"""Tool calls in outputs: vLLM's tool parsers, as far as jaxpage has their models' formats.
+
+Knows text, and the tools of a request. Must not know tokens, requests or the engine.
+"""
+
+from jaxpage.tool_parsers.deltas import (
+    Delta,
+    ParsedOutput,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    join,
+)
+from jaxpage.tool_parsers.formats import FORMATS, make, parse, parser_for_template
+from jaxpage.tool_parsers.grammar import tool_grammar
+from jaxpage.tool_parsers.parser import Format, Parser
+
+__all__ = [
+    "FORMATS",
+    "Delta",
+    "Format",
+    "ParsedOutput",
+    "Parser",
+    "ReasoningDelta",
+    "TextDelta",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallStart",
+    "join",
+    "make",
+    "parse",
+    "parser_for_template",
+    "tool_grammar",
+]

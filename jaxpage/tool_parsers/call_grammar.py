@@ -1,0 +1,72 @@
+"""Grammars of calls, in Lark as llguidance reads it: what the formats have in common."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpage.tool_parsers.tools import Tool
+
+Literal = Callable[[str], str]  # a text as a part of a rule; nothing for an empty text
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallGrammar:
+    """How a format writes calls."""
+
+    # the rules that define a tool's call under the name given; others begin with that name and "_"
+    call: Callable[[Tool, str, Literal], list[str]]
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+
+    def rules(self, tools: tuple[Tool, ...], literal: Literal, *, several: bool) -> list[str]:
+        """A grammar of one call of any of `tools`, or of one or more."""
+        more = f"({literal(self.between)} call)*" if several else ""
+        start = (literal(self.begin), "call", more, literal(self.end))
+        names = [f"call_{i}" for i in range(len(tools))]
+        rules = [
+            "%llguidance {}",  # says that it is Lark, not GBNF
+            f"start: {' '.join(filter(None, start))}",
+            f"call: {' | '.join(names)}",
+        ]
+        for name, tool in zip(names, tools, strict=True):
+            rules += self.call(tool, name, literal)
+        return rules
+
+
+def json_call(before: str, after: str) -> Callable[[Tool, str, Literal], list[str]]:
+    """A call whose arguments are JSON between two texts; `%s` in the first is the tool's name."""
+
+    def rules(tool: Tool, rule: str, literal: Literal) -> list[str]:
+        return [
+            f"{rule}: {literal(before % tool.name)} {rule}_arguments {literal(after)}",
+            json_rule(f"{rule}_arguments", tool.parameters),
+        ]
+
+    return rules
+
+
+def json_rule(rule: str, schema: Any) -> str:
+    """Any JSON that fits the schema."""
+    return f"{rule}: %json {json.dumps(schema if isinstance(schema, Mapping) else {})}"
+
+
+def literal_with(special_tokens: Mapping[str, int]) -> Literal:
+    """Texts in which the markers that are special tokens stand for these: no others' bytes can spell them."""
+    cut = re.compile(f"({'|'.join(map(re.escape, special_tokens))})") if special_tokens else None
+
+    def literal(text: str) -> str:
+        parts = cut.split(text) if cut else [text]
+        return " ".join(
+            f"<[{special_tokens[part]}]>"
+            if part in special_tokens
+            else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    return literal

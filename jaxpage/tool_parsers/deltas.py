@@ -1,0 +1,79 @@
+"""What a parser finds in an output: deltas as they come, and the deltas joined.
+
+Knows neither formats nor models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallStart:
+    index: int  # 0 for the first call of an output
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallArguments:
+    """A piece of the arguments' JSON text. All pieces of a call, joined, are its `arguments`."""
+
+    index: int
+    text: str
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: str  # JSON text of an object, or its beginning where the output broke off
+
+    @property
+    def complete(self) -> bool:
+        """Whether `arguments` is a whole object. False: the output ended, or went wrong, within it."""
+        try:
+            return isinstance(json.loads(self.arguments), dict)
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True)
+class ParsedOutput:
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+def join(deltas: Iterable[Delta]) -> ParsedOutput:
+    """What all deltas of an output say together."""
+    text: list[str] = []
+    reasoning: list[str] = []
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for delta in deltas:
+        match delta:
+            case TextDelta(piece):
+                text.append(piece)
+            case ReasoningDelta(piece):
+                reasoning.append(piece)
+            case ToolCallStart(_, name):
+                names.append(name)
+                arguments.append([])
+            case ToolCallArguments(index, piece):
+                arguments[index].append(piece)
+    calls = (ToolCall(n, "".join(a)) for n, a in zip(names, arguments, strict=True))
+    return ParsedOutput("".join(text), "".join(reasoning), tuple(calls))

@@ -1,0 +1,69 @@
+"""The formats of tool calls by vLLM's names of their parsers, and which of them a chat template teaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpage.tool_parsers import (
+    deepseek_v3,
+    hermes,
+    llama3_json,
+    mistral,
+    pythonic,
+    qwen3_coder,
+)
+from jaxpage.tool_parsers.deltas import ParsedOutput, join
+from jaxpage.tool_parsers.parser import Format, Parser
+from jaxpage.tool_parsers.tools import to_tools
+
+FORMATS: dict[str, Format] = {
+    "deepseek_v3": deepseek_v3.FORMAT,
+    "hermes": hermes.FORMAT,
+    "llama3_json": llama3_json.FORMAT,
+    "mistral": mistral.FORMAT,
+    "pythonic": pythonic.FORMAT,
+    "qwen3_coder": qwen3_coder.FORMAT,
+}
+
+# The parser, what its templates say, and what those of others say besides. The first that applies.
+_TEMPLATES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
+    ("hermes", ("<tool_call>", "arguments"), ("<arg_key>",)),  # GLM
+    ("mistral", ("[TOOL_CALLS]",), ()),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json"), ()),  # V3.1 has no code block
+    ("pythonic", ("[func_name1(params_name1=params_value1",), ("<TOOLCALL>",)),  # Nemotron
+    ("llama3_json", ('"parameters": dictionary of argument name', "<|eot_id|>"), ()),
+)
+
+
+def find_format(name: str) -> Format:
+    """Raises ValueError for a name that is not known."""
+    if name not in FORMATS:
+        raise ValueError(f"tool parser {name!r} is not known; there are {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def make(name: str, tools: Any = None) -> Parser:
+    """A parser for one output of a request with `tools`, as OpenAI lists them. Raises ValueError."""
+    format_ = find_format(name)
+    checked = to_tools(tools)
+    return Parser(
+        lambda source, writer: format_.read(source, writer, checked),
+        keeps_special_tokens=format_.keeps_special_tokens,
+        separators=format_.separators,
+    )
+
+
+def parse(name: str, tools: Any, text: str) -> ParsedOutput:
+    """What a whole output says. Raises ValueError for the name and the tools, never for the text."""
+    parser = make(name, tools)
+    return join([*parser.feed(text), *parser.finish()])
+
+
+def parser_for_template(chat_template: str) -> str | None:
+    """The tool parser for what a chat template teaches its model; None if it cannot be told."""
+    for name, present, absent in _TEMPLATES:
+        if all(text in chat_template for text in present):
+            if not any(text in chat_template for text in absent):
+                return name
+    return None

@@ -1,0 +1,70 @@
+"""Grammars that force calls, for `tool_choice`: Lark as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpage.tool_parsers.call_grammar import literal_with
+from jaxpage.tool_parsers.formats import find_format
+from jaxpage.tool_parsers.tools import Tool, to_tools
+
+
+def tool_grammar(
+    name: str,
+    tools: Any,
+    tool_choice: Any,
+    *,
+    parallel_tool_calls: bool = True,
+    special_tokens: Mapping[str, int] | None = None,
+) -> str:
+    """A grammar of outputs that the tool parser `name` reads as calls, whose arguments fit the tools' parameters.
+
+    `tool_choice`: "required" for one or more calls of any of the tools (exactly one without `parallel_tool_calls`), or
+    `{"type": "function", "function": {"name": ...}}` for exactly one call of that tool.
+
+    `special_tokens`: the ids of those of the format's `markers` that are special tokens. Without its id a marker is
+    spelled with ordinary tokens.
+
+    Raises ValueError that says which tool cannot be forced, and why.
+    """
+    chosen = _chosen(to_tools(tools), tool_choice)
+    format_ = find_format(name)
+    for tool in chosen:
+        _check_schema(tool)
+    special_tokens = special_tokens or {}
+    several = tool_choice == "required" and parallel_tool_calls
+    rules = format_.grammar(special_tokens).rules(
+        chosen, literal_with(special_tokens), several=several
+    )
+    return "\n".join(rules) + "\n"
+
+
+def _chosen(tools: tuple[Tool, ...], tool_choice: Any) -> tuple[Tool, ...]:
+    names = ", ".join(tool.name for tool in tools) or "none"
+    if tool_choice == "required":
+        if not tools:
+            raise ValueError('tool_choice="required" needs tools, and the request has none')
+        return tools
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if name is None:
+        raise ValueError(
+            'tool_choice must be "required" or {"type": "function", "function": {"name": ...}}, '
+            f"got {tool_choice!r}"
+        )
+    found = tuple(tool for tool in tools if tool.name == name)
+    if not found:
+        raise ValueError(f"tool_choice names the tool {name!r}, the request's tools are: {names}")
+    return found
+
+
+def _check_schema(tool: Tool) -> None:
+    """What llguidance says of a schema does not say whose it is."""
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(tool.parameters)))
+    error = LLMatcher.validate_grammar(grammar, None)
+    if error:
+        raise ValueError(f"parameters of tool {tool.name!r} cannot be forced: {error.strip()}")

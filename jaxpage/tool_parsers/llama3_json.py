@@ -1,0 +1,42 @@
+"""vLLM's `llama3_json`: Llama 3.1, 3.2 and 3.3, whose templates teach
+
+    {"name": "f", "parameters": {"a": 1}}
+
+perhaps after `<|python_tag|>`, and several calls with `;` between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxpage.tool_parsers.call_grammar import CallGrammar, json_call
+from jaxpage.tool_parsers.json_text import read_call
+from jaxpage.tool_parsers.parser import Format
+from jaxpage.tool_parsers.source import SPACE, Markers, Reading, Source, read_until
+from jaxpage.tool_parsers.tools import Tool
+from jaxpage.tool_parsers.writer import Writer
+
+_TAG = "<|python_tag|>"
+_MARKERS = Markers("{", _TAG)
+_KEYS = ("parameters", "arguments")
+
+
+def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
+    """Any object with a name and parameters is a call, wherever it stands, as in vLLM."""
+    while marker := (yield from read_until(source, _MARKERS, writer.text)):
+        if marker == _TAG:
+            yield from source.run(SPACE)
+        else:
+            source.pos -= 1  # an object reads its own brace
+        if (yield from read_call(source, writer, _KEYS, needs_arguments=True)):
+            source.take_held()
+        writer.text(source.take_held())
+
+
+def grammar(special_tokens: Mapping[str, int]) -> CallGrammar:
+    return CallGrammar(call=json_call('{"name": "%s", "parameters": ', "}"), between="; ")
+
+
+FORMAT = Format(
+    read=read, grammar=grammar, markers=(_TAG,), keeps_special_tokens=True, separators=";"
+)

@@ -1,0 +1,92 @@
+"""Which parser a chat template implies, and what is said of names and tools that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage import tool_parsers
+from jaxpage.reasoning_parsers import reasoning_parser_for_template
+from tests.tool_parsers.cases import tool
+
+QWEN = (
+    "{{- '<|im_start|>system\\n' }}return a json object within <tool_call></tool_call> XML tags:\\n<tool_call>\\n"
+    '{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>'
+)
+TEMPLATES = {
+    "hermes": QWEN,
+    "qwen3_coder": "<tool_call>\\n<function=example>\\n<parameter=arguments>\\nvalue_1\\n</parameter>",
+    "llama3_json": '<|eot_id|>Respond in the format {"name": function name, "parameters": dictionary of argument '
+    "name and its value}.",
+    "mistral": "{{- '[TOOL_CALLS][' }}{%- for tool_call in message.tool_calls %}",
+    "deepseek_v3": "{{'<｜Assistant｜><｜tool▁calls▁begin｜>'}}{{'\\n' + '```json' + '\\n'}}",
+    "pythonic": "in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...)]",
+}
+OTHERS = {
+    "no tools": "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}",
+    "GLM 4.5": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> arguments",
+    "DeepSeek V3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{tool.name}}<｜tool▁sep｜>{{args}}",
+    "Nemotron": "<TOOLCALL>[func_name1(params_name1=params_value1)]</TOOLCALL>",
+}
+
+
+@pytest.mark.parametrize("name", tool_parsers.FORMATS)
+def test_a_template_implies_the_parser_of_what_it_teaches(name):
+    assert tool_parsers.parser_for_template(TEMPLATES[name]) == name
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_templates_imply_none(name):
+    assert tool_parsers.parser_for_template(OTHERS[name]) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (QWEN, None),
+        ("<|im_start|>assistant {%- if enable_thinking is false %}<think>\\n\\n</think>", "qwen3"),
+        (
+            "{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}{% endif %}</think>",
+            "deepseek_r1",
+        ),
+        ("{{ '<｜Assistant｜>' }}{% if thinking %}<think>{% else %}</think>{% endif %}", None),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "gpt_oss"),
+    ],
+)
+def test_a_template_implies_a_reasoning_parser(template, name):
+    assert reasoning_parser_for_template(template) == name
+
+
+def test_formats_say_whether_special_tokens_must_be_kept():
+    kept = {name for name, f in tool_parsers.FORMATS.items() if f.keeps_special_tokens}
+    assert kept == {"deepseek_v3", "hermes", "llama3_json", "mistral"}
+    for name, format_ in tool_parsers.FORMATS.items():
+        assert tool_parsers.make(name).keeps_special_tokens == format_.keeps_special_tokens
+
+
+def test_an_unknown_parser_is_named():
+    with pytest.raises(ValueError, match="'llama9' is not known; there are deepseek_v3, hermes"):
+        tool_parsers.make("llama9")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ({}, "tools must be a list"),
+        ([{"name": "f"}], "tool 0 must be"),
+        ([tool("f", {}), {"function": {"name": 1}}], "the name of tool 1 must be letters"),
+        ([tool("a b", {})], "got 'a b'"),
+        ([tool("f", {}), tool("f", {})], "2 tools have the name 'f'"),
+        ([{"function": {"name": "f", "parameters": []}}], "tool 'f' must be a JSON schema"),
+        (
+            [{"function": {"name": "f", "parameters": {"type": "array"}}}],
+            "tool 'f' must be of type",
+        ),
+        ([tool("f", {"a": 1})], "properties of tool 'f' must be a dict of JSON schemas"),
+        ([tool("f", {}, required="a")], "required of tool 'f' must be a list of names"),
+    ],
+)
+def test_wrong_tools_are_named(tools, message):
+    with pytest.raises(ValueError, match=message):
+        tool_parsers.make("hermes", tools)
+    with pytest.raises(ValueError, match=message):
+        tool_parsers.tool_grammar("hermes", tools, "required")
