@@ -447,7 +447,7 @@ def test_ids_that_are_no_list_are_refused(make):
 
 
 def test_calls_take_vllm_s_options_in_its_order(make):
-    """Those of vLLM 0.32, keyword-only ones behind the star."""
+    """Those of vLLM 0.32, keyword-only ones behind the star; our own come last."""
 
     def names(function) -> list[str]:
         parameters = list(inspect.signature(function).parameters.values())[1:]
@@ -461,7 +461,7 @@ def test_calls_take_vllm_s_options_in_its_order(make):
     assert names(LLM.chat) == [
         "messages", "sampling_params", "use_tqdm", "lora_request", "priority", "chat_template",
         "chat_template_content_format", "add_generation_prompt", "continue_final_message", "tools",
-        "chat_template_kwargs", "tokenization_kwargs", "mm_processor_kwargs",
+        "chat_template_kwargs", "tokenization_kwargs", "mm_processor_kwargs", "tool_choice",
     ]  # fmt: skip
     assert names(LLM.beam_search) == [
         "prompts", "params", "lora_request", "use_tqdm", "concurrency_limit"

@@ -47,6 +47,7 @@ def _lower(target: str) -> Any:
         decode_steps=1,
         num_top_logprobs=20,
         logprobs_mode="raw",
+        num_scored=64,
     )
     state = jax.tree.map(lambda x: array(x.shape, x.dtype), abstract_request_state(spec))
     integers = array((ROWS,), jnp.int32)

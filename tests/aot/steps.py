@@ -102,7 +102,7 @@ def some(place: Place, names: list[str], whole: list[str]) -> Iterator[tuple[str
     for index, name in enumerate(names, start=PLACES.index(place)):
         if name in whole:
             yield place.whole, True, name
-        elif place.every or name.split()[0] in ("admit", "sample"):
+        elif place.every or name.split()[0] in ("admit", "sample", "score", "vocabulary"):
             yield models[index % len(models)], False, name
 
 

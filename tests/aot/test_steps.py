@@ -101,6 +101,7 @@ def check_places(found: list[dict]) -> None:
     """Donated arrays become results, and nothing as large as an array of the pool is made besides."""
     for each in found:
         stays = {"admit": (0, 1), "set": (0, 1), "sample": (0, 1), "read": (0, 0), "write": (1, 0)}
+        stays |= {"score": (0, 0), "vocabulary": (0, 0)}
         has_pool, has_state = stays.get(each["name"].split()[0], (1, 1))
         alias_bytes = has_pool * each["pool_bytes"] + has_state * each["state_bytes"]
         # The compiler's tiles are padded: rows of the state to 128 numbers, but nothing of the pool.
@@ -182,6 +183,8 @@ def num_tokens(each: dict) -> int:
 
 
 def num_sampled(each: dict) -> int:
-    """Rows that a program samples a token for."""
+    """Rows that a program samples a token for, or scores tokens of."""
     kind, _, size = each["name"].partition("=")
+    if kind in ("score", "vocabulary"):
+        return 64
     return int(size) if kind in ("decode R", "sample R") else 0

@@ -82,6 +82,7 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
         decode_steps=4,
         num_top_logprobs=2,
         logprobs_mode="raw",
+        num_scored=4,
     )
     buckets = checkpoints.few_buckets(max_num_seqs=NUM_ROWS, max_num_batched_tokens=NUM_TOKENS)
     if mesh is not None:

@@ -290,7 +290,7 @@ def test_a_stop_id_ends_only_the_sequence_that_has_it():
         np.testing.assert_array_equal(got, np.array(want, bool))
 
 
-@pytest.mark.parametrize(("top", "mode"), [(V + 1, "raw"), (-1, "raw"), (1, "raw_logits")])
+@pytest.mark.parametrize(("top", "mode"), [(V + 1, "raw"), (-1, "raw"), (1, "logits")])
 def test_impossible_static_choices_are_refused(top, mode):
     with pytest.raises(ValueError, match="num_top_logprobs=|logprobs_mode="):
         run([Row()], logits_for(1), top=top, mode=mode)

@@ -1,0 +1,125 @@
+"""Whatever a model samples, its output matches, or it ran into a limit of length."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.demo import checkpoint
+from tests import checkpoints
+from tests.structured_outputs.cases import GRAMMARS, REGEXES, SCHEMAS, fits
+
+MODELS = {
+    "demo": {},
+    "random weights": {"load_format": "dummy"},
+}
+
+
+@pytest.fixture(
+    scope="module", params=["demo", pytest.param("random weights", marks=pytest.mark.slow)]
+)
+def llm(request) -> LLM:
+    options = MODELS[request.param] | {"max_model_len": 512, "max_num_seqs": 64}
+    options |= {"skip_tokenizer_init": False, "max_num_batched_tokens": 512}
+    return checkpoints.make_llm(checkpoint(), **options)
+
+
+def answers(llm, wanted, **options):
+    """(text, whether it ended by itself) of one output for each of `wanted`."""
+    defaults = {"temperature": 1.5, "seed": 1, "max_tokens": 200}
+    params = [SamplingParams(structured_outputs=w, **(defaults | options)) for w in wanted]
+    outputs = llm.generate(["The answer is: "] * len(wanted), params, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    assert {c.finish_reason for c in completions} <= {"stop", "length"}, [
+        c.stop_reason for c in completions if c.finish_reason == "error"
+    ]
+    return [(c.text, c.finish_reason == "stop") for c in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whitespace", [True, False], ids=["any whitespace", "none"])
+def test_json_fits_its_schema(llm, whitespace):
+    wanted = [{"json": s, "disable_any_whitespace": not whitespace} for s in SCHEMAS]
+    ended = 0
+    for (text, ends), schema in zip(answers(llm, wanted), SCHEMAS, strict=True):
+        ended += ends
+        assert not ends or fits(text, schema), (text, schema)
+    assert ended > len(SCHEMAS) * (0.4 if whitespace else 0.8)
+
+
+def test_a_few_schemas(llm):
+    few = SCHEMAS[:8]
+    wanted = [{"json": s, "disable_any_whitespace": True} for s in few]
+    found = answers(llm, wanted, max_tokens=100)
+    assert all(fits(text, s) for (text, ends), s in zip(found, few, strict=True) if ends)
+    assert sum(ends for _, ends in found) > 4
+
+
+@pytest.mark.slow
+def test_texts_match_their_regex(llm):
+    found = answers(llm, [{"regex": r} for r in REGEXES])
+    for (text, ends), regex in zip(found, REGEXES, strict=True):
+        assert not ends or re.fullmatch(regex, text), (text, regex)
+    assert sum(ends for _, ends in found) > 50
+
+
+@pytest.mark.slow
+def test_texts_are_of_their_grammar(llm):
+    found = answers(llm, [{"grammar": g} for g, _ in GRAMMARS])
+    for (text, ends), (grammar, matches) in zip(found, GRAMMARS, strict=True):
+        assert not ends or matches(text), (text, grammar)
+    assert sum(ends for _, ends in found) > 14
+
+
+def test_choices_objects_and_tags(llm):
+    choices = ["yes", "no", 'a "quoted" one', "日本"]
+    tag = (
+        '{"structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}], '
+        '"triggers": ["<f"]}'
+    )
+    found = answers(llm, [{"choice": choices}, {"json_object": True}, {"structural_tag": tag}])
+    assert found[0] in [(choice, True) for choice in choices]
+    assert not found[1][1] or fits(found[1][0], {"type": "object"})
+    assert all(re.match(r"=a>-?\d*(</f>|$)", part) for part in found[2][0].split("<f")[1:])
+
+
+def test_a_grammar_wins_over_what_leaves_it_nothing(llm):
+    token_ids = llm.get_tokenizer().encode("ab", add_special_tokens=False)
+    for options in (
+        {"min_tokens": 30},
+        {"ignore_eos": True},
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["ab", "a", "b"]},
+        {"logit_bias": {i: float("-inf") for i in token_ids}},
+    ):
+        assert answers(llm, [{"regex": "ab"}], **options) == [("ab", True)]
+
+
+def test_stop_strings_and_several_continuations(llm):
+    params = SamplingParams(n=4, temperature=1.5, seed=1, structured_outputs={"regex": "[a-z]{30}"})
+    params.max_tokens, params.stop = 60, ["e"]
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    texts = [c.text for c in output.outputs]
+    assert len(set(texts)) > 1 and all(re.fullmatch("[a-df-z]*", text) for text in texts)
+
+
+def test_logprobs_of_constrained_tokens(llm):
+    schema = {"type": "object", "properties": {"long_key": {"const": "value"}}}
+    schema |= {"required": ["long_key"], "additionalProperties": False}
+    wanted = {"json": schema, "disable_any_whitespace": True}
+    params = SamplingParams(structured_outputs=wanted, logprobs=2, max_tokens=60)
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    (completion,) = output.outputs
+    assert completion.text == '{"long_key":"value"}'
+    assert [next(iter(row)) for row in completion.logprobs] == completion.token_ids
+    plain = SamplingParams(structured_outputs=wanted, max_tokens=60)
+    before = llm.stats().num_steps
+    assert llm.generate("x", plain, use_tqdm=False)[0].outputs[0].text == completion.text
+    # All of it is forced: a step for the prompt, one for these tokens, one for EOS, and those that overlap.
+    assert llm.stats().num_steps - before <= 6 < len(completion.token_ids)
+
+
+def test_nothing_compiles(llm):
+    assert llm.stats().num_recompiles == 0
