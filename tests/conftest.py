@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 
 import pytest
@@ -71,9 +73,23 @@ def _fast_compilation() -> list[str]:
     return flags
 
 
+@pytest.fixture(scope="session")
+def as_users_compile():
+    """A context in which programs are compiled as users have them, also in processes of their own: slower, to run
+    faster.
+    """
+    return _production_compiler
+
+
 @pytest.fixture(scope="module")
 def production_compiler():
-    """Engines' programs are compiled as users have them, also in processes of their own: slower, to run faster."""
+    """The same for all programs of a module from the first test on that asks for it."""
+    with _production_compiler():
+        yield
+
+
+@contextmanager
+def _production_compiler() -> Iterator[None]:
     import jax
 
     options = {"xla_backend_optimization_level": 3}

@@ -42,6 +42,7 @@ def test_it_is_small():
     assert Path(checkpoint() / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 
+@pytest.mark.slow  # compiles
 def test_talk_needs_no_table(llm):
     (answer,) = llm.chat([{"role": "user", "content": "What is your name?"}], GREEDY)
     assert answer.outputs[0].text == "My name is Pip. I am a very small assistant."

@@ -69,6 +69,7 @@ def first_tokens(path) -> list:
     return checkpoints.answers(llm, [[5, 9, 3], list(range(3, 43))], params)
 
 
+@pytest.mark.slow
 def test_text_is_continued_as_by_transformers(path, answers):
     for prompt, (tokens, logprobs) in zip(([5, 9, 3], list(range(3, 43))), answers, strict=True):
         logits = checkpoints.torch_logits(path, np.array([prompt + tokens]))[0, len(prompt) - 1 :]
@@ -78,6 +79,7 @@ def test_text_is_continued_as_by_transformers(path, answers):
         np.testing.assert_allclose(logprobs, found, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_newer_names_of_tensors_are_read_too(path, answers, tmp_path):
     def newer(name: str) -> str:
         if name.startswith("language_model.model."):
