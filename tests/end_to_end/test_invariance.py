@@ -129,9 +129,9 @@ SETTINGS = {
     "overlapped, blocks-of-4, chunks-of-64": dict(
         async_scheduling=True, decode_steps=1, block_size=4, max_num_batched_tokens=64
     ),
-    "preempted": dict(num_gpu_blocks_override=30),
+    "preempted": dict(num_gpu_blocks_override=22),
     "preempted, plain-loop": dict(
-        num_gpu_blocks_override=30, async_scheduling=False, decode_steps=1
+        num_gpu_blocks_override=22, async_scheduling=False, decode_steps=1
     ),
     "preempted, several-steps-a-launch, chunks-of-7, blocks-of-4": dict(
         num_gpu_blocks_override=42,
