@@ -6,6 +6,7 @@ Tests run on the CPU with eight fake devices, offline, with caches in a folder o
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector looks less often at what stays: modules, and jax's caches of programs."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def _fast_compilation() -> list[str]:

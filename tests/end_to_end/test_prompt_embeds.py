@@ -110,7 +110,7 @@ def test_what_is_no_embedding_is_refused(llm, embeds, message):
 
 
 def test_an_engine_without_the_option_says_how_to_have_it(path):
-    llm = checkpoints.make_llm(path, max_model_len=128)
+    llm = checkpoints.make_llm(path, max_model_len=128, enforce_eager=True)
     with pytest.raises(ValueError, match="enable_prompt_embeds=True"):
         llm.generate({"prompt_embeds": np.zeros((3, 32), np.float32)}, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="stand alone"):

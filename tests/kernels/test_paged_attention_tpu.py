@@ -254,6 +254,7 @@ def static_of(case: Case) -> dict:
     )
 
 
+@pytest.mark.slow
 def test_a_row_reads_what_another_row_writes_in_the_same_call():
     """As after a prefix hit on blocks that are being computed, whatever the order of the rows."""
     case = fitting(Case(name="", query_lens=(3, 40, 9), kv_lens=(35, 40, 41), block_size=16))
@@ -264,6 +265,7 @@ def test_a_row_reads_what_another_row_writes_in_the_same_call():
     check(case, bucketed(arrays))
 
 
+@pytest.mark.slow
 def test_a_row_that_ended_neither_writes_nor_reads():
     """Its tokens are packed still; its kv_len is 0."""
     case = fitting(Case(name="", query_lens=(1, 5, 1, 20), kv_lens=(40, 30, 18, 20), block_size=16))

@@ -137,7 +137,7 @@ def test_a_token_is_drawn_from_what_the_plain_definition_leaves(rows):
     ],
 )
 def test_frequencies_over_seeds_and_positions_are_the_probabilities(params):
-    num_rows = 6000
+    num_rows = 3000
     rows = [Row(seed=i % 120, output=[0] * (i // 120), **params) for i in range(num_rows)]
     logits = np.repeat(logits_for(1, scale=1.5)[:, :12], num_rows, axis=0)
     sampled = run(rows, logits, mode="processed")
