@@ -6,10 +6,13 @@ Tests run on the CPU with eight fake devices, offline, with caches in a folder o
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 
 import pytest
@@ -61,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
+def pytest_collection_finish() -> None:
+    """The garbage collector looks less often at what stays: modules, and jax's caches of programs."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
 def _fast_compilation() -> list[str]:
     """XLA:CPU in a quarter of the time, for slower programs. What is compiled as users have it asks for
     `production_compiler`.
@@ -71,9 +80,23 @@ def _fast_compilation() -> list[str]:
     return flags
 
 
+@pytest.fixture(scope="session")
+def as_users_compile():
+    """A context in which programs are compiled as users have them, also in processes of their own: slower, to run
+    faster.
+    """
+    return _production_compiler
+
+
 @pytest.fixture(scope="module")
 def production_compiler():
-    """Engines' programs are compiled as users have them, also in processes of their own: slower, to run faster."""
+    """The same for all programs of a module from the first test on that asks for it."""
+    with _production_compiler():
+        yield
+
+
+@contextmanager
+def _production_compiler() -> Iterator[None]:
     import jax
 
     options = {"xla_backend_optimization_level": 3}

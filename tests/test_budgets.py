@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,15 +55,16 @@ def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunc
             else:
                 yield from walk(child, prefix)
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), "")
+    yield from walk(parsed(path), "")
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def classes(path: Path) -> Iterator[ast.ClassDef]:
-    return (
-        n
-        for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(n, ast.ClassDef)
-    )
+    return (n for n in ast.walk(parsed(path)) if isinstance(n, ast.ClassDef))
 
 
 def fields(cls: ast.ClassDef) -> list[str]:
@@ -178,7 +180,7 @@ def test_only_config_reads_the_environment():
         f"{name_of(path)}:{node.lineno}"
         for path in FILES
         if path != ROOT / "jaxpage/config.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"))
         or (isinstance(node, ast.alias) and node.name in ("environ", "getenv", "environb"))
     ]
@@ -193,4 +195,4 @@ def test_every_file_says_what_it_is():
 
 
 def _docstring(path: Path) -> str | None:
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    return ast.get_docstring(parsed(path))

@@ -41,7 +41,7 @@ def tokens(llm, prompt=PROMPT, params=GREEDY):
 
 @pytest.fixture(scope="module")
 def llm(path):
-    return make_llm(path)
+    return make_llm(path, num_gpu_blocks_override=20)
 
 
 def test_too_little_kv_memory_names_the_longest_sequence_that_fits(path):
@@ -143,7 +143,7 @@ def test_numbers_too_large_for_the_device_mean_all_there_is(llm):
 
 
 def test_replaced_weights_are_used_at_once_and_find_no_stale_cache(path):
-    built = make_built(path)
+    built = make_built(path, num_gpu_blocks_override=20)
     llm = LLM.from_built(built)
     before = tokens(llm)
     for variable in variables(built.model).values():

@@ -81,7 +81,7 @@ engines = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(options, min_size=1, max_size=4), engines)
 def test_kinds_of_output_are_parts_of_the_same_answer(all_options, engine_options):
     answers = {}

@@ -12,6 +12,7 @@ import pytest
 from jaxpage.bench import accuracy
 from jaxpage.bench.accuracy import KV_DTYPES, AccuracyBench
 from jaxpage.outputs import Logprob
+from tests.checkpoints import few_programs
 
 VOCAB = 4
 
@@ -89,7 +90,8 @@ def test_everything_is_measured_printed_and_written(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(accuracy, "KV_DTYPES", ("auto", "int8", "int4"))
     monkeypatch.setattr(accuracy, "FAMILIES", {"Gemma 3": accuracy.FAMILIES["Gemma 3"]})
     path = tmp_path / "report.json"
-    accuracy.main(AccuracyBench(questions=60, suites=("look-up 8",), num_tokens=4, json=path))
+    with few_programs():
+        accuracy.main(AccuracyBench(questions=30, suites=("look-up 8",), num_tokens=4, json=path))
     report = json.loads(path.read_text())
     assert capsys.readouterr().out.strip() == accuracy.show(report)
     found = report["results"].values()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jaxpage import LLM, SamplingParams
 from jaxpage.demo import checkpoint, evaluate, save, text
 from jaxpage.tiny import CHAT_TEMPLATE
+from tests.checkpoints import few_programs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
@@ -29,7 +30,8 @@ def chats(seed: int, count: int, rows: tuple[int, ...]) -> list[tuple[list[dict[
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(str(checkpoint()), dtype="bfloat16", max_num_seqs=8, num_gpu_blocks_override=512)
+    with few_programs():
+        return LLM(str(checkpoint()), dtype="bfloat16", max_num_seqs=8, num_gpu_blocks_override=512)
 
 
 def test_it_is_small():
@@ -40,6 +42,7 @@ def test_it_is_small():
     assert Path(checkpoint() / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 
+@pytest.mark.slow  # compiles
 def test_talk_needs_no_table(llm):
     (answer,) = llm.chat([{"role": "user", "content": "What is your name?"}], GREEDY)
     assert answer.outputs[0].text == "My name is Pip. I am a very small assistant."

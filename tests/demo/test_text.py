@@ -7,8 +7,9 @@ import random
 import re
 
 import pytest
+from tokenizers import Tokenizer
 
-from jaxpage.demo import text, tokens, words
+from jaxpage.demo import checkpoint, text, tokens, words
 
 SEEDS = range(200)
 
@@ -24,7 +25,7 @@ def cells(table: str) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tokens.train_tokenizer()
+    return Tokenizer.from_file(str(checkpoint() / "tokenizer.json"))
 
 
 def test_a_look_up_is_answered_from_the_row_that_it_names():
@@ -111,6 +112,11 @@ def test_a_table_that_the_names_cannot_fill_is_refused():
     with pytest.raises(ValueError, match="1 to 45"):
         text.people(random.Random(0), 46)
     assert len(text.people(random.Random(0), 45, split="held_out")) == 45
+
+
+@pytest.mark.slow  # trains it
+def test_the_packaged_tokenizer_is_the_one_that_is_trained(tokenizer):
+    assert tokens.train_tokenizer().get_vocab() == tokenizer.get_vocab()
 
 
 def test_names_jobs_and_countries_are_one_token_each(tokenizer):

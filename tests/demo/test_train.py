@@ -15,14 +15,14 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from jaxpage.demo import evaluate, network, save, start, text, tokens, train
+from jaxpage.demo import checkpoint, evaluate, network, save, start, text, tokens, train
 from jaxpage.demo.row_attention import RowAttention
 from jaxpage.models.attention import DenseAttention
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return tokens.train_tokenizer()
+    return Tokenizer.from_file(str(checkpoint() / "tokenizer.json"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from jaxpage import LLM, SamplingParams
 from tests import checkpoints
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("production_compiler")]
-
 VOCAB = checkpoints.VOCAB_SIZE
 NUM_REQUESTS = 64
 
@@ -57,7 +55,7 @@ def workload(num_requests=NUM_REQUESTS, seed=0):
                 stop_token_ids=[5, 6, 7],
                 min_tokens=4 if choice == 3 else 0,
                 logit_bias={9: 2.0} if choice == 1 else None,
-                max_tokens=rng.randrange(30, 90),
+                max_tokens=rng.randrange(20, 60),
                 logprobs=3 if choice in (0, 4) else 0,
                 detokenize=False,
             )
@@ -92,8 +90,25 @@ def assert_nothing_leaked(llm):
     assert llm.reset_prefix_cache()
 
 
+def test_few_requests_alone_and_among_others_in_small_blocks_and_chunks_preempted(path):
+    """Some of the circumstances below at once, compiled quickly."""
+    prompts, params = workload(10)
+    sizes = dict(max_num_seqs=8, block_size=4, num_gpu_blocks_override=64)
+    with checkpoints.few_programs():
+        llm = make_llm(path, **sizes, max_num_batched_tokens=16, max_model_len=192)
+    alone = [
+        llm.generate([prompt], param, use_tqdm=False)[0]
+        for prompt, param in zip(prompts, params, strict=True)
+    ]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    assert_same(answers(together), answers(alone))
+    assert any(output.metrics.num_preemptions for output in together)
+    assert not any(output.metrics.num_preemptions for output in alone)
+    assert_nothing_leaked(llm)
+
+
 @pytest.fixture(scope="module")
-def expected(path):
+def expected(production_compiler, path):
     """One request after another, alone in the engine: the plain loop, one token a step, no cache."""
     llm = make_llm(path, enable_prefix_caching=False, async_scheduling=False, decode_steps=1)
     prompts, params = workload()
@@ -114,9 +129,9 @@ SETTINGS = {
     "overlapped, blocks-of-4, chunks-of-64": dict(
         async_scheduling=True, decode_steps=1, block_size=4, max_num_batched_tokens=64
     ),
-    "preempted": dict(num_gpu_blocks_override=30),
+    "preempted": dict(num_gpu_blocks_override=22),
     "preempted, plain-loop": dict(
-        num_gpu_blocks_override=30, async_scheduling=False, decode_steps=1
+        num_gpu_blocks_override=22, async_scheduling=False, decode_steps=1
     ),
     "preempted, several-steps-a-launch, chunks-of-7, blocks-of-4": dict(
         num_gpu_blocks_override=42,
@@ -128,6 +143,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
     with nullcontext() if name == "among-63-others" else checkpoints.few_programs():
@@ -145,6 +161,7 @@ def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
     assert_nothing_leaked(llm)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_order_of_arrivals_and_aborts_gives_the_same_tokens(data, path, expected):

@@ -10,6 +10,8 @@ from jaxpage import SamplingParams
 from jaxpage.sampling.constraints import pack_mask
 from tests import checkpoints
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 2 + n] * (3 + 5 * n) for n in range(6)]
 NUM_TOKENS = 12
 
@@ -77,10 +79,10 @@ def alternates(token_ids):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"async_scheduling": False}, marks=pytest.mark.slow),
+        {"async_scheduling": False},
         {},
-        pytest.param({"num_gpu_blocks_override": 18}, marks=pytest.mark.slow),
-        pytest.param({"max_num_batched_tokens": 7}, marks=pytest.mark.slow),
+        {"num_gpu_blocks_override": 18},
+        {"max_num_batched_tokens": 7},
     ],
     ids=["plain", "overlap", "preempted", "chunks-of-7"],
 )
@@ -101,7 +103,6 @@ def test_masks_that_come_late_change_no_token(options, tmp_path_factory):
     assert llm.stats().num_recompiles == 0
 
 
-@pytest.mark.slow
 def test_several_continuations_have_masks_of_their_own(tmp_path_factory):
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))
     llm = checkpoints.make_llm(path)  # with fewer slots than sequences
@@ -110,7 +111,6 @@ def test_several_continuations_have_masks_of_their_own(tmp_path_factory):
     assert all(map(alternates, masked)) and len(set(map(tuple, masked))) > 6
 
 
-@pytest.mark.slow
 def test_others_are_not_held_back(tmp_path_factory):
     """While one waits for each of its masks, the others take the steps that they take without it."""
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))

@@ -24,27 +24,19 @@ def prompts_of(lengths, seed=0):
     return [rng.integers(3, checkpoints.VOCAB_SIZE, length).tolist() for length in lengths]
 
 
-def torch_greedy(path, prompts, *, dtype="float32"):
-    """Per prompt: 64 greedy tokens and the logits float32[64, V] they were taken from. No batch, so no padding."""
+def torch_logits_of(path, prompts, answers):
+    """Per prompt: float32[64, V], from which transformers takes the next token before each of its answer's. No batch,
+    so no padding.
+
+    Where each of these is the best one, they are what it generates.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation="eager"
+        path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    answers = []
-    for prompt in prompts:
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=None,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        tokens = out.sequences[0, len(prompt) :].tolist()
-        answers.append((tokens, torch.cat(out.logits).float().numpy()))
-    return answers
+    with torch.no_grad():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = model(torch.tensor([prompt + answer[:-1]])).logits[0]
+            yield logits[len(prompt) - 1 :].numpy()
 
 
 def log_softmax(logits):
@@ -73,9 +65,11 @@ def test_greedy_tokens_equal_transformers(family, variant, tmp_path):
         temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
     )
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    for output, (tokens, logits) in zip(outputs, torch_greedy(path, prompts), strict=True):
-        answer = output.outputs[0]
-        assert answer.token_ids == tokens
+    answers = [output.outputs[0] for output in outputs]
+    theirs = torch_logits_of(path, prompts, [list(answer.token_ids) for answer in answers])
+    for answer, logits in zip(answers, theirs, strict=True):
+        assert len(answer.token_ids) == NUM_TOKENS
+        assert list(answer.token_ids) == logits.argmax(axis=-1).tolist()
         expected = log_softmax(logits)
         for step, entry in enumerate(answer.logprobs):
             assert len(entry) == 5

@@ -1,6 +1,7 @@
 """What is promised of the compiled programs: few, in place, with small temporaries, and never one more."""
 
 import random
+from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -10,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 from jaxpage import LLM, SamplingParams
 from tests import checkpoints
 
-pytestmark = pytest.mark.usefixtures("production_compiler")
 TEMP_BOUND = 8 << 20  # bytes, for 8 rows and 64 tokens; far below the pool
 
 
@@ -33,9 +33,15 @@ def make_llm(path, **options):
     return llm
 
 
-@pytest.fixture(scope="module")
-def llm(path):
-    return make_llm(path, num_gpu_blocks_override=40_000)
+@pytest.fixture(
+    scope="module",
+    params=["two step sizes", pytest.param("as users have it", marks=pytest.mark.slow)],
+)
+def llm(request, path, as_users_compile):
+    """Compiled quickly, which decides nothing that is promised, or all programs as for users."""
+    quickly = request.param == "two step sizes"
+    with checkpoints.few_programs() if quickly else as_users_compile():
+        return make_llm(path, num_gpu_blocks_override=40_000)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +82,10 @@ def test_no_step_copies_the_pool(runner):
     assert_no_copies(runner)
 
 
-def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path):
+@pytest.mark.slow
+def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path, as_users_compile):
     path = checkpoints.build("gemma3", 0, tmp_path)  # two layers with a window, one without
-    with checkpoints.few_programs():
+    with checkpoints.few_programs(), as_users_compile():
         runner = make_llm(path, num_gpu_blocks_override=60_000)._engine.runner
     assert (
         runner.groups.layer_locations == ((0, 0), (1, 0), (2, 0))
@@ -91,8 +98,10 @@ def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
-def test_every_program_updates_a_quantised_pool_in_place(kv_cache_dtype, path):
-    with checkpoints.few_programs():
+def test_every_program_updates_a_quantised_pool_in_place(kv_cache_dtype, path, as_users_compile):
+    """int4 as users have it: XLA fuses most around it."""
+    compiler = as_users_compile() if kv_cache_dtype == "int4" else nullcontext()
+    with checkpoints.few_programs(), compiler:
         llm = make_llm(path, kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=60_000)
     runner = llm._engine.runner
     assert runner.pool_spec.num_bytes > 10 * TEMP_BOUND
@@ -112,7 +121,7 @@ def test_nothing_compiles_after_warm_up(llm):
     vocab = checkpoints.VOCAB_SIZE
     prompts = [
         [rng.randrange(3, vocab) for _ in range(rng.choice((1, 3, 20, 100, 300)))]
-        for _ in range(200)
+        for _ in range(100)
     ]
     params = [
         SamplingParams(
@@ -126,7 +135,7 @@ def test_nothing_compiles_after_warm_up(llm):
             max_tokens=rng.randrange(1, 30),
             detokenize=False,
         )
-        for _ in range(200)
+        for _ in range(100)
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert all(output.finished for output in outputs)

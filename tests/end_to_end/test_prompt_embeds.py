@@ -38,6 +38,11 @@ def path(request, tmp_path_factory):
     return checkpoints.build(request.param, 0, folder)
 
 
+@pytest.fixture(scope="module")
+def llm(path):
+    return checkpoints.make_llm(path, enable_prompt_embeds=True, max_model_len=128)
+
+
 @pytest.mark.slow
 def test_embeddings_of_tokens_answer_as_the_tokens_do_beside_them(path):
     """Alone, mixed with prompts of tokens, in chunks, preempted, and found in the cache."""
@@ -62,12 +67,11 @@ def test_embeddings_of_tokens_answer_as_the_tokens_do_beside_them(path):
     assert again[1][0].num_cached_tokens > 0
 
 
-def test_only_equal_embeddings_share_blocks(path):
+def test_only_equal_embeddings_share_blocks(path, llm):
     (prompt,) = prompts_of(40)
     (embeds,) = embeddings(path, [prompt])
     other = embeds.copy()
     other[3, 1] += 1
-    llm = checkpoints.make_llm(path, enable_prompt_embeds=True, max_model_len=128, block_size=8)
     cached = []
     for each in (embeds, embeds, other, [0] * 40, embeds[:20]):
         prompt = each if isinstance(each, list) else {"prompt_embeds": each}
@@ -77,11 +81,10 @@ def test_only_equal_embeddings_share_blocks(path):
 
 
 @pytest.mark.slow
-def test_penalties_see_no_tokens_in_a_prompt_of_embeddings(path):
+def test_penalties_see_no_tokens_in_a_prompt_of_embeddings(path, llm):
     """Their ids are placeholders: token 0 is not penalised for standing in the prompt."""
     (prompt,) = prompts_of(30)
     (embeds,) = embeddings(path, [prompt])
-    llm = checkpoints.make_llm(path, enable_prompt_embeds=True, max_model_len=128)
     bias = {0: 50.0}  # makes 0 the answer, unless it is penalised beyond that
     params = SamplingParams(
         temperature=0, max_tokens=1, ignore_eos=True, repetition_penalty=1000.0, logit_bias=bias
@@ -101,14 +104,13 @@ def test_penalties_see_no_tokens_in_a_prompt_of_embeddings(path):
         (np.zeros((128, 32), ml_dtypes.bfloat16), "leaves no room"),
     ],
 )
-def test_what_is_no_embedding_is_refused(path, embeds, message):
-    llm = checkpoints.make_llm(path, enable_prompt_embeds=True, max_model_len=128)
+def test_what_is_no_embedding_is_refused(llm, embeds, message):
     with pytest.raises(ValueError, match=message):
         llm.generate({"prompt_embeds": embeds}, GREEDY, use_tqdm=False)
 
 
 def test_an_engine_without_the_option_says_how_to_have_it(path):
-    llm = checkpoints.make_llm(path, max_model_len=128)
+    llm = checkpoints.make_llm(path, max_model_len=128, enforce_eager=True)
     with pytest.raises(ValueError, match="enable_prompt_embeds=True"):
         llm.generate({"prompt_embeds": np.zeros((3, 32), np.float32)}, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="stand alone"):

@@ -67,7 +67,7 @@ def assert_same(got, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
-def test_chunks_and_cache_hits_give_the_same_tokens(kv_cache_dtype, path):
+def test_cache_hits_chunks_and_preemption_give_the_same_tokens(kv_cache_dtype, path):
     llm = make_llm(path, kv_cache_dtype, enable_prefix_caching=False)
     expected = answers(llm)
     assert llm.stats().prefix_cache_hits == 0
@@ -78,12 +78,11 @@ def test_chunks_and_cache_hits_give_the_same_tokens(kv_cache_dtype, path):
     assert_same(answers(cached), expected)
     assert cached.stats().prefix_cache_hits > 2 * cold
 
-    chunked = make_llm(path, kv_cache_dtype, max_num_batched_tokens=13)
-    assert_same(answers(chunked), expected)
-
-    preempted = make_llm(path, kv_cache_dtype, num_gpu_blocks_override=40, decode_steps=1)
-    assert_same(answers(preempted), expected)
-    assert preempted.stats().num_preemptions > 0
+    pressed = make_llm(
+        path, kv_cache_dtype, max_num_batched_tokens=13, num_gpu_blocks_override=40, decode_steps=1
+    )
+    assert_same(answers(pressed), expected)
+    assert pressed.stats().num_preemptions > 0
 
 
 def rounded(x, format):

@@ -166,7 +166,7 @@ def check(output, expected: list[list[int]], counts: Counter[str]) -> None:
 # Of several KV-cache groups; the other family has one, and is run by hand.
 @pytest.mark.slow
 def test_random_work_and_failures(tmp_path):
-    counts = soak("gemma3", tmp_path, seconds=15, seed=0)
+    counts = soak("gemma3", tmp_path, seconds=8, seed=0)
     assert all(counts[failure] for failure in FAILURES), counts
     assert counts["preemptions"] and counts["swapped in"] and counts["disk hits"], counts
 

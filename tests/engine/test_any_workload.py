@@ -113,14 +113,14 @@ def check_workload(engine_options: dict, workload: list, events: dict[int, str])
                 assert [next(iter(x)) for x in c.logprobs] == s.output_token_ids
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(engines(), st.lists(requests(), min_size=1, max_size=7), events)
 def test_tokens_do_not_depend_on_the_engine_or_on_the_company(engine_options, workload, events):
     check_workload(engine_options, workload, events)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(engines(), st.lists(requests(), min_size=1, max_size=10), events)
 def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_depth(
     engine_options, workload, events

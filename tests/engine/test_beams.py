@@ -264,7 +264,7 @@ def check_beams_in_company(
 spare_blocks = st.sampled_from([0, 0, 0, 1, 5, 100])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     engines(),
     st.lists(beam_requests(), min_size=1, max_size=3),

@@ -91,9 +91,17 @@ def test_sharing_is_references_over_blocks():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("decode_steps", [1, 3, 8])
+@pytest.mark.parametrize("decode_steps", [pytest.param(1, marks=pytest.mark.slow), 3, 8])
 @pytest.mark.parametrize("windows", [(None,), (6, 9, None)])
-@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(17, 0), (17, 20), (30, 0), (200, 0)])
+@pytest.mark.parametrize(
+    ("num_blocks", "num_host_blocks"),
+    [
+        (17, 0),
+        (17, 20),
+        pytest.param(30, 0, marks=pytest.mark.slow),
+        pytest.param(200, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_every_step_of_mixed_work_is_accounted_for(
     overlap, decode_steps, num_blocks, num_host_blocks, windows
 ):

@@ -19,6 +19,7 @@ FIRST, LAST = (
 class TestXLA(BlockCopyTests):
     """In every layout."""
 
+    fast = ("more-than-in-flight", "chain-backwards", "swap")
     pools = (FIRST, *(pool for pool in cases.POOLS if pool not in (FIRST, LAST)), LAST)
 
     def run(self, name, *arguments):

@@ -34,6 +34,7 @@ def program(name: str, when: str):
 
 
 class TestTPU(BlockCopyTests):
+    fast = ("more-than-in-flight", "chain-backwards", "swap")
     pools = tuple(
         sorted(
             (pool for pool in cases.POOLS if pool.layout == "tpu"),

@@ -40,12 +40,19 @@ _QUANTIZED = [
 ]
 
 
+FAST = ("block-edges", "mixed", "empty-rows-between", "window", "sinks-of-a-window", "bfloat16")
+
+
 class TestReference(PagedAttentionTests):
+    fast = FAST
+
     def attend(self, case, arguments, *, one_query_per_row=False):
         return run(reference.paged_attention, arguments)  # whose contract is the same
 
 
 class TestXLA(PagedAttentionTests):
+    fast = FAST
+
     def attend(self, case, arguments, **options):
         return run(xla.paged_attention, arguments, **options)
 
@@ -70,7 +77,9 @@ def test_a_longer_table_costs_no_temporaries():
     assert temporaries[1] < 1_000_000
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(4, 2), pytest.param(8, 1, marks=pytest.mark.slow)]
+)
 def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads):
     """Two devices, each with its KV head, or with the only one: as on one device, where the definition is right."""
     case = cases.Case(

@@ -148,7 +148,7 @@ def check(case: Case, arrays: dict, *, sinks: bool = False, **options):
 class TestTPU(PagedAttentionTests):
     """The new keys and values are not in the pool yet, but arguments: the kernel writes them. Quantised pools below."""
 
-    fast = ("mixed", "block-edges", "empty-rows-between")
+    fast = ("mixed",)
     formats = ()
 
     def fitted(self, case):
@@ -254,6 +254,7 @@ def static_of(case: Case) -> dict:
     )
 
 
+@pytest.mark.slow
 def test_a_row_reads_what_another_row_writes_in_the_same_call():
     """As after a prefix hit on blocks that are being computed, whatever the order of the rows."""
     case = fitting(Case(name="", query_lens=(3, 40, 9), kv_lens=(35, 40, 41), block_size=16))
@@ -264,6 +265,7 @@ def test_a_row_reads_what_another_row_writes_in_the_same_call():
     check(case, bucketed(arrays))
 
 
+@pytest.mark.slow
 def test_a_row_that_ended_neither_writes_nor_reads():
     """Its tokens are packed still; its kv_len is 0."""
     case = fitting(Case(name="", query_lens=(1, 5, 1, 20), kv_lens=(40, 30, 18, 20), block_size=16))
@@ -310,6 +312,7 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
     np.testing.assert_array_equal(moved[7:27], out[tokens])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode-long", "window"])
 def test_other_sizes_give_the_same_result(name):
     """Tiles of one block and of few queries, so that every row has several; the larger ones are in the slow suite."""
@@ -339,6 +342,7 @@ def test_an_odd_number_of_heads(format):
     check(case, arrays)
 
 
+@pytest.mark.slow
 def test_one_query_per_row_is_that_whatever_the_starts_say():
     """As XLA's and the GPU's, which do not read them: a row without keys has a query too."""
     case = fitting(Case(name="", query_lens=(1,) * 4, kv_lens=(20, 1, 5, 33), block_size=16))

@@ -86,7 +86,7 @@ def test_the_first_of_two_groups_has_the_low_halves_of_bytes():
 
 
 @pytest.mark.parametrize(("by_out", "expected"), [(True, {}), (False, {"all-reduce": 1})])
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_xla_divides_a_product_as_the_weight_is_divided(name, by_out, expected):
     """Over outputs without a word between devices, over inputs with one sum: int4 by pairs of groups."""
     case = next(case for case in cases.SMALL if case.name == name)

@@ -20,12 +20,16 @@ from jaxpage.weights.load import load
 from tests import checkpoints
 
 MAX_LEN = 300
-_ids = functools.partial("{0[0]}-{0[1]}".format)
 
 
-# The last variant of a family has most of its options; the fast core runs that one only.
-LAST = [(family, len(variants) - 1) for family, variants in checkpoints.VARIANTS.items()]
-FAST = {"logits": LAST, "bfloat16": LAST[-2:], "gradient": [("phi3", 0), ("gemma3", 0)]}
+# The last variant of a family has most of its options; the fast core runs some of those only.
+LAST = {family: (family, len(variants) - 1) for family, variants in checkpoints.VARIANTS.items()}
+FAST = {
+    "logits": [LAST["llama"], LAST["qwen3"], LAST["phi3"], LAST["gemma3"]],
+    "bfloat16": [LAST["gemma3"]],
+    "gradient": [],
+    "prefix": [("llama", 3)],
+}
 
 
 def cases(test: str, all_cases: list[tuple[str, int]]) -> list:
@@ -52,10 +56,10 @@ def loaded(path: Path, dtype: str = "float32", max_model_len: int | None = MAX_L
     return load(build(hf_config, dtype=dtype, max_model_len=max_model_len), path, use_tqdm=False)
 
 
-def logits(model: nnx.Module, token_ids: np.ndarray) -> np.ndarray:
+def logits(model: nnx.Module, token_ids: np.ndarray, *positions: jax.Array) -> np.ndarray:
     graphdef, state = nnx.split(model)
-    run = jax.jit(lambda state, token_ids: nnx.merge(graphdef, state)(token_ids))
-    return np.asarray(run(state, jnp.asarray(token_ids)))
+    run = jax.jit(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))
+    return np.asarray(run(state, jnp.asarray(token_ids), *positions))
 
 
 def rms(x: np.ndarray) -> float:
@@ -81,7 +85,7 @@ def test_bfloat16_logits_are_as_close_to_float32_as_those_of_torch(case, checkpo
     assert rms(logits(model, token_ids) - exact) < 1.2 * torch_error
 
 
-@pytest.mark.parametrize("case", [("llama", 3), ("phi3", 2), ("gemma3", 1)], ids=_ids)
+@pytest.mark.parametrize("case", cases("prefix", [("llama", 3), ("phi3", 2), ("gemma3", 1)]))
 def test_logits_of_a_prefix_do_not_depend_on_what_follows(case, checkpoint):
     # transformers fails this for dynamic and longrope RoPE: there the length of the input counts.
     model = loaded(checkpoint(*case))
@@ -102,8 +106,8 @@ def test_rope_of_short_models_is_that_of_pretraining(case, max_model_len, checkp
 def test_batch_axes_and_positions_are_free(checkpoint):
     model = loaded(checkpoint("qwen2", 1))
     token_ids = tokens(2, 3, 20)
-    single = model(jnp.asarray(token_ids[1, 2]))
-    shifted = model(jnp.asarray(token_ids[1, 2]), jnp.arange(100, 120, dtype=jnp.int32))
+    single = logits(model, token_ids[1, 2])
+    shifted = logits(model, token_ids[1, 2], jnp.arange(100, 120, dtype=jnp.int32))
     np.testing.assert_allclose(logits(model, token_ids)[1, 2], single, atol=1e-5, rtol=0)
     np.testing.assert_allclose(shifted, single, atol=1e-4, rtol=0)  # RoPE is relative
 

@@ -22,7 +22,7 @@ from jaxpage.runner.host_memory import (
 )
 from jaxpage.runner.pack import padded, portions
 
-FORMATS = [None, "int8", "int4", "fp8_e4m3"]
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def random_pool(spec, seed=0):
@@ -52,7 +52,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", [None, "int4", slow("int8"), slow("fp8_e4m3")])
 def test_blocks_come_back_bit_for_bit(kv_format, pinned):
     """Pinned: as for an accelerator; a CPU has such a memory too."""
     spec = spec_of(kv_format)

@@ -158,4 +158,5 @@ def test_four_devices_give_the_tokens_of_one(num_heads, num_kv_heads, kv_format)
     assert len(one) == len(four) == 6
     for (tokens, logprobs), (expected, expected_logprobs) in zip(four, one, strict=True):
         assert len(tokens) == 15 and tokens == expected
-        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-4)
+        # The last bit of a key, which a sum over devices may change, decides which way int8 rounds it.
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-2 if kv_format else 2e-4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,7 +58,7 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
     num_slots, words = len(rows) + 1, -(-vocab_size // 32)
 
     def column(name, dtype):
-        return jnp.asarray(np.array([0, *(getattr(r, name) for r in rows)], dtype))
+        return np.array([0, *(getattr(r, name) for r in rows)], dtype)
 
     history = np.random.default_rng(0).integers(0, vocab_size, (num_slots, max_len))  # garbage
     stop, allowed = (np.zeros((num_slots, words), np.uint32) for _ in range(2))
@@ -81,30 +82,34 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
             ids[i, : len(marker)] = marker
     prompt_len = [0, *(len(r.prompt) for r in rows)]
     min_len = [0, *(len(r.prompt) + r.min_tokens for r in rows)]
+    thinking_budget = column("thinking_budget", np.int32)
+    thinking_budget[0] = -1
     floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
-    return RequestState(
-        token_ids=jnp.asarray(history, jnp.int32),
-        block_tables=jnp.zeros((num_slots, 1, 1), jnp.int32),
-        finished=jnp.zeros(num_slots, jnp.bool_),
-        prompt_len=jnp.asarray(prompt_len, jnp.int32),
-        min_len=jnp.asarray(min_len, jnp.int32),
-        max_len=jnp.full(num_slots, max_len, jnp.int32),
+    # In NumPy: jax would compile zeros and ones of every size.
+    state = RequestState(
+        token_ids=np.array(history, np.int32),
+        block_tables=np.zeros((num_slots, 1, 1), np.int32),
+        finished=np.zeros(num_slots, bool),
+        prompt_len=np.array(prompt_len, np.int32),
+        min_len=np.array(min_len, np.int32),
+        max_len=np.full(num_slots, max_len, np.int32),
         seed=column("seed", np.uint32),
-        sequence_index=jnp.zeros(num_slots, jnp.int32),
-        first_token=jnp.zeros(num_slots, jnp.int32),
+        sequence_index=np.zeros(num_slots, np.int32),
+        first_token=np.zeros(num_slots, np.int32),
         top_k=column("top_k", np.int32),
-        thinking_budget=column("thinking_budget", np.int32).at[0].set(-1),
+        thinking_budget=thinking_budget,
         repetition_penalty=column("repetition_penalty", np.float32),
-        stop_mask=jnp.asarray(stop),
-        min_tokens_mask=jnp.asarray(stop),
-        step_mask=jnp.full((num_slots, words), 2**32 - 1, jnp.uint32),
-        allowed_mask=jnp.asarray(allowed),
-        bias_ids=jnp.asarray(bias_ids, jnp.int32),
-        bias_values=jnp.asarray(bias_values),
-        bad_words=jnp.asarray(bad_words, jnp.int32),
-        **{name: jnp.asarray(ids, jnp.int32) for name, ids in markers.items()},
+        stop_mask=stop,
+        min_tokens_mask=stop,
+        step_mask=np.full((num_slots, words), 2**32 - 1, np.uint32),
+        allowed_mask=allowed,
+        bias_ids=np.array(bias_ids, np.int32),
+        bias_values=bias_values,
+        bad_words=np.array(bad_words, np.int32),
+        **{name: np.array(ids, np.int32) for name, ids in markers.items()},
         **{name: column(name, np.float32) for name in floats},
     )
+    return jax.tree.map(jnp.asarray, state)
 
 
 def constrained(logits: np.ndarray, row: Row) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jaxpage.sampling.penalties import count_history, penalise
 from tests.sampling.oracle import Row, make_state, penalised
 
 V = 50
+penalised_logits = jax.jit(penalise)
 
 
 def arguments(rows: list[Row], max_len: int):
@@ -51,7 +53,7 @@ def test_penalties_equal_the_plain_definition():
     ]
     logits = rng.normal(size=(12, V)).astype(np.float32) * 4
     logits[:, ::7] = -np.inf
-    got = penalise(jnp.asarray(logits), *arguments(rows, 64))
+    got = penalised_logits(jnp.asarray(logits), *arguments(rows, 64))
     want = [penalised(x, row) for x, row in zip(logits, rows, strict=True)]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -62,7 +64,7 @@ def test_repetition_penalty_equals_that_of_transformers():
     logits = rng.normal(size=(1, V)).astype(np.float32)
     oracle = RepetitionPenaltyLogitsProcessor(penalty=1.7)
     want = oracle(torch.tensor([row.prompt + row.output]), torch.tensor(logits))
-    got = penalise(jnp.asarray(logits), *arguments([row], 64))
+    got = penalised_logits(jnp.asarray(logits), *arguments([row], 64))
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
 
 
@@ -70,6 +72,6 @@ def test_rows_without_penalties_keep_their_logits_to_the_bit():
     rng = np.random.default_rng(2)
     rows = [random_row(rng, 5, 9), random_row(rng, 5, 9, repetition_penalty=1.3)]
     logits = rng.normal(size=(2, V)).astype(np.float32)
-    got = np.asarray(penalise(jnp.asarray(logits), *arguments(rows, 64)))
+    got = np.asarray(penalised_logits(jnp.asarray(logits), *arguments(rows, 64)))
     np.testing.assert_array_equal(got[0], logits[0])
     assert (got[1] != logits[1]).any()
