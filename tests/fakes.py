@@ -100,12 +100,15 @@ class FakeDetokenizer:
         return chr(ord("a") + token_id % 26)
 
 
+_PATIENCE = 40
+
+
 class FakeMaskSource:
     """Allows about half of the tokens after each history, and is slow to say which.
 
     `delays[(index + i) % len(delays)]` times the i-th mask of a continuation is not there yet; a negative number means
-    until somebody waits for it. With `forces`, up to four tokens are forced after about a third of the histories. After
-    `fails_after` tokens there are no more masks.
+    until somebody waits for it, or it was asked for _PATIENCE times. With `forces`, up to four tokens are forced after
+    about a third of the histories. After `fails_after` tokens there are no more masks.
     """
 
     def __init__(
@@ -140,7 +143,8 @@ class FakeMaskSource:
     def forced(self, index: int, output_token_ids: Sequence[int]) -> list[int]:
         key = (index, tuple(output_token_ids))
         delay = self.delays[(index + len(output_token_ids)) % len(self.delays)]
-        is_ready = key in self._waited_for or 0 <= delay <= self._asked.get(key, 0)
+        asked = self._asked.get(key, 0)
+        is_ready = key in self._waited_for or asked >= (delay if delay >= 0 else _PATIENCE)
         return self.forced_run(*key) if is_ready and self.error(index) is None else []
 
     def error(self, index: int) -> str | None:
@@ -151,7 +155,7 @@ class FakeMaskSource:
         key = (index, tuple(output_token_ids))
         asked = self._asked[key] = self._asked.get(key, 0) + 1
         delay = self.delays[(index + len(output_token_ids)) % len(self.delays)]
-        if key not in self._waited_for and (delay < 0 or asked <= delay):
+        if key not in self._waited_for and asked <= (delay if delay >= 0 else _PATIENCE):
             self._pending.add(key)
             return None
         self._pending.discard(key)

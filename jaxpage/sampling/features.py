@@ -19,6 +19,8 @@ BEFORE_ARGMAX = (CONSTRAINTS, PENALTIES, THINKING)  # they act on greedy rows to
 FEATURES: tuple[SamplerFeature, ...] = (*BEFORE_ARGMAX, RANDOM, TRUNCATION, TOP_LOGPROBS)
 FIELDS: tuple[SlotField, ...] = tuple(f for feature in FEATURES for f in feature.fields)
 
+ASKED = "asked_processors"  # a field: the bits of the processors that a request asks for
+
 _BITS = {feature.name: 1 << index for index, feature in enumerate(FEATURES)}
 
 
@@ -33,15 +35,22 @@ def processor_bits(processors: Processors) -> list[int]:
 
 
 def fields_of(processors: Processors) -> tuple[SlotField, ...]:
-    """The fields of the sampler and of an engine's own processors."""
-    return (*FIELDS, *(field for processor in processors for field in processor.fields))
+    """The fields of the sampler and of an engine's own processors, with one that says which of these are asked for."""
+    own = (*(field for processor in processors for field in processor.fields),)
+    asked = SlotField(name=ASKED, value=lambda request, _: _asked_of(request, processors))
+    return (*FIELDS, *own, asked) if processors else FIELDS
+
+
+def _asked_of(request: Request, processors: Processors) -> int:
+    own = zip(processors, processor_bits(processors), strict=True)
+    return sum(bit for processor, bit in own if processor.asked(request))
 
 
 def features_of(request: Request, processors: Processors = ()) -> int:
     """The bits of all features that a request asks for."""
-    own = zip(processors, processor_bits(processors), strict=True)
-    asked = sum(bit for processor, bit in own if processor.asked(request))
-    return asked | bits(*(feature for feature in FEATURES if feature.asked(request)))
+    return _asked_of(request, processors) | bits(
+        *(feature for feature in FEATURES if feature.asked(request))
+    )
 
 
 def slot_fields_of(

@@ -20,7 +20,7 @@ def check_processors(processors: Any) -> tuple:
     given: tuple[Any, ...] = tuple(processors) if is_list else (processors,)
     if not given:
         return ()
-    from jaxpage.sampling.features import FEATURES, FIELDS
+    from jaxpage.sampling.features import ASKED, FEATURES, FIELDS
     from jaxpage.sampling.fields import SamplerFeature
 
     for processor in given:
@@ -34,9 +34,8 @@ def check_processors(processors: Any) -> tuple:
     names = [x.name for x in (*FEATURES, *given)] + [
         field.name for fields in (FIELDS, *(x.fields for x in given)) for field in fields
     ]
-    twice = sorted(
-        {name for name in names if names.count(name) > 1} | _RESERVED.intersection(names)
-    )
+    reserved = (_RESERVED | {ASKED}).intersection(names)
+    twice = sorted({name for name in names if names.count(name) > 1} | reserved)
     if twice:
         raise ValueError(
             f"logits_processors: the names {', '.join(twice)} are in use; choose others"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpage.sampling.constraints import is_set
-from jaxpage.sampling.features import BEFORE_ARGMAX, bits, processor_bits
+from jaxpage.sampling.features import ASKED, BEFORE_ARGMAX, bits, processor_bits
 from jaxpage.sampling.fields import Processors, RequestState, SamplerFeature
 from jaxpage.sampling.keys import RANDOM, gumbel_noise, row_keys
 from jaxpage.sampling.logprobs import LOGPROBS_MODES, TOP_LOGPROBS, offset, ranks
@@ -141,9 +141,17 @@ def _choose(
             logits,
         )
 
+    def apply_own(processor, bit, logits):
+        """A user's function need not know that there are rows which do not ask for it."""
+        adjusted = apply(processor, bit, logits)
+        asks = (state[ASKED][slots] & bit) != 0
+        return jnp.where(asks[:, None], adjusted, logits)
+
     def adjust(logits):
-        for feature, bit in before_argmax:
-            logits = apply(feature, bit, logits)
+        for feature in BEFORE_ARGMAX:
+            logits = apply(feature, bits(feature), logits)
+        for processor, bit in own:
+            logits = apply_own(processor, bit, logits)
         return logits
 
     def draw(logits):
@@ -153,9 +161,8 @@ def _choose(
         random = (state["temperature"][slots] > 0)[:, None]
         return _argmax(jnp.where(random, logits + noise, logits)), logits
 
-    before_argmax = [(feature, bits(feature)) for feature in BEFORE_ARGMAX]
-    before_argmax += zip(processors, processor_bits(processors), strict=True)
-    asked = sum(bit for _, bit in before_argmax)
+    own = list(zip(processors, processor_bits(processors), strict=True))
+    asked = bits(*BEFORE_ARGMAX) | sum(bit for _, bit in own)
     logits = lax.cond((features & asked) != 0, adjust, lambda x: x, logits)
     return lax.cond(_any(features, RANDOM), draw, lambda x: (_argmax(x), x), logits)
 

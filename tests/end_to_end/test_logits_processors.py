@@ -52,7 +52,7 @@ def test_each_request_has_what_it_asks_for(tmp_path):
     assert free.outputs[0].token_ids == plain.generate(prompt, params[0])[0].outputs[0].token_ids
     assert one.outputs[0].token_ids == [40 + p % 2 for p in range(3, 11)]
     # The second one turns -inf into inf: it acted on what the first one left.
-    assert both.outputs[0].token_ids[0] != 51
+    assert both.outputs[0].token_ids[0] not in (50, 51)
     assert negated.outputs[0].token_ids != free.outputs[0].token_ids
     assert llm.stats().num_recompiles == 0
 
