@@ -50,9 +50,14 @@ def json_call(before: str, after: str) -> Callable[[Tool, str, Literal], list[st
     return rules
 
 
+# Written as templates show it: with free whitespace a model could go on with nothing else.
+_AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
 def json_rule(rule: str, schema: Any) -> str:
-    """Any JSON that fits the schema."""
-    return f"{rule}: %json {json.dumps(schema if isinstance(schema, Mapping) else {})}"
+    """JSON that fits the schema, written as Python's `json.dumps` does it."""
+    fields = schema if isinstance(schema, Mapping) else {}
+    return f"{rule}: %json {json.dumps({**fields, 'x-guidance': _AS_PYTHON})}"
 
 
 def literal_with(special_tokens: Mapping[str, int]) -> Literal:

@@ -1,0 +1,113 @@
+"""Tools and reasoning in chats: from options to grammars, from texts to completions."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from jaxpage import EngineConfig, SamplingParams
+from jaxpage.chat_outputs import chat_format
+from jaxpage.demo import checkpoint
+from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from tests import checkpoints
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 9]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now", "parameters": NOTHING}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+HERMES = "{{ '<tool_call>' }} arguments"
+
+
+def make(template=HERMES, **options):
+    return chat_format(EngineConfig.from_options(model="m", **options), None, template)
+
+
+def output_of(text: str, prompt: str = "") -> RequestOutput:
+    completion = CompletionOutput(
+        index=0, text=text, token_ids=[], cumulative_logprob=None, logprobs=None
+    )
+    return RequestOutput(
+        request_id="0", prompt=prompt, prompt_token_ids=[], outputs=[completion], finished=True,
+        metrics=RequestStateStats(),
+    )  # fmt: skip
+
+
+def test_formats_follow_from_options_then_from_the_template():
+    assert make().tool_parser == "hermes"
+    assert make(tool_call_parser="mistral").tool_parser == "mistral"
+    assert make("plain").tool_parser is None
+    assert make(reasoning_parser="qwen3").reasoning_parser == "qwen3"
+    with pytest.raises(
+        ValueError, match="tool_call_parser='x' is not known; there are deepseek_v3"
+    ):
+        make(tool_call_parser="x")
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+
+
+def read(chat, text, choice="auto", tools=TOOLS, prompt=""):
+    output = output_of(text, prompt)
+    chat.read(output, tools, choice)
+    (c,) = output.outputs
+    assert c.text == text
+    return c.content, c.reasoning, [(call.name, call.arguments) for call in c.tool_calls]
+
+
+def test_texts_are_read():
+    chat = make(reasoning_parser="qwen3")
+    call = ("weather", '{"city": "Rome", "days": 2}')
+    assert read(chat, f"<think>\nhm\n</think>\n\nSo: {CALL}") == ("\n\nSo: ", "\nhm\n", [call])
+    assert read(chat, f"hm</think>{CALL}", prompt="a<think>\n") == ("", "hm", [call])
+    assert read(chat, CALL, choice="none") == (CALL, None, [])
+    assert read(chat, CALL, tools=None) == (CALL, None, [])
+    assert read(make("plain"), CALL) == (CALL, None, [])
+
+
+def test_params_follow_from_the_choice():
+    chat, params = make(), SamplingParams(max_tokens=5)
+    auto = chat.params(params, TOOLS, "auto")
+    assert auto.structured_outputs is None and not auto.skip_special_tokens
+    assert params.skip_special_tokens
+    assert chat.params(params, None, "auto") is params
+    assert chat.params(params, TOOLS, "none") is params
+    for choice in ("required", NAMED):
+        assert "weather" in chat.params(params, TOOLS, choice).structured_outputs.grammar
+    with pytest.raises(ValueError, match="leave one out"):
+        chat.params(SamplingParams(structured_outputs={"regex": "a"}), TOOLS, "required")
+    with pytest.raises(ValueError, match="start the engine with tool_call_parser"):
+        make("plain").params(params, TOOLS, "required")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parser", ["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "deepseek_v3"]
+)
+def test_calls_that_must_be_made_are_made(parser):
+    options = {"skip_tokenizer_init": False, "max_model_len": 400, "tool_call_parser": parser}
+    llm = checkpoints.make_llm(checkpoint(), **options)
+    messages = [{"role": "user", "content": "Hello!"}]
+    params = SamplingParams(n=4, temperature=1.3, seed=1, max_tokens=150)
+    for choice in ("required", NAMED):
+        (output,) = llm.chat(messages, params, use_tqdm=False, tools=TOOLS, tool_choice=choice)
+        ended = [c for c in output.outputs if c.finish_reason == "stop"]
+        for c in ended:
+            assert c.tool_calls and not c.content.strip(), c.text
+            for call in c.tool_calls:
+                assert call.name in ("weather", "now")
+                if call.name == "weather":
+                    jsonschema.validate(json.loads(call.arguments), WEATHER)
+            assert choice == "required" or [call.name for call in c.tool_calls] == ["weather"]
+        assert ended or choice == "required"  # which allows one call after another
+    (free,) = llm.chat(messages, params, use_tqdm=False, tools=TOOLS, tool_choice="none")
+    assert [c.tool_calls for c in free.outputs] == [[]] * 4
