@@ -82,7 +82,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     if config.record_calls is not None:
         runner.recorder = record_to(config.record_calls, _recording_header(options, config))
         weakref.finalize(runner, runner.recorder.close)
-    scheduler = _make_scheduler(config, runner)
+    scheduler = _make_scheduler(config, runner, on_cpu=sized.device.platform == "cpu")
     runner.warmup()
     log_ready(
         runner.programs,
@@ -219,7 +219,7 @@ def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[s
     return {"options": given | {"model": resolved.model} | sizes}
 
 
-def _make_scheduler(config: ResolvedConfig, runner: Runner) -> Scheduler:
+def _make_scheduler(config: ResolvedConfig, runner: Runner, *, on_cpu: bool) -> Scheduler:
     memory = runner.host_memory
     kv = KVCache(
         runner.pool_spec.num_blocks,
@@ -237,4 +237,5 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner) -> Scheduler:
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
+        samples_late=not on_cpu,  # where the host would only take the device's cores
     )

@@ -41,11 +41,12 @@ USAGE = """usage: jaxpage COMMAND [--help]
   bench accuracy   measure what quantised KV pools cost in accuracy
   bench offline    compare offline throughput with other engines
   bench memory     measure waste of KV memory, and what the prefix cache costs
+  bench sampling   time the sampler, and masks of grammars, by what requests ask for
   bench scheduler  time the host's part of a step
   bench step       show where the time of a decode step goes
   bench suite      check and measure everything that has a bar, on an H200
 """
-BENCHES = ("accuracy", "memory", "offline", "scheduler", "step", "suite")
+BENCHES = ("accuracy", "memory", "offline", "sampling", "scheduler", "step", "suite")
 
 JsonDict = Annotated[
     dict[str, Any] | None,
@@ -74,6 +75,7 @@ class EngineFlags(EngineConfig):
     # what begins and ends reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     reasoning_config: JsonDict = None
     structured_outputs_config: JsonDict = None
+    logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
@@ -105,6 +107,8 @@ class SamplingFlags:
     bad_words: tuple[str, ...] = ()
     thinking_token_budget: int | None = None  # needs --reasoning-config
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled
+    # what the output must match: {"json": {...}}, {"regex": "..."}, {"choice": [...]}, {"grammar": "..."}
+    structured_outputs: JsonDict = None
     logit_bias: JsonDict = None  # id to number, as {"42": -1.5}; -Infinity bans an id
     ignore_eos: bool = False
 

@@ -37,6 +37,8 @@ class WaitingFor(enum.Enum):
     BEAMS = enum.auto()
     # all its tokens are computed; the mask for sampling the next is not there yet
     MASK = enum.auto()
+    # the token that it samples, on which its next mask depends, is in flight
+    TOKEN = enum.auto()
 
 
 class MaskSource(Protocol):

@@ -11,7 +11,7 @@ from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.sequences import append_forced, append_tokens
 from jaxpage.engine.step_output import SequenceEnd, StepOutput
 from jaxpage.plan import StepResult
-from jaxpage.request import FinishReason, Sequence
+from jaxpage.request import FinishReason, Sequence, WaitingFor
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,8 @@ def collect_failed(failed: list[Sequence]) -> Collected:
 
 def _with_forced(sequence: Sequence) -> list[int]:
     """What it gained: the tokens that it has sampled, and those around them that are forced."""
-    if sequence.finish_reason is None and append_forced(sequence):
+    is_forced = sequence.finish_reason is None and append_forced(sequence)
+    if is_forced or sequence.waiting_for is WaitingFor.TOKEN:
         sequence.waiting_for = None
     return _unreported(sequence)
 

@@ -20,6 +20,8 @@ class ScheduledStep:
     """`sequences[i]` is the one of the plan's row i."""
 
     kv: KVCache
+    # Tokens in flight are computed before the mask for what comes next is known, and sampled from later.
+    samples_late: bool = True
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # all their data goes up
@@ -60,6 +62,7 @@ class ScheduledStep:
                 samples, sequence.waiting_for = False, WaitingFor.MASK
             else:
                 plan.masks[len(plan.slots)] = mask
+                sequence.waiting_for = None if self.samples_late else WaitingFor.TOKEN
         if sequence.num_unsent_tokens:
             self._unsent.append(sequence)
         if samples and request.wants_vocabulary:
@@ -97,7 +100,7 @@ class ScheduledStep:
         mask = self._mask(sequence)
         if mask is not None:
             self._late.append((sequence, mask))  # it comes after all others
-            sequence.waiting_for = None
+            sequence.waiting_for = None if self.samples_late else WaitingFor.TOKEN
             sequence.num_in_flight += 1
         return False
 

@@ -45,6 +45,7 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         decode_steps: int = 1,
+        samples_late: bool = True,
     ):
         """Raises ValueError for limits below 1, or no room for a token of prompt and a token of answer."""
         if min(max_num_seqs, max_num_batched_tokens, max_model_len - 1, decode_steps) < 1:
@@ -57,7 +58,7 @@ class Scheduler:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.decode_steps = decode_steps
+        self.decode_steps, self.samples_late = decode_steps, samples_late
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -85,7 +86,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan a step for the caller to launch; None if there is nothing to do before `update`."""
-        step = ScheduledStep(self.kv)
+        step = ScheduledStep(self.kv, self.samples_late)
         self.kv.begin_plan()
         self._admit(step, self._plan_running(step))
         for sequence in step.admitted:

@@ -86,11 +86,11 @@ def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepProg
 
 def fitting_buckets(buckets: Sequence[Bucket], plan: StepPlan) -> list[Bucket]:
     """Those that hold the plan's tokens, smallest first. Raises ValueError if none does (a bug in the scheduler's
-    limits). Rows with masks, rows that sample later, and those of which more is wanted than a token need the hidden
-    states that `forward` keeps.
+    limits). Rows that sample later, and those of which more is wanted than a token, need the hidden states that
+    `forward` keeps.
     """
     tokens, rows = plan.total_tokens, plan.num_rows
-    at_once = all(plan.samples) and not (plan.masks or plan.vocabulary_rows)
+    at_once = all(plan.samples) and not plan.vocabulary_rows
     decode = tokens == rows and max(plan.num_tokens) == 1 and at_once
     fitting = [
         bucket

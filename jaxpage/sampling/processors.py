@@ -31,11 +31,12 @@ def check_processors(processors: Any) -> tuple:
             )
     if len(given) > MOST:
         raise ValueError(f"logits_processors has {len(given)} entries, the limit is {MOST}")
-    names = [x.name for x in (*FEATURES, *given)] + [
-        field.name for fields in (FIELDS, *(x.fields for x in given)) for field in fields
-    ]
-    reserved = (_RESERVED | {ASKED}).intersection(names)
-    twice = sorted({name for name in names if names.count(name) > 1} | reserved)
+    names = [x.name for x in (*FEATURES, *given)]
+    fields = [f.name for x in given for f in x.fields] + [f.name for f in FIELDS]
+    fields += [*_RESERVED, ASKED]
+    twice = sorted(
+        {x for x in names if names.count(x) > 1} | {x for x in fields if fields.count(x) > 1}
+    )
     if twice:
         raise ValueError(
             f"logits_processors: the names {', '.join(twice)} are in use; choose others"

@@ -314,3 +314,15 @@ def test_a_sequence_whose_masks_stop_coming_ends_and_the_others_go_on(overlap, a
     assert_expected(engine, failing, *others)
     (sequence,) = failing.sequences
     assert sequence.finish_reason == "error" and sequence.stop_reason == "no mask after 4 tokens"
+
+
+def test_without_late_sampling_a_row_waits_for_its_token_and_others_do_not():
+    engine = make_engine(overlap=True, samples_late=False)
+    constrained = [masked(name, [1, 2], 0, max_tokens=6, ignore_eos=True) for name in ("a", "bb")]
+    free = make_request("free", [3], max_tokens=12, ignore_eos=True)
+    run(engine, *constrained, free)
+    assert_expected(engine, *constrained, free)
+    plans = engine.runner.plans
+    assert not any(plan.num_late_rows for plan in plans)
+    assert all(all(plan.samples) for plan in plans)
+    assert len(plans) <= 13  # one for each token of the longest, and one that is thrown away

@@ -1,0 +1,319 @@
+"""`jaxpage bench sampling`: what the sampler adds to a decode step, feature by feature; and what grammars' masks cost.
+
+The sampler alone, compiled as a step has it, over requests that are admitted as an engine's are. Times are also given
+as shares of a floor: no decode step of a model of 0.5B is shorter than the time in which its weights are read.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.bench import device_time, peaks, results
+from jaxpage.bench.workloads import random_prompt
+from jaxpage.kv_groups import group_layers
+from jaxpage.plan import Admission
+from jaxpage.reasoning import ReasoningTokens
+from jaxpage.request import Request
+from jaxpage.runner.slots import (
+    admission_layout,
+    allocate_request_state,
+    make_admit,
+    pack_admission,
+)
+from jaxpage.runner.spec import StepSpec
+from jaxpage.sampling.features import features_of, slot_fields_of
+from jaxpage.sampling.fields import RequestState
+from jaxpage.sampling.logprobs import score
+from jaxpage.sampling.sampler import sample, vocabulary
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.structured_outputs.params import StructuredOutputsParams
+
+WEIGHT_BYTES = 2 * 494_032_768  # Qwen2.5-0.5B in bfloat16
+NUM_TOP = 20  # vLLM's max_logprobs, of which programs are made
+MODE = "raw"
+PLAIN = "greedy"  # what all others are compared with
+RANDOM = {"temperature": 1.0}
+MASKED = {  # what outputs may have to match
+    "JSON schema": StructuredOutputsParams(
+        json={
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 40},
+                "age": {"type": "integer", "minimum": 0, "maximum": 150},
+                "role": {"enum": ["reader", "author", "editor"]},
+                "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
+                "address": {
+                    "type": "object",
+                    "properties": {"city": {"type": "string"}, "postcode": {"type": "string"}},
+                    "required": ["city"],
+                },
+            },
+            "required": ["name", "age", "role", "tags", "address"],
+            "additionalProperties": False,
+        }
+    ),
+    "regex": StructuredOutputsParams(
+        regex=r"([A-Za-z0-9._]{1,30}@[a-z0-9-]{1,30}\.(com|org|net), ){3}\d{4}-\d\d-\d\d"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBench:
+    """Time the sampler by what requests ask for, and the masks of grammars."""
+
+    vocab_size: int = 151_936  # Qwen2.5's
+    rows: int = 64
+    context: int = 512  # known tokens of each request, half of them prompt
+    repeats: int = 9  # of everything, in turns
+    masks: int = 200  # of each grammar
+    threads: int = 2  # that copy, where the device is a CPU
+    tiny: bool = False  # sizes that say nothing and take seconds
+    json: Path | None = None  # all timings go to this file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What all rows of a step ask for. `options` are of `SamplingParams`, `own` of `Request`."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    flat: bool = False  # likely tokens by the ten thousands; else a handful
+
+
+def main(bench: SamplingBench) -> None:
+    """Measure, print two tables, and write all timings to `bench.json` if asked for."""
+    report = measure(bench)
+    results.publish(report, bench.json, show(report))
+
+
+def measure(bench: SamplingBench) -> dict[str, Any]:
+    """Milliseconds of each case, microseconds of each mask. Raises ValueError for bad sizes."""
+    if bench.tiny:
+        bench = replace(bench, vocab_size=2048, rows=4, context=32, repeats=2, masks=20)
+    if min(bench.vocab_size - 1023, bench.rows, bench.context - 1, bench.repeats, bench.masks) < 1:
+        raise ValueError(
+            f"sizes must be positive, the context 2 or more, the vocabulary 1,024 or more: {bench}"
+        )
+    return {
+        "vocab_size": bench.vocab_size,
+        "rows": bench.rows,
+        "context": bench.context,
+        "device": jax.devices()[0].device_kind,
+        "bandwidth": _bandwidth(bench),
+        "milliseconds": _sampler(bench),
+        "load": os.getloadavg()[0],  # of the last minute: more than `threads` if others were busy
+        "microseconds": _masks(bench),
+    }
+
+
+def _bandwidth(bench: SamplingBench) -> float:
+    """Bytes per second that a copy reads and writes."""
+    if jax.default_backend() == "cpu":
+        size = 1 << 20 if bench.tiny else 1 << 30
+        return peaks.memory_bandwidth(bench.threads, num_bytes=size)["copy"]
+    found = next(peaks.measure(results.Context(tiny=bench.tiny, folder="")))
+    assert found.value is not None
+    return 1e9 * found.value
+
+
+def cases(vocab_size: int) -> tuple[Case, ...]:
+    """The plain step first; then each feature alone, but that truncation is of random rows."""
+    constraints: dict[str, Any] = {
+        "allowed_token_ids": list(range(0, vocab_size, 2)),
+        "logit_bias": dict.fromkeys(range(10, 18), 1.0),
+    }
+    bad_words = {"bad_words_token_ids": ((12,), (14, 16), (18, 20, 22))}
+    markers = ReasoningTokens(start=(7,), end=(8,), forced_end=(8,))
+    penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
+    budget = {"thinking_token_budget": 100_000}
+    return (
+        Case(name=PLAIN),
+        Case(name="allowed ids, bad words, logit bias", options=constraints, own=bad_words),
+        Case(name="penalties", options=penalties),
+        Case(name="thinking budget", options=budget, own={"reasoning": markers}),
+        Case(name="random", options=RANDOM),
+        Case(name="random, top_k=40", options=RANDOM | {"top_k": 40}),
+        Case(name="random, top_p=0.9", options=RANDOM | {"top_p": 0.9}),
+        Case(name="random, top_p=0.9, flat logits", options=RANDOM | {"top_p": 0.9}, flat=True),
+        Case(name=f"{NUM_TOP} top logprobs", options={"logprobs": NUM_TOP}),
+    )
+
+
+def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
+    """Of each case and of the programs that say something of every token."""
+    draw = np.random.default_rng(0).standard_normal((bench.rows, bench.vocab_size), np.float32)
+    peaked, flat = jnp.asarray(8 * draw), jnp.asarray(draw)
+    slots = jnp.arange(1, bench.rows + 1, dtype=jnp.int32)
+    positions = jnp.full(bench.rows, bench.context, jnp.int32)
+    program = jax.jit(partial(sample, num_top_logprobs=NUM_TOP, logprobs_mode=MODE))
+    launches: dict[str, Callable[[], Any]] = {}
+    for case in cases(bench.vocab_size):
+        state, features = _admitted(case, bench)
+        logits = flat if case.flat else peaked
+        launches[case.name] = partial(program, logits, state, slots, positions, features)
+    whole = jax.jit(partial(vocabulary, logprobs_mode=MODE))
+    launches["logprobs of the whole vocabulary"] = partial(
+        whole, peaked, *_of_none(bench, slots, positions)
+    )
+    scores = jax.jit(partial(score, num_top=NUM_TOP, logprobs_mode=MODE))
+    launches["scores of given tokens"] = partial(scores, peaked, slots)
+    # A CPU would compute launches that do not depend on each other side by side.
+    at_least = 0.0 if bench.tiny or jax.default_backend() == "cpu" else 0.02
+    found: dict[str, list[float]] = {name: [] for name in launches}
+    for _ in range(bench.repeats):
+        for name, launch in launches.items():
+
+            def run(_: Any, launch: Callable[[], Any] = launch) -> Any:
+                return launch()
+
+            taken, _ = device_time.seconds(run, None, at_least=at_least, samples=1)
+            found[name].append(1e3 * taken[0])
+    return found
+
+
+def _of_none(bench: SamplingBench, slots: jax.Array, positions: jax.Array) -> tuple[Any, ...]:
+    """The arguments behind the logits for rows that ask for nothing."""
+    state, features = _admitted(Case(name=""), bench)
+    return state, slots, positions, features
+
+
+def _admitted(case: Case, bench: SamplingBench) -> tuple[RequestState, jax.Array]:
+    """The request state with a request of this kind in every slot but the null slot; and the step's feature bits."""
+    max_model_len = bench.context + 1
+    spec = StepSpec(
+        block_size=max_model_len,
+        max_model_len=max_model_len,
+        num_blocks_per_row=1,
+        groups=group_layers((None,), max_model_len),
+        num_slots=bench.rows + 1,
+        vocab_size=bench.vocab_size,
+        hidden_size=1,
+        dtype=jnp.bfloat16,
+        decode_steps=1,
+        num_top_logprobs=NUM_TOP,
+        logprobs_mode=MODE,
+        num_scored=1,
+    )
+    layout, state = admission_layout(spec), allocate_request_state(spec)
+    admit = jax.jit(make_admit(layout), donate_argnums=0)
+    rng, features = random.Random(0), []
+    for slot in range(1, bench.rows + 1):
+        # Nobody reasons: then the history is searched to its beginning.
+        token_ids = [9 + token_id for token_id in random_prompt(rng, bench.context, 1000)]
+        prompt = token_ids[: bench.context // 2]
+        options: dict[str, Any] = {"temperature": 0} | case.options
+        params = SamplingParams(**options)
+        request = Request(
+            request_id="", prompt_token_ids=prompt, params=params, seed=slot, **case.own
+        )
+        features.append(features_of(request))
+        admission = Admission(
+            slot=slot,
+            sequence_index=0,
+            token_ids=token_ids,
+            block_tables=[[]],
+            prompt_len=len(prompt),
+            max_len=max_model_len,
+            fields=slot_fields_of(request, bench.vocab_size),
+        )
+        state = admit(state, jnp.asarray(pack_admission(admission, layout)))
+    return state, jnp.int32(reduce(or_, features))
+
+
+def _masks(bench: SamplingBench) -> dict[str, list[float]]:
+    """Of random walks through grammars: the time of taking in a token and saying what may come next."""
+    from jaxpage.structured_outputs.compiler import GrammarCompiler
+    from jaxpage.structured_outputs.config import StructuredOutputsConfig
+    from jaxpage.structured_outputs.masks import GrammarMasks
+
+    tokenizer = make_tokenizer(bench.vocab_size)
+    eos = tokenizer.eos_token_id
+    compiler = GrammarCompiler(
+        tokenizer,
+        vocab_size=bench.vocab_size,
+        eos_token_ids=(eos,),
+        config=StructuredOutputsConfig(),
+    )
+    found: dict[str, list[float]] = {}
+    for name, params in MASKED.items():
+        grammar = compiler.compile(params)
+        grammar.matcher.result()
+        source = GrammarMasks(compiler, grammar, forces=False)
+        rng, found[name], index, output = random.Random(0), [], 0, []
+        while len(found[name]) < bench.masks:
+            start = time.perf_counter()
+            mask = source.mask(index, output)
+            found[name].append(1e6 * (time.perf_counter() - start))
+            assert mask is not None, source.error(index)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            output.append(int(rng.choice(allowed)))
+            if output[-1] == eos:  # the next walk
+                index, output = index + 1, []
+    return found
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """A byte-level BPE of as many made-up tokens as that: most like words and pieces of words, the others any bytes.
+
+    What a mask costs depends on the tokens; those of a real vocabulary share more beginnings.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [*"etaoinshrdlu" * 4, *"cmwfgypbvkjxqz" * 2, *"ETAOINSHR", *"Ġ" * 20]  # Ġ: space
+    rest = [*"0123456789" * 2, *"\".,:;-_()[]{}'/=<>", *alphabet]
+    ids = {token: number for number, token in enumerate(["<eos>", *alphabet])}
+    merges = []
+    while len(ids) < vocab_size:
+        pieces = letters if rng.random() < 0.85 else rest
+        pair = rng.choice(pieces), rng.choice(pieces)
+        token = "".join(pair)
+        if token not in ids and len(token) <= 12 and "Ġ" not in pair[1]:
+            ids[token] = len(ids)
+            merges.append(pair)
+            pieces.append(token)
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def show(report: dict[str, Any]) -> str:
+    """Medians; what is more than the plain step; shares of the floor. Then median and 99th percentile of masks."""
+    bandwidth, device = report["bandwidth"], report["device"]
+    floor = 1e3 * WEIGHT_BYTES / bandwidth
+    medians = {name: statistics.median(times) for name, times in report["milliseconds"].items()}
+    rows = [["", "ms", "more than greedy, ms", "of the floor"]]
+    for name, median in medians.items():
+        more = "" if name == PLAIN else f"{median - medians[PLAIN]:.2f}"
+        rows.append([name, f"{median:.2f}", more, f"{100 * median / floor:.1f} %"])
+    masks = [["a mask of a", "us: median", "p99"]]
+    for name, times in report["microseconds"].items():
+        masks.append([name, f"{statistics.median(times):.0f}", f"{np.percentile(times, 99):.0f}"])
+    return "\n".join(
+        [
+            f"{report['rows']} rows, vocabulary {report['vocab_size']:,}, context {report['context']}; {device}",
+            f"floor: {WEIGHT_BYTES / 1e9:.2f} GB of weights at {bandwidth / 1e9:.1f} GB/s, {floor:.1f} ms",
+            "",
+            results.table(rows),
+            "",
+            results.table(masks),
+        ]
+    )
