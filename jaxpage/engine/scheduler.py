@@ -15,7 +15,6 @@ of blocks are taken from its end, so a victim was never planned in the same step
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
 from functools import partial
 
 from jaxpage.engine import beam_scheduling
@@ -134,7 +133,7 @@ class Scheduler:
             self._remove(request.sequences)  # all: one may have ended in an update that then failed
         return request
 
-    def abort_steps(self, steps: Iterable[ScheduledStep]) -> list[Request]:
+    def abort_steps(self, steps: list[ScheduledStep]) -> list[Request]:
         """End the requests of steps that failed. Nothing they wrote, or failed to, is reused."""
         requests = dict.fromkeys(s.request.request_id for step in steps for s in step.sequences)
         ended = [request for i in requests if (request := self.abort(i)) is not None]
@@ -160,8 +159,7 @@ class Scheduler:
         budget, running, index = self.max_num_batched_tokens, self.running, 0
         num_preemptions = self.counters.num_preemptions
         while index < len(running):  # victims leave at the end
-            sequence = running[index]
-            index += 1
+            sequence, index = running[index], index + 1
             if sequence.waiting_for is not None and not step.may_advance(sequence):
                 continue
             known = len(sequence.token_ids) + sequence.num_in_flight
@@ -211,9 +209,8 @@ class Scheduler:
         max_query_len = self.max_num_batched_tokens
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
-            num_slots = len(self._free_slots)
             if not (
-                beam_scheduling.may_enter(self.kv, sequence, num_slots, max_query_len)
+                beam_scheduling.may_enter(self.kv, sequence, len(self._free_slots), max_query_len)
                 and self.kv.admit(sequence, self.kv.find(sequence), max_query_len)
             ):
                 break
