@@ -82,8 +82,11 @@ def run(
 def serve(work: Callable[[dict[str, Any], Report], Any]) -> None:
     """Answer the request on the standard input with `work(request, report)`. Its ValueErrors are the user's."""
 
+    lock = threading.Lock()  # reports come from several threads, and `print` writes a line in two pieces
+
     def send(**message: Any) -> None:
-        print(json.dumps(message), flush=True)
+        with lock:
+            print(json.dumps(message), flush=True)
 
     try:
         result = work(json.load(sys.stdin), lambda report: send(report=report))

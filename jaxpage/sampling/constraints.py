@@ -26,6 +26,7 @@ MAX_BAD_WORD_LEN = 16  # tokens in one of them
 _CHUNK = 64  # of which MAX_BAD_WORDS and MAX_LOGIT_BIAS are multiples
 _ALL_TOKENS = 0xFFFFFFFF  # in each word of a mask
 _MOST_INT32 = 2**31 - 1
+_FINITE_BAN = -1e30  # far below every logit, and a thousand of them are far above the least float32
 _NO_TOKEN = _MOST_INT32  # an id outside every vocabulary: scatters drop it
 
 
@@ -63,12 +64,17 @@ def constrain(
     """float32[R, V]: forbidden tokens are -inf, then biases are added; a bias does not bring back a forbidden token.
 
     What would leave a row none of the tokens that its grammar allows does not count: an output is valid first of all.
+    If bad words and biases forbid all of them, they are equally likely.
     """
     vocab_size = logits.shape[1]
     too_short = positions < state["min_len"][slots]
     stopping = jnp.where(too_short[:, None], state["min_tokens_mask"][slots], 0)
-    allowed = state["allowed_mask"][slots] & state["step_mask"][slots] & ~stopping
-    constrained = jnp.where(unpack_mask(allowed, vocab_size), logits, -jnp.inf)
+    step_mask = state["step_mask"][slots]
+    has_grammar = (~step_mask != 0).any(-1)
+    allowed = state["allowed_mask"][slots] & step_mask & ~stopping
+    is_left = ~has_grammar | (allowed != 0).any(-1)
+    allowed = jnp.where(is_left[:, None], allowed, step_mask)
+    logits = jnp.where(unpack_mask(allowed, vocab_size), logits, -jnp.inf)
     banned = _ends_of_bad_words(state, slots, positions, vocab_size)
     ids = jnp.concatenate([banned, state["bias_ids"][slots]], axis=1)
     values = jnp.pad(
@@ -76,11 +82,9 @@ def constrain(
         ((0, 0), (banned.shape[1], 0)),
         constant_values=-jnp.inf,
     )
-    constrained = _add_at(constrained, ids, values)
-    step_mask = state["step_mask"][slots]
-    stuck = (constrained.max(-1) == -jnp.inf) & (~step_mask != 0).any(-1)
-    valid = jnp.where(unpack_mask(step_mask, vocab_size), logits, -jnp.inf)
-    return jnp.where(stuck[:, None], valid, constrained)
+    # Beside a grammar's own -inf these bans are finite: if it allows nothing else, what they forbid is sampled.
+    values = jnp.where(has_grammar[:, None], jnp.maximum(values, _FINITE_BAN), values)
+    return _add_at(logits, ids, values)
 
 
 def _add_at(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
