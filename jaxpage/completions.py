@@ -123,7 +123,6 @@ class _PartialCompletion(CompletionOutput):
         self.cumulative_logprob = growing.logprobs and growing.logprobs.cumulative
         self.finish_reason = self.stop_reason = None
         self.routed_experts = self.lora_request = self.weight_versions = None
-        self.content = self.reasoning = self.tool_calls = None
         self._num_tokens = len(growing.token_ids)
         self._all_token_ids = growing.token_ids
         self._all_logprobs = logprobs
@@ -137,6 +136,8 @@ class _PartialCompletion(CompletionOutput):
             logprobs = self._all_logprobs
             self.logprobs = None if logprobs is None else logprobs[: self._num_tokens]
             return self.logprobs
+        if name in ("content", "reasoning", "tool_calls"):  # read when all of the text is there
+            return None
         raise AttributeError(name)
 
     def __reduce__(self) -> Any:
