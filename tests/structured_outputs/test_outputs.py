@@ -39,14 +39,21 @@ def answers(llm, wanted, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whitespace", [True, False], ids=["any whitespace", "none"])
-def test_json_fits_its_schema(llm, whitespace):
-    wanted = [{"json": s, "disable_any_whitespace": not whitespace} for s in SCHEMAS]
+def test_json_fits_its_schema(llm):
+    wanted = [{"json": s, "disable_any_whitespace": True} for s in SCHEMAS]
     ended = 0
-    for (text, ends), schema in zip(answers(llm, wanted), SCHEMAS, strict=True):
+    for (text, ends), schema in zip(answers(llm, wanted, max_tokens=120), SCHEMAS, strict=True):
         ended += ends
         assert not ends or fits(text, schema), (text, schema)
-    assert ended > len(SCHEMAS) * (0.4 if whitespace else 0.8)
+    assert ended > len(SCHEMAS) * 0.7
+
+
+@pytest.mark.slow
+def test_json_with_any_whitespace_fits_its_schema(llm):
+    few = SCHEMAS[:40]
+    found = answers(llm, [{"json": s} for s in few], max_tokens=120)
+    assert all(fits(text, s) for (text, ends), s in zip(found, few, strict=True) if ends)
+    assert any(ends for _, ends in found)
 
 
 def test_a_few_schemas(llm):
