@@ -82,7 +82,8 @@ def run(
 def serve(work: Callable[[dict[str, Any], Report], Any]) -> None:
     """Answer the request on the standard input with `work(request, report)`. Its ValueErrors are the user's."""
 
-    lock = threading.Lock()  # reports come from several threads, and `print` writes a line in two pieces
+    # Reports come from several threads, and `print` writes a line in two pieces.
+    lock = threading.Lock()
 
     def send(**message: Any) -> None:
         with lock:
