@@ -63,8 +63,10 @@ class ChatFormat:
         if name is not None:
             inside = starts_in_reasoning(name, prompt or "")
             reasoning = make_reasoning_parser(name, starts_in_reasoning=inside)
-        reads_calls = tools and choice != "none" and name not in HARMONY and self.tool_parser
-        return OutputParser(reasoning, make(self.tool_parser, tools) if reads_calls else None)  # type: ignore[arg-type]
+        calls = None
+        if tools and choice != "none" and name not in HARMONY and self.tool_parser is not None:
+            calls = make(self.tool_parser, tools)
+        return OutputParser(reasoning, calls)
 
     def read(self, output: RequestOutput, tools: Tools | None, choice: Any) -> None:
         """Write what its texts say into the completions of a finished output."""

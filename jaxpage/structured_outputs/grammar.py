@@ -80,10 +80,10 @@ def _other_text(params: StructuredOutputsParams) -> tuple[str, str]:
     return "structural_tag", params.structural_tag
 
 
-def _from_text(kind: str, text: str, config: StructuredOutputsConfig) -> str:
+def _from_text(kind: Any, text: str, config: StructuredOutputsConfig) -> str:
     if kind == "structural_tag":
         return llguidance.StructTag.to_grammar(_tags(text, config), assume_special=False)
-    return llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
+    return llguidance.grammar_from(kind, text)
 
 
 def _check_size(kind: str, text: str, config: StructuredOutputsConfig) -> None:
@@ -134,12 +134,12 @@ def _from_schema(
     if params.disable_additional_properties or config.disable_additional_properties:
         schema = _without_additional_properties(schema)
     tight = params.disable_any_whitespace or config.disable_any_whitespace
-    options: dict[str, Any] = {"whitespace_flexible": not tight}
+    options: Any = {"whitespace_flexible": not tight}
     if params.whitespace_pattern is not None:
         options = {"whitespace_pattern": params.whitespace_pattern}
     if schema is True:
         schema = {}
-    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)  # type: ignore[arg-type]
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
 
 
 def _without_additional_properties(schema: Any) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpage.tool_parsers.json_text import MAX_DEPTH, read_json
 from jaxpage.tool_parsers.python_literal import read_literal
-from jaxpage.tool_parsers.source import read_whole
+from jaxpage.tool_parsers.source import Reading, Source, read_whole
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
@@ -68,12 +68,19 @@ def _read_as(text: str, type_: str) -> str | None:
     if type_ == "boolean":
         return text.lower() if text.lower() in ("true", "false") else None
     for read in (read_json, read_literal):
-        pieces: list[str] = []
-        complete, rest = read_whole(text, lambda source: read(source, pieces.append))  # noqa: B023
-        if complete and not rest:
-            found = "".join(pieces)
+        found = _read_all(text, read)
+        if found is not None:
             return found if _fits(found, type_) else None
     return None
+
+
+def _read_all(
+    text: str, read: Callable[[Source, Callable[[str], None]], Reading[bool]]
+) -> str | None:
+    """As JSON, if `read` takes all of the text for one value."""
+    pieces: list[str] = []
+    complete, rest = read_whole(text, lambda source: read(source, pieces.append))
+    return "".join(pieces) if complete and not rest else None
 
 
 def _fits(found: str, type_: str) -> bool:

@@ -156,7 +156,11 @@ def test_four_devices_give_the_tokens_of_one(num_heads, num_kv_heads, kv_format)
     mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR,))
     one, four = (answers(model, m, kv_format) for m in (None, mesh))
     assert len(one) == len(four) == 6
+    differences = []
     for (tokens, logprobs), (expected, expected_logprobs) in zip(four, one, strict=True):
         assert len(tokens) == 15 and tokens == expected
-        # The last bit of a key, which a sum over devices may change, decides which way int8 rounds it.
-        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-2 if kv_format else 2e-4)
+        differences.append(np.abs(np.subtract(logprobs, expected_logprobs)).max())
+    # The last bit of a key, which a sum over devices may change, decides which way int8 rounds it: that of one sequence
+    # was seen to go another way, until the window had passed it.
+    close = [x for x in differences if x < 2e-4]
+    assert len(close) >= (5 if kv_format else 6) and max(differences) < 1e-2, differences
