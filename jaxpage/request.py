@@ -59,8 +59,8 @@ class MaskSource(Protocol):
         """Why there will be no more masks for continuation `index`, which ends with that; None while all is well."""
         ...
 
-    def wait(self) -> None:
-        """Block until some `mask` of this kind of source that returned None may return something else.
+    def wait(self, seconds: float) -> None:
+        """Block until some `mask` of this kind of source that returned None may return something else, or for so long.
 
         The engine has nothing else to do.
         """

@@ -164,7 +164,7 @@ class FakeMaskSource:
             return None
         return pack_mask(self.allowed(index, output_token_ids))
 
-    def wait(self) -> None:
+    def wait(self, seconds: float) -> None:
         assert self._pending, "nobody was told to come back later"
         self.num_waits += 1
         self._waited_for |= self._pending

@@ -22,6 +22,10 @@ from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import Request, WaitingFor
 
 
+# Seconds that a step waits for a mask when it has nothing to do: whoever steps may have new requests meanwhile.
+_LONGEST_WAIT = 0.01
+
+
 class StepRunner(Protocol):
     """What the engine asks of a runner. Steps run, and are collected, in the order of launches."""
 
@@ -81,8 +85,8 @@ class Engine:
     def step(self) -> StepOutput:
         """Move on by one step. Returns what sequences gained, perhaps nothing.
 
-        If nothing can run before a mask is there, it waits for that and returns. Sequences whose masks will never
-        come end with the step after that which asked for them.
+        If nothing can run before a mask is there, it waits for that, but not for long, and returns. Sequences whose
+        masks will never come end with the step after that which asked for them.
 
         If a launch or a collection raises, the requests of that step end as aborted, all others go
         on with the next call, and the exception propagates; `take_failed` says whose requests.
@@ -92,6 +96,11 @@ class Engine:
         if self.scheduler.failed:
             return self.scheduler.end_failed()
         return self._step_overlapped() if self.overlap else self._step_plain()
+
+    def collect(self) -> StepOutput:
+        """Collect the step under way, if there is one, and launch none: what `step` returns and raises."""
+        previous, self._launched = self._launched, None
+        return StepOutput() if previous is None else self._collect(*previous)
 
     def take_failed(self) -> list[str]:
         """Ids of the requests that steps which raised have ended since the last call."""
@@ -124,8 +133,18 @@ class Engine:
         """Requests that have not ended."""
         return len(self.scheduler.requests)
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and nothing happens, while any request holds blocks."""
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """Of the requests that have not ended."""
+        return list(self.scheduler.requests)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache. False, and nothing happens, while any request holds blocks.
+
+        With `reset_running_requests` they give them back, and are computed anew when they go on.
+        """
+        if reset_running_requests:
+            self.scheduler.preempt_all()
         return self.scheduler.kv.pool.reset_prefix_cache()
 
     def save_prefix_cache(self) -> None:
@@ -145,7 +164,7 @@ class Engine:
         for sequence in self.scheduler.running:
             source = sequence.request.mask_source
             if sequence.waiting_for is WaitingFor.MASK and source is not None:
-                source.wait()
+                source.wait(_LONGEST_WAIT)
                 return
         assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
 

@@ -105,9 +105,10 @@ class GrammarMasks:
         """See `MaskSource`."""
         return self._errors.get(index)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float) -> None:
         """See `MaskSource`: grammars come late because they are compiled."""
-        self._compiler.wait(self._num_ended, self._grammar.deadline)
+        deadline = min(self._grammar.deadline, time.monotonic() + seconds)
+        self._compiler.wait(self._num_ended, deadline)
 
     def _read(self, index: int, output_token_ids: Sequence[int]) -> _Continuation | None:
         """Where a continuation is after these tokens, which begin with those that it was asked about before."""

@@ -41,7 +41,7 @@ class SlowMasks:
     def error(self, index):
         return None
 
-    def wait(self):
+    def wait(self, seconds):
         self.num_waits += 1
 
 

@@ -1,0 +1,11 @@
+"""What a caller gets instead of an answer."""
+
+from __future__ import annotations
+
+
+class StepFailedError(RuntimeError):
+    """The step that computed this request failed. Other requests go on, and so does the engine."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has stopped, because step after step failed or because it was shut down; it takes no more requests."""

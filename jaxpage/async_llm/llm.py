@@ -1,0 +1,307 @@
+"""`AsyncLLM`: one engine for many tasks and threads.
+
+Input processing, the engine's steps and output processing run in a thread each, so tokenising, grammars and
+detokenising never hold the device. Knows how the three are joined. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from jaxpage.async_llm.output_loop import Observer
+from jaxpage.async_llm.step_loop import PauseMode
+from jaxpage.async_llm.streams import LastOutput, Stream
+from jaxpage.async_llm.tasks import Tasks
+from jaxpage.config import EngineConfig, ResolvedConfig
+from jaxpage.input_processor import InputProcessor
+from jaxpage.outputs import RequestOutput
+from jaxpage.prompts import Prompt
+from jaxpage.request import Request
+from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpage.build import Built
+    from jaxpage.engine.stats import EngineStats
+    from jaxpage.runner.programs import ProgramRecord
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """An engine for many callers at once. `options` are those of `EngineConfig`, as for `LLM`.
+
+    `generate` is for tasks of any event loop, a notebook's too, and `submit` for threads without one. All methods may
+    be called from any thread. The constructor returns when the first request can run, which may take a while.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        """Raises ValueError or TypeError for options that cannot be had."""
+        self._build(EngineConfig.from_options(model=model, **options))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
+        """An AsyncLLM with these options, an `EngineArgs`."""
+        llm = cls.__new__(cls)
+        llm._build(engine_args)
+        return llm
+
+    @classmethod
+    def from_built(cls, built: Built) -> AsyncLLM:
+        """An AsyncLLM around an engine that was put together elsewhere."""
+        llm = cls.__new__(cls)
+        llm._start(built)
+        return llm
+
+    def _build(self, options: EngineConfig) -> None:
+        from jaxpage.build import build
+
+        self._start(build(options))
+
+    def _start(self, built: Built) -> None:
+        self.config: ResolvedConfig = built.config
+        self._tasks = Tasks(built)
+        # The threads know the tasks and not this object, so it can go while they run.
+        self._finalizer = weakref.finalize(self, Tasks.shut_down, self._tasks)
+
+    # Requests.
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one prompt: `async for output in llm.generate(...)`.
+
+        What an output has is said by `sampling_params.output_kind`; outputs that come faster than they are taken are
+        merged. A consumer that goes away, or is cancelled, aborts the request. `trace_headers` have no effect here.
+
+        Prompts are those of `LLM.generate`. Raises ValueError if this one cannot be served, StepFailedError if the
+        computation of this request failed, EngineDeadError if there is no engine any more.
+        """
+        stream = await self.start(
+            prompt,
+            sampling_params,
+            request_id,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+        )
+        with contextlib.closing(stream):
+            async for output in stream:
+                yield output
+
+    async def start(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> Stream:
+        """As `generate`, but it raises its ValueErrors at once, and returns when the engine has the request.
+
+        The stream must be read to its end, or closed.
+        """
+        if lora_request is not None:
+            raise ValueError(f"lora_request={lora_request!r} is not supported; leave it None")
+        prepare = functools.partial(
+            _prepare,
+            prompt=prompt,
+            params=sampling_params,
+            request_id=request_id or uuid.uuid4().hex,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+        )
+        stream = Stream()
+        try:
+            added = await asyncio.wrap_future(self._tasks.start(prepare, stream))
+            await asyncio.wrap_future(added)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = "auto",
+        priority: int = 0,
+        **template_options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one conversation. The completions of the last output have `content`, `reasoning` and `tool_calls`.
+
+        `template_options` are those of `LLM.chat`, from `chat_template` to `chat_template_kwargs`.
+        """
+
+        def render(inputs: InputProcessor) -> tuple[Prompt, SamplingParams, Any]:
+            told = None if tool_choice == "none" else tools
+            prompts = inputs.parse_chat(messages, tools=told, **template_options)
+            if len(prompts) != 1:
+                raise ValueError(f"AsyncLLM.chat takes one conversation, got {len(prompts)}")
+            chat_format = inputs.chat_format(template_options.get("chat_template"))
+            params = sampling_params or inputs.default_params()
+            return prompts[0], chat_format.params(params, tools, tool_choice), chat_format
+
+        prompt, params, chat_format = await self.with_inputs(render)
+        outputs = self.generate(prompt, params, request_id, priority=priority)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if output.finished and params.output_kind is not RequestOutputKind.DELTA:
+                    chat_format.read(output, tools, tool_choice)
+                yield output
+
+    def submit(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Future[RequestOutput]:
+        """Answer one prompt, for threads: a future of the final output. Cancelling it aborts the request.
+
+        `result` raises what `generate` raises.
+        """
+        params = sampling_params and dataclasses.replace(
+            sampling_params, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        prepare = functools.partial(
+            _prepare, prompt=prompt, params=params, request_id=uuid.uuid4().hex, priority=priority
+        )
+        last = LastOutput()
+
+        def refused(future: Future[Any]) -> None:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:
+                last.receive(error)
+
+        def made(future: Future[Future[None]]) -> None:
+            refused(future)
+            if not future.cancelled() and future.exception() is None:
+                future.result().add_done_callback(refused)
+
+        self._tasks.start(prepare, last).add_done_callback(made)
+        return last.future
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests now; their last outputs say so. Unknown and finished ids are ignored."""
+        self._tasks.abort([request_id] if isinstance(request_id, str) else list(request_id))
+
+    async def with_inputs(self, function: Callable[[InputProcessor], T]) -> T:
+        """Call a function in the thread of the input processor: what is slow to tokenise or to render goes there."""
+        return await asyncio.wrap_future(self._tasks.with_inputs(function))
+
+    # The engine.
+
+    async def pause_generation(
+        self, *, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+    ) -> None:
+        """Stop generating; returns when the device computes nothing any more. Requests that come now wait.
+
+        Those that run are aborted, answered to their end, or kept as they are. `clear_cache`: forget all KV, so that
+        weights may change; with "keep" it is computed anew. Raises ValueError for an unknown mode.
+        """
+        if mode not in tuple(PauseMode):
+            raise ValueError(f"mode must be one of {', '.join(PauseMode)}, got {mode!r}")
+        await self._tasks.pause(PauseMode(mode))
+        if clear_cache:
+            await self.reset_prefix_cache(reset_running_requests=mode == PauseMode.KEEP)
+
+    async def resume_generation(self) -> None:
+        """Go on, with the requests that came while paused."""
+        await self._call(self._tasks.steps.resume)
+
+    async def is_paused(self) -> bool:
+        return self._tasks.steps.is_paused
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached KV. False, and nothing happens, while requests hold blocks.
+
+        With `reset_running_requests` they give them back first, and are computed anew.
+        """
+        reset = functools.partial(
+            self._tasks.engine.reset_prefix_cache, reset_running_requests=reset_running_requests
+        )
+        return await self._call(reset)
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError if requests can no longer be answered."""
+        if self._tasks.steps.error is not None:
+            raise self._tasks.steps.error
+
+    @property
+    def errored(self) -> bool:
+        """Whether requests can no longer be answered."""
+        return self._tasks.steps.error is not None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    async def wait_until_warm(self) -> None:
+        """Until every program is compiled. Raises what the compiler raised."""
+        await asyncio.to_thread(self._tasks.engine.runner.wait_until_warm)
+
+    def observe(self, observer: Observer) -> None:
+        """Have somebody told of every step and of every request that ends."""
+        self._tasks.outputs.post(lambda: self._tasks.outputs.observers.append(observer))
+
+    def stats(self) -> EngineStats:
+        """The engine's counters, as of now."""
+        return self._tasks.engine.stats()
+
+    def programs(self) -> list[ProgramRecord]:
+        """The compiled programs of this engine, and the names of those that are not compiled yet."""
+        runner: Any = self._tasks.engine.runner
+        return runner.programs.records()
+
+    @property
+    def model_config(self) -> ResolvedConfig:
+        """vLLM's name for what of the options is about the model; all of them."""
+        return self.config
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer. Raises ValueError with `skip_tokenizer_init`."""
+        if self._tasks.inputs.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init=True")
+        return self._tasks.inputs.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation config says, else vLLM's defaults."""
+        return self._tasks.inputs.default_params()
+
+    def shutdown(self) -> None:
+        """End the engine; unfinished requests get an EngineDeadError. Done at exit too."""
+        self._finalizer()
+
+    async def _call(self, action: Callable[[], T]) -> T:
+        """Have the engine's thread do something between two steps."""
+        return await asyncio.wrap_future(self._tasks.steps.call(action))
+
+
+def _prepare(
+    inputs: InputProcessor,
+    *,
+    prompt: Any,
+    params: SamplingParams | None,
+    request_id: str,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+    priority: int = 0,
+) -> Request:
+    prompts = [prompt] if isinstance(prompt, Prompt) else inputs.parse(prompt, tokenization_kwargs)
+    return inputs.request(request_id, prompts, params or inputs.default_params(), priority)

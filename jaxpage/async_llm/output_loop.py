@@ -1,0 +1,163 @@
+"""The thread that makes texts and outputs of steps, and hands them to whoever waits for them.
+
+Knows the output processor and receivers. Must not know the engine: what it has to hear is told by `EngineCalls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from jaxpage.async_llm.mailbox import Mailbox
+from jaxpage.async_llm.streams import News, Receiver
+from jaxpage.engine.step_output import StepOutput, TextEnd
+from jaxpage.output_processor import OutputProcessor
+from jaxpage.outputs import RequestOutput
+from jaxpage.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCalls:
+    """What the engine must hear of outputs. Neither blocks."""
+
+    end_by_text: Callable[[list[TextEnd]], None]
+    abort: Callable[[list[str]], None]
+
+
+class Observer(Protocol):
+    """Who counts what becomes of requests. Called in the output thread, so it must be quick."""
+
+    def took_step(self, step: StepOutput) -> None:
+        """A step has been collected, perhaps with nothing for anybody."""
+        ...
+
+    def finished(self, request: Request, output: RequestOutput) -> None:
+        """A request has ended; `output` is the last one of it."""
+        ...
+
+
+class OutputLoop:
+    """Takes in steps, in their order, and delivers. Everything but `post` runs in its thread."""
+
+    def __init__(
+        self,
+        processor: OutputProcessor,
+        engine: EngineCalls,
+        ended: Callable[[str, str], None],
+    ):
+        """`ended` is told the caller's name and the id of each request that has ended."""
+        self.observers: list[Observer] = []
+        self._processor = processor
+        self._engine = engine
+        self._ended = ended
+        self._mailbox = Mailbox()
+        self._requests: dict[str, _Delivery] = {}
+        self._is_stopped = False
+
+    def post(self, action: Callable[[], object]) -> None:
+        """Have it called in the loop's thread, after what was posted before."""
+        self._mailbox.post(action)
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._is_stopped:
+            self._mailbox.run(wait=True)
+            self._deliver([(output.request_id, output) for output in self._processor.take()])
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+    def add(self, request: Request, name: str, receiver: Receiver) -> None:
+        """Expect tokens of a request, which its caller knows by another name than the engine."""
+        self._requests[request.request_id] = _Delivery(request, name, receiver)
+        self._processor.add(request)
+
+    def take(self, step: StepOutput) -> None:
+        """Take in a step."""
+        processed = self._processor.process(step)
+        if processed.text_ends:
+            self._engine.end_by_text(processed.text_ends)
+        if processed.errors:
+            self._engine.abort(list(processed.errors))
+            for request_id, error in processed.errors.items():
+                logger.error("request %s has no text any more: %r", request_id, error)
+                self.fail([request_id], error)
+        for observer in self.observers:
+            observer.took_step(step)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests with what they have; their last outputs say so."""
+        self._processor.abort(request_ids)
+
+    def discard(self, request_id: str) -> None:
+        """Forget a request: nobody waits for it any more."""
+        self._processor.discard(request_id)
+        self._end(request_id)
+
+    def fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        """End requests with an exception instead of an output."""
+        for request_id in request_ids:
+            self._processor.discard(request_id)
+        self._deliver([(request_id, error) for request_id in request_ids])
+
+    def fail_all(self, error: Exception) -> None:
+        """The same for all there are."""
+        self.fail(list(self._requests), error)
+
+    def _deliver(self, news: list[tuple[str, News]]) -> None:
+        """Each event loop is woken once, however many of its requests have news."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Receiver, News]]] = {}
+        for request_id, item in news:
+            delivery = self._requests.get(request_id)
+            if delivery is None:
+                continue
+            self._prepare(delivery, item)
+            loop = delivery.receiver.loop
+            if loop is None:
+                delivery.receiver.receive(item)
+            else:
+                by_loop.setdefault(loop, []).append((delivery.receiver, item))
+        for loop, items in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_receive, items)
+            except RuntimeError:  # the loop is closed, and with it all who waited there
+                self._abandon(loop)
+
+    def _prepare(self, delivery: _Delivery, item: News) -> None:
+        if isinstance(item, Exception):
+            self._end(delivery.request.request_id)
+            return
+        item.request_id = delivery.name
+        if item.finished:
+            self._end(delivery.request.request_id)
+            for observer in self.observers:
+                observer.finished(delivery.request, item)
+
+    def _end(self, request_id: str) -> None:
+        delivery = self._requests.pop(request_id, None)
+        if delivery is not None:
+            self._ended(delivery.name, request_id)
+
+    def _abandon(self, loop: asyncio.AbstractEventLoop) -> None:
+        ids = [i for i, delivery in self._requests.items() if delivery.receiver.loop is loop]
+        self._engine.abort(ids)
+        for request_id in ids:
+            self.discard(request_id)
+
+
+class _Delivery(NamedTuple):
+    """Where the outputs of a request go."""
+
+    request: Request
+    name: str  # the caller's
+    receiver: Receiver
+
+
+def _receive(items: list[tuple[Receiver, News]]) -> None:
+    for receiver, item in items:
+        receiver.receive(item)

@@ -1,0 +1,194 @@
+"""The thread that owns the engine: it takes what others ask of it between two steps, and steps.
+
+Knows the engine's verbs and pausing. Must not know texts, outputs, or who waits for them: steps go to a `Sink`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from jaxpage.async_llm.errors import EngineDeadError, StepFailedError
+from jaxpage.async_llm.mailbox import Mailbox
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.step_output import StepOutput
+from jaxpage.request import Request
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_UNREAD_STEPS = 8  # that the engine may be ahead of whoever reads them
+MAX_FAILURES = 3  # steps that fail one after another; then the engine is dead
+
+
+class PauseMode(enum.StrEnum):
+    """What becomes of requests while generation is paused; vLLM's names."""
+
+    ABORT = "abort"  # they end with what they have
+    WAIT = "wait"  # those that run are answered to their end, new ones wait
+    KEEP = "keep"  # all stay as they are
+
+
+class Sink(Protocol):
+    """Where results go. Neither verb blocks."""
+
+    def take(self, step: StepOutput) -> None:
+        """Take in a step; call `StepLoop.read_one` when that is done."""
+        ...
+
+    def fail(self, request_ids: list[str], error: Exception) -> None:
+        """These requests get no answer."""
+        ...
+
+    def fail_all(self, error: Exception) -> None:
+        """No request gets an answer any more."""
+        ...
+
+
+class StepLoop:
+    """Runs an engine. Everything but the methods of the first group runs in its thread."""
+
+    def __init__(self, engine: Engine, sink: Sink):
+        self.error: EngineDeadError | None = None  # once it is dead
+        self._engine = engine
+        self._sink = sink
+        self._mailbox = Mailbox()
+        self._unread = threading.Semaphore(MAX_UNREAD_STEPS)
+        self._num_failures = 0  # since a step succeeded
+        self._pause: PauseMode | None = None
+        self._held: dict[str, Request] = {}  # came while paused
+        self._settled: list[Future[None]] = []  # of those who pause and wait
+        self._is_stopped = False
+
+    # From any thread.
+
+    def post(self, action: Callable[[], object]) -> None:
+        """Have it called between two steps. It must not raise."""
+        self._mailbox.post(action)
+
+    def call(self, action: Callable[[], T]) -> Future[T]:
+        """Have it called between two steps; what it returns or raises. EngineDeadError once the thread has ended."""
+        return self._mailbox.call(action)
+
+    def read_one(self) -> None:
+        """Somebody has taken in a step."""
+        self._unread.release()
+
+    def read_all(self) -> None:
+        """Nobody will take in any more."""
+        self._unread.release(MAX_UNREAD_STEPS)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._pause is not None
+
+    # In the loop's thread.
+
+    def run(self) -> None:
+        """Until `stop`."""
+        try:
+            while not self._is_stopped:
+                self._mailbox.run(wait=not self._may_step())
+                if self._may_step() and not self._is_stopped:
+                    self._step()
+                self._settle()
+        except BaseException as error:
+            logger.exception("the engine's thread has failed")
+            self._die(EngineDeadError(f"the engine's thread has failed: {error!r}"))
+            raise
+        finally:
+            self._release_waiting()
+            self._mailbox.close(self.error or EngineDeadError("the engine's thread has ended"))
+
+    def stop(self, error: EngineDeadError) -> None:
+        """End the thread. Requests that have not ended get the error."""
+        self._is_stopped = True
+        self._die(error)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError for what can never run, EngineDeadError if nothing runs any more."""
+        if self.error is not None:
+            raise self.error
+        if self._pause is not None:
+            self._held[request.request_id] = request
+        else:
+            self._engine.add(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests with what they have; unknown ids are ignored."""
+        for request_id in request_ids:
+            if self._held.pop(request_id, None) is None:
+                self._engine.abort(request_id)
+
+    def abort_all(self) -> list[str]:
+        """The same for all there are; returns their ids."""
+        ids = [*self._held, *self._engine.unfinished_ids]
+        self.abort(ids)
+        return ids
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Add no requests any more. The future is done when nothing runs on the device."""
+        self._pause = mode
+        future: Future[None] = Future()
+        self._settled.append(future)
+        return future
+
+    def resume(self) -> None:
+        """Go on, with what came meanwhile too."""
+        self._pause = None
+        held, self._held = self._held, {}
+        for request in held.values():
+            try:
+                self._engine.add(request)
+            except ValueError as error:
+                self._sink.fail([request.request_id], error)
+
+    def _may_step(self) -> bool:
+        if self.error is not None or self._pause is PauseMode.KEEP:
+            return False
+        return self._engine.has_unfinished_requests()
+
+    def _step(self, *, only_collect: bool = False) -> None:
+        self._unread.acquire()
+        try:
+            output = self._engine.collect() if only_collect else self._engine.step()
+        except Exception as error:
+            self._unread.release()
+            self._fail(error)
+        else:
+            self._num_failures = 0
+            self._sink.take(output)
+
+    def _fail(self, error: Exception) -> None:
+        self._num_failures += 1
+        logger.exception("a step has failed (%d in a row)", self._num_failures)
+        failed = StepFailedError(f"the step that computed this request failed: {error}")
+        self._sink.fail(self._engine.take_failed(), failed)
+        if self._num_failures >= MAX_FAILURES:
+            self._die(EngineDeadError(f"{self._num_failures} steps failed in a row: {error}"))
+
+    def _settle(self) -> None:
+        """Tell those who wait for a pause, if there is nothing under way."""
+        if not self._settled:
+            return
+        if self._pause is PauseMode.KEEP and self.error is None:
+            self._step(only_collect=True)
+        elif self._may_step():
+            return
+        self._release_waiting()
+
+    def _release_waiting(self) -> None:
+        waiting, self._settled = self._settled, []
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    def _die(self, error: EngineDeadError) -> None:
+        self.error = self.error or error
+        self.abort_all()
+        self._sink.fail_all(self.error)

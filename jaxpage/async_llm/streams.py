@@ -1,0 +1,151 @@
+"""Outputs on their way from the engine's threads to whoever waits for them.
+
+A slow reader costs no memory: news that come before the last ones were taken are merged into them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.request import Request
+from jaxpage.sampling_params import RequestOutputKind
+
+News = RequestOutput | Exception
+
+
+class Receiver(Protocol):
+    """Where the outputs of one request go."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that calls `receive`. None: whichever thread has news."""
+        ...
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody waits any more."""
+        ...
+
+    def open(self, request: Request, discard: Callable[[], None]) -> None:
+        """The request is about to be added; `discard` forgets it, and is to be called once nobody waits any more."""
+        ...
+
+    def receive(self, news: News) -> None:
+        """Take an output, or the exception that ends the request. Must not block."""
+        ...
+
+
+class Stream:
+    """The outputs of one request, for one task to iterate over: `async for output in stream`.
+
+    Belongs to the event loop in which it was made. Closing it before its end aborts the request.
+    """
+
+    request: Request  # once it is there
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.is_closed = False  # nobody reads it any more
+        self._discard: Callable[[], None] | None = None
+        self._output: RequestOutput | None = None  # not taken yet
+        self._error: Exception | None = None
+        self._has_news = asyncio.Event()
+        self._has_ended = False
+
+    def open(self, request: Request, discard: Callable[[], None]) -> None:
+        """See `Receiver`."""
+        self.request = request
+        self._discard = discard
+
+    def receive(self, news: News) -> None:
+        """See `Receiver`."""
+        if isinstance(news, Exception):
+            self._error = news
+        elif (
+            self._output is not None and self.request.params.output_kind is RequestOutputKind.DELTA
+        ):
+            self._output = merge_deltas(self._output, news)
+        else:
+            self._output = news
+        self._has_news.set()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output. Raises StepFailedError or EngineDeadError if there will be none."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        await self._has_news.wait()
+        output, self._output = self._output, None
+        if output is None:
+            self._has_ended = True
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._has_news.clear()
+        self._has_ended = output.finished
+        return output
+
+    def close(self) -> None:
+        """Take no more outputs. Aborts the request if it has not ended."""
+        self.is_closed = True
+        if not self._has_ended and self._discard is not None:
+            self._discard()
+        self._has_ended = True
+
+
+class LastOutput:
+    """A future of the last output of one request; cancelling it aborts the request."""
+
+    loop = None
+
+    def __init__(self) -> None:
+        self.future: Future[RequestOutput] = Future()
+
+    @property
+    def is_closed(self) -> bool:
+        return self.future.cancelled()
+
+    def open(self, request: Request, discard: Callable[[], None]) -> None:
+        """See `Stream`."""
+        self.future.add_done_callback(lambda future: discard() if future.cancelled() else None)
+
+    def receive(self, news: News) -> None:
+        """See `Receiver`."""
+        if not isinstance(news, Exception) and not news.finished:
+            return
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(news, Exception):
+            self.future.set_exception(news)
+        else:
+            self.future.set_result(news)
+
+
+def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """What two deltas of a request say together, as one delta."""
+    completions = {c.index: c for c in first.outputs}
+    for completion in second.outputs:
+        before = completions.get(completion.index)
+        completions[completion.index] = completion if before is None else _join(before, completion)
+    merged = copy.copy(second)
+    merged.outputs = [completions[index] for index in sorted(completions)]
+    return merged
+
+
+def _join(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+    joined = copy.copy(second)
+    joined.text = first.text + second.text
+    joined.token_ids = first.token_ids + second.token_ids
+    if first.logprobs is not None and second.logprobs is not None:
+        logprobs: Any = first.logprobs[:]
+        for entries in second.logprobs:
+            logprobs.append(entries)
+        joined.logprobs = logprobs
+    return joined

@@ -1,0 +1,168 @@
+"""The three threads of an `AsyncLLM`, and how they are joined."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from jaxpage.async_llm.errors import EngineDeadError
+from jaxpage.async_llm.output_loop import EngineCalls, OutputLoop
+from jaxpage.async_llm.step_loop import PauseMode, StepLoop
+from jaxpage.async_llm.streams import Receiver
+from jaxpage.engine.step_output import StepOutput, TextEnd
+from jaxpage.input_processor import InputProcessor
+from jaxpage.output_processor import OutputProcessor, make_detokenizer
+from jaxpage.request import Request
+
+if TYPE_CHECKING:
+    from jaxpage.build import Built
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Prepare = Callable[[InputProcessor], Request]
+
+
+class Tasks:
+    """Input processing, the engine's steps, output processing: a request goes through them in this order.
+
+    Everything here may be called from any thread.
+    """
+
+    def __init__(self, built: Built):
+        self.engine = built.engine
+        # Callers' names of the requests that have not ended, and the engine's: a caller may use a name again while the
+        # engine has a step under way for the request that had it before.
+        self._ids: dict[str, str] = {}
+        self._num_added = itertools.count()
+        self.inputs = InputProcessor(built, ids_in_use=self._ids)
+        self.steps = StepLoop(built.engine, _ToOutputs(self))
+        processor = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
+        to_engine = EngineCalls(end_by_text=self._end_by_text, abort=self._abort)
+        self.outputs = OutputLoop(processor, to_engine, self._ended)
+        self._input_thread = ThreadPoolExecutor(1, "jaxpage-input")
+        self._threads = [
+            threading.Thread(target=self._run_steps, name="jaxpage-engine", daemon=True),
+            threading.Thread(target=self._run_outputs, name="jaxpage-output", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def with_inputs(self, function: Callable[[InputProcessor], T]) -> Future[T]:
+        """Call a function in the input thread, which alone uses the input processor."""
+        try:
+            return self._input_thread.submit(function, self.inputs)
+        except RuntimeError:
+            raise self.steps.error or EngineDeadError("the engine was shut down") from None
+
+    def start(self, prepare: Prepare, receiver: Receiver) -> Future[Future[None]]:
+        """Make a request and have it answered. The inner future is done when the engine has it, or refuses it."""
+
+        def begin(inputs: InputProcessor) -> Future[None]:
+            request = prepare(inputs)
+            name = request.request_id
+            request.request_id = f"{name}#{next(self._num_added)}"
+            discard = functools.partial(self._discard, request.request_id)
+            receiver.open(request, discard)
+            self._ids[name] = request.request_id
+            self.outputs.post(lambda: self.outputs.add(request, name, receiver))
+            added = self.steps.call(lambda: self.steps.add(request))
+            added.add_done_callback(lambda f: discard() if f.cancelled() or f.exception() else None)
+            if receiver.is_closed:
+                discard()
+            return added
+
+        return self.with_inputs(begin)
+
+    def abort(self, names: list[str]) -> None:
+        """End requests with what they have; their last outputs say so."""
+        ids = [i for name in names if (i := self._ids.get(name)) is not None]
+        self.steps.post(lambda: self.steps.abort(ids))
+        self.outputs.post(lambda: self.outputs.abort(ids))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Until nothing is computed any more."""
+
+        def begin() -> Future[None]:
+            if mode is PauseMode.ABORT:
+                aborted = self.steps.abort_all()
+                self.outputs.post(lambda: self.outputs.abort(aborted))
+            return self.steps.pause(mode)
+
+        settled = await asyncio.wrap_future(self.steps.call(begin))
+        await asyncio.wrap_future(settled)
+
+    def shut_down(self) -> None:
+        """End all threads. Unfinished requests get an EngineDeadError."""
+        self._input_thread.shutdown(wait=False, cancel_futures=True)
+        self.steps.post(lambda: self.steps.stop(EngineDeadError("the engine was shut down")))
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _run_steps(self) -> None:
+        try:
+            self.steps.run()
+        finally:
+            self.outputs.post(self.outputs.stop)
+
+    def _run_outputs(self) -> None:
+        try:
+            self.outputs.run()
+        except Exception as error:  # a bug; without outputs the engine is of no use
+            logger.exception("the output thread has failed")
+            dead = EngineDeadError(f"the output thread has failed: {error!r}")
+            self.steps.post(lambda: self.steps.stop(dead))
+            self.steps.read_all()
+            self.outputs.fail_all(dead)
+
+    def _discard(self, request_id: str) -> None:
+        """Nobody waits for a request any more."""
+        self._abort([request_id])
+        self.outputs.post(lambda: self.outputs.discard(request_id))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self.steps.post(lambda: self.steps.abort(request_ids))
+
+    def _ended(self, name: str, request_id: str) -> None:
+        """A request has ended, whose caller may use its name again."""
+        if self._ids.get(name) == request_id:
+            del self._ids[name]
+
+    def _end_by_text(self, ends: list[TextEnd]) -> None:
+        def end() -> None:
+            for text_end in ends:
+                self.engine.end_by_text(text_end)
+
+        self.steps.post(end)
+
+
+class _ToOutputs:
+    """What the engine's thread has for the output thread."""
+
+    def __init__(self, tasks: Tasks):
+        self._tasks = tasks
+
+    def take(self, step: StepOutput) -> None:
+        """See `Sink`."""
+        tasks = self._tasks
+
+        def take() -> None:
+            tasks.outputs.take(step)
+            tasks.steps.read_one()
+
+        tasks.outputs.post(take)
+
+    def fail(self, request_ids: list[str], error: Exception) -> None:
+        """See `Sink`."""
+        self._tasks.outputs.post(lambda: self._tasks.outputs.fail(request_ids, error))
+
+    def fail_all(self, error: Exception) -> None:
+        """See `Sink`."""
+        self._tasks.outputs.post(lambda: self._tasks.outputs.fail_all(error))

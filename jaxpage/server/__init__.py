@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server: a thin translation of HTTP to `AsyncLLM`."""
