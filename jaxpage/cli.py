@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import json
 import logging
 import re
 import sys
@@ -17,12 +16,12 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_type_hints
 
 import tyro
 
 from jaxpage import __version__
-from jaxpage.config import EngineConfig
+from jaxpage.flags import ChatEngineFlags, EngineFlags, Model, SamplingFlags, ServerFlags
 from jaxpage.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
        jaxpage --version
 
   demo             see what it does, with a tiny model that is packaged
+  serve            answer OpenAI's API over HTTP
   chat             talk to a model
   generate         continue prompts with a model
   plan             say whether a model fits another chip, and how fast it can be there
@@ -47,70 +47,6 @@ USAGE = """usage: jaxpage COMMAND [--help]
   bench suite      check and measure everything that has a bar, on an H200
 """
 BENCHES = ("accuracy", "memory", "offline", "sampling", "scheduler", "step", "suite")
-
-JsonDict = Annotated[
-    dict[str, Any] | None,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda args: json.loads(args[0]),
-        is_instance=lambda value: value is None or isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
-
-
-_MODEL = "a folder, or a name on the Hugging Face hub; none: the tiny model of the demo"
-Model = Annotated[str, tyro.conf.arg(help=_MODEL, help_behavior_hint="")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFlags(EngineConfig):
-    """The same as the options of `LLM`."""
-
-    model: tyro.conf.Suppress[str] = ""  # a flag of the command itself
-    hf_token: str | None = None  # for models that need one
-    hf_overrides: JsonDict = None  # merged into config.json
-    override_generation_config: JsonDict = None  # merged into generation_config.json
-    # what begins and ends reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
-    reasoning_config: JsonDict = None
-    structured_outputs_config: JsonDict = None
-    logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
-    options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatEngineFlags(EngineFlags):
-    """The same as the options of `LLM`; the defaults suit one answer at a time."""
-
-    max_num_seqs: int | None = 1
-    max_num_batched_tokens: int | None = 512
-    decode_steps: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingFlags:
-    """The same as those of `SamplingParams`; what is not given comes from the model's generation config."""
-
-    max_tokens: int | None = None
-    temperature: float | None = None  # 0: greedy
-    top_p: float | None = None
-    top_k: int | None = None
-    n: int | None = None  # continuations per prompt
-    stop: tuple[str, ...] = ()  # strings that end a continuation
-    min_p: float | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    thinking_token_budget: int | None = None  # needs --reasoning-config
-    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled
-    # what the output must match: {"json": {...}}, {"regex": "..."}, {"choice": [...]}, {"grammar": "..."}
-    structured_outputs: JsonDict = None
-    logit_bias: JsonDict = None  # id to number, as {"42": -1.5}; -Infinity bans an id
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +68,16 @@ class Chat:
     system: str | None = None  # what the model is told before the first question
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     engine: ChatEngineFlags = field(default_factory=ChatEngineFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Answer OpenAI's API over HTTP. SIGTERM lets running requests end, a second one does not."""
+
+    model: tyro.conf.Positional[Model] = ""
+    config: Path | None = None  # YAML with these flags by their names; the command line wins
+    server: ServerFlags = field(default_factory=ServerFlags)
+    engine: EngineFlags = field(default_factory=EngineFlags)
 
 
 def demo() -> None:
@@ -158,6 +104,17 @@ def chat(flags: Chat) -> None:
     # As long as the model likes, whatever the default for continuing texts.
     params = dataclasses.replace(llm.get_default_sampling_params(), **{"max_tokens": None} | given)
     converse(llm, Console(), params, system=flags.system)
+
+
+def serve(flags: Serve) -> None:
+    """Answer OpenAI's API over HTTP. Raises ValueError."""
+    from jaxpage.async_llm import AsyncLLM
+    from jaxpage.server import run
+
+    options = _engine_options(flags.model, flags.engine)
+    bound = run.bind(flags.server)
+    flags.server.keys()  # a file that cannot be read is told now
+    run.run(AsyncLLM(**options), flags.server, bound)
 
 
 def generate(flags: Generate) -> None:
@@ -241,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     match args:
         case ["demo" | "chat" | "generate" as name, *rest]:
             command: Callable[..., None] = {"demo": demo, "chat": chat, "generate": generate}[name]
+        case ["serve", *rest]:
+            command, rest = serve, _with_config_file(rest)
         case ["compile", *rest]:
             command = compile_programs
         case ["doctor", *rest]:
@@ -270,6 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code or 0
+
+
+def _with_config_file(args: Sequence[str]) -> list[str]:
+    from jaxpage.server.config_file import with_config_file
+
+    return with_config_file(args)
 
 
 def _unknown(args: list[str]) -> str:

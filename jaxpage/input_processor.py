@@ -62,6 +62,20 @@ class InputProcessor:
         """What the model's generation config says, else vLLM's defaults."""
         return SamplingParams(**self._default_sampling)
 
+    @property
+    def default_options(self) -> dict[str, Any]:
+        """The same as a dict of what differs from vLLM's defaults."""
+        return dict(self._default_sampling)
+
+    @functools.cached_property
+    def max_token_len(self) -> int:
+        """Characters of the longest token of the vocabulary; 1 without a tokenizer."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1) if self.tokenizer else 1
+
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        """The text of ids, special tokens included; None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode(list(token_ids))
+
     def parse(
         self, prompts: Any, tokenization_kwargs: Mapping[str, Any] | None = None
     ) -> list[Prompt]:
@@ -103,7 +117,8 @@ class InputProcessor:
                     prompt, complete(all_params[index]), number=number, priority=priorities[index]
                 )
             except ValueError as e:
-                raise ValueError(f"prompt {index} of {len(prompts)}: {e}") from None
+                where = f"prompt {index} of {len(prompts)}: " if len(prompts) > 1 else ""
+                raise ValueError(f"{where}{e}") from None
             while request.request_id in self._ids_in_use:
                 request.request_id = f"_{request.request_id}"
             requests.append(request)

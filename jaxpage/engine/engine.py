@@ -21,7 +21,6 @@ from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import Request, WaitingFor
 
-
 # Seconds that a step waits for a mask when it has nothing to do: whoever steps may have new requests meanwhile.
 _LONGEST_WAIT = 0.01
 

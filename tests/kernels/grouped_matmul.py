@@ -28,12 +28,16 @@ class GroupedMatmulTests:
         arguments = cases.arguments(case)
         check(case, self.multiply(**arguments), arguments)
 
-    def check_rows_alone(self, dtype: str, rows, before, lengths=(None,)) -> None:
+    def check_rows_alone(self, dtype: str, rows, before, lengths=(None,), exact=False) -> None:
         """A row is the same to the bit alone with its expert, in other places of a tile, beside other rows, and beside
-        experts of NaN. rows: (row, its group); before: numbers of rows of its own group; lengths: of x.
+        experts of NaN. rows: (row, its group); before: numbers of rows of its own group; lengths: of x; exact: of
+        numbers whose sums need no rounding.
         """
         case = Case(name="", group_sizes=(5, 70, 0, 53), num_rows=130, num_inputs=384, dtype=dtype)
         arguments = cases.arguments(case)
+        if exact:
+            for name in ("x", "weights"):
+                arguments[name] = jnp.round(arguments[name] * 4) / 4
         together = self.multiply(**arguments)
         for row, group in rows:
             for count, length in zip(before, lengths * len(before), strict=False):

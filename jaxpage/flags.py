@@ -1,0 +1,83 @@
+"""The command line's flags: options of the engine, of sampling and of the server, under the same names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from jaxpage.config import EngineConfig
+from jaxpage.server.options import ServerOptions
+
+JsonDict = Annotated[
+    dict[str, Any] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda args: json.loads(args[0]),
+        is_instance=lambda value: value is None or isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+
+
+_MODEL = "a folder, or a name on the Hugging Face hub; none: the tiny model of the demo"
+Model = Annotated[str, tyro.conf.arg(help=_MODEL, help_behavior_hint="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags(EngineConfig):
+    """The same as the options of `LLM`."""
+
+    model: tyro.conf.Suppress[str] = ""  # a flag of the command itself
+    hf_token: str | None = None  # for models that need one
+    hf_overrides: JsonDict = None  # merged into config.json
+    override_generation_config: JsonDict = None  # merged into generation_config.json
+    # what begins and ends reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    reasoning_config: JsonDict = None
+    structured_outputs_config: JsonDict = None
+    logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
+    options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatEngineFlags(EngineFlags):
+    """The same as the options of `LLM`; the defaults suit one answer at a time."""
+
+    max_num_seqs: int | None = 1
+    max_num_batched_tokens: int | None = 512
+    decode_steps: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """The same as those of `SamplingParams`; what is not given comes from the model's generation config."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None  # 0: greedy
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = None  # continuations per prompt
+    stop: tuple[str, ...] = ()  # strings that end a continuation
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    thinking_token_budget: int | None = None  # needs --reasoning-config
+    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled
+    # what the output must match: {"json": {...}}, {"regex": "..."}, {"choice": [...]}, {"grammar": "..."}
+    structured_outputs: JsonDict = None
+    logit_bias: JsonDict = None  # id to number, as {"42": -1.5}; -Infinity bans an id
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags(ServerOptions):
+    """How requests are taken."""
+
+    default_chat_template_kwargs: JsonDict = None

@@ -1,0 +1,86 @@
+"""What only an administrator may do; `limits.KeyCheck` sees to that."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import jax
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+from jaxpage.server.context import Server
+from jaxpage.server.errors import ApiError
+
+
+class AbortRequest(BaseModel):
+    """The ids that the answers have, with or without their prefix; none: all requests."""
+
+    request_ids: list[str] | None = None
+
+
+def router(server: Server) -> APIRouter:
+    """Pausing, aborting, the prefix cache and the profiler."""
+    routes = APIRouter()
+    llm = server.llm
+
+    @routes.post("/pause")
+    async def pause(
+        mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+    ) -> dict[str, Any]:
+        await llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        return {"status": "paused"}
+
+    @routes.post("/resume")
+    async def resume() -> dict[str, Any]:
+        await llm.resume_generation()
+        return {"status": "resumed"}
+
+    @routes.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": await llm.is_paused()}
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+        if not await llm.reset_prefix_cache(reset_running_requests):
+            raise ApiError(
+                409,
+                "requests hold blocks of the cache; ask again later, or with reset_running_requests=true",
+            )
+        return Response()
+
+    @routes.post("/abort_requests")
+    async def abort_requests(body: AbortRequest | None = None) -> dict[str, int]:
+        known = server.in_flight.engine_ids
+        names = list(known) if body is None or body.request_ids is None else body.request_ids
+        ids = [i for name in names for i in known.get(_without_prefix(name), ())]
+        await llm.abort(ids)
+        return {"aborted": len(ids)}
+
+    @routes.post("/start_profile")
+    async def start_profile() -> Response:
+        folder = server.options.profiler_dir
+        if folder is None:
+            raise ApiError(400, "start the server with --profiler-dir FOLDER to profile it")
+        try:
+            await asyncio.to_thread(jax.profiler.start_trace, str(folder))
+        except RuntimeError as error:
+            raise ApiError(409, f"the profiler does not start: {error}") from None
+        return JSONResponse({"profiler_dir": str(folder)})
+
+    @routes.post("/stop_profile")
+    async def stop_profile() -> Response:
+        try:
+            await asyncio.to_thread(jax.profiler.stop_trace)
+        except RuntimeError as error:
+            raise ApiError(409, f"the profiler does not stop: {error}") from None
+        return Response()
+
+    return routes
+
+
+def _without_prefix(name: str) -> str:
+    for prefix in ("chatcmpl-", "cmpl-", "resp_"):
+        name = name.removeprefix(prefix)
+    return name

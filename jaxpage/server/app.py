@@ -1,0 +1,110 @@
+"""The application: which path is answered by what, and how errors leave it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from jaxpage import __version__
+from jaxpage.server import admin, operation, tokens
+from jaxpage.server.chat import ChatCall
+from jaxpage.server.completions import CompletionCall
+from jaxpage.server.context import Server
+from jaxpage.server.errors import ApiError, to_api_error
+from jaxpage.server.generate import GenerateCall
+from jaxpage.server.limits import BodyLimit, KeyCheck
+from jaxpage.server.protocol.chat import ChatRequest
+from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.protocol.tokens import GenerateRequest
+from jaxpage.server.streaming import Call, EventStream, until_disconnected
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def make_app(server: Server) -> FastAPI:
+    """An ASGI application for one server."""
+    app = FastAPI(
+        title="jaxpage", version=__version__, docs_url=None, redoc_url=None,
+        exception_handlers={
+            ApiError: _report,
+            HTTPException: _report,
+            RequestValidationError: _report,
+            ValueError: _report,
+            Exception: _report,
+        },
+    )  # fmt: skip
+    app.state.server = server
+    app.include_router(operation.router(server))
+    app.include_router(tokens.router(server))
+    app.include_router(admin.router(server))
+    _add_calls(app, server)
+    options = server.options
+    app.add_middleware(BodyLimit, max_size=options.max_body_size)
+    app.add_middleware(
+        KeyCheck,
+        keys=options.keys(),
+        admin_key=options.admin_api_key,
+        nothing_open=options.api_key_for_all,
+    )
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _add_calls(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await answer(server, body, request, CompletionCall.start)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await answer(server, body, request, ChatCall.start)
+
+    @app.post("/inference/v1/generate")
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        return await answer(server, body, request, GenerateCall.start)
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise ApiError(501, "embeddings are not served: this model generates text")
+
+
+async def answer(
+    server: Server,
+    body: Any,
+    request: Request,
+    start: Callable[[Server, Any, str], Awaitable[Call]],
+) -> Response:
+    """Answer a call, whole or in pieces, as its body asks."""
+    call_id = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
+    headers = {"X-Request-Id": call_id}
+    try:
+        call = await start(server, body, call_id[:256])
+    except (ValueError, TypeError) as error:
+        raise to_api_error(error, frozenset(type(body).model_fields)) from error
+    if body.stream:
+        stream = EventStream(call, server.options.write_timeout)
+        stream.headers.update(headers)
+        return stream
+    whole = await until_disconnected(request.receive, call)
+    if whole is None:
+        return Response(status_code=499)  # nobody reads it
+    return JSONResponse(whole, headers=headers)
+
+
+async def _report(request: Request, error: Exception) -> Response:
+    api_error = to_api_error(error)
+    return JSONResponse(api_error.body(), api_error.status, api_error.headers)

@@ -1,0 +1,121 @@
+"""The requests of one call, a prompt each, from their admission to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from jaxpage.async_llm import AsyncLLM, Stream
+from jaxpage.outputs import RequestOutput
+from jaxpage.prompts import Prompt
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.server.errors import ApiError
+
+
+@dataclass(kw_only=True)
+class InFlight:
+    """The calls that are being answered."""
+
+    max_requests: int
+    num_requests: int = 0  # prompts
+    num_rejected: int = 0  # calls, ever
+    is_draining: bool = False
+    # Request ids of the engine by the id that the client knows.
+    engine_ids: dict[str, list[str]] = field(default_factory=dict)
+
+    def enter(self, call_id: str, num_prompts: int) -> list[str]:
+        """Ids for the engine. Raises ApiError 503 if there are too many, or the server shuts down."""
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+        if self.num_requests and self.num_requests + num_prompts > self.max_requests:
+            self.num_rejected += 1
+            raise ApiError(
+                503,
+                f"{self.num_requests} requests are being answered or wait, which is the limit; try again later",
+                headers={"Retry-After": "1"},
+            )
+        self.num_requests += num_prompts
+        # Clients may use an id twice; the engine's are unique.
+        ids = [f"{call_id}-{i}-{uuid.uuid4().hex[:8]}" for i in range(num_prompts)]
+        self.engine_ids.setdefault(call_id, []).extend(ids)
+        return ids
+
+    def leave(self, call_id: str, ids: Sequence[str]) -> None:
+        """They have ended."""
+        self.num_requests -= len(ids)
+        left = [i for i in self.engine_ids.get(call_id, ()) if i not in ids]
+        if left:
+            self.engine_ids[call_id] = left
+        else:
+            self.engine_ids.pop(call_id, None)
+
+
+class Batch:
+    """The streams of one call. It must be closed."""
+
+    def __init__(self, in_flight: InFlight, call_id: str, ids: list[str]):
+        self.streams: list[Stream] = []
+        self._in_flight = in_flight
+        self._call_id = call_id
+        self._ids = ids
+
+    @classmethod
+    async def start(
+        cls,
+        llm: AsyncLLM,
+        in_flight: InFlight,
+        call_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> Batch:
+        """Have all prompts answered, or none. Raises ApiError and what `AsyncLLM.start` raises."""
+        ids = in_flight.enter(call_id, len(prompts))
+        batch = cls(in_flight, call_id, ids)
+        try:
+            for prompt, request_id in zip(prompts, ids, strict=True):
+                stream = await llm.start(prompt, params, request_id, priority=priority)
+                batch.streams.append(stream)
+        except BaseException:
+            batch.close()
+            raise
+        return batch
+
+    async def last_outputs(self) -> list[RequestOutput]:
+        """The last output of each prompt."""
+        outputs = []
+        for stream in self.streams:
+            output = await anext(stream)
+            while not output.finished:
+                output = await anext(stream)
+            outputs.append(output)
+        return outputs
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, an output), as they come."""
+        if len(self.streams) == 1:
+            async for output in self.streams[0]:
+                yield 0, output
+            return
+        waiting = {asyncio.ensure_future(anext(s)): i for i, s in enumerate(self.streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    index = waiting.pop(task)
+                    output = task.result()
+                    yield index, output
+                    if not output.finished:
+                        waiting[asyncio.ensure_future(anext(self.streams[index]))] = index
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def close(self) -> None:
+        """Abort what has not ended, and make room for others."""
+        for stream in self.streams:
+            stream.close()
+        self._in_flight.leave(self._call_id, self._ids)
+        self._ids = []

@@ -1,0 +1,247 @@
+"""`POST /v1/chat/completions`: conversations continued."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.chat_outputs import ChatFormat
+from jaxpage.input_processor import InputProcessor
+from jaxpage.outputs import CompletionOutput
+from jaxpage.prompts import Prompt
+from jaxpage.reasoning_parsers import OutputParser
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.server.batch import Batch
+from jaxpage.server.context import Head, Server
+from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
+from jaxpage.server.protocol.chat import ChatRequest
+from jaxpage.server.texts import check_length
+from jaxpage.tool_parsers import Delta, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A conversation as the engine gets it."""
+
+    prompt: Prompt
+    params: SamplingParams
+    chat_format: ChatFormat
+    choice: Any  # of tools
+
+
+def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendered:
+    """In the input thread. Raises ValueError."""
+    choice = body.choice()
+    chat_format = inputs.chat_format(body.chat_template)
+    params = chat_format.params(body.params(inputs.default_options), body.tools, choice)
+    server.check_size(1, params)
+    for message in body.messages:
+        check_length(message.get("content"), inputs)
+    options = body.template_options(
+        trust_template=server.options.trust_request_chat_template,
+        defaults=server.options.default_chat_template_kwargs,
+    )
+    tools = None if choice == "none" else body.tools
+    (prompt,) = inputs.parse_chat(body.messages, tools=tools, **options)
+    prompt.cache_salt = body.cache_salt
+    return Rendered(prompt=prompt, params=params, chat_format=chat_format, choice=choice)
+
+
+class ChatCall:
+    """One call, on its way. It must be closed."""
+
+    @classmethod
+    async def start(cls, server: Server, body: ChatRequest, call_id: str) -> ChatCall:
+        """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
+        body.warn_of_unknown()
+        server.check_model(body.model)
+        rendered = await server.with_inputs(lambda inputs: render(server, body, inputs))
+        batch = await server.start(call_id, [rendered.prompt], rendered.params, body.priority)
+        return cls(server, body, call_id, batch, rendered)
+
+    def __init__(
+        self, server: Server, body: ChatRequest, call_id: str, batch: Batch, rendered: Rendered
+    ):
+        self.batch = batch
+        self._server = server
+        self._body = body
+        self._rendered = rendered
+        self._id = f"chatcmpl-{call_id}"
+        self._created = int(time.time())
+        self._turns = {
+            i: Turn(rendered.chat_format.parser(body.tools, rendered.choice, rendered.prompt.text))
+            for i in range(rendered.params.n)
+        }
+
+    def _head(self, kind: str) -> Head:
+        return Head(id=self._id, object=kind, created=self._created, model=self._server.model_name)
+
+    async def response(self) -> dict[str, Any]:
+        """The whole answer."""
+        (output,) = await self.batch.last_outputs()
+        usage = self._server.usage()
+        usage.add(0, output)
+        rest: dict[str, Any] = {"usage": usage.body(), "system_fingerprint": None}
+        if self._body.prompt_logprobs is not None:
+            rest["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self._body.return_token_ids:
+            rest["prompt_token_ids"] = list(output.prompt_token_ids)
+        choices = [self._whole_choice(completion) for completion in output.outputs]
+        return self._head("chat.completion").body(choices=choices, **rest)
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces."""
+        options = self._body.stream_options
+        usage = self._server.usage()
+        forced = self._server.options.enable_force_include_usage
+        with_usage = forced or (options is not None and options.include_usage)
+        always = with_usage and options is not None and options.continuous_usage_stats
+        head = self._head("chat.completion.chunk")
+        is_begun = False
+        async for _, output in self.batch.outputs():
+            usage.add(0, output)
+            choices = [] if is_begun else self._first_choices()
+            for completion in output.outputs:
+                choice = self._next_choice(completion)
+                if choice is not None:
+                    choices.append(choice)
+            for choice in choices:
+                chunk = head.body(choices=[choice])
+                if not is_begun and self._body.return_token_ids:
+                    chunk["prompt_token_ids"] = list(output.prompt_token_ids)
+                is_begun = True
+                if always:
+                    chunk["usage"] = usage.body()
+                yield chunk
+        if with_usage:
+            yield head.body(choices=[], usage=usage.body())
+
+    def _echo(self) -> str:
+        last = self._body.messages[-1].get("content")
+        return last if self._body.echo and isinstance(last, str) else ""
+
+    def _first_choices(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": self._echo()}
+        return [
+            {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
+            for i in self._turns
+        ]
+
+    def _next_choice(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """What is new of a choice; None if it is held back until more is known."""
+        turn = self._turns[completion.index]
+        deltas = turn.parser.feed(completion.text)
+        if completion.finish_reason is not None:
+            deltas = [*deltas, *turn.parser.finish()]
+        delta = turn.delta(self._wanted(deltas))
+        logprobs = self._logprobs(completion)
+        if not (delta or logprobs or completion.finish_reason or self._body.return_token_ids):
+            return None
+        choice: dict[str, Any] = {
+            "index": completion.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason(completion, turn),
+        }
+        if completion.finish_reason is not None:
+            choice["stop_reason"] = completion.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(completion.token_ids)
+        return choice
+
+    def _whole_choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        turn = self._turns[completion.index]
+        turn.delta(self._wanted([*turn.parser.feed(completion.text), *turn.parser.finish()]))
+        message: dict[str, Any] = {"role": "assistant", **turn.message(self._echo())}
+        choice: dict[str, Any] = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs(completion),
+            "finish_reason": self._finish_reason(completion, turn),
+            "stop_reason": completion.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(completion.token_ids)
+        return choice
+
+    def _wanted(self, deltas: list[Delta]) -> list[Delta]:
+        """Without what the client does not want."""
+        body = self._body
+        return [
+            delta
+            for delta in deltas
+            if not (isinstance(delta, ReasoningDelta) and not body.include_reasoning)
+            and not (
+                isinstance(delta, ToolCallStart | ToolCallArguments)
+                and delta.index > 0
+                and body.parallel_tool_calls is False
+            )
+        ]
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(
+            completion.token_ids,
+            completion.logprobs or (),
+            self._body.top_logprobs or 0,
+            as_ids=self._body.return_tokens_as_token_ids,
+        )
+
+    def _finish_reason(self, completion: CompletionOutput, turn: Turn) -> str | None:
+        """OpenAI says "stop" where the client named the tool."""
+        is_named = isinstance(self._rendered.choice, dict)
+        if completion.finish_reason == "stop" and turn.calls and not is_named:
+            return "tool_calls"
+        return completion.finish_reason
+
+
+@dataclass
+class Turn:
+    """What one choice has said so far."""
+
+    parser: OutputParser
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)  # as OpenAI has them
+
+    def delta(self, deltas: list[Delta]) -> dict[str, Any]:
+        """Take in what is new; returns it as OpenAI's delta."""
+        content = "".join(d.text for d in deltas if isinstance(d, TextDelta))
+        reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
+        calls = [
+            self._call_delta(d) for d in deltas if isinstance(d, ToolCallStart | ToolCallArguments)
+        ]
+        self.text.append(content)
+        self.reasoning.append(reasoning)
+        found = {"content": content, "reasoning": reasoning, "tool_calls": calls}
+        return {name: value for name, value in found.items() if value}
+
+    def message(self, echo: str = "") -> dict[str, Any]:
+        """All of it as OpenAI's message."""
+        text, reasoning = echo + "".join(self.text), "".join(self.reasoning)
+        message: dict[str, Any] = {
+            "content": text if text or not (self.calls or reasoning) else None,
+            "reasoning": reasoning or None,
+        }
+        message["tool_calls"] = [
+            {k: v for k, v in call.items() if k != "index"} for call in self.calls
+        ]
+        return message
+
+    def _call_delta(self, delta: ToolCallStart | ToolCallArguments) -> dict[str, Any]:
+        if isinstance(delta, ToolCallStart):
+            call = {
+                "index": delta.index,
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": delta.name, "arguments": ""},
+            }
+            self.calls.append(call)
+            # A copy: arguments that come later are not for this delta.
+            return {**call, "function": dict(call["function"])}
+        self.calls[delta.index]["function"]["arguments"] += delta.text
+        return {"index": delta.index, "function": {"arguments": delta.text}}

@@ -1,0 +1,164 @@
+"""`POST /v1/completions`: texts continued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.input_processor import InputProcessor
+from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.prompts import Prompt
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.server.batch import Batch
+from jaxpage.server.context import Head, Server
+from jaxpage.server.logprobs import completion_logprobs, prompt_logprobs
+from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.texts import check_length
+
+
+class CompletionCall:
+    """One call, on its way. It must be closed."""
+
+    @classmethod
+    async def start(cls, server: Server, body: CompletionRequest, call_id: str) -> CompletionCall:
+        """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
+        body.warn_of_unknown()
+        server.check_model(body.model)
+
+        def read(inputs: InputProcessor) -> tuple[list[Prompt], SamplingParams]:
+            params = body.params(inputs.default_options)
+            given = body.prompts()
+            server.check_size(len(given), params)
+            for prompt in given:
+                check_length(prompt, inputs)
+            options = {"add_special_tokens": body.add_special_tokens}
+            prompts = inputs.parse(given, options)
+            for prompt in prompts:
+                prompt.cache_salt = body.cache_salt
+                if body.echo and prompt.text is None:
+                    prompt.text = inputs.decode(prompt.token_ids)
+            return prompts, params
+
+        prompts, params = await server.with_inputs(read)
+        batch = await server.start(call_id, prompts, params, body.priority)
+        return cls(server, body, call_id, batch, params)
+
+    def __init__(
+        self,
+        server: Server,
+        body: CompletionRequest,
+        call_id: str,
+        batch: Batch,
+        params: SamplingParams,
+    ):
+        self.batch = batch
+        self._server = server
+        self._body = body
+        self._n = params.n
+        self._head = Head(
+            id=f"cmpl-{call_id}",
+            object="text_completion",
+            created=int(time.time()),
+            model=server.model_name,
+        )
+        self._written: dict[int, _Written] = {}  # by choice, while streaming
+
+    async def response(self) -> dict[str, Any]:
+        """The whole answer."""
+        outputs = await self.batch.last_outputs()
+        usage = self._server.usage()
+        choices = []
+        for index, output in enumerate(outputs):
+            for completion in output.outputs:
+                choices.append(self._choice(index, output, completion, is_whole=True))
+            usage.add(index, output)
+        if self._body.only_scores:
+            usage.completion_tokens = 0
+        return self._head.body(choices=choices, usage=usage.body(), system_fingerprint=None)
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces."""
+        options = self._body.stream_options
+        usage = self._server.usage()
+        forced = self._server.options.enable_force_include_usage
+        with_usage = forced or (options is not None and options.include_usage)
+        always = with_usage and options is not None and options.continuous_usage_stats
+        async for index, output in self.batch.outputs():
+            usage.add(index, output)
+            if self._body.only_scores:
+                usage.completion_tokens = 0
+            for completion in output.outputs:
+                chunk = self._head.body(choices=[self._choice(index, output, completion)])
+                if always:
+                    chunk["usage"] = usage.body()
+                yield chunk
+        if with_usage:
+            yield self._head.body(choices=[], usage=usage.body())
+
+    def _choice(
+        self,
+        index: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        *,
+        is_whole: bool = False,
+    ) -> dict[str, Any]:
+        """All of a choice, or what is new of it."""
+        body, number = self._body, index * self._n + completion.index
+        written = self._written.setdefault(number, _Written())
+        is_first, written.is_begun = not written.is_begun, True
+        text, token_ids = completion.text, list(completion.token_ids)
+        if body.only_scores:
+            text, token_ids = "", []
+        echoed = list(output.prompt_token_ids) if body.echo and is_first else []
+        if echoed:
+            text = (output.prompt or "") + text
+        choice: dict[str, Any] = {
+            "index": number,
+            "text": text,
+            "logprobs": self._logprobs(output, completion, echoed, token_ids, written),
+            "finish_reason": _finish_reason(completion, only_scores=body.only_scores),
+            "stop_reason": completion.stop_reason,
+        }
+        if is_whole and body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if body.return_token_ids:
+            choice["token_ids"] = token_ids
+            choice["prompt_token_ids"] = list(output.prompt_token_ids) if is_first else None
+        return choice
+
+    def _logprobs(
+        self,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        echoed: list[int],
+        token_ids: list[int],
+        written: _Written,
+    ) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        entries: list[Any] = list(completion.logprobs or ())[: len(token_ids)]
+        if echoed:
+            entries = [*(output.prompt_logprobs or ()), *entries]
+        logprobs = completion_logprobs(
+            [*echoed, *token_ids],
+            entries,
+            as_ids=self._body.return_tokens_as_token_ids,
+            offset=written.num_chars,
+        )
+        written.num_chars += sum(map(len, logprobs["tokens"]))
+        return logprobs
+
+
+@dataclass
+class _Written:
+    """What went out of a choice."""
+
+    is_begun: bool = False
+    num_chars: int = field(default=0)  # of its tokens
+
+
+def _finish_reason(completion: CompletionOutput, *, only_scores: bool) -> str | None:
+    return "length" if only_scores and completion.finish_reason else completion.finish_reason

@@ -1,0 +1,112 @@
+"""What every handler needs: the engine, the options, and the calls being answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxpage.async_llm import AsyncLLM
+from jaxpage.input_processor import InputProcessor
+from jaxpage.prompts import Prompt
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.server.batch import Batch, InFlight
+from jaxpage.server.errors import ApiError
+from jaxpage.server.options import ServerOptions
+from jaxpage.server.usage import Usage
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Server:
+    """One engine and who may use it how. Belongs to one event loop."""
+
+    llm: AsyncLLM
+    options: ServerOptions
+    in_flight: InFlight
+    model_names: tuple[str, ...]
+    is_warm: bool = False  # every program is compiled
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
+
+    @classmethod
+    def of(cls, llm: AsyncLLM, options: ServerOptions) -> Server:
+        """A server of this engine."""
+        config = llm.config
+        limit = config.max_num_seqs + options.max_queued_requests
+        folder = Path(config.model)
+        name = folder.name if folder.is_dir() else config.model
+        return cls(
+            llm=llm,
+            options=options,
+            in_flight=InFlight(max_requests=limit),
+            model_names=options.served_model_name or (name, config.model),
+        )
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in answers."""
+        return self.model_names[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered at full speed."""
+        return self.is_warm and not self.in_flight.is_draining and not self.llm.errored
+
+    def check_model(self, model: str | None) -> None:
+        """Raise ApiError 404 for a model that is not served."""
+        if model is not None and model not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {model!r} is not served here; there is {', '.join(map(repr, self.model_names))}",
+                param="model",
+            )
+
+    def check_size(self, num_prompts: int, params: SamplingParams) -> None:
+        """Raise ValueError for a call that asks for too much at once."""
+        total, limit = num_prompts * params.n, self.options.max_n
+        if total > limit:
+            raise ValueError(
+                f"n={params.n} with {num_prompts} prompts are {total} continuations, the limit is {limit}; "
+                "send several requests"
+            )
+        num_stops = len(params.stop or ())
+        if num_stops > self.options.max_stop_strings:
+            raise ValueError(
+                f"stop has {num_stops} strings, the limit is {self.options.max_stop_strings}"
+            )
+
+    async def with_inputs(self, function: Callable[[InputProcessor], T]) -> T:
+        """What needs the tokenizer, in the thread that has it."""
+        return await self.llm.with_inputs(function)
+
+    async def start(
+        self, call_id: str, prompts: list[Prompt], params: SamplingParams, priority: int
+    ) -> Batch:
+        """Have prompts answered. Raises ValueError, ApiError or EngineDeadError."""
+        self.check_size(len(prompts), params)
+        return await Batch.start(self.llm, self.in_flight, call_id, prompts, params, priority)
+
+    def usage(self) -> Usage:
+        return Usage(with_details=self.options.enable_prompt_tokens_details)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What all parts of an answer begin with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def body(self, **rest: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            **rest,
+        }

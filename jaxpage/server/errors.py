@@ -1,0 +1,98 @@
+"""Errors as OpenAI's API reports them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from jaxpage.async_llm import EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+_FIELD = re.compile(r"(?:prompt \d+ of \d+: )?([a-z_]+)\b")
+_MAX_MESSAGE_LEN = 2000  # characters: what a client sent may be repeated in it
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        message = self.message
+        if len(message) > _MAX_MESSAGE_LEN:
+            message = f"{message[:_MAX_MESSAGE_LEN]}..."
+        # A message may quote what a client sent, and JSON has no lone surrogates.
+        message = message.encode(errors="replace").decode()
+        error_type = _TYPES.get(self.status, "APIError")
+        return {
+            "error": {
+                "message": message,
+                "type": error_type,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+
+def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> ApiError:
+    """What a client is told of any exception; nothing of the server's inside.
+
+    `fields`: the names of the request's fields, one of which a ValueError's message may begin with.
+    """
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _of_validation(error)
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case ValueError() | TypeError():
+            found = _FIELD.match(str(error))
+            name = found[1] if found and found[1] in fields else None
+            return ApiError(400, str(error), param=name)
+        case EngineDeadError():
+            return ApiError(503, str(error))
+        case _:
+            logger.error("a request failed", exc_info=error)
+            return ApiError(500, "the server failed to answer this request; its log says why")
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """The first complaints, each with where it is."""
+    complaints = []
+    for entry in error.errors()[:5]:
+        where = ".".join(str(part) for part in entry["loc"] if part != "body")
+        complaints.append(f"{where}: {entry['msg']}" if where else str(entry["msg"]))
+    first = [str(part) for part in error.errors()[0]["loc"] if part not in ("body", "query")]
+    return ApiError(400, "; ".join(complaints), param=first[0] if first else None)

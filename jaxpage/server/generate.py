@@ -1,0 +1,96 @@
+"""`POST /inference/v1/generate`: vLLM's tokens in, tokens out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+from jaxpage.input_processor import InputProcessor
+from jaxpage.outputs import CompletionOutput
+from jaxpage.prompts import Prompt
+from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.server.batch import Batch
+from jaxpage.server.context import Server
+from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
+from jaxpage.server.protocol.common import make_params
+from jaxpage.server.protocol.tokens import GenerateRequest
+
+
+class GenerateCall:
+    """One call, on its way. It must be closed."""
+
+    @classmethod
+    async def start(cls, server: Server, body: GenerateRequest, call_id: str) -> GenerateCall:
+        """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
+        body.warn_of_unknown()
+        server.check_model(body.model)
+
+        def read(inputs: InputProcessor) -> tuple[Prompt, SamplingParams]:
+            params = make_params({**inputs.default_options, **body.sampling_params})
+            kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+            params = dataclasses.replace(params, output_kind=kind)
+            (prompt,) = inputs.parse(
+                {"prompt_token_ids": body.token_ids, "cache_salt": body.cache_salt}
+            )
+            return prompt, params
+
+        prompt, params = await server.with_inputs(read)
+        batch = await server.start(call_id, [prompt], params, body.priority)
+        return cls(server, body, call_id, batch, params)
+
+    def __init__(
+        self,
+        server: Server,
+        body: GenerateRequest,
+        call_id: str,
+        batch: Batch,
+        params: SamplingParams,
+    ):
+        self.batch = batch
+        self._server = server
+        self._body = body
+        self._call_id = call_id
+        self._params = params
+
+    async def response(self) -> dict[str, Any]:
+        """The whole answer."""
+        (output,) = await self.batch.last_outputs()
+        usage = self._server.usage()
+        usage.add(0, output)
+        return {
+            "request_id": self._call_id,
+            "choices": [self._choice(completion) for completion in output.outputs],
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "kv_transfer_params": None,
+            "usage": usage.body(),
+        }
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces."""
+        usage = self._server.usage()
+        async for _, output in self.batch.outputs():
+            usage.add(0, output)
+            choices = [self._choice(completion) for completion in output.outputs]
+            yield {"request_id": self._call_id, "choices": choices}
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield {"request_id": self._call_id, "choices": [], "usage": usage.body()}
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        logprobs = None
+        if completion.logprobs is not None:
+            best = self._params.logprobs
+            logprobs = chat_logprobs(
+                completion.token_ids,
+                completion.logprobs,
+                -1 if best is None else best,
+                as_ids=True,
+            )
+        return {
+            "index": completion.index,
+            "token_ids": list(completion.token_ids),
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }

@@ -1,0 +1,52 @@
+"""The same answers without HTTP, for batch files."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from jaxpage.server.chat import ChatCall
+from jaxpage.server.completions import CompletionCall
+from jaxpage.server.context import Server
+from jaxpage.server.errors import ApiError, to_api_error
+from jaxpage.server.protocol.chat import ChatRequest
+from jaxpage.server.protocol.completions import CompletionRequest
+
+Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
+
+_CALLS: dict[str, tuple[Any, Any]] = {
+    "/v1/completions": (CompletionRequest, CompletionCall.start),
+    "/v1/chat/completions": (ChatRequest, ChatCall.start),
+}
+
+
+def answerer(server: Server) -> Answer:
+    """A function from a path and a body to a status and a body. It raises nothing for a bad request."""
+
+    async def answer(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        fields: frozenset[str] = frozenset()
+        try:
+            if url not in _CALLS:
+                raise ApiError(404, f"{url} is not served here; there is {', '.join(_CALLS)}")
+            model, start = _CALLS[url]
+            fields = frozenset(model.model_fields)
+            try:
+                parsed = model.model_validate(body)
+            except ValidationError as error:
+                raise RequestValidationError(error.errors()) from None
+            if parsed.stream:
+                raise ApiError(400, "stream=true has no use here", param="stream")
+            call = await start(server, parsed, uuid.uuid4().hex)
+            try:
+                return 200, await call.response()
+            finally:
+                call.batch.close()
+        except Exception as error:
+            api_error = to_api_error(error, fields)
+            return api_error.status, api_error.body()
+
+    return answer

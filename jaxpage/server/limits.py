@@ -1,0 +1,136 @@
+"""What is checked of every HTTP request before anybody reads it: its key, and the size of its body."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxpage.server.errors import ApiError
+
+OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics")  # for probes and scrapers
+OPEN_PREFIXES = ("/page/assets/",)
+ADMIN_PATHS = (
+    "/pause",
+    "/resume",
+    "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
+    "/abort_requests",
+)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class KeyCheck:
+    """Refuses clients without a key: 401. Administrative paths need that of the administrator, or a local client."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        admin_key: str | None,
+        nothing_open: bool = False,
+    ):
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._admin_key = admin_key.encode() if admin_key else None
+        self._nothing_open = nothing_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS":
+            error = self._refusal(scope)
+            if error is not None:
+                response = JSONResponse(error.body(), error.status, error.headers)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        given = _key_of(scope)
+        if path in ADMIN_PATHS:
+            return self._admin_refusal(scope, given)
+        if not self._keys or self._is_open(path):
+            return None
+        if not self._is_among(given, [*self._keys, self._admin_key or b""]):
+            return ApiError(
+                401,
+                'a key is needed: "Authorization: Bearer KEY"',
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return None
+
+    def _admin_refusal(self, scope: Scope, given: bytes) -> ApiError | None:
+        client = scope.get("client")
+        if self._admin_key is not None:
+            if self._is_among(given, [self._admin_key]):
+                return None
+            return ApiError(401, f"{scope['path']} needs the administrator's key")
+        if client is None or client[0] in _LOOPBACK:
+            return None
+        return ApiError(
+            403,
+            f"{scope['path']} is for clients of the same machine; start the server with --admin-api-key for others",
+        )
+
+    def _is_open(self, path: str) -> bool:
+        if self._nothing_open:
+            return False
+        return path in OPEN_PATHS or path == "/" or path.startswith(OPEN_PREFIXES)
+
+    def _is_among(self, given: bytes, keys: Sequence[bytes]) -> bool:
+        """Takes as long whichever key it is, and however much of it is right."""
+        found = False
+        for key in keys:
+            found |= bool(key) and hmac.compare_digest(given, key)
+        return found
+
+
+def _key_of(scope: Scope) -> bytes:
+    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key.strip().encode() if kind.lower() == "bearer" else b""
+
+
+class BodyLimit:
+    """Refuses larger bodies: 413, by their declared length, or as soon as more has come."""
+
+    def __init__(self, app: ASGIApp, *, max_size: int):
+        self._app = app
+        self._max_size = max_size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > self._max_size:
+            await self._refuse(scope, receive, send)
+            return
+        size = 0
+
+        async def count() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_size:
+                raise _TooLarge
+            return message
+
+        try:
+            await self._app(scope, count, send)
+        except _TooLarge:
+            await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(
+            413, f"the body is larger than {self._max_size} bytes, the limit of --max-body-size"
+        )
+        await JSONResponse(error.body(), 413, {"Connection": "close"})(scope, receive, send)
+
+
+class _TooLarge(BaseException):
+    """Not an Exception: nobody on the way may take it for a body that cannot be parsed."""

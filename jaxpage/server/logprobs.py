@@ -1,0 +1,97 @@
+"""Logprobs as OpenAI's two APIs have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxpage.outputs import Logprob
+
+LEAST = -9999.0  # JSON has no -Infinity; vLLM's number
+
+Entries = Mapping[int, Logprob]
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    entries: Iterable[Entries | None],
+    *,
+    as_ids: bool,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """Of `/v1/completions`. `offset`: characters of the text before the first token."""
+    tokens: list[str] = []
+    logprobs: list[float | None] = []
+    best: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        token = _text(token_id, entry.get(token_id) if entry else None, as_ids=as_ids)
+        tokens.append(token)
+        offsets.append(offset)
+        offset += len(token)
+        if not entry:
+            logprobs.append(None)
+            best.append(None)
+            continue
+        logprobs.append(_finite(entry[token_id]) if token_id in entry else None)
+        best.append({_text(i, e, as_ids=as_ids): _finite(e) for i, e in _best_first(entry)})
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": best,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], entries: Iterable[Entries], num_best: int, *, as_ids: bool
+) -> dict[str, Any]:
+    """Of `/v1/chat/completions`, with the `num_best` likeliest tokens in the place of each; -1: all."""
+    content = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        best = _best_first(entry)
+        best = best if num_best < 0 else best[:num_best]
+        content.append(
+            _named(token_id, entry[token_id], as_ids=as_ids)
+            | {"top_logprobs": [_named(i, e, as_ids=as_ids) for i, e in best]}
+        )
+    return {"content": content}
+
+
+def prompt_logprobs(entries: Iterable[Entries | None] | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's extra: of each prompt token a dict from id to its numbers; None for the first."""
+    if entries is None:
+        return None
+    return [
+        {
+            str(i): {
+                "logprob": _finite(e),
+                "rank": e.rank,
+                "decoded_token": e.decoded_token,
+            }
+            for i, e in entry.items()
+        }
+        if entry
+        else None
+        for entry in entries
+    ]
+
+
+def _named(token_id: int, entry: Logprob, *, as_ids: bool) -> dict[str, Any]:
+    token = _text(token_id, entry, as_ids=as_ids)
+    return {"token": token, "logprob": _finite(entry), "bytes": list(token.encode())}
+
+
+def _text(token_id: int, entry: Logprob | None, *, as_ids: bool) -> str:
+    if as_ids:
+        return f"token_id:{token_id}"
+    return (entry.decoded_token if entry else None) or ""
+
+
+def _best_first(entry: Entries) -> list[tuple[int, Logprob]]:
+    return sorted(entry.items(), key=lambda item: -item[1].logprob)
+
+
+def _finite(entry: Logprob) -> float:
+    # A NaN is no number of JSON either.
+    return max(entry.logprob, LEAST) if entry.logprob == entry.logprob else LEAST

@@ -1,0 +1,72 @@
+"""What operators and clients ask of a server besides answers: is it well, what does it serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from jaxpage import __version__
+from jaxpage.server.context import Server
+from jaxpage.server.errors import ApiError
+
+
+def router(server: Server) -> APIRouter:
+    """Health, versions, load and models."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """Whether the engine can answer: 200, or 503."""
+        await server.llm.check_health()
+        return Response()
+
+    @routes.get("/live")
+    async def live() -> Response:
+        """Whether the process is sane: 200, also while it starts or shuts down."""
+        return Response()
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """Whether to send requests here: 503 while programs are compiled, and while it shuts down."""
+        return Response(status_code=200 if server.is_ready else 503)
+
+    @routes.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        await server.llm.check_health()
+        return Response()
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @routes.get("/load")
+    async def load() -> dict[str, int]:
+        """Requests that are being answered."""
+        return {"server_load": server.in_flight.num_requests}
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        data = [_model(server, name) for name in server.model_names]
+        return JSONResponse({"object": "list", "data": data})
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name not in server.model_names:
+            raise ApiError(404, f"the model {name!r} is not served here", param="model")
+        return JSONResponse(_model(server, name))
+
+    return routes
+
+
+def _model(server: Server, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "jaxpage",
+        "root": server.llm.config.model,
+        "parent": None,
+        "max_model_len": server.llm.config.max_model_len,
+    }

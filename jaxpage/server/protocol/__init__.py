@@ -1,0 +1,1 @@
+"""Requests as clients write them: pydantic models of OpenAI's fields and vLLM's extras."""

@@ -1,0 +1,90 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.server.protocol.common import OpenModel, SamplingRequest, make_params
+
+
+class TemplateFields(OpenModel):
+    """What a chat template is told."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+    def template_options(
+        self, *, trust_template: bool, defaults: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Options of `InputProcessor.parse_chat`. Raises ValueError."""
+        if self.chat_template is not None and not trust_template:
+            raise ValueError(
+                "chat_template of a request is not used; start the server with --trust-request-chat-template"
+            )
+        kwargs = dict(defaults or {}) | dict(self.chat_template_kwargs or {})
+        if self.documents is not None:
+            kwargs["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        reserved = {"tokenize", "return_dict", "messages", "tools", "conversation"} & kwargs.keys()
+        if reserved:
+            raise ValueError(f"chat_template_kwargs must not have {', '.join(sorted(reserved))}")
+        return {
+            "chat_template": self.chat_template,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": kwargs,
+            "tokenization_kwargs": {"add_special_tokens": self.add_special_tokens},
+        }
+
+
+class ChatRequest(SamplingRequest, TemplateFields):
+    """OpenAI's request of an answer in a conversation, with vLLM's extras."""
+
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    echo: bool = False
+    include_reasoning: bool = True
+
+    def choice(self) -> Any:
+        """`tool_choice` with its default. Raises ValueError."""
+        choice = self.tool_choice
+        if choice is None:
+            return "auto" if self.tools else "none"
+        if isinstance(choice, str) and choice not in ("auto", "none", "required"):
+            raise ValueError(
+                f'tool_choice must be "auto", "none", "required" or name a function, got {choice!r}'
+            )
+        if choice != "none" and not self.tools:
+            raise ValueError(f"tool_choice={choice!r} needs tools")
+        return choice
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """What the engine is asked, apart from tools. Raises ValueError."""
+        options = self.sampling_options(defaults)
+        given = self.max_completion_tokens
+        max_tokens = self.max_tokens if given is None else given
+        if max_tokens is not None:
+            options["max_tokens"] = max_tokens
+        else:
+            options.setdefault("max_tokens", None)  # what is left of the longest sequence
+        if self.top_logprobs is not None and not self.logprobs and self.top_logprobs != 0:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.logprobs:
+            options["logprobs"] = self.top_logprobs or 0
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return make_params({**options, "output_kind": kind})

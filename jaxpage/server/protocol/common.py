@@ -1,0 +1,170 @@
+"""What requests of all kinds have in common: sampling fields, and how they become `SamplingParams`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jaxpage.sampling_params import SamplingParams
+from jaxpage.structured_outputs.params import (
+    StructuredOutputsParams,
+    from_response_format,
+    to_structured_outputs,
+)
+
+logger = logging.getLogger(__name__)
+
+# Fields of `SamplingRequest` that are fields of `SamplingParams` too.
+_SAMPLING_FIELDS = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
+    "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "stream_interval", "allowed_token_ids",
+    "bad_words", "thinking_token_budget", "repetition_detection", "truncate_prompt_tokens",
+    "prompt_logprobs",
+)  # fmt: skip
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+class OpenModel(BaseModel):
+    """Fields that nobody knows are accepted, and named in the log, as vLLM does."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    def warn_of_unknown(self) -> None:
+        """Say which fields have no effect."""
+        if self.model_extra:
+            logger.warning(
+                "fields without effect in a %s: %s",
+                type(self).__name__,
+                ", ".join(sorted(self.model_extra)),
+            )
+
+
+class StreamOptions(OpenModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingRequest(OpenModel):
+    """Fields of completions and chats alike. None: the model's default, else vLLM's."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1)
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    response_format: dict[str, Any] | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    use_beam_search: bool = False
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
+    stream_interval: int | None = None
+    priority: int = 0
+    request_id: str | None = Field(None, max_length=256)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def sampling_options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of `SamplingParams`: what is given here, else the defaults. Raises ValueError."""
+        self._refuse()
+        options = dict(defaults)
+        for name in _SAMPLING_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                options[name] = value
+        if self.logit_bias:
+            options["logit_bias"] = _to_biases(self.logit_bias)
+        structured = self._structured_outputs()
+        if structured is not None:
+            options["structured_outputs"] = structured
+        if self.vllm_xargs:
+            options["extra_args"] = self.vllm_xargs
+        return options
+
+    def _refuse(self) -> None:
+        if self.use_beam_search:
+            raise ValueError("use_beam_search is not served; use LLM.beam_search")
+        if self.truncation_side == "right":
+            raise ValueError(
+                'truncation_side="right" is not supported: prompts lose their beginning'
+            )
+        if self.kv_transfer_params:
+            raise ValueError("kv_transfer_params are not supported; leave them out")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        """Of any of the ways to ask for one. Raises ValueError for several."""
+        given = {
+            name: value for name in _GUIDED if (value := getattr(self, name, None)) is not None
+        }
+        found = [
+            to_structured_outputs(self.structured_outputs),
+            from_response_format(self.response_format),
+            *(StructuredOutputsParams(**{_GUIDED[name]: value}) for name, value in given.items()),
+        ]
+        asked = [params for params in found if params is not None]
+        if len(asked) > 1:
+            raise ValueError(
+                "response_format and structured_outputs both constrain the output; give one of them"
+            )
+        return asked[0] if asked else None
+
+
+def _to_biases(biases: Mapping[str, float]) -> dict[int, float]:
+    """OpenAI's keys are ids as text; biases beyond its range are cut, as in vLLM. Raises ValueError."""
+    try:
+        by_id = {int(key): value for key, value in biases.items()}
+    except ValueError:
+        raise ValueError(f"logit_bias has keys that are no token ids: {list(biases)[:5]}") from None
+    wrong = next((value for value in by_id.values() if value != value), None)
+    if wrong is not None:
+        raise ValueError("logit_bias has a value that is no number")
+    return {token_id: min(100.0, max(-100.0, value)) for token_id, value in by_id.items()}
+
+
+def make_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Raises ValueError; a TypeError of a wrong type is one too."""
+    try:
+        return SamplingParams(**options)
+    except TypeError as error:
+        raise ValueError(str(error)) from None

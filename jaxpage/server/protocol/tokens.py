@@ -1,0 +1,46 @@
+"""`/tokenize`, `/detokenize`, and `/inference/v1/generate`: token ids in and out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from jaxpage.server.protocol.chat import TemplateFields
+from jaxpage.server.protocol.common import OpenModel, StreamOptions
+
+
+class TokenizeCompletion(OpenModel):
+    """Of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChat(TemplateFields):
+    """Of a conversation, as the chat template renders it."""
+
+    model: str | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(OpenModel):
+    """Of token ids."""
+
+    model: str | None = None
+    tokens: list[int] = Field(max_length=1_000_000)
+
+
+class GenerateRequest(OpenModel):
+    """vLLM's tokens in, tokens out. `sampling_params` are fields of `SamplingParams`."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: str | None = Field(None, max_length=256)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    priority: int = 0

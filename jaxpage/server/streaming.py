@@ -1,0 +1,84 @@
+"""Answers in pieces: server-sent events as OpenAI's, `data: {...}` and at the end `data: [DONE]`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from pydantic_core import to_json
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxpage.server.batch import Batch
+from jaxpage.server.errors import to_api_error
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class Call(Protocol):
+    """An answer on its way."""
+
+    batch: Batch
+
+    async def response(self) -> dict[str, Any]:
+        """The whole of it."""
+        ...
+
+    def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """In pieces."""
+        ...
+
+
+class EventStream(StreamingResponse):
+    """The chunks of a call. However it ends, the call is closed: a client that goes away aborts its requests."""
+
+    def __init__(self, call: Call, write_timeout: float):
+        super().__init__(_events(call), media_type="text/event-stream", headers=_HEADERS)
+        self._call = call
+        self._write_timeout = write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._write_timeout):
+                await send(message)
+
+        try:
+            with contextlib.suppress(TimeoutError):  # the client does not read
+                await super().__call__(scope, receive, send_in_time)
+        finally:
+            self._call.batch.close()
+
+
+async def _events(call: Call) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in call.chunks():
+            yield event(chunk)
+    except Exception as error:  # the status went out long ago
+        yield event(to_api_error(error).body())
+    yield b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """One event; OpenAI names those of responses only."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + to_json(data) + b"\n\n"
+
+
+async def until_disconnected(receive: Receive, call: Call) -> dict[str, Any] | None:
+    """The whole answer; None if the client went away before. Closes the call."""
+    answer = asyncio.ensure_future(call.response())
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
+    finally:
+        for task in (answer, gone):
+            task.cancel()
+        call.batch.close()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

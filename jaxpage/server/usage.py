@@ -1,0 +1,36 @@
+"""How many tokens a call took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.outputs import RequestOutput
+
+
+@dataclass
+class Usage:
+    """Sums over the prompts of a call."""
+
+    with_details: bool  # say how many prompt tokens were found in the prefix cache
+    prompt_tokens: dict[int, int] = field(default_factory=dict)  # by prompt
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    completion_tokens: int = 0
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Take in an output of prompt `index`, all of whose tokens are new."""
+        self.prompt_tokens[index] = len(output.prompt_token_ids)
+        self.cached_tokens[index] = output.num_cached_tokens
+        self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        num_prompt = sum(self.prompt_tokens.values())
+        body: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": num_prompt + self.completion_tokens,
+        }
+        if self.with_details:
+            body["prompt_tokens_details"] = {"cached_tokens": sum(self.cached_tokens.values())}
+        return body
