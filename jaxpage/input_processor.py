@@ -138,7 +138,7 @@ class InputProcessor:
         if request_id in self._ids_in_use:
             raise ValueError(f"request_id {request_id!r} is in use; choose another or abort it")
         if len(prompts) != 1:
-            raise ValueError(f"add_request takes one prompt, got {len(prompts)}")
+            raise ValueError(f"one prompt at a time, with at least one token; got {len(prompts)}")
         (request,) = self.requests(prompts, params, priority)
         request.request_id = request_id
         return request

@@ -14,18 +14,14 @@ import pytest
 
 from jaxpage import BeamSearchParams, tiny
 from jaxpage.checkpoint_config import load_hf_config
-from jaxpage.config import EngineConfig
-from jaxpage.engine.kv_cache import KVCache
-from jaxpage.engine.scheduler import Scheduler
 from jaxpage.input_processor import derive_seed
 from jaxpage.llm import LLM
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.tokenizer import load_tokenizer
-from tests.fakes import FakeFieldsEngine, FakeRunner, expected_output
+from tests.fake_device import EOS, MAX_MODEL_LEN, fake_built
+from tests.fakes import expected_output
 from tests.sampling.oracle import Row, forced_token
 
-EOS = 2
-MAX_MODEL_LEN = 64
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
@@ -40,28 +36,8 @@ def make(folder):
     tokenizer = load_tokenizer(folder)
     hf_config = load_hf_config(folder)
 
-    def make(*, default_sampling=None, fail_collect=(), **options) -> LLM:
-        options = {"model": folder, "max_model_len": MAX_MODEL_LEN, "block_size": 4} | options
-        config = EngineConfig(**options).resolve(hf_config, platform="cpu")
-        own = None if config.skip_tokenizer_init else tokenizer
-        scheduler = Scheduler(
-            KVCache(400, 4, enable_prefix_caching=True),
-            max_num_seqs=16,
-            max_num_batched_tokens=64,
-            max_model_len=config.max_model_len,
-            policy=config.scheduling_policy,
-        )
-        runner = FakeRunner(400, 4, fail_collect=fail_collect)
-        built = SimpleNamespace(
-            engine=FakeFieldsEngine(scheduler, runner, overlap=config.async_scheduling),
-            config=config,
-            hf_config=hf_config,
-            tokenizer=own,
-            vocab_size=512,
-            eos_token_ids=(EOS,),
-            default_sampling=default_sampling or {},
-        )
-        return LLM.from_built(built)
+    def make(**options) -> LLM:
+        return LLM.from_built(fake_built(folder, hf_config, tokenizer, **options))
 
     return make
 

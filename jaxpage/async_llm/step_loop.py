@@ -161,7 +161,8 @@ class StepLoop:
             self._unread.release()
             self._fail(error)
         else:
-            self._num_failures = 0
+            if output.result is not None:  # the overlapped loop collects nothing at first
+                self._num_failures = 0
             self._sink.take(output)
 
     def _fail(self, error: Exception) -> None:

@@ -1,0 +1,486 @@
+"""AsyncLLM on a fake device: the answers of `LLM`, whatever is asked at the same time, aborted, paused or broken."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpage import RequestOutputKind, SamplingParams, tiny
+from jaxpage.async_llm import AsyncLLM, EngineDeadError, StepFailedError
+from jaxpage.async_llm.streams import merge_deltas
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from jaxpage.tokenizer import load_tokenizer
+from tests.fake_device import EOS, MAX_MODEL_LEN, NUM_BLOCKS, fake_built
+from tests.fakes import expected_output
+
+KINDS = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    folder = str(tiny.build(tmp_path_factory.mktemp("async") / "tiny"))
+    hf_config, tokenizer = load_hf_config(folder), load_tokenizer(folder)
+    made = []
+
+    def make(*, step_seconds: float = 0.0, **options) -> AsyncLLM:
+        built = fake_built(folder, hf_config, tokenizer, **options)
+        collect = built.engine.runner.collect
+        if step_seconds:
+
+            def slow_collect(launched):
+                time.sleep(step_seconds)
+                return collect(launched)
+
+            built.engine.runner.collect = slow_collect
+        made.append(AsyncLLM.from_built(built))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.shutdown()
+
+
+def long(kind=RequestOutputKind.CUMULATIVE, **options) -> SamplingParams:
+    return SamplingParams(max_tokens=40, ignore_eos=True, seed=3, output_kind=kind, **options)
+
+
+def expected(prompt: list[int], params: SamplingParams) -> list[list[int]]:
+    eos = frozenset() if params.ignore_eos else frozenset([EOS])
+    request = SimpleNamespace(
+        prompt_token_ids=prompt,
+        prompt_embeds=None,
+        mask_source=None,
+        params=params,
+        seed=params.seed,
+        eos_token_ids=eos,
+        stop_token_ids=eos | frozenset(params.stop_token_ids),
+    )
+    return [expected_output(request, i, MAX_MODEL_LEN)[0] for i in range(params.n)]
+
+
+async def collect(llm: AsyncLLM, prompt, params, request_id=None) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, params, request_id)]
+
+
+def tokens(outputs: list[RequestOutput], params: SamplingParams) -> list[list[int]]:
+    """All tokens of each continuation, from outputs of any kind."""
+    if params.output_kind is not RequestOutputKind.DELTA:
+        return [c.token_ids for c in outputs[-1].outputs]
+    found: list[list[int]] = [[] for _ in range(params.n)]
+    for output in outputs:
+        for completion in output.outputs:
+            found[completion.index] += completion.token_ids
+    return found
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def is_empty(llm: AsyncLLM) -> bool:
+    stats = llm.stats()
+    return stats.num_running == stats.num_waiting == stats.num_blocks_used == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_at_once_get_the_answers_of_each_alone(make, overlap):
+    llm = make(async_scheduling=overlap)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 13) for _ in range(rng.randrange(1, 20))] for _ in range(60)]
+    params = [
+        SamplingParams(
+            max_tokens=rng.randrange(1, 30), seed=i, n=1 + i % 3, output_kind=KINDS[i // 3 % 3]
+        )
+        for i in range(60)
+    ]
+
+    async def run():
+        return await asyncio.gather(*map(collect, [llm] * 60, prompts, params))
+
+    for prompt, p, outputs in zip(prompts, params, asyncio.run(run()), strict=True):
+        assert tokens(outputs, p) == expected(prompt, p)
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        if p.output_kind is RequestOutputKind.FINAL_ONLY:
+            assert len(outputs) == 1
+    assert is_empty(llm)
+
+
+def test_stop_strings_end_a_text_and_its_name_is_free_again(make):
+    """At once: a step that was under way for the first request of this name says nothing to the second."""
+    llm = make(step_seconds=0.002)
+
+    async def run():
+        (whole,) = await collect(llm, [5, 6, 7], long(RequestOutputKind.FINAL_ONLY))
+        text = whole.outputs[0].text
+        stop = text[len(text) // 2 :][:2]
+        for kind in KINDS * 3:
+            params = long(kind, stop=stop)
+            outputs = await collect(llm, [5, 6, 7], params, "one name")
+            assert outputs[-1].outputs[0].stop_reason == stop
+            assert {o.request_id for o in outputs} == {"one name"}
+            texts = [o.outputs[0].text for o in outputs]
+            got = "".join(texts) if kind is RequestOutputKind.DELTA else texts[-1]
+            assert got == text[: text.index(stop)]
+        await until(lambda: is_empty(llm))
+
+    asyncio.run(run())
+
+
+def test_a_name_in_use_is_refused_and_the_first_request_goes_on(make):
+    llm = make(step_seconds=0.005)
+
+    async def run():
+        first = asyncio.create_task(collect(llm, [5, 6], long(), "name"))
+        await until(lambda: llm.stats().num_running)
+        with pytest.raises(ValueError, match="'name' is in use"):
+            await collect(llm, [5, 6], long(), "name")
+        assert tokens(await first, long()) == expected([5, 6], long())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "at least one token"),
+        ([3] * MAX_MODEL_LEN, "64 tokens"),
+        ([600], "vocabulary"),
+        ({"x": 1}, "a prompt"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_changes(make, prompt, message):
+    llm = make()
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(collect(llm, prompt, long()))
+    with pytest.raises(ValueError, match=message):
+        llm.submit(prompt, long()).result(5)
+    assert llm.stats().num_steps == 0
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "abort", "close at once"])
+def test_who_goes_away_leaves_nothing_behind(make, how):
+    llm = make(step_seconds=0.002)
+
+    async def run():
+        if how == "break":
+            outputs = llm.generate([5, 6], long())
+            async for _ in outputs:
+                break
+            await outputs.aclose()
+        elif how == "cancel":
+            task = asyncio.create_task(collect(llm, [5, 6], long()))
+            await until(lambda: llm.stats().num_running)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "abort":
+            task = asyncio.create_task(collect(llm, [5, 6], long(), "mine"))
+            await until(lambda: llm.stats().generation_tokens > 3)
+            await llm.abort("mine")
+            completion = (await task)[-1].outputs[0]
+            assert completion.finish_reason == "abort"
+            assert completion.token_ids == expected([5, 6], long())[0][: len(completion.token_ids)]
+        else:
+            for delay in (0, 0.0005, 0.001):
+                task = asyncio.create_task(llm.start([5, 6], long()))
+                await asyncio.sleep(delay)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    (await task).close()
+                    raise asyncio.CancelledError
+        await until(lambda: is_empty(llm))
+        assert tokens(await collect(llm, [5, 6], long()), long()) == expected([5, 6], long())
+
+    asyncio.run(run())
+    assert not llm._tasks._ids
+
+
+def test_threads_submit_and_one_of_them_cancels(make):
+    llm = make(step_seconds=0.001)
+    params = [SamplingParams(max_tokens=20, seed=i, n=1 + i % 2) for i in range(64)]
+    got = {}
+
+    def work(i):
+        got[i] = llm.submit([5, 3 + i % 9], params[i]).result(30)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(64)]
+    for thread in threads:
+        thread.start()
+    cancelled = llm.submit([4], long())
+    while not llm.stats().num_running:
+        time.sleep(0.001)
+    assert cancelled.cancel()
+    for thread in threads:
+        thread.join()
+    for i, output in got.items():
+        assert tokens([output], params[i]) == expected([5, 3 + i % 9], params[i])
+    asyncio.run(until(lambda: is_empty(llm)))
+
+
+def test_two_event_loops_share_one_engine_and_one_ends_early(make):
+    llm = make(step_seconds=0.001)
+    abandoned = threading.Thread(
+        target=lambda: asyncio.run(asyncio.wait_for(_read_little(llm), timeout=5))
+    )
+    abandoned.start()
+
+    async def run():
+        outputs = await asyncio.gather(*(collect(llm, [7, i], long()) for i in range(3, 9)))
+        for i, found in zip(range(3, 9), outputs, strict=True):
+            assert tokens(found, long()) == expected([7, i], long())
+        abandoned.join()
+        await until(lambda: is_empty(llm))
+
+    asyncio.run(run())
+
+
+async def _read_little(llm: AsyncLLM) -> None:
+    """And leave the stream open when the loop ends."""
+    stream = await llm.start([3, 4], long())
+    await anext(stream)
+
+
+def test_a_slow_reader_gets_merged_deltas(make):
+    llm = make()
+
+    async def run():
+        stream = await llm.start([5, 6], long(RequestOutputKind.DELTA, n=2, logprobs=1))
+        await until(lambda: is_empty(llm))
+        await asyncio.sleep(0.05)
+        outputs = [output async for output in stream]
+        assert len(outputs) == 1 and outputs[0].finished
+        assert [c.token_ids for c in outputs[0].outputs] == expected([5, 6], long(n=2))
+        assert [len(c.logprobs) for c in outputs[0].outputs] == [40, 40]
+        assert outputs[0].outputs[0].text
+
+    asyncio.run(run())
+
+
+def test_merged_deltas_say_what_both_say():
+    def delta(*completions, finished=False):
+        return RequestOutput(
+            request_id="r",
+            prompt=None,
+            prompt_token_ids=[1],
+            outputs=[
+                CompletionOutput(
+                    index=i, text=text, token_ids=ids, cumulative_logprob=None, logprobs=None,
+                    finish_reason=reason,
+                )
+                for i, text, ids, reason in completions
+            ],
+            finished=finished,
+            metrics=RequestStateStats(),
+        )  # fmt: skip
+
+    first = delta((1, "a", [1], None), (0, "b", [2], "stop"))
+    second = delta((1, "c", [3, 4], "length"), (2, "d", [5], None), finished=True)
+    merged = merge_deltas(first, second)
+    assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in merged.outputs] == [
+        (0, "b", [2], "stop"),
+        (1, "ac", [1, 3, 4], "length"),
+        (2, "d", [5], None),
+    ]
+    assert merged.finished
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pausing(make, mode, overlap):
+    llm = make(step_seconds=0.002, async_scheduling=overlap)
+
+    async def run():
+        running = [
+            asyncio.create_task(collect(llm, [5, i], long(), str(i))) for i in range(3, 7)
+        ]
+        await until(lambda: llm.stats().generation_tokens > 8)
+        await llm.pause_generation(mode=mode)
+        assert await llm.is_paused()
+        late = asyncio.create_task(collect(llm, [9], long()))
+        num_steps = llm.stats().num_steps
+        await asyncio.sleep(0.03)
+        assert llm.stats().num_steps == num_steps and not late.done()
+        # The cache was cleared, also of what is kept.
+        assert llm.stats().num_blocks_used == 0
+        if mode != "keep":
+            assert all(task.done() for task in running)
+        await llm.resume_generation()
+        assert not await llm.is_paused()
+        for i, task in zip(range(3, 7), running, strict=True):
+            completion = (await task)[-1].outputs[0]
+            whole = expected([5, i], long())[0]
+            assert completion.token_ids == whole[: len(completion.token_ids)]
+            assert completion.finish_reason == ("abort" if mode == "abort" else "length")
+        assert tokens(await late, long()) == expected([9], long())
+        await until(lambda: is_empty(llm))
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(make):
+    llm = make()
+
+    async def run():
+        await llm.pause_generation()
+        task = asyncio.create_task(collect(llm, [9], long(), "late"))
+        await asyncio.sleep(0.02)
+        await llm.abort("late")
+        assert (await task)[-1].outputs[0].finish_reason == "abort"
+        await llm.resume_generation()
+        with pytest.raises(ValueError, match="mode must be one of"):
+            await llm.pause_generation(mode="later")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_ends_its_requests_and_others_go_on(make, overlap, caplog):
+    llm = make(fail_collect=(3,), step_seconds=0.002, async_scheduling=overlap)
+
+    async def run():
+        failing = asyncio.create_task(collect(llm, [5, 6], long()))
+        with pytest.raises(StepFailedError, match="the step that computed this request failed"):
+            await failing
+        await llm.check_health()
+        assert tokens(await collect(llm, [7], long()), long()) == expected([7], long())
+        await until(lambda: is_empty(llm))
+
+    asyncio.run(run())
+    assert "a step has failed (1 in a row)" in caplog.text
+
+
+def test_step_after_step_failing_is_the_end(make, caplog):
+    llm = make(fail_collect=tuple(range(50)))
+
+    async def run():
+        # More than a step takes, so that some are left when the engine gives up.
+        tasks = [asyncio.create_task(collect(llm, [5] * 30, long())) for _ in range(40)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(r) for r in results} <= {StepFailedError, EngineDeadError}
+        with pytest.raises(EngineDeadError, match="3 steps failed in a row"):
+            await llm.check_health()
+        with pytest.raises(EngineDeadError):
+            await collect(llm, [5], long())
+        assert llm.errored and not llm.is_running
+
+    asyncio.run(run())
+    with pytest.raises(EngineDeadError):
+        llm.submit([5], long()).result(5)
+
+
+def test_a_detokenizer_that_fails_ends_its_request_alone(make, monkeypatch, caplog):
+    llm = make()
+
+    async def run():
+        stream = await llm.start([5, 6], long())
+        other = asyncio.create_task(collect(llm, [7], long()))
+        return stream, await other
+
+    from jaxpage.tokenizer import Detokenizer
+
+    append, bad = Detokenizer.append, []
+
+    def sometimes(self, *args, **kwargs):
+        if not bad:
+            bad.append(self)
+        if bad[0] is self:
+            raise RuntimeError("no such character")
+        return append(self, *args, **kwargs)
+
+    monkeypatch.setattr(Detokenizer, "append", sometimes)
+
+    async def both():
+        stream, outputs = await run()
+        assert tokens(outputs, long()) == expected([7], long())
+        with pytest.raises(RuntimeError, match="no such character"):
+            async for _ in stream:
+                pass
+        await until(lambda: is_empty(llm))
+
+    asyncio.run(both())
+
+
+def test_shutting_down_ends_requests_with_an_error(make):
+    llm = make(step_seconds=0.01)
+
+    async def run():
+        task = asyncio.create_task(collect(llm, [5, 6], long()))
+        future = llm.submit([5, 7], long())
+        await until(lambda: llm.stats().num_running == 2)
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await task
+        with pytest.raises(EngineDeadError, match="shut down"):
+            future.result(5)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await collect(llm, [5], long())
+
+    asyncio.run(run())
+    llm.shutdown()  # again does nothing
+
+
+def test_threads_end_with_their_engine(make, tmp_path_factory):
+    before = {t for t in threading.enumerate() if t.name.startswith("jaxpage-")}
+    folder = str(tiny.build(tmp_path_factory.mktemp("gone") / "tiny"))
+    llm = AsyncLLM.from_built(
+        fake_built(folder, load_hf_config(folder), load_tokenizer(folder))
+    )
+    assert llm.submit([5], long()).result(10).finished
+    del llm
+    gc.collect()
+    after = {t for t in threading.enumerate() if t.name.startswith("jaxpage-")} - before
+    for thread in after:
+        thread.join(5)
+    assert not any(t.is_alive() for t in after)
+
+
+def test_the_cache_is_reset_unless_requests_hold_blocks(make):
+    llm = make(step_seconds=0.003)
+
+    async def run():
+        task = asyncio.create_task(collect(llm, [5] * 9, long()))
+        await until(lambda: llm.stats().generation_tokens > 3)
+        assert not await llm.reset_prefix_cache()
+        assert await llm.reset_prefix_cache(reset_running_requests=True)
+        assert tokens(await task, long()) == expected([5] * 9, long())
+        assert await llm.reset_prefix_cache()
+        assert llm.stats().num_blocks == NUM_BLOCKS - 1
+
+    asyncio.run(run())
+
+
+def test_observers_hear_of_steps_and_ends(make):
+    llm = make()
+    steps, ended = [], []
+    llm.observe(
+        SimpleNamespace(
+            took_step=lambda step: steps.append(sum(map(len, step.token_ids))),
+            finished=lambda request, output: ended.append((request.params.seed, output.finished)),
+        )
+    )
+    asyncio.run(collect(llm, [5, 6], long()))
+    assert sum(steps) == 40 and ended == [(3, True)]
+
+
+def test_chat_reads_its_last_output(make):
+    llm = make(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+
+    async def run():
+        messages = [{"role": "user", "content": "the dog"}]
+        outputs = [o async for o in llm.chat(messages, long())]
+        assert outputs[-1].prompt == "the dog"
+        assert outputs[-1].outputs[0].content == outputs[-1].outputs[0].text
+        with pytest.raises(ValueError, match="takes one conversation, got 2"):
+            async for _ in llm.chat([messages, messages], long()):
+                pass
+
+    asyncio.run(run())

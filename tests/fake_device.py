@@ -1,0 +1,46 @@
+"""What `build` returns, around a device that is fake: the scheduler, the tokenizer and the options are real."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from jaxpage.config import EngineConfig
+from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.scheduler import Scheduler
+from tests.fakes import FakeFieldsEngine, FakeRunner
+
+EOS = 2
+MAX_MODEL_LEN = 64
+NUM_BLOCKS = 400
+
+
+def fake_built(
+    folder: str,
+    hf_config: Any,
+    tokenizer: Any,
+    *,
+    default_sampling=None,
+    fail_collect=(),
+    **options,
+) -> Any:
+    """`fail_collect`: see `FakeRunner`; `options` are the engine's."""
+    options = {"model": folder, "max_model_len": MAX_MODEL_LEN, "block_size": 4} | options
+    config = EngineConfig(**options).resolve(hf_config, platform="cpu")
+    scheduler = Scheduler(
+        KVCache(NUM_BLOCKS, 4, enable_prefix_caching=True),
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        max_model_len=config.max_model_len,
+        policy=config.scheduling_policy,
+    )
+    runner = FakeRunner(NUM_BLOCKS, 4, fail_collect=fail_collect)
+    return SimpleNamespace(
+        engine=FakeFieldsEngine(scheduler, runner, overlap=config.async_scheduling),
+        config=config,
+        hf_config=hf_config,
+        tokenizer=None if config.skip_tokenizer_init else tokenizer,
+        vocab_size=512,
+        eos_token_ids=(EOS,),
+        default_sampling=default_sampling or {},
+    )
