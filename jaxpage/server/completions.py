@@ -27,6 +27,8 @@ class CompletionCall:
         body.warn_of_unknown()
         server.check_model(body.model)
 
+        first_texts: list[str | None] = []
+
         def read(inputs: InputProcessor) -> tuple[list[Prompt], SamplingParams]:
             params = body.params(inputs.default_options)
             given = body.prompts()
@@ -39,30 +41,35 @@ class CompletionCall:
                 prompt.cache_salt = body.cache_salt
                 if body.echo and prompt.text is None:
                     prompt.text = inputs.decode(prompt.token_ids)
+                first_texts.append(inputs.decode(prompt.token_ids[:1]) if body.echo else None)
             return prompts, params
 
         prompts, params = await server.with_inputs(read)
         batch = await server.start(call_id, prompts, params, body.priority)
-        return cls(server, body, call_id, batch, params)
-
-    def __init__(
-        self,
-        server: Server,
-        body: CompletionRequest,
-        call_id: str,
-        batch: Batch,
-        params: SamplingParams,
-    ):
-        self.batch = batch
-        self._server = server
-        self._body = body
-        self._n = params.n
-        self._head = Head(
+        head = Head(
             id=f"cmpl-{call_id}",
             object="text_completion",
             created=int(time.time()),
             model=server.model_name,
         )
+        return cls(server, body, head, batch, params.n, first_texts)
+
+    def __init__(
+        self,
+        server: Server,
+        body: CompletionRequest,
+        head: Head,
+        batch: Batch,
+        n: int,
+        first_texts: list[str | None],
+    ):
+        """`n`: choices of each prompt; `first_texts`: of its first token, with `echo`."""
+        self.batch = batch
+        self._server = server
+        self._body = body
+        self._head = head
+        self._n = n
+        self._first_texts = first_texts
         self._written: dict[int, _Written] = {}  # by choice, while streaming
 
     async def response(self) -> dict[str, Any]:
@@ -118,7 +125,7 @@ class CompletionCall:
         choice: dict[str, Any] = {
             "index": number,
             "text": text,
-            "logprobs": self._logprobs(output, completion, echoed, token_ids, written),
+            "logprobs": self._logprobs(index, output, completion, echoed, token_ids),
             "finish_reason": _finish_reason(completion, only_scores=body.only_scores),
             "stop_reason": completion.stop_reason,
         }
@@ -131,14 +138,15 @@ class CompletionCall:
 
     def _logprobs(
         self,
+        index: int,
         output: RequestOutput,
         completion: CompletionOutput,
         echoed: list[int],
         token_ids: list[int],
-        written: _Written,
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
+        written = self._written[index * self._n + completion.index]
         entries: list[Any] = list(completion.logprobs or ())[: len(token_ids)]
         if echoed:
             entries = [*(output.prompt_logprobs or ()), *entries]
@@ -147,6 +155,7 @@ class CompletionCall:
             entries,
             as_ids=self._body.return_tokens_as_token_ids,
             offset=written.num_chars,
+            unscored=self._first_texts[index],
         )
         written.num_chars += sum(map(len, logprobs["tokens"]))
         return logprobs

@@ -26,7 +26,7 @@ _TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
-_FIELD = re.compile(r"(?:prompt \d+ of \d+: )?([a-z_]+)\b")
+_FIELD = re.compile(r"(?:prompt \d+ of \d+: )?(?:the )?([a-z_]+)\b")
 _MAX_MESSAGE_LEN = 2000  # characters: what a client sent may be repeated in it
 
 
@@ -91,6 +91,11 @@ def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
 def _of_validation(error: RequestValidationError) -> ApiError:
     """The first complaints, each with where it is."""
     complaints = []
+    if error.errors()[0]["type"] == "json_invalid":
+        where = error.errors()[0]["loc"][-1]
+        return ApiError(
+            400, f"the body is no JSON: {error.errors()[0]['ctx']['error']}, at {where}"
+        )
     for entry in error.errors()[:5]:
         where = ".".join(str(part) for part in entry["loc"] if part != "body")
         complaints.append(f"{where}: {entry['msg']}" if where else str(entry["msg"]))

@@ -18,14 +18,20 @@ def completion_logprobs(
     *,
     as_ids: bool,
     offset: int = 0,
+    unscored: str | None = None,
 ) -> dict[str, Any]:
-    """Of `/v1/completions`. `offset`: characters of the text before the first token."""
+    """Of `/v1/completions`. `offset`: characters of the text before the first token.
+
+    The first token of a prompt has no entry; `unscored` is its text.
+    """
     tokens: list[str] = []
     logprobs: list[float | None] = []
     best: list[dict[str, float] | None] = []
     offsets: list[int] = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = _text(token_id, entry.get(token_id) if entry else None, as_ids=as_ids)
+        if not entry and not as_ids:
+            token = unscored or ""
         tokens.append(token)
         offsets.append(offset)
         offset += len(token)

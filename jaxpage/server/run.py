@@ -45,11 +45,13 @@ def bind(options: ServerOptions) -> socket.socket:
 
 def run(llm: AsyncLLM, options: ServerOptions, bound: socket.socket) -> None:
     """Serve until a signal ends it."""
-    asyncio.run(serve(llm, options, bound))
+    http = make_http(llm, options)
+    with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
+        runner.run(http.serve(sockets=[bound]))
 
 
-async def serve(llm: AsyncLLM, options: ServerOptions, bound: socket.socket) -> None:
-    """The same within a running event loop."""
+def make_http(llm: AsyncLLM, options: ServerOptions) -> HttpServer:
+    """Everything but the socket."""
     server = Server.of(llm, options)
     app = make_app(server)
     app.router.lifespan_context = _lifespan(server)
@@ -63,11 +65,7 @@ async def serve(llm: AsyncLLM, options: ServerOptions, bound: socket.socket) -> 
         ssl_keyfile=options.ssl_keyfile,
         timeout_graceful_shutdown=int(_LAST_WORDS),
     )
-    http = _Uvicorn(config, server)
-    scheme = "https" if options.ssl_certfile else "http"
-    host, port = bound.getsockname()[:2]
-    logger.info("serving   %s on %s://%s:%d", server.model_name, scheme, host, port)
-    await http.serve(sockets=[bound])
+    return HttpServer(config, server)
 
 
 def _lifespan(
@@ -93,23 +91,42 @@ async def _warm_up(server: Server) -> None:
     logger.info("ready     every program is compiled")
 
 
-class _Uvicorn(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Drains before it exits."""
 
     def __init__(self, config: uvicorn.Config, server: Server):
         super().__init__(config)
         self._server = server
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._is_hurried = False
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until a signal, or `drain`."""
+        self._loop = asyncio.get_running_loop()
+        for bound in sockets or ():
+            scheme = "https" if self.config.ssl_certfile else "http"
+            host, port = bound.getsockname()[:2]
+            logger.info("serving   %s on %s://%s:%d", self._server.model_name, scheme, host, port)
+        await super().serve(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of SIGTERM and SIGINT; runs in the event loop's thread."""
-        if self._draining is not None:
+        """Of SIGTERM and SIGINT."""
+        logger.info(
+            "%s: running requests may end, a second one ends them", signal.Signals(sig).name
+        )
+        self.drain()
+
+    def drain(self) -> None:
+        """Take no more requests, and end when the running ones have ended, or when it is called again."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    def _begin_to_drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
             self._is_hurried = True
-            return
-        logger.info("%s: draining, a second one ends all requests", signal.Signals(sig).name)
-        loop = asyncio.get_running_loop()
-        self._draining = loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         in_flight = self._server.in_flight

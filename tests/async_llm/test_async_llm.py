@@ -299,9 +299,7 @@ def test_pausing(make, mode, overlap):
     llm = make(step_seconds=0.002, async_scheduling=overlap)
 
     async def run():
-        running = [
-            asyncio.create_task(collect(llm, [5, i], long(), str(i))) for i in range(3, 7)
-        ]
+        running = [asyncio.create_task(collect(llm, [5, i], long(), str(i))) for i in range(3, 7)]
         await until(lambda: llm.stats().generation_tokens > 8)
         await llm.pause_generation(mode=mode)
         assert await llm.is_paused()
@@ -431,9 +429,7 @@ def test_shutting_down_ends_requests_with_an_error(make):
 def test_threads_end_with_their_engine(make, tmp_path_factory):
     before = {t for t in threading.enumerate() if t.name.startswith("jaxpage-")}
     folder = str(tiny.build(tmp_path_factory.mktemp("gone") / "tiny"))
-    llm = AsyncLLM.from_built(
-        fake_built(folder, load_hf_config(folder), load_tokenizer(folder))
-    )
+    llm = AsyncLLM.from_built(fake_built(folder, load_hf_config(folder), load_tokenizer(folder)))
     assert llm.submit([5], long()).result(10).finished
     del llm
     gc.collect()

@@ -1,0 +1,349 @@
+"""/v1/completions and /v1/chat/completions, by OpenAI's own client: the answers of the engine, whole and in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import jsonschema
+import openai
+import pytest
+
+from jaxpage import SamplingParams
+from tests.server.conftest import serving
+from tests.test_chat_outputs import NAMED, TOOLS, WEATHER
+
+PROMPT = "Once upon a time"
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def engine_says(llm, prompt, **params):
+    return llm.submit(prompt, SamplingParams(**params)).result(60)
+
+
+def joined(chunks) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text = choice.text if hasattr(choice, "text") else choice.delta.content or ""
+            texts[choice.index] = texts.get(choice.index, "") + text
+    return texts
+
+
+def test_a_text_is_continued_as_by_the_engine(client, llm):
+    answer = client.completions.create(model="demo", prompt=PROMPT, temperature=0)
+    (expected,) = engine_says(llm, PROMPT, temperature=0, max_tokens=16).outputs
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason == "length"
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert answer.model == "demo"
+    usage = answer.usage
+    assert usage.completion_tokens == 16
+    assert usage.total_tokens == usage.prompt_tokens + 16
+
+
+def test_streams_say_what_whole_answers_say(client):
+    asked = dict(
+        model="demo", prompt=[PROMPT, "3 + 4 ="], n=3, seed=1, temperature=0.8, max_tokens=20
+    )
+    whole = client.completions.create(**asked)
+    chunks = list(
+        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert joined(chunks) == {c.index: c.text for c in whole.choices}
+    assert [c.index for c in whole.choices] == list(range(6))
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    ends = [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason]
+    assert len(ends) == 6
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_every_form_of_a_prompt(client, llm):
+    ids = llm.get_tokenizer()(PROMPT)["input_ids"]
+    forms = [PROMPT, [PROMPT], ids, [ids]]
+    answers = [
+        client.completions.create(model="demo", prompt=p, temperature=0, max_tokens=5)
+        for p in forms
+    ]
+    assert len({a.choices[0].text for a in answers}) == 1
+
+
+def test_what_a_harness_scores(client, llm):
+    """Ids in, their logprobs out: `echo` with `logprobs`, with and without a new token."""
+    ids = llm.get_tokenizer()(PROMPT)["input_ids"]
+    (entries,) = [
+        engine_says(llm, ids, max_tokens=1, temperature=0, prompt_logprobs=1).prompt_logprobs
+    ]
+    for max_tokens in (1, 0):
+        answer = client.completions.create(
+            model="demo", prompt=[ids], echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
+        )
+        found = answer.choices[0].logprobs
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        for i, token_id in enumerate(ids[1:], 1):
+            assert found.token_logprobs[i] == pytest.approx(entries[i][token_id].logprob, abs=1e-5)
+            assert max(found.top_logprobs[i].values()) == pytest.approx(
+                max(e.logprob for e in entries[i].values()), abs=1e-5
+            )
+        assert len(found.tokens) == len(ids) + max_tokens
+        assert "".join(found.tokens) == answer.choices[0].text
+        assert found.text_offset == [
+            sum(map(len, found.tokens[:i])) for i in range(len(found.tokens))
+        ]
+        assert answer.usage.completion_tokens == max_tokens
+
+
+def test_streamed_logprobs_are_those_of_the_whole(client):
+    asked = dict(model="demo", prompt=PROMPT, logprobs=2, echo=True, temperature=0, max_tokens=9)
+    whole = client.completions.create(**asked).choices[0]
+    chunks = [c.choices[0] for c in client.completions.create(**asked, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [x for c in chunks for x in getattr(c.logprobs, name)]
+        assert parts == getattr(whole.logprobs, name), name
+    assert "".join(c.text for c in chunks) == whole.text
+
+
+def test_vllm_s_extras(client, llm):
+    extra = {
+        "top_k": 3, "min_tokens": 4, "return_token_ids": True, "stop_token_ids": [9],
+        "prompt_logprobs": 1, "vllm_xargs": {"a": 1}, "cache_salt": "s", "repetition_penalty": 1.1,
+    }  # fmt: skip
+    answer = client.completions.create(
+        model="other-name", prompt=PROMPT, seed=4, max_tokens=6, extra_body=extra
+    )
+    choice = answer.choices[0]
+    expected = engine_says(
+        llm, PROMPT, seed=4, max_tokens=6, top_k=3, min_tokens=4, stop_token_ids=[9],
+        repetition_penalty=1.1,
+    )  # fmt: skip
+    assert choice.token_ids == expected.outputs[0].token_ids
+    assert choice.prompt_token_ids == expected.prompt_token_ids
+    assert choice.prompt_logprobs[0] is None and choice.prompt_logprobs[1]
+
+
+def test_a_conversation_is_continued(client, llm):
+    answer = client.chat.completions.create(
+        model="demo", messages=MESSAGES, temperature=0, max_completion_tokens=12, max_tokens=3
+    )
+    message = answer.choices[0].message
+
+    async def chat():
+        params = SamplingParams(temperature=0, max_tokens=12)
+        return [o async for o in llm.chat(MESSAGES, params)][-1]
+
+    assert message.content == asyncio.run(chat()).outputs[0].text
+    assert message.role == "assistant" and not message.tool_calls
+    assert answer.usage.completion_tokens == 12  # max_completion_tokens wins
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, max_tokens=12, stream=True
+        )
+    )
+    assert joined(chunks) == {0: message.content}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_chat_logprobs_whole_and_streamed(client):
+    asked = dict(
+        model="demo", messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    whole = client.chat.completions.create(**asked).choices[0].logprobs.content
+    assert len(whole) == 6
+    for entry in whole:
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)  # greedy
+        assert bytes(entry.bytes).decode() == entry.token
+    chunks = client.chat.completions.create(**asked, stream=True)
+    parts = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert parts == whole
+
+
+def test_answers_fit_their_schema(client):
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=MESSAGES,
+        max_tokens=60,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "weather", "schema": WEATHER, "strict": True},
+        },
+    )
+    jsonschema.validate(json.loads(answer.choices[0].message.content), WEATHER)
+    answer = client.completions.create(
+        model="demo",
+        prompt=PROMPT,
+        extra_body={"structured_outputs": {"choice": ["red", "green"]}},
+    )
+    assert answer.choices[0].text in ("red", "green")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_tools_that_must_be_called(client, choice):
+    asked = dict(
+        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice=choice, max_tokens=120, seed=2
+    )
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    (call, *_) = whole.message.tool_calls
+    assert call.id and call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "weather":
+        jsonschema.validate(arguments, WEATHER)
+    calls: dict[int, list[str]] = {}
+    reason = None
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        choice = chunk.choices[0]
+        reason = choice.finish_reason or reason
+        for delta in choice.delta.tool_calls or ():
+            if delta.function.name:
+                assert delta.id and delta.index not in calls
+                calls[delta.index] = [delta.function.name, ""]
+            calls[delta.index][1] += delta.function.arguments or ""
+    assert reason == whole.finish_reason
+    assert list(calls.values()) == [
+        [c.function.name, c.function.arguments] for c in whole.message.tool_calls
+    ]
+    one = client.chat.completions.create(**asked, parallel_tool_calls=False)
+    assert len(one.choices[0].message.tool_calls) == 1
+
+
+def test_the_async_client_runs_many_at_once(url, llm):
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            return await asyncio.gather(
+                *(
+                    client.completions.create(
+                        model="demo", prompt=f"{i} + 1 =", seed=i, max_tokens=8
+                    )
+                    for i in range(40)
+                )
+            )
+
+    answers = asyncio.run(run())
+    for i, answer in enumerate(answers):
+        expected = engine_says(llm, f"{i} + 1 =", seed=i, max_tokens=8)
+        assert answer.choices[0].text == expected.outputs[0].text
+
+
+def test_a_client_that_goes_away_leaves_nothing(client, llm):
+    stream = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).completions.create(
+            model="demo", prompt=PROMPT, max_tokens=1500, extra_body={"ignore_eos": True}
+        )
+
+    async def until_empty():
+        async with asyncio.timeout(20):
+            while llm.stats().num_running or llm.stats().num_blocks_used:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(until_empty())
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        (dict(temperature=3.0), "temperature", "in [0, 2], got 3.0"),
+        (dict(top_p="much"), "top_p", "valid number"),
+        (dict(n=0), "n", "greater than or equal to 1"),
+        (dict(n=1000), "n", "the limit is 128"),
+        (dict(stop=["x"] * 10_000), "stop", "has 10000 strings, the limit is 256"),
+        (dict(prompt="a" * 10**6), "prompt", "1000000 characters"),
+        (dict(prompt=[5] * 3000), None, "3000 tokens, max_model_len is 2048"),
+        (dict(prompt=[10**6]), None, "vocabulary"),
+        (dict(prompt=None), "prompt", "is missing"),
+        (dict(logprobs=21), "logprobs", "max_logprobs=20"),
+        (dict(logit_bias={"x": 1}), "logit_bias", "no token ids"),
+        (dict(stream_options={"include_usage": True}), "stream_options", "stream=true"),
+        (dict(max_tokens=0), "max_tokens", "at least 1"),
+        (dict(suffix="x"), "suffix", "not supported"),
+        (dict(extra_body={"use_beam_search": True}), "use_beam_search", "LLM.beam_search"),
+        (dict(extra_body={"structured_outputs": {"regex": "("}}), None, "regex"),
+        (dict(extra_body={"structured_outputs": {"json": {"type": "x"}}}), None, "type"),
+        (dict(extra_body={"prompt_embeds": "AAAA"}), "prompt_embeds", "never loaded"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_impossible_values_are_400_with_the_field_named(client, llm, change, param, message):
+    num_steps = llm.stats().num_steps
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**({"model": "demo", "prompt": PROMPT} | change))
+    body = caught.value.body
+    assert message in body["message"] and body["code"] == 400
+    assert body["type"] == "BadRequestError"
+    if param is not None:
+        assert body["param"] == param
+    assert llm.stats().num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(messages=[]), "at least 1 item"),
+        (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text"),
+        (dict(messages=[{"content": "x"}]), '"role"'),
+        (dict(tool_choice="required"), "needs tools"),
+        (dict(tool_choice="often", tools=TOOLS), "tool_choice must be"),
+        (dict(tools=[{"type": "x"}], tool_choice="required"), "tool"),
+        (dict(top_logprobs=3), "logprobs=true"),
+        (dict(extra_body={"chat_template": "{{ 1 }}"}), "--trust-request-chat-template"),
+        (dict(extra_body={"chat_template_kwargs": {"tokenize": True}}), "tokenize"),
+        (dict(response_format={"type": "xml"}), "response_format"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_impossible_chats_are_400(client, change, message):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**({"model": "demo", "messages": MESSAGES} | change))
+    assert message in caught.value.body["message"]
+
+
+def test_models_that_are_not_served_are_404(client):
+    with pytest.raises(openai.NotFoundError, match="'gpt-x' is not served here; there is 'demo'"):
+        client.completions.create(model="gpt-x", prompt=PROMPT)
+    assert [m.id for m in client.models.list()] == ["demo", "other-name"]
+    assert client.models.retrieve("demo").max_model_len == 2048
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-x")
+    with pytest.raises(openai.APIStatusError, match="generates text") as caught:
+        client.embeddings.create(model="demo", input="x")
+    assert caught.value.status_code == 501
+
+
+def test_unknown_fields_are_accepted_and_named_in_the_log(client, caplog):
+    client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=1, extra_body={"colour": "red"}
+    )
+    assert "fields without effect in a CompletionRequest: colour" in caplog.text
+
+
+def test_chat_templates_of_trusted_requests_run_sandboxed(llm):
+    with serving(llm, trust_request_chat_template=True) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+        def ask(template):
+            return client.chat.completions.create(
+                model="checkpoint",
+                messages=MESSAGES,
+                max_tokens=1,
+                extra_body={"chat_template": template, "return_token_ids": True},
+            )
+
+        ids = llm.get_tokenizer()(MESSAGES[0]["content"])["input_ids"]
+        assert ask(template).prompt_token_ids == ids
+        with pytest.raises(openai.BadRequestError, match="unsafe|cannot render"):
+            ask("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+        client.close()
