@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -83,7 +83,7 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one prompt: `async for output in llm.generate(...)`.
 
         What an output has is said by `sampling_params.output_kind`; outputs that come faster than they are taken are
@@ -147,7 +147,7 @@ class AsyncLLM:
         tool_choice: Any = "auto",
         priority: int = 0,
         **template_options: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation. The completions of the last output have `content`, `reasoning` and `tool_calls`.
 
         `template_options` are those of `LLM.chat`, from `chat_template` to `chat_template_kwargs`.
@@ -187,7 +187,7 @@ class AsyncLLM:
 
         def refused(future: Future[Any]) -> None:
             error = None if future.cancelled() else future.exception()
-            if error is not None:
+            if isinstance(error, Exception):
                 last.receive(error)
 
         def made(future: Future[Future[None]]) -> None:

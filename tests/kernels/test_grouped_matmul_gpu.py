@@ -46,7 +46,7 @@ class TestInterpreted(Hopper):
         assert "RACE DETECTED" not in capsys.readouterr().out
 
     def test_a_row_is_the_same_to_the_bit_in_any_company(self):
-        """And in larger tiles. Sums are exact: the interpreter adds up on the CPU, in an order that not all CPUs share."""
+        """And in larger tiles. Sums are exact: the interpreter adds up on the CPU, each CPU in an order of its own."""
         rows = (6, 1), (127, 3)
         self.check_rows_alone("bfloat16", rows, before=(0, 31), lengths=(130, 300), exact=True)
 

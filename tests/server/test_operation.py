@@ -255,8 +255,8 @@ def test_a_client_that_does_not_read_is_given_up(llm):
         stalled = socket.create_connection((parts.hostname, parts.port))
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = json.dumps(LONG | {"n": 16, "logprobs": 20, "max_tokens": 2000}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        stalled.sendall(head.encode() + body)
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        stalled.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
         wait_until(lambda: llm.stats().num_running, 30)
         assert ask(url, "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
         wait_until(lambda: is_idle(llm), 60)
