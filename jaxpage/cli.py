@@ -34,19 +34,26 @@ USAGE = """usage: jaxpage COMMAND [--help]
   serve            answer OpenAI's API over HTTP
   chat             talk to a model
   generate         continue prompts with a model
+  run-batch        answer the requests of an OpenAI batch file
   plan             say whether a model fits another chip, and how fast it can be there
   compile          compile a model's programs ahead of time, for this machine or another chip
   replay           run a recording of LLM(record_calls=FILE) again and compare
   doctor           say what is installed, which devices are there, and what they can run
   bench accuracy   measure what quantised KV pools cost in accuracy
+  bench latency    time one batch of requests
   bench offline    compare offline throughput with other engines
   bench memory     measure waste of KV memory, and what the prefix cache costs
   bench sampling   time the sampler, and masks of grammars, by what requests ask for
   bench scheduler  time the host's part of a step
+  bench serve      load an OpenAI-compatible server, and report throughput and latencies
+  bench startup    time cold and cached starts
   bench step       show where the time of a decode step goes
   bench suite      check and measure everything that has a bar, on an H200
 """
-BENCHES = ("accuracy", "memory", "offline", "sampling", "scheduler", "step", "suite")
+BENCHES = (
+    *("accuracy", "latency", "memory", "offline", "sampling", "scheduler"),
+    *("serve", "startup", "step", "suite"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,18 @@ class Serve:
     model: tyro.conf.Positional[Model] = ""
     config: Path | None = None  # YAML with these flags by their names; the command line wins
     server: ServerFlags = field(default_factory=ServerFlags)
+    engine: EngineFlags = field(default_factory=EngineFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBatch:
+    """Answer the requests of an OpenAI batch file. Started again, it continues what was cut off."""
+
+    input_file: Annotated[Path, tyro.conf.arg(aliases=("-i",))]  # a request a line, as JSON
+    # a result a line, as they come; those that are there are kept
+    output_file: Annotated[Path, tyro.conf.arg(aliases=("-o",))]
+    model: Model = ""
+    max_concurrency: int = 256  # requests in flight at once
     engine: EngineFlags = field(default_factory=EngineFlags)
 
 
@@ -134,6 +153,14 @@ def generate(flags: Generate) -> None:
                 completion.token_ids, completion.logprobs or (), strict=False
             ):
                 print(_logprobs_line(token_id, entries))
+
+
+def run_batch(flags: RunBatch) -> None:
+    """Answer the requests of an OpenAI batch file. Raises ValueError."""
+    from jaxpage.server.run_batch import main
+
+    options = _engine_options(flags.model, flags.engine)
+    main(flags.input_file, flags.output_file, options, flags.max_concurrency)
 
 
 def _logprobs_line(token_id: int, entries: dict[int, Logprob]) -> str:
@@ -200,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command: Callable[..., None] = {"demo": demo, "chat": chat, "generate": generate}[name]
         case ["serve", *rest]:
             command, rest = serve, _with_config_file(rest)
+        case ["run-batch", *rest]:
+            command = run_batch
         case ["compile", *rest]:
             command = compile_programs
         case ["doctor", *rest]:

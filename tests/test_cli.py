@@ -164,7 +164,13 @@ def test_the_version_is_told(capsys):
     assert capsys.readouterr().out == f"jaxpage {jaxpage.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "plan", "compile", "doctor", "bench step"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("generate", "chat", "run-batch", "plan", "compile", "doctor"),
+        *("bench step", "bench serve", "bench latency", "bench startup"),
+    ],
+)
 def test_help_is_for_users(name, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main([*name.split(), "--help"])

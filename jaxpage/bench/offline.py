@@ -24,8 +24,8 @@ from typing import Any, Literal
 from jaxpage import tiny
 from jaxpage.bench import peaks, results
 from jaxpage.bench.engines import Work
-from jaxpage.bench.peers import PEERS, PeerProcess, engine_of, starts
-from jaxpage.bench.workloads import MAX_NUM_SEQS, Workload, in_turns, workloads
+from jaxpage.bench.peers import PEERS, PeerProcess, engine_of
+from jaxpage.bench.workloads import Workload, in_turns, workloads
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ ENGINES = {  # what `compare` may name: peers
     "llama.cpp": ("llama.cpp",),
     "jaxpage-int8": ("jaxpage-int8",),
 }
-WARM_UP = "warm-up"  # measured otherwise than the workloads, and of jaxpage alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     """
     folder, config = checkpoint(bench.shape, bench.model)
     known = workloads(config["vocab_size"], bench.scale)
-    names = [*(w.name for w in known), WARM_UP]
+    names = [w.name for w in known]
     chosen = split(bench.workloads) or names
     if unknown := set(chosen) - set(names):
         raise ValueError(f"no workload {sorted(unknown)}; there are {', '.join(names)}")
@@ -134,12 +133,6 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
             for process in processes[::-1]:  # ours, whose programs take long, after a lack is known
                 report["versions"][process.name] = process.setup(folder, options)
             report["results"] += [_measure_workload(w, processes, bench) for w in group]
-    if WARM_UP in chosen and "jaxpage" in peers:
-        size = {"max_model_len": known[0].options.max_model_len, "max_num_seqs": MAX_NUM_SEQS}
-        report["warm_up"] = [
-            dict(starts(folder, size, python=python["jaxpage"], threads=bench.threads))
-            for _ in range(bench.rounds)
-        ]
     return report
 
 
@@ -179,6 +172,14 @@ def checkpoint(shape: str, model: Path | None = None) -> tuple[Path, dict[str, A
     return folder.resolve(), SHAPES[shape]
 
 
+def engine_options(text: str) -> dict[str, Any]:
+    """Options of `LLM` that were given as JSON. Raises ValueError."""
+    try:
+        return {**json.loads(text)}
+    except (ValueError, TypeError):
+        raise ValueError(f"options must be a JSON object of options of LLM, got {text!r}") from None
+
+
 def weight_bytes(folder: Path, config: dict[str, Any]) -> int:
     """What a decode step reads of the checkpoint: all but an embedding that is not the head too."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -201,7 +202,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """Everything that is printed: medians, and what they are against memory; how long starts took."""
+    """Everything that is printed: medians, and what they are against memory."""
     lines = [table(report["results"])] if report["results"] else []
     copy, read = (report["bandwidth"][kind] / 1e9 for kind in ("copy", "read"))
     weights = report["weight_bytes"] / 1e9
@@ -214,13 +215,6 @@ def show(report: dict[str, Any]) -> str:
         if result["workload"] == "decode-8":
             ratios = {peer: median / once for peer, median in result["median"].items()}
             lines.append(f"decode-8 step over that time: {_joined(ratios)}")
-    rounds = report.get("warm_up", ())
-    for cache in ("cold", "cached") if rounds else ():
-        first, warm = (
-            statistics.median(start[cache][event] for start in rounds)
-            for event in ("first_token", "warm")
-        )
-        lines.append(f"start, {cache}: first token {first:.1f} s, all programs {warm:.1f} s")
     return "\n".join(lines)
 
 

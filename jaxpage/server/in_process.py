@@ -9,10 +9,12 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from jaxpage.async_llm import AsyncLLM, EngineDeadError
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
 from jaxpage.server.context import Server
 from jaxpage.server.errors import ApiError, to_api_error
+from jaxpage.server.options import ServerOptions
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
 
@@ -24,8 +26,9 @@ _CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def answerer(server: Server) -> Answer:
-    """A function from a path and a body to a status and a body. It raises nothing for a bad request."""
+def answerer(llm: AsyncLLM) -> Answer:
+    """A function from a path and a body to a status and a body. It raises EngineDeadError only."""
+    server = Server.of(llm, ServerOptions(max_queued_requests=2**31))
 
     async def answer(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         fields: frozenset[str] = frozenset()
@@ -45,6 +48,8 @@ def answerer(server: Server) -> Answer:
                 return 200, await call.response()
             finally:
                 call.batch.close()
+        except EngineDeadError:
+            raise
         except Exception as error:
             api_error = to_api_error(error, fields)
             return api_error.status, api_error.body()

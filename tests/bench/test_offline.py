@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -15,7 +14,7 @@ import tyro
 from safetensors.numpy import load_file
 
 from jaxpage import tiny
-from jaxpage.bench import llama, offline, peaks, peers
+from jaxpage.bench import llama, offline, peaks
 from jaxpage.bench.engines import Work
 from jaxpage.bench.offline import OfflineBench
 from jaxpage.bench.workloads import UNCACHED, Workload, in_turns, workloads
@@ -103,7 +102,7 @@ def bench(**options) -> OfflineBench:
 
 def test_unknown_names_and_engines_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(peaks, "memory_bandwidth", lambda threads: {"copy": 4e9, "read": 2e9})
-    with pytest.raises(ValueError, match="decode-32.*warm-up"):
+    with pytest.raises(ValueError, match="decode-32.*questions"):
         offline.measure(bench(workloads=("encode",)), [])
     with pytest.raises(ValueError, match="fastest.*transformers, vllm"):
         offline.main(bench(compare=("fastest",)))
@@ -185,37 +184,6 @@ def test_bandwidth_is_bytes_over_seconds_of_all_threads(monkeypatch):
     monkeypatch.setattr(peaks.time, "perf_counter", lambda: next(clock))
     found = peaks.memory_bandwidth(2, num_bytes=1600, repeats=3)
     assert found == {"copy": 2 * 1600, "read": 1600}
-
-
-def test_starts_share_a_cache_that_is_empty_at_first(tmp_path, monkeypatch):
-    """A stand-in for the fresh process: how full the cache was is its time to the first token."""
-
-    class FreshProcess:
-        def __init__(self, target, **options):
-            assert options == {"python": "python", "threads": 1}
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def ask(self, method, options):
-            cache = Path(options["compilation_cache_dir"])
-            found = len(list(cache.iterdir()))
-            (cache / "program").touch()
-            return {"first_token": found, "warm": 9}
-
-    monkeypatch.setattr(peers, "RemoteObject", FreshProcess)
-    found = dict(peers.starts(tmp_path, {"max_num_seqs": 2}, python="python", threads=1))
-    assert found["cold"] == {"first_token": 0, "warm": 9}
-    assert found["cached"] == {"first_token": 1, "warm": 9}
-    report = {"results": [], "weight_bytes": 1, "bandwidth": {"copy": 1.0, "read": 1.0}}
-    lines = offline.show(report | {"warm_up": [found]}).splitlines()
-    assert lines[1:] == [
-        "start, cold: first token 0.0 s, all programs 9.0 s",
-        "start, cached: first token 1.0 s, all programs 9.0 s",
-    ]
 
 
 def test_a_checkpoint_becomes_gguf(tmp_path, monkeypatch):

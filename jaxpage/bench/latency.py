@@ -1,0 +1,84 @@
+"""`jaxpage bench latency`: how long one batch takes, from its first token in to its last token out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxpage.bench import results
+from jaxpage.bench.engines import Work, run_llm
+from jaxpage.bench.offline import Shape, checkpoint, engine_options, machine
+from jaxpage.bench.workloads import random_prompt
+
+PERCENTAGES = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyBench:
+    """Time one batch of requests again and again, greedily and without a prefix cache."""
+
+    input_len: int = 32  # tokens of each prompt
+    output_len: int = 128  # tokens of each answer
+    batch_size: int = 8
+    num_iters_warmup: int = 10
+    num_iters: int = 30
+    shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
+    model: Path | None = None  # a checkpoint folder, instead of a shape
+    options: str = "{}"  # others of `LLM`, as JSON: {"decode_steps": 1}
+    seed: int = 0
+    json: Path | None = None  # all times go to this file
+
+
+def main(bench: LatencyBench) -> None:
+    """Measure, print percentiles, and write all times to `bench.json` if asked for."""
+    report = measure(bench)
+    results.publish(report, bench.json, show(report))
+
+
+def measure(bench: LatencyBench) -> dict[str, Any]:
+    """Seconds of each iteration and their percentiles, by vLLM's names. Raises ValueError for bad sizes."""
+    sizes = (bench.input_len, bench.output_len, bench.batch_size, bench.num_iters)
+    if min(*sizes, bench.num_iters_warmup + 1) < 1:
+        raise ValueError(f"sizes and iterations must be positive: {bench}")
+    folder, config = checkpoint(bench.shape, bench.model)
+    from jaxpage.llm import LLM
+    from jaxpage.sampling_params import SamplingParams
+
+    options = {
+        "max_model_len": bench.input_len + bench.output_len,
+        "max_num_seqs": bench.batch_size,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+    } | engine_options(bench.options)
+    llm = LLM(str(folder), **options)
+    llm.wait_until_warm()
+    rng, size = random.Random(bench.seed), bench.batch_size
+    prompts = [random_prompt(rng, bench.input_len, config["vocab_size"]) for _ in range(size)]
+    work = Work(prompts=prompts, num_tokens=[bench.output_len] * size, static_batch=size)
+    rounds = range(bench.num_iters_warmup + bench.num_iters)
+    taken = [run_llm(llm, SamplingParams, work)[0] for _ in tqdm(rounds, disable=None)]
+    latencies = taken[bench.num_iters_warmup :]
+    percentiles = np.percentile(latencies, PERCENTAGES).tolist()
+    return {
+        "avg_latency": float(np.mean(latencies)),
+        "std_latency": float(np.std(latencies)),
+        "latencies": latencies,
+        "percentiles": dict(zip(map(str, PERCENTAGES), percentiles, strict=True)),
+        "model": str(folder),
+        "options": options,
+        "machine": machine(),
+    }
+
+
+def show(report: dict[str, Any]) -> str:
+    """vLLM's lines."""
+    lines = [f"Avg latency: {report['avg_latency']:.4f} seconds"]
+    lines.append(f"Std latency: {report['std_latency']:.4f} seconds")
+    for percentage, seconds in report["percentiles"].items():
+        lines.append(f"{percentage}% percentile latency: {seconds:.4f} seconds")
+    return "\n".join(lines)

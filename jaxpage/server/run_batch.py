@@ -1,0 +1,278 @@
+"""`jaxpage run-batch`: the requests of an OpenAI batch file, answered in order of completion.
+
+A run that was cut off is continued: what has a result is not computed again. Knows the files' formats; how a request is
+answered is somebody else's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import fcntl
+import io
+import json
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+# From a path and a request's body to a status code and the answer's body. It answers bad requests too; what it raises
+# ends the run.
+Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+ID_PREFIX = "batch_req_"
+LINE_BEGIN = f'{{"id": "{ID_PREFIX}'.encode()  # of every result
+
+
+@dataclass
+class Summary:
+    """How many lines of a batch came to what."""
+
+    answered: int = 0
+    refused: int = 0  # requests whose answer is an error
+    unreadable: int = 0  # lines that are no request that can be answered
+    skipped: int = 0  # of earlier runs
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.answered} requests answered, {self.refused} refused, "
+            f"{self.unreadable} lines that are no request, in {self.seconds:.1f} s"
+        )
+        return f"{text}; {self.skipped} had results already" if self.skipped else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLine:
+    """A line of the input: a request, or a problem."""
+
+    number: int  # of the line, from 1
+    custom_id: str | None
+    url: str = ""
+    body: dict[str, Any] | None = None
+    problem: tuple[str, str] | None = None  # a code and a text
+
+
+def main(source: Path, target: Path, options: dict[str, Any], max_concurrency: int) -> None:
+    """Answer a batch with an engine of these options, and print a summary. Raises ValueError."""
+    with Results(target, source):
+        pass  # bad files are told before a model is loaded
+    from jaxpage.async_llm import AsyncLLM
+    from jaxpage.server.in_process import answerer
+
+    llm = AsyncLLM(**options)
+    try:
+        work = run_batch(source, target, answerer(llm), max_concurrency=max_concurrency)
+        print(asyncio.run(work))
+    except KeyboardInterrupt:
+        print(f"stopped; the same command continues {target}", file=sys.stderr)
+        raise
+    finally:
+        llm.shutdown()
+
+
+async def run_batch(
+    source: Path, target: Path, answer: Answer, *, max_concurrency: int = 256
+) -> Summary:
+    """Write a result for each request of `source` that has none in `target` yet.
+
+    Keeps `max_concurrency` requests in flight, and in memory besides them only the custom ids. Raises ValueError for
+    files that cannot be used, and whatever `answer` raises; then `target` has the results so far.
+    """
+    if max_concurrency < 1:
+        raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
+    summary, begin = Summary(), time.monotonic()
+    slots = asyncio.Semaphore(max_concurrency)
+
+    async def run(line: BatchLine) -> None:
+        try:
+            assert line.body is not None
+            status, body = await answer(line.url, line.body)
+        finally:
+            slots.release()
+        results.write(line, status, body)
+        shown.update()
+        if status < 400:
+            summary.answered += 1
+        else:
+            summary.refused += 1
+
+    # The progress is shown on a terminal only.
+    with (
+        Results(target, source) as results,
+        source.open("rb") as lines,
+        tqdm(disable=None) as shown,
+    ):
+        try:
+            async with asyncio.TaskGroup() as group:
+                for line in read_lines(lines):
+                    line = results.check(line)
+                    if results.have(line):
+                        summary.skipped += 1
+                    elif line.problem is not None:
+                        results.write_problem(line)
+                        summary.unreadable += 1
+                    else:
+                        await slots.acquire()
+                        group.create_task(run(line))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+    summary.seconds = time.monotonic() - begin
+    return summary
+
+
+def read_lines(lines: io.BufferedIOBase) -> Iterator[BatchLine]:
+    """The lines of a batch file one by one, but blank ones."""
+    for number, data in enumerate(lines, 1):
+        if number == 1:
+            data = data.removeprefix(b"\xef\xbb\xbf")  # some editors mark UTF-8 so
+        if data.strip():
+            yield parse_line(number, data)
+
+
+def parse_line(number: int, data: bytes) -> BatchLine:
+    """What a line asks for, or why it cannot be answered."""
+    try:
+        fields = json.loads(data.decode())
+        problem = _problem(fields)
+    except (ValueError, RecursionError) as error:
+        fields, problem = {}, ("invalid_json_line", f"no JSON: {error}")
+    found = fields if isinstance(fields, dict) else {}
+    custom_id = found.get("custom_id")
+    if problem is not None:
+        known = custom_id if isinstance(custom_id, str) else None
+        return BatchLine(number=number, custom_id=known, problem=problem)
+    return BatchLine(number=number, custom_id=custom_id, url=found["url"], body=found["body"])
+
+
+def _problem(fields: Any) -> tuple[str, str] | None:
+    """Why the JSON of a line is no request: a code and a text."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("custom_id"), str):
+        return "missing_required_parameter", "not an object with a custom_id that is a string"
+    method, url, body = (fields.get(name) for name in ("method", "url", "body"))
+    if method != "POST":
+        return "invalid_method", f'the method must be "POST", got {method!r}'
+    if url not in URLS:
+        return "invalid_url", f"the url must be one of {', '.join(URLS)}, got {url!r}"
+    if not isinstance(body, dict):
+        return "invalid_request", f"the body must be an object, got {type(body).__name__}"
+    if body.get("stream"):
+        return "invalid_request", "a batch has no streams; leave stream out of the body"
+    return None
+
+
+class Results:
+    """The output file: a line for each result, there as soon as it is written. One process at a time has it."""
+
+    def __init__(self, path: Path, source: Path) -> None:
+        """Open it, with the results of earlier runs. Raises ValueError if it is something else."""
+        if not source.is_file():
+            raise ValueError(f"there is no file {source}")
+        if path.exists() and path.samefile(source):
+            raise ValueError(f"{path} is the input; name another file for the results")
+        self._path = path
+        self._done: set[str] = set()  # custom ids with a result that have not been met in this run
+        self._bad_lines: set[int] = set()  # whose problem has been written
+        self._met: dict[str, int] = {}  # line by custom id, of this run
+        self._end = 0  # bytes of whole lines
+        try:
+            self._file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise ValueError(f"cannot write to {path}: {error.strerror}") from None
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def check(self, line: BatchLine) -> BatchLine:
+        """The line, with a problem if its custom id has been met before."""
+        if line.custom_id is None:
+            return line
+        first = self._met.setdefault(line.custom_id, line.number)
+        if first == line.number:
+            return line
+        why = f"line {first} has the same custom_id {line.custom_id!r}"
+        return dataclasses.replace(line, problem=("duplicate_custom_id", why))
+
+    def have(self, line: BatchLine) -> bool:
+        """Whether there is a result from an earlier run."""
+        if line.problem is not None and line.number in self._bad_lines:
+            return True
+        if line.custom_id in self._done and self._met[line.custom_id] == line.number:
+            self._done.remove(line.custom_id)
+            return True
+        return False
+
+    def write(self, line: BatchLine, status: int, body: dict[str, Any]) -> None:
+        """Write an answer, be it good or bad."""
+        response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
+        self._write(line, {"response": response, "error": None})
+
+    def write_problem(self, line: BatchLine) -> None:
+        """Write why a line is no request."""
+        assert line.problem is not None
+        code, why = line.problem
+        error = {"code": code, "message": f"line {line.number}: {why}", "line": line.number}
+        self._write(line, {"response": None, "error": error})
+
+    def _write(self, line: BatchLine, fields: dict[str, Any]) -> None:
+        result = {"id": f"{ID_PREFIX}{uuid.uuid4().hex}", "custom_id": line.custom_id} | fields
+        try:
+            data = json.dumps(result, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError:  # half of a surrogate pair
+            data = json.dumps(result).encode() + b"\n"
+        written = 0
+        try:
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except BaseException:  # the disk is full: no half lines before others
+            self._file.truncate(self._end)
+            raise
+        self._end += len(data)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing to {self._path}") from None
+        except OSError:
+            pass  # a file system without locks
+
+    def _read(self) -> None:
+        """Take in earlier results, and cut off a line that was torn."""
+        self._file.seek(0)
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            for number, data in enumerate(lines, 1):
+                if not data.endswith(b"\n") and data[: len(LINE_BEGIN)] == LINE_BEGIN[: len(data)]:
+                    break
+                try:
+                    result = json.loads(data)
+                    self._take(result["custom_id"], result["response"], result["error"])
+                except (ValueError, LookupError, TypeError):
+                    raise ValueError(
+                        f"{self._path}, line {number} is no result of a batch; name another file"
+                    ) from None
+                self._end += len(data)
+        self._file.truncate(self._end)
+
+    def _take(self, custom_id: str | None, response: Any, error: dict[str, Any] | None) -> None:
+        if error is not None:
+            self._bad_lines.add(error["line"])
+        elif response is None or custom_id is None:
+            raise ValueError("neither an answer nor an error")
+        else:
+            self._done.add(custom_id)
