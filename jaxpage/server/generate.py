@@ -13,7 +13,7 @@ from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.server.batch import Batch
 from jaxpage.server.context import Server
 from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
-from jaxpage.server.protocol.common import make_params
+from jaxpage.server.protocol.sampling import make_params
 from jaxpage.server.protocol.tokens import GenerateRequest
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
-from jaxpage.server.protocol.common import SamplingRequest, make_params
+from jaxpage.server.protocol.sampling import SamplingRequest, make_params
 
 
 class CompletionRequest(SamplingRequest):

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxpage.server.protocol.chat import TemplateFields
-from jaxpage.server.protocol.common import OpenModel, StreamOptions
+from jaxpage.server.protocol.sampling import OpenModel, StreamOptions
 
 
 class TokenizeCompletion(OpenModel):
