@@ -147,7 +147,7 @@ def test_flags_that_cannot_be_read_end_with_2(calls, args):
     ("args", "named"),
     [
         ([], "usage"),
-        (["serve"], "jaxpage: there is no command 'serve'"),
+        (["sreve"], "jaxpage: there is no command 'sreve'"),
         (["--frobnicate"], "jaxpage: there is no command '--frobnicate'"),
         (["bench"], "jaxpage: there is no bench without a name"),
         (["bench", "nothing"], "jaxpage: there is no bench 'nothing'"),
@@ -168,6 +168,7 @@ def test_the_version_is_told(capsys):
     "name",
     [
         *("generate", "chat", "run-batch", "plan", "compile", "doctor"),
+        "serve",
         *("bench step", "bench serve", "bench latency", "bench startup"),
     ],
 )
