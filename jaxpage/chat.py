@@ -6,7 +6,6 @@ conversation, drives `LLM` step by step, and prints what comes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from rich.console import Console
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import parse_chat
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.terminal import long_lines, read_line
+from jaxpage.terminal import long_lines, read_line_shown
 
 if TYPE_CHECKING:
     from jaxpage.llm import LLM
@@ -113,7 +112,7 @@ def converse(
     with long_lines():
         while True:
             try:
-                line = (read or _read_line)().strip()
+                line = (read or read_line_shown)().strip()
                 if line == "/exit":
                     return conversation
                 _obey(line, conversation, console, params)
@@ -142,15 +141,6 @@ def _check_can_chat(llm: LLM, params: SamplingParams) -> None:
         )
     if params.n != 1:
         raise ValueError(f"a conversation has one answer at a time, n={params.n}; leave out --n")
-
-
-def _read_line() -> str:
-    """A line of stdin. Raises EOFError at its end. What was not typed here is shown."""
-    if sys.stdin.isatty():
-        return read_line("> ")
-    line = input()
-    print(f"> {line}", flush=True)
-    return line
 
 
 def _answer(

@@ -23,6 +23,7 @@ import tyro
 from jaxpage import __version__
 from jaxpage.flags import ChatEngineFlags, EngineFlags, Model, SamplingFlags, ServerFlags
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.terminal import read_line_shown
 
 if TYPE_CHECKING:
     from jaxpage.outputs import Logprob
@@ -34,6 +35,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   serve            answer OpenAI's API over HTTP
   chat             talk to a model
   generate         continue prompts with a model
+  complete         continue prompts with a running server
   run-batch        answer the requests of an OpenAI batch file
   plan             say whether a model fits another chip, and how fast it can be there
   compile          compile a model's programs ahead of time, for this machine or another chip
@@ -73,8 +75,23 @@ class Chat:
 
     model: Model = ""
     system: str | None = None  # what the model is told before the first question
+    url: str | None = (
+        None  # of a running server, such as http://127.0.0.1:8000, instead of an engine
+    )
+    api_key: str | None = None  # that it asks for
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     engine: ChatEngineFlags = field(default_factory=ChatEngineFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Complete:
+    """Continue prompts with a running server, and print them as they come."""
+
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]]  # a text; may be given several times
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = None  # that it asks for
+    model: str | None = None  # none: the first one that it serves
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +128,21 @@ def chat(flags: Chat) -> None:
     """Talk to a model. Raises ValueError."""
     from rich.console import Console
 
+    given = _sampling_options(flags.sampling)
+    if flags.url is not None:
+        from jaxpage import client
+
+        remote = client.Remote(
+            url=flags.url.rstrip("/"),
+            api_key=flags.api_key,
+            model=flags.model or None,
+            options=given,
+        )
+        client.converse(remote, Console(), read_line_shown, system=flags.system)
+        return
     from jaxpage.chat import converse
     from jaxpage.llm import LLM
 
-    given = _sampling_options(flags.sampling)
     options = _engine_options(flags.model, flags.engine)
     logging.getLogger("jaxpage").setLevel(logging.WARNING)  # no log amid the answers
     if sys.stderr.isatty():
@@ -123,6 +151,21 @@ def chat(flags: Chat) -> None:
     # As long as the model likes, whatever the default for continuing texts.
     params = dataclasses.replace(llm.get_default_sampling_params(), **{"max_tokens": None} | given)
     converse(llm, Console(), params, system=flags.system)
+
+
+def complete(flags: Complete) -> None:
+    """Continue prompts with a running server. Raises ValueError."""
+    from jaxpage import client
+
+    if not flags.prompt:
+        raise ValueError("nothing to continue; give --prompt TEXT")
+    remote = client.Remote(
+        url=flags.url.rstrip("/"),
+        api_key=flags.api_key,
+        model=flags.model,
+        options=_sampling_options(flags.sampling),
+    )
+    client.complete(remote, flags.prompt, lambda text: print(text, end="", flush=True))
 
 
 def serve(flags: Serve) -> None:
@@ -225,6 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     match args:
         case ["demo" | "chat" | "generate" as name, *rest]:
             command: Callable[..., None] = {"demo": demo, "chat": chat, "generate": generate}[name]
+        case ["complete", *rest]:
+            command = complete
         case ["serve", *rest]:
             command, rest = serve, _with_config_file(rest)
         case ["run-batch", *rest]:

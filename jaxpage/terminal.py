@@ -70,3 +70,12 @@ def _drop_last(line: bytearray) -> None:
     """Take the last character, which may be several bytes of UTF-8."""
     while line and line.pop() & 0xC0 == 0x80:
         pass
+
+
+def read_line_shown() -> str:
+    """A line of stdin. Raises EOFError at its end. What was not typed here is shown."""
+    if sys.stdin.isatty():
+        return read_line("> ")
+    line = input()
+    print(f"> {line}", flush=True)
+    return line

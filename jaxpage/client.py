@@ -1,0 +1,161 @@
+"""A running server in the terminal: `jaxpage chat --url` and `jaxpage complete --url`.
+
+Knows OpenAI's API, from outside. Must not know engines: it loads no model, and imports no jax.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from jaxpage.terminal import long_lines
+
+if TYPE_CHECKING:
+    import aiohttp
+
+HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+PATIENCE = 600.0  # seconds without a byte
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """A server, and what every request to it says."""
+
+    url: str  # without /v1
+    api_key: str | None = None
+    model: str | None = None  # None: the first one it serves
+    options: dict[str, Any] = field(default_factory=dict)  # fields of the requests
+
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The events of an answer. Raises ValueError with what the server says is wrong."""
+        async with self._open() as session:
+            model = self.model or await self._first_model(session)
+            asked = {"model": model, "stream": True, **self.options, **body}
+            async with session.post(f"{self.url}{path}", json=asked) as response:
+                if response.status != 200:
+                    raise ValueError(_message(await response.text()))
+                async for line in response.content:
+                    data = line.removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:") or data == b"[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise ValueError(_message(data.decode()))
+                    yield event
+
+    async def _first_model(self, session: aiohttp.ClientSession) -> str:
+        async with session.get(f"{self.url}/v1/models") as response:
+            if response.status != 200:
+                raise ValueError(_message(await response.text()))
+            return (await response.json())["data"][0]["id"]
+
+    @contextlib.asynccontextmanager
+    async def _open(self) -> AsyncIterator[aiohttp.ClientSession]:
+        try:
+            import aiohttp
+        except ModuleNotFoundError:
+            raise ValueError("this needs aiohttp: pip install 'jaxpage[server]'") from None
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=PATIENCE)
+        try:
+            async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+                yield session
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ValueError(f"{self.url} does not answer: {error}") from error
+
+
+def _message(text: str) -> str:
+    """Of an error in OpenAI's format, or what else the server said."""
+    try:
+        error = json.loads(text)["error"]
+        return error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, LookupError, TypeError):
+        return f"the server answers: {text[:300]}"
+
+
+def complete(remote: Remote, prompts: tuple[str, ...], write: Callable[[str], None]) -> None:
+    """Continue prompts, one after the other. Raises ValueError."""
+
+    async def run(prompt: str) -> None:
+        async for event in remote.stream("/v1/completions", {"prompt": prompt}):
+            for choice in event.get("choices") or ():
+                write(choice.get("text") or "")
+
+    for prompt in prompts:
+        write(prompt)
+        asyncio.run(run(prompt))
+        write("\n")
+
+
+def converse(
+    remote: Remote,
+    console: Console,
+    read: Callable[[], str],
+    *,
+    system: str | None = None,
+) -> list[dict[str, str]]:
+    """Read lines, answer each, until /exit or the end of the input; returns what was said since the last /reset.
+
+    Raises ValueError if there is no such server.
+    """
+    first = [{"role": "system", "content": system}] if system is not None else []
+    turns = list(first)
+    console.print(HELP, style="dim", highlight=False)
+    with long_lines():
+        while True:
+            try:
+                line = read().strip()
+                if line == "/exit":
+                    return turns
+                if line == "/reset":
+                    turns = list(first)
+                    console.print("the conversation begins anew", style="dim")
+                elif line.startswith("/"):
+                    console.print(f"{line.split()[0]} is not a command: {HELP}", style="dim")
+                elif line:
+                    turns = _answer(remote, console, turns, line)
+            except EOFError:
+                return turns
+            except KeyboardInterrupt:  # not while an answer was being written
+                console.print(f"\n{HELP}", style="dim", highlight=False)
+
+
+def _answer(
+    remote: Remote, console: Console, turns: list[dict[str, str]], question: str
+) -> list[dict[str, str]]:
+    """Print an answer; returns the conversation with it, or without the question if there is none."""
+    asked = [*turns, {"role": "user", "content": question}]
+    pieces: list[str] = []
+    try:
+        asyncio.run(_print_answer(remote, console, asked, pieces))
+    except KeyboardInterrupt:
+        console.print("\nstopped", style="dim")
+    except ValueError as error:
+        console.print(str(error), style="yellow", markup=False)
+    answer = "".join(pieces)
+    return [*asked, {"role": "assistant", "content": answer}] if answer else turns
+
+
+async def _print_answer(
+    remote: Remote, console: Console, messages: list[dict[str, str]], pieces: list[str]
+) -> None:
+    """Reasoning and calls are shown too, but are no part of what is said next."""
+    async for event in remote.stream("/v1/chat/completions", {"messages": messages}):
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if reasoning := delta.get("reasoning"):
+                console.print(reasoning, style="dim", end="", markup=False, highlight=False)
+            for call in delta.get("tool_calls") or ():
+                function = call.get("function") or {}
+                shown = f"{function.get('name') or ''}{function.get('arguments') or ''}"
+                console.print(shown, style="cyan", end="", markup=False, highlight=False)
+            if content := delta.get("content"):
+                pieces.append(content)
+                console.out(content, end="", highlight=False)
+    console.print()
