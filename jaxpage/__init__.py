@@ -6,19 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpage.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, StepFailedError
     from jaxpage.beam_search import BeamSearchOutput, BeamSearchSequence
-    from jaxpage.config import EngineArgs, EngineConfig
+    from jaxpage.config import AsyncEngineArgs, EngineArgs, EngineConfig
     from jaxpage.engine.snapshot import KVSnapshot
     from jaxpage.inputs import TextPrompt, TokensPrompt
     from jaxpage.llm import LLM
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxpage.reasoning import ReasoningConfig
     from jaxpage.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jaxpage.structured_outputs import (
+        GuidedDecodingParams,
+        StructuredOutputsConfig,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "async_llm",
+    "AsyncEngineArgs": "config",
+    "EngineDeadError": "async_llm",
+    "StepFailedError": "async_llm",
     "EngineArgs": "config",
     "EngineConfig": "config",
     "KVSnapshot": "engine.snapshot",
@@ -40,12 +51,16 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
+    "EngineDeadError",
     "GuidedDecodingParams",
     "KVSnapshot",
     "Logprob",
@@ -53,6 +68,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StepFailedError",
     "StructuredOutputsConfig",
     "StructuredOutputsParams",
     "TextPrompt",

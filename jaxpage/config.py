@@ -309,6 +309,9 @@ class EngineArgs(EngineConfig):
             object.__setattr__(self, f.name, getattr(config, f.name))
 
 
+AsyncEngineArgs = EngineArgs  # vLLM has another for its asynchronous engine
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
     """An EngineConfig without anything left to decide; what stays None was not asked for, or has no use here.

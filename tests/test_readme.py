@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxpage import cli
+from jaxpage import EngineConfig, cli
+from jaxpage.async_llm import AsyncLLM
 from jaxpage.demo import checkpoint
+from jaxpage.server.options import ServerOptions
+from tests.server.conftest import serving
 
 ROOT = Path(__file__).parent.parent
-FILE_MAPS = ("jaxpage", "jaxpage/aot", "jaxpage/bench", "jaxpage/demo", "pallas_kernels")
+FILE_MAPS = (
+    *("jaxpage", "jaxpage/aot", "jaxpage/bench", "jaxpage/demo", "jaxpage/server"),
+    "pallas_kernels",
+)
 TEXTS = {
     name: (ROOT / name / "README.md").read_text(encoding="utf-8")
     for name in (".", *FILE_MAPS, "tests")
@@ -76,12 +84,13 @@ def test_the_nine_files_exist():
     assert [file for file in files if not (ROOT / file).is_file()] == []
 
 
-def test_the_options_table_is_the_config():
-    from jaxpage import EngineConfig
-
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section("Options", "jaxpage"), re.M)
-    fields = {f.name: f for f in dataclasses.fields(EngineConfig)}
-    del fields["options_without_effect"]  # not given, but found
+@pytest.mark.parametrize(
+    ("name", "options"), [("jaxpage", EngineConfig), ("jaxpage/server", ServerOptions)]
+)
+def test_the_options_table_is_the_config(name, options):
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section("Options", name), re.M)
+    fields = {f.name: f for f in dataclasses.fields(options)}
+    fields.pop("options_without_effect", None)  # not given, but found
     assert [name for name, _ in rows] == list(fields)
     for name, default in rows:
         if default == "required":
@@ -116,7 +125,7 @@ def test_the_continuous_integration_finds_its_commands(part):
 @each_readme
 def test_links_lead_somewhere(name):
     links = re.findall(r"\]\(([^)]*)\)", TEXTS[name])
-    assert [link for link in links if not (ROOT / name / link).exists()] == []
+    assert [link for link in links if not (ROOT / name / link.partition("#")[0]).exists()] == []
 
 
 class Parsed(Exception):
@@ -155,6 +164,19 @@ def code() -> list[Any]:
     ]
 
 
+@contextlib.contextmanager
+def running_server(block: str) -> Iterator[str]:
+    """The code, with the address of a server if it asks for one."""
+    address = "http://127.0.0.1:8000"
+    if address not in block:
+        yield block
+        return
+    llm = AsyncLLM(str(checkpoint()), enforce_eager=True, max_num_seqs=8)
+    with serving(llm, api_key=("SECRET",)) as url:
+        yield block.replace(address, url)
+    llm.shutdown()
+
+
 # Instead of a model that must be downloaded.
 SMALL = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8",
@@ -175,6 +197,7 @@ def test_code_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for theirs, ours in SMALL.items():
         block = block.replace(theirs, ours)
-    exec(compile(ast.parse(block), "README.md", "exec"), {"__name__": "__main__"})
+    with running_server(block) as block:
+        exec(compile(ast.parse(block), "README.md", "exec"), {"__name__": "__main__"})
     for recording in tmp_path.iterdir():
         assert cli.main(["replay", recording.name]) == 0

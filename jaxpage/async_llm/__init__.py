@@ -4,4 +4,6 @@ from jaxpage.async_llm.errors import EngineDeadError, StepFailedError
 from jaxpage.async_llm.llm import AsyncLLM
 from jaxpage.async_llm.streams import Stream
 
-__all__ = ["AsyncLLM", "EngineDeadError", "StepFailedError", "Stream"]
+AsyncLLMEngine = AsyncLLM  # vLLM's older name
+
+__all__ = ["AsyncLLM", "AsyncLLMEngine", "EngineDeadError", "StepFailedError", "Stream"]

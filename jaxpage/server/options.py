@@ -15,9 +15,8 @@ class ServerOptions:
     host: str = "127.0.0.1"  # 0.0.0.0: every interface
     port: int = 8000
     served_model_name: tuple[str, ...] = ()  # names that requests may give; none: the model's
-    api_key: tuple[
-        str, ...
-    ] = ()  # one of them must come with every request: "Authorization: Bearer KEY"
+    # one of them comes with every request: "Authorization: Bearer KEY"
+    api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None  # the same, a key in each line
     # of pause, profile, reset and abort; without one they are for clients of this machine only
     admin_api_key: str | None = None
