@@ -126,3 +126,11 @@ def fresh_cache():
     yield
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with a tokenizer, as small as can be."""
+    from jaxpage import tiny
+
+    return str(tiny.build(tmp_path_factory.mktemp("tiny") / "tiny"))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import BeamSearchParams, tiny
+from jaxpage import BeamSearchParams
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.input_processor import derive_seed
 from jaxpage.llm import LLM
@@ -26,8 +26,8 @@ LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> str:
-    return str(tiny.build(tmp_path_factory.mktemp("llm") / "tiny"))
+def folder(tiny_folder) -> str:
+    return tiny_folder
 
 
 @pytest.fixture(scope="session")

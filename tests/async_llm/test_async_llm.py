@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import RequestOutputKind, SamplingParams, tiny
+from jaxpage import RequestOutputKind, SamplingParams
 from jaxpage.async_llm import AsyncLLM, EngineDeadError, StepFailedError
 from jaxpage.async_llm.streams import merge_deltas
 from jaxpage.checkpoint_config import load_hf_config
@@ -24,8 +24,8 @@ KINDS = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKin
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
-    folder = str(tiny.build(tmp_path_factory.mktemp("async") / "tiny"))
+def make(tiny_folder):
+    folder = tiny_folder
     hf_config, tokenizer = load_hf_config(folder), load_tokenizer(folder)
     made = []
 
@@ -426,9 +426,9 @@ def test_shutting_down_ends_requests_with_an_error(make):
     llm.shutdown()  # again does nothing
 
 
-def test_threads_end_with_their_engine(make, tmp_path_factory):
+def test_threads_end_with_their_engine(tiny_folder):
     before = {t for t in threading.enumerate() if t.name.startswith("jaxpage-")}
-    folder = str(tiny.build(tmp_path_factory.mktemp("gone") / "tiny"))
+    folder = tiny_folder
     llm = AsyncLLM.from_built(fake_built(folder, load_hf_config(folder), load_tokenizer(folder)))
     assert llm.submit([5], long()).result(10).finished
     del llm

@@ -12,6 +12,8 @@ from jaxpage.cli import main
 from jaxpage.client import Remote, complete, converse
 from tests.server.conftest import serving
 
+pytestmark = pytest.mark.slow  # a server
+
 
 def test_a_prompt_is_continued(url, llm, capsys):
     assert main(["complete", "--url", url, "--prompt", "Once upon", "--max-tokens", "6",

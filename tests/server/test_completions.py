@@ -74,6 +74,7 @@ def test_every_form_of_a_prompt(client, llm):
     assert len({a.choices[0].text for a in answers}) == 1
 
 
+@pytest.mark.slow
 def test_what_a_harness_scores(client, llm):
     """Ids in, their logprobs out: `echo` with `logprobs`, with and without a new token."""
     ids = llm.get_tokenizer()(PROMPT)["input_ids"]
@@ -99,6 +100,7 @@ def test_what_a_harness_scores(client, llm):
         assert answer.usage.completion_tokens == max_tokens
 
 
+@pytest.mark.slow
 def test_streamed_logprobs_are_those_of_the_whole(client):
     asked = dict(model="demo", prompt=PROMPT, logprobs=2, echo=True, temperature=0, max_tokens=9)
     whole = client.completions.create(**asked).choices[0]
@@ -109,6 +111,7 @@ def test_streamed_logprobs_are_those_of_the_whole(client):
     assert "".join(c.text for c in chunks) == whole.text
 
 
+@pytest.mark.slow
 def test_vllm_s_extras(client, llm):
     extra = {
         "top_k": 3, "min_tokens": 4, "return_token_ids": True, "stop_token_ids": [9],
@@ -150,6 +153,7 @@ def test_a_conversation_is_continued(client, llm):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_chat_logprobs_whole_and_streamed(client):
     asked = dict(
         model="demo", messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
@@ -165,6 +169,7 @@ def test_chat_logprobs_whole_and_streamed(client):
     assert parts == whole
 
 
+@pytest.mark.slow
 def test_answers_fit_their_schema(client):
     answer = client.chat.completions.create(
         model="demo",
@@ -185,6 +190,7 @@ def test_answers_fit_their_schema(client):
     assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_tools_that_must_be_called(client, choice):
     asked = dict(
@@ -215,6 +221,7 @@ def test_tools_that_must_be_called(client, choice):
     assert len(one.choices[0].message.tool_calls) == 1
 
 
+@pytest.mark.slow
 def test_the_async_client_runs_many_at_once(url, llm):
     async def run():
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
@@ -233,6 +240,7 @@ def test_the_async_client_runs_many_at_once(url, llm):
         assert answer.choices[0].text == expected.outputs[0].text
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_leaves_nothing(client, llm):
     stream = client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
@@ -310,6 +318,7 @@ def test_impossible_chats_are_400(client, change, message):
     assert message in caught.value.body["message"]
 
 
+@pytest.mark.slow
 def test_models_that_are_not_served_are_404(client):
     with pytest.raises(openai.NotFoundError, match="'gpt-x' is not served here; there is 'demo'"):
         client.completions.create(model="gpt-x", prompt=PROMPT)
@@ -322,6 +331,7 @@ def test_models_that_are_not_served_are_404(client):
     assert caught.value.status_code == 501
 
 
+@pytest.mark.slow
 def test_unknown_fields_are_accepted_and_named_in_the_log(client, caplog):
     client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=1, extra_body={"colour": "red"}
@@ -329,6 +339,7 @@ def test_unknown_fields_are_accepted_and_named_in_the_log(client, caplog):
     assert "fields without effect in a CompletionRequest: colour" in caplog.text
 
 
+@pytest.mark.slow
 def test_chat_templates_of_trusted_requests_run_sandboxed(llm):
     with serving(llm, trust_request_chat_template=True) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -8,6 +8,8 @@ import pytest
 
 from tests.server.test_operation import ask, error_of, is_idle, wait_until
 
+pytestmark = pytest.mark.slow  # a server
+
 BODY = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
 
 

@@ -18,6 +18,8 @@ from jaxpage.server.options import ServerOptions
 from jaxpage.server.run import bind, make_http
 from tests.server.conftest import Lasting, serving
 
+pytestmark = pytest.mark.slow  # a server
+
 LONG = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 

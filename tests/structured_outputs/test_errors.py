@@ -118,6 +118,7 @@ def test_one_that_takes_too_long_is_given_up(slow_compiler, llm, monkeypatch):
     assert "not compiled within 0.3 s" in outputs["late"].stop_reason
 
 
+@pytest.mark.slow
 def test_masks_that_need_too_long(tmp_path):
     tight = {"max_mask_time": 1e-6}
     llm = checkpoints.make_llm(
