@@ -214,8 +214,10 @@ class _RequestState:
 
     def _stats(self) -> RequestStateStats:
         request, first_token = self.request, self.first_token_time
+        lengths = [len(s.token_ids) for s in self.sequences]
         return RequestStateStats(
-            num_generation_tokens=sum([len(s.token_ids) for s in self.sequences]),
+            num_generation_tokens=sum(lengths),
+            max_num_generation_tokens=max(lengths),
             num_preemptions=request.num_preemptions,
             arrival_time=request.arrival_time,
             queued_ts=request.queued_time,

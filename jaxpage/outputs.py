@@ -54,6 +54,7 @@ class RequestStateStats:
     """
 
     num_generation_tokens: int = 0  # of all sequences
+    max_num_generation_tokens: int = 0  # of the longest of them
     num_preemptions: int = 0
     arrival_time: float = 0.0
     queued_ts: float = 0.0

@@ -128,6 +128,12 @@ class StepResult:
     prompt_top_token_ids: np.ndarray = _no_ints()
     prompt_top_logprobs: np.ndarray = _no_floats()  # float32[N, W]
     prompt_vocabulary: np.ndarray = _no_floats()  # float32[A, V]
+    program: str = ""  # that computed the step's tokens; that sampled, if there were none
+    fill: float = 0.0  # share of that program's tokens that are no padding; 0 if it only sampled
+
+
+# What of a result the step computed.
+RESULT_ARRAYS = tuple(f.name for f in fields(StepResult) if f.type == "np.ndarray")
 
 
 def plan_to_bytes(plan: StepPlan) -> bytes:

@@ -18,7 +18,7 @@ import tyro
 from jaxpage.build import make_runner
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import make_engine_spec
-from jaxpage.plan import StepResult
+from jaxpage.plan import RESULT_ARRAYS, StepResult
 from jaxpage.runner.recording import (
     CALLS,
     HEADER,
@@ -107,8 +107,7 @@ def _is_same(executed: Executed, recorded: StepResult) -> bool:
     steps, rows, width = recorded.top_token_ids.shape
     again = to_host(Launched(steps, rows, width > 0, executed))
     return all(
-        _bytes(getattr(again, field.name)) == _bytes(getattr(recorded, field.name))
-        for field in dataclasses.fields(StepResult)
+        _bytes(getattr(again, name)) == _bytes(getattr(recorded, name)) for name in RESULT_ARRAYS
     )
 
 

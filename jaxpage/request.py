@@ -86,6 +86,7 @@ class Request:
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
     cache_salt: str | None = None
+    trace_headers: Mapping[str, str] | None = None  # its caller's W3C trace context, for observers
     arrival: int = 0  # number of the request in order of arrival, set by the engine
     arrival_time: float = field(default_factory=time.time)  # seconds since the epoch
     # the same moment on the clock of the times below

@@ -87,7 +87,8 @@ class AsyncLLM:
         """Answer one prompt: `async for output in llm.generate(...)`.
 
         What an output has is said by `sampling_params.output_kind`; outputs that come faster than they are taken are
-        merged. A consumer that goes away, or is cancelled, aborts the request. `trace_headers` have no effect here.
+        merged. A consumer that goes away, or is cancelled, aborts the request. `trace_headers` are for observers: the
+        caller's W3C trace context, "traceparent" and "tracestate".
 
         Prompts are those of `LLM.generate`. Raises ValueError if this one cannot be served, StepFailedError if the
         computation of this request failed, EngineDeadError if there is no engine any more.
@@ -98,6 +99,7 @@ class AsyncLLM:
             request_id,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
             priority=priority,
         )
         with contextlib.closing(stream):
@@ -112,6 +114,7 @@ class AsyncLLM:
         *,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> Stream:
         """As `generate`, but it raises its ValueErrors at once, and returns when the engine has the request.
@@ -126,6 +129,7 @@ class AsyncLLM:
             params=sampling_params,
             request_id=request_id or uuid.uuid4().hex,
             tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
             priority=priority,
         )
         stream = Stream()
@@ -258,7 +262,7 @@ class AsyncLLM:
         await asyncio.to_thread(self._tasks.engine.runner.wait_until_warm)
 
     def observe(self, observer: Observer) -> None:
-        """Have somebody told of every step and of every request that ends."""
+        """Have somebody told of every step and of every request, from now on."""
         self._tasks.outputs.post(lambda: self._tasks.outputs.observers.append(observer))
 
     def stats(self) -> EngineStats:
@@ -301,7 +305,10 @@ def _prepare(
     params: SamplingParams | None,
     request_id: str,
     tokenization_kwargs: Mapping[str, Any] | None = None,
+    trace_headers: Mapping[str, str] | None = None,
     priority: int = 0,
 ) -> Request:
     prompts = [prompt] if isinstance(prompt, Prompt) else inputs.parse(prompt, tokenization_kwargs)
-    return inputs.request(request_id, prompts, params or inputs.default_params(), priority)
+    request = inputs.request(request_id, prompts, params or inputs.default_params(), priority)
+    request.trace_headers = trace_headers
+    return request

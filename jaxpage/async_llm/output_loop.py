@@ -30,7 +30,14 @@ class EngineCalls:
 
 
 class Observer(Protocol):
-    """Who counts what becomes of requests. Called in the output thread, so it must be quick."""
+    """Who counts what becomes of requests. Called in the output thread, so it must be quick.
+
+    Steps know a request by `request.request_id`, outputs have the caller's name for it.
+    """
+
+    def added(self, request: Request) -> None:
+        """A request is about to be queued. It ends as `finished` or as `dropped`."""
+        ...
 
     def took_step(self, step: StepOutput) -> None:
         """A step has been collected, perhaps with nothing for anybody."""
@@ -38,6 +45,10 @@ class Observer(Protocol):
 
     def finished(self, request: Request, output: RequestOutput) -> None:
         """A request has ended; `output` is the last one of it."""
+        ...
+
+    def dropped(self, request: Request, error: Exception | None) -> None:
+        """A request has ended without a last output: with an error, or because nobody waits for it any more."""
         ...
 
 
@@ -76,6 +87,8 @@ class OutputLoop:
         """Expect tokens of a request, which its caller knows by another name than the engine."""
         self._requests[request.request_id] = _Delivery(request, name, receiver)
         self._processor.add(request)
+        for observer in self.observers:
+            observer.added(request)
 
     def take(self, step: StepOutput) -> None:
         """Take in a step."""
@@ -97,7 +110,7 @@ class OutputLoop:
     def discard(self, request_id: str) -> None:
         """Forget a request: nobody waits for it any more."""
         self._processor.discard(request_id)
-        self._end(request_id)
+        self._drop(request_id, None)
 
     def fail(self, request_ids: Iterable[str], error: Exception) -> None:
         """End requests with an exception instead of an output."""
@@ -130,7 +143,7 @@ class OutputLoop:
 
     def _prepare(self, delivery: _Delivery, item: News) -> None:
         if isinstance(item, Exception):
-            self._end(delivery.request.request_id)
+            self._drop(delivery.request.request_id, item)
             return
         item.request_id = delivery.name
         if item.finished:
@@ -138,10 +151,17 @@ class OutputLoop:
             for observer in self.observers:
                 observer.finished(delivery.request, item)
 
-    def _end(self, request_id: str) -> None:
+    def _drop(self, request_id: str, error: Exception | None) -> None:
+        delivery = self._end(request_id)
+        if delivery is not None:
+            for observer in self.observers:
+                observer.dropped(delivery.request, error)
+
+    def _end(self, request_id: str) -> _Delivery | None:
         delivery = self._requests.pop(request_id, None)
         if delivery is not None:
             self._ended(delivery.name, request_id)
+        return delivery
 
     def _abandon(self, loop: asyncio.AbstractEventLoop) -> None:
         ids = [i for i, delivery in self._requests.items() if delivery.receiver.loop is loop]

@@ -25,15 +25,18 @@ class Collected:
 
 def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
     """Append what a step sampled to its sequences, and say which of them ended."""
+    num_steps, samples = step.plan.num_steps, step.plan.samples
+    token_ids, num_sampled = result.token_ids.T.tolist(), result.num_sampled.tolist()
     output = StepOutput(
         time=time.monotonic(),
+        launch_time=step.launch_time,
+        # Each of several decode steps computes what the one before it sampled.
+        num_tokens=step.plan.total_tokens if num_steps == 1 else sum(num_sampled),
         result=result,
         scored=step.scored,
         vocabulary_rows=step.plan.vocabulary_rows,
     )
     collected = Collected(output)
-    num_steps, samples = step.plan.num_steps, step.plan.samples
-    token_ids, num_sampled = result.token_ids.T.tolist(), result.num_sampled.tolist()
     for row, sequence in enumerate(step.sequences):
         # Rows of sequences that ended after this step was planned: nobody waits for them.
         if sequence.finish_reason is not None or not samples[row]:

@@ -12,6 +12,7 @@ may have a row in step n+1, which is thrown away.
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 from jaxpage.engine.scheduled_step import ScheduledStep
@@ -168,6 +169,7 @@ class Engine:
         assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
 
     def _launch(self, step: ScheduledStep) -> Any:
+        step.launch_time = time.monotonic()
         try:
             return self.runner.launch(step.plan)
         except BaseException:

@@ -29,6 +29,7 @@ class ScheduledStep:
     # (request id, number of tokens, whole vocabulary) of the plan's `prompt_scores`
     scored: list[tuple[str, int, bool]] = field(default_factory=list)
     has_beams: bool = False
+    launch_time: float = 0.0  # seconds, monotonic
     _unsent: list[Sequence] = field(default_factory=list)  # have tokens that the device does not
     _late: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # and their masks
 

@@ -39,7 +39,9 @@ class StepOutput:
     entries that ended. The end of a beam search is an entry without tokens.
     """
 
-    time: float = 0.0  # seconds, monotonic
+    time: float = 0.0  # when it was collected; seconds, monotonic
+    launch_time: float = 0.0  # on the same clock; 0 if nothing was launched
+    num_tokens: int = 0  # that the step computed, padding left out
     request_ids: list[str] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # of the sequence within its request
     token_ids: list[list[int]] = field(default_factory=list)

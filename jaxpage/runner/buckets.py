@@ -73,6 +73,10 @@ class StepPrograms:
     def names(self) -> tuple[str, ...]:
         return tuple(name for name in (self.bucket and self.bucket.name, self.sample) if name)
 
+    def fill(self, plan: StepPlan) -> float:
+        """The share of the bucket's tokens that the plan has; 0 without a bucket."""
+        return plan.total_tokens / self.bucket.num_tokens if self.bucket else 0.0
+
 
 def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepPrograms]:
     """Every choice of programs that holds the plan, smallest first."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -67,8 +67,15 @@ class ProgramRecord:
     name: str
     origin: str | None = None  # as in `Program`; None until it is compiled
     seconds: float = 0.0  # tracing, lowering and compiling, or loading
-    temp_bytes: int = 0  # that a launch needs besides its arguments and results
     executable: jax.stages.Compiled | None = None
+
+    @property
+    def temp_bytes(self) -> int:
+        """What a launch needs besides its arguments and results. To ask takes some 20 ms."""
+        if self.executable is None:
+            return 0
+        memory: Any = self.executable.memory_analysis()
+        return memory.temp_size_in_bytes
 
 
 class CompilationCounter:
@@ -213,7 +220,6 @@ class Programs:
                 name=name,
                 origin=program.origin,
                 seconds=program.seconds,
-                temp_bytes=program.temp_bytes,
                 executable=program.compiled,
             )
             for name, program in found

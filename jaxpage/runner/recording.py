@@ -13,7 +13,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +20,7 @@ import ml_dtypes  # noqa: F401 (its dtypes have names from here on)
 import numpy as np
 from safetensors.numpy import load, save
 
-from jaxpage.plan import StepResult
+from jaxpage.plan import RESULT_ARRAYS, StepResult
 from jaxpage.runner.calls import Call
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ MAX_FRAME_BYTES = 2**32
 LENGTH_BYTES = 8
 
 HEADER, CALLS, RESULT, WEIGHTS_CHANGED = "header", "calls", "result", "weights changed"
-_RESULT_FIELDS = tuple(field.name for field in fields(StepResult))
 
 
 def frame(kind: str, arrays: list[np.ndarray], **metadata: Any) -> bytes:
@@ -92,12 +90,13 @@ def read_calls(metadata: dict[str, Any], arrays: list[np.ndarray]) -> list[Call]
 
 def result_frame(launch: int, result: StepResult) -> bytes:
     """A frame of what the step of a launch sampled."""
-    return frame(RESULT, [getattr(result, name) for name in _RESULT_FIELDS], launch=launch)
+    return frame(RESULT, [getattr(result, name) for name in RESULT_ARRAYS], launch=launch)
 
 
 def read_result(arrays: list[np.ndarray]) -> StepResult:
     """The result of a frame."""
-    return StepResult(**dict(zip(_RESULT_FIELDS, arrays, strict=True)))
+    found: dict[str, Any] = dict(zip(RESULT_ARRAYS, arrays, strict=True))
+    return StepResult(**found)
 
 
 class CallRecorder:

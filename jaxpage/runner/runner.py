@@ -58,6 +58,8 @@ class Launched:
     has_top_logprobs: bool
     result: Executed
     number: int = 0  # of the launch in a recording
+    program: str = ""  # this and the next as in `StepResult`
+    fill: float = 0.0
 
 
 class Runner:
@@ -156,10 +158,18 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
-        result = self.execute(pack(plan, self._choose(plan), self._lowerings.layouts))
+        programs = self._choose(plan)
+        result = self.execute(pack(plan, programs, self._lowerings.layouts))
         assert result.sampled is not None, "a step ends with decode or sample"
-        has_top = bool(plan.features & bits(TOP_LOGPROBS)) and self._spec.num_top_logprobs > 0
-        return Launched(plan.num_steps, plan.num_rows, has_top, result, self._num_launches - 1)
+        return Launched(
+            plan.num_steps,
+            plan.num_rows,
+            bool(plan.features & bits(TOP_LOGPROBS)) and self._spec.num_top_logprobs > 0,
+            result,
+            number=self._num_launches - 1,
+            program=programs.names[0],
+            fill=programs.fill(plan),
+        )
 
     def execute(self, step: Iterable[Call]) -> Executed:
         """Run calls in order; returns what they have left to be read."""
@@ -308,6 +318,8 @@ def to_host(launched: Launched) -> StepResult:
         ranks=np.asarray(sampled.ranks)[:steps, :rows],
         top_token_ids=top_token_ids,
         top_logprobs=top_logprobs,
+        program=launched.program,
+        fill=launched.fill,
         **_scored(launched.result),
     )
 

@@ -456,15 +456,69 @@ def test_the_cache_is_reset_unless_requests_hold_blocks(make):
 
 def test_observers_hear_of_steps_and_ends(make):
     llm = make()
-    steps, ended = [], []
+    added, steps, ended = [], [], []
     llm.observe(
         SimpleNamespace(
-            took_step=lambda step: steps.append(sum(map(len, step.token_ids))),
+            added=lambda request: added.append(request.params.seed),
+            took_step=lambda step: steps.append(step),
             finished=lambda request, output: ended.append((request.params.seed, output.finished)),
+            dropped=lambda request, error: ended.append((request.params.seed, error)),
         )
     )
     asyncio.run(collect(llm, [5, 6], long()))
-    assert sum(steps) == 40 and ended == [(3, True)]
+    assert sum(len(ids) for step in steps for ids in step.token_ids) == 40
+    # The prompt, and every token of the answer but the last.
+    assert sum(step.num_tokens for step in steps) == 2 + 39
+    launches = [(step.launch_time, step.time) for step in steps if step.num_tokens]
+    assert launches == sorted(launches) and all(0 < start <= end for start, end in launches)
+    assert added == [3] and ended == [(3, True)]
+
+
+def test_observers_hear_why_a_request_has_no_last_output(make):
+    llm = make(step_seconds=0.003)
+    dropped = []
+    llm.observe(
+        SimpleNamespace(
+            added=lambda request: None,
+            took_step=lambda step: None,
+            finished=lambda request, output: dropped.append(output),
+            dropped=lambda request, error: dropped.append(error),
+        )
+    )
+
+    async def run():
+        stream = await llm.start([5, 6], long())
+        await anext(aiter(stream))
+        stream.close()
+        await until(lambda: dropped)
+        stream = await llm.start([5, 6], long())
+        llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            async for _ in stream:
+                pass
+
+    asyncio.run(run())
+    assert dropped[0] is None and isinstance(dropped[1], EngineDeadError) and len(dropped) == 2
+
+
+def test_observers_learn_the_trace_headers_of_a_request(make):
+    llm, seen = make(), []
+    llm.observe(
+        SimpleNamespace(
+            added=lambda request: seen.append(request.trace_headers),
+            took_step=lambda step: None,
+            finished=lambda request, output: seen.append(request.trace_headers),
+            dropped=lambda request, error: None,
+        )
+    )
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+
+    async def run():
+        async for _ in llm.generate([5, 6], long(), trace_headers=headers):
+            pass
+
+    asyncio.run(run())
+    assert seen == [headers, headers]
 
 
 def test_chat_reads_its_last_output(make):

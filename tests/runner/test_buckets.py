@@ -7,6 +7,7 @@ from jaxpage.runner.buckets import (
     MAX_PROGRAMS,
     Bucket,
     fitting_buckets,
+    fitting_programs,
     make_buckets,
     start_order,
 )
@@ -50,6 +51,12 @@ def test_default_cpu_configuration():
     first, then = start_order(buckets)
     assert first == ["forward T=256", "sample R=8"]
     assert then[:4] == ["decode R=8", "decode R=256", "forward T=2048", "sample R=256"]
+
+
+def test_fill_is_the_share_of_tokens_that_are_no_padding():
+    buckets = make_buckets(max_num_seqs=256, max_num_batched_tokens=2048)
+    for rows, fill in (([1] * 5, 5 / 8), ([3, 37], 40 / 64), ([0, 0], 0.0)):
+        assert fitting_programs(buckets, plan(rows))[0].fill(plan(rows)) == fill
 
 
 def test_a_plan_beyond_every_bucket_is_refused_with_numbers():

@@ -1,0 +1,184 @@
+"""The engine as a scrape finds it: what `EngineStats`, programs and devices say at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import jax
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from jaxpage.engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from jaxpage.async_llm import AsyncLLM
+
+Read = Callable[[EngineStats], float]
+
+# Running and waiting are sequences, as in vLLM: a request of n counts n times.
+_GAUGES: dict[str, tuple[Read, str]] = {
+    "vllm:num_requests_running": (lambda s: s.num_running, "Sequences that run."),
+    "vllm:num_requests_waiting": (lambda s: s.num_waiting, "Sequences that wait to be scheduled."),
+    "vllm:kv_cache_usage_perc": (lambda s: s.kv_cache_usage, "Share of KV blocks in use, 0 to 1."),
+    "vllm:gpu_cache_usage_perc": (
+        lambda s: s.kv_cache_usage,
+        "The older name of vllm:kv_cache_usage_perc.",
+    ),
+    "jaxpage:kv_cache_waste": (
+        lambda s: s.kv_waste,
+        "Share of the slots of KV blocks in use that hold nothing, 0 to 1.",
+    ),
+}
+_COUNTERS: dict[str, tuple[Read, str]] = {
+    "vllm:prefix_cache_queries": (
+        lambda s: s.prefix_cache_queries,
+        "Tokens looked up in the prefix cache.",
+    ),
+    "vllm:prefix_cache_hits": (lambda s: s.prefix_cache_hits, "Tokens found in the prefix cache."),
+    "vllm:num_preemptions": (lambda s: s.num_preemptions, "Preemptions."),
+    "vllm:prompt_tokens": (
+        lambda s: s.prompt_tokens,
+        "Tokens of prompts that were scheduled, cached ones included.",
+    ),
+    "vllm:prompt_tokens_cached": (
+        lambda s: s.prefix_cache_hits,
+        "Tokens of prompts that were found in the prefix cache.",
+    ),
+    "vllm:generation_tokens": (lambda s: s.generation_tokens, "Tokens generated."),
+    "jaxpage:recompiles": (
+        lambda s: s.num_recompiles,
+        "Compilations on behalf of steps after warm-up; above 0 something is wrong.",
+    ),
+    "jaxpage:nan_steps": (lambda s: s.num_nan_steps, "Steps in which the model computed NaN."),
+    "jaxpage:block_copies": (lambda s: s.num_block_copies, "KV blocks copied on write."),
+    "jaxpage:prefix_cache_evictions": (
+        lambda s: s.prefix_cache_evictions,
+        "KV blocks that the prefix cache gave up.",
+    ),
+    "jaxpage:host_hit_blocks": (
+        lambda s: s.num_host_hit_blocks,
+        "Blocks that the prefix cache found in host memory or on disk.",
+    ),
+    "jaxpage:disk_hit_blocks": (
+        lambda s: s.num_disk_hit_blocks,
+        "Blocks that the prefix cache found on disk.",
+    ),
+    "jaxpage:blocks_swapped_out": (
+        lambda s: s.num_blocks_swapped_out,
+        "KV blocks moved to host memory.",
+    ),
+    "jaxpage:blocks_swapped_in": (
+        lambda s: s.num_blocks_swapped_in,
+        "KV blocks moved back from host memory.",
+    ),
+}
+_ORIGINS = ("stored", "cached", "compiled")
+_MEMORY = {
+    "bytes_in_use": ("jaxpage:device_memory_in_use_bytes", "Device memory in use."),
+    "peak_bytes_in_use": ("jaxpage:device_memory_peak_bytes", "The most that was in use."),
+    "bytes_limit": ("jaxpage:device_memory_limit_bytes", "Device memory that can be used."),
+}
+
+
+class EngineMetrics:
+    """A collector of prometheus_client. `labels` go to all metrics."""
+
+    def __init__(self, llm: AsyncLLM, labels: Mapping[str, str]):
+        self._llm = llm
+        self._labels = labels
+        self._highest: dict[str, float] = {}  # of each counter
+
+    def collect(self) -> Iterator[Metric]:
+        """What a scrape gets."""
+        stats = self._llm.stats()
+        for name, (read, text) in _GAUGES.items():
+            yield self._gauge(name, text, read(stats))
+        for name, (read, text) in _COUNTERS.items():
+            yield self._counter(name, text, self._ascending(name, read(stats)))
+        yield self._gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait to be scheduled, by why they do.",
+            stats.num_waiting,
+            reason="capacity",
+        )
+        yield self._prompt_tokens_by_source(stats)
+        yield self._cache_config(stats)
+        yield from self._programs()
+        yield from self._memory()
+
+    def _ascending(self, name: str, value: float) -> float:
+        """Tokens behind a stop string are counted until the text is read, but a counter that falls has started anew."""
+        self._highest[name] = max(value, self._highest.get(name, 0.0))
+        return self._highest[name]
+
+    def _prompt_tokens_by_source(self, stats: EngineStats) -> Metric:
+        found = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source",
+            "Tokens of prompts that were scheduled, by where their KV came from.",
+            labels=[*self._labels, "source"],
+        )
+        cached = stats.prefix_cache_hits
+        sources = {"local_compute": stats.prompt_tokens - cached, "local_cache_hit": cached}
+        for source, count in sources.items():
+            found.add_metric([*self._labels.values(), source], self._ascending(source, count))
+        return found
+
+    def _cache_config(self, stats: EngineStats) -> Metric:
+        config = self._llm.config
+        about = {
+            "block_size": config.block_size,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+            "num_gpu_blocks": stats.num_blocks,
+            "num_gpu_blocks_override": config.num_gpu_blocks_override,
+            "swap_space": config.swap_space,
+        }
+        values = {name: str(value) for name, value in about.items()}
+        return self._gauge("vllm:cache_config_info", "Options of the KV cache.", 1, **values)
+
+    def _programs(self) -> Iterator[Metric]:
+        """A program that is not compiled yet has no origin."""
+        records = self._llm.programs()
+        counts = GaugeMetricFamily(
+            "jaxpage:executables",
+            "Programs, by origin: loaded as an executable, compiled through jax's cache, or compiled.",
+            labels=[*self._labels, "origin"],
+        )
+        seconds = CounterMetricFamily(
+            "jaxpage:compile_seconds",
+            "Time spent on compiling or loading programs, summed over threads.",
+            labels=[*self._labels, "origin"],
+        )
+        for origin in _ORIGINS:
+            found = [record for record in records if record.origin == origin]
+            values = [*self._labels.values(), origin]
+            counts.add_metric(values, len(found))
+            seconds.add_metric(values, sum(record.seconds for record in found))
+        missing = sum(record.origin is None for record in records)
+        counts.add_metric([*self._labels.values(), "pending"], missing)
+        yield counts
+        yield seconds
+
+    def _memory(self) -> Iterator[Metric]:
+        """CPUs do not tell theirs."""
+        devices = [(str(device.id), device.memory_stats() or {}) for device in jax.local_devices()]
+        for key, (name, text) in _MEMORY.items():
+            found = GaugeMetricFamily(name, text, labels=[*self._labels, "device"])
+            for device, memory in devices:
+                if key in memory:
+                    found.add_metric([*self._labels.values(), device], memory[key])
+            yield found
+
+    def _gauge(self, name: str, text: str, value: float, **further: str) -> Metric:
+        labels = {**self._labels, **further}
+        found = GaugeMetricFamily(name, text, labels=[*labels])
+        found.add_metric([*labels.values()], value)
+        return found
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        found = CounterMetricFamily(name, text, labels=[*self._labels])
+        found.add_metric([*self._labels.values()], value)
+        return found

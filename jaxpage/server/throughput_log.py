@@ -1,0 +1,70 @@
+"""A line in the log every ten seconds: throughput, queue and caches. Its words are vLLM's, for what reads logs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from jaxpage.engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from jaxpage.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+NUM_RECENT_REQUESTS = 1000  # about which the prefix cache's hit rate is told
+
+
+async def log_throughput(llm: AsyncLLM, interval: float = 10.0) -> None:
+    """Log a line every `interval` seconds, until the task is cancelled or the engine has died.
+
+    Nothing is logged while nothing happens, but for one line that shows that all has come to rest.
+    """
+    line = ThroughputLine(llm.stats(), time.monotonic())
+    while not llm.errored:
+        await asyncio.sleep(interval)
+        text = line.next(llm.stats(), time.monotonic())
+        if text is not None:
+            logger.info(text)
+
+
+class ThroughputLine:
+    """Makes the lines of snapshots of the engine. Times are seconds."""
+
+    def __init__(self, stats: EngineStats, now: float):
+        self._last, self._last_time = stats, now
+        self._was_active = False
+        self._recent = deque([stats])
+
+    def next(self, stats: EngineStats, now: float) -> str | None:
+        """What has changed since the last call; None if nothing has, then or now."""
+        last, seconds = self._last, max(now - self._last_time, 1e-9)
+        self._last, self._last_time = stats, now
+        num_prompt = stats.prompt_tokens - last.prompt_tokens
+        # Tokens behind a stop string were counted in the snapshot before, and are not any more.
+        num_generated = max(0, stats.generation_tokens - last.generation_tokens)
+        is_active = bool(num_prompt or num_generated or stats.num_running or stats.num_waiting)
+        is_told = is_active or self._was_active
+        self._was_active = is_active
+        if not is_told:
+            return None
+        return (
+            f"Engine 000: Avg prompt throughput: {num_prompt / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {num_generated / seconds:.1f} tokens/s, "
+            f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
+            f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, "
+            f"Prefix cache hit rate: {100 * self._hit_rate(stats):.1f}%"
+        )
+
+    def _hit_rate(self, stats: EngineStats) -> float:
+        """Share of the tokens of recent prompts that were found in the prefix cache."""
+        recent = self._recent
+        recent.append(stats)
+        while stats.num_requests_finished - recent[1].num_requests_finished >= NUM_RECENT_REQUESTS:
+            recent.popleft()
+        first = recent[0]
+        num_queries = stats.prefix_cache_queries - first.prefix_cache_queries
+        return (stats.prefix_cache_hits - first.prefix_cache_hits) / max(num_queries, 1)
