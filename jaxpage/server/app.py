@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxpage import __version__
 from jaxpage.server import admin, operation, tokens
+from jaxpage.server.access_log import AccessLog
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
 from jaxpage.server.context import Server
@@ -54,6 +55,9 @@ def make_app(server: Server) -> FastAPI:
         admin_key=options.admin_api_key,
         nothing_open=options.api_key_for_all,
     )
+    app.add_middleware(server.metrics.http.middleware)
+    if not options.disable_access_log:
+        app.add_middleware(AccessLog)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

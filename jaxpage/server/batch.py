@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpage.async_llm import AsyncLLM, Stream
@@ -19,8 +19,8 @@ class InFlight:
     """The calls that are being answered."""
 
     max_requests: int
+    rejected: Callable[[], None]  # hears of each call that is refused because there are too many
     num_requests: int = 0  # prompts
-    num_rejected: int = 0  # calls, ever
     is_draining: bool = False
     # Request ids of the engine by the id that the client knows.
     engine_ids: dict[str, list[str]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class InFlight:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
         if self.num_requests and self.num_requests + num_prompts > self.max_requests:
-            self.num_rejected += 1
+            self.rejected()
             raise ApiError(
                 503,
                 f"{self.num_requests} requests are being answered or wait, which is the limit; try again later",

@@ -14,6 +14,7 @@ from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.batch import Batch, InFlight
 from jaxpage.server.errors import ApiError
+from jaxpage.server.metrics import Metrics
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.usage import Usage
 
@@ -28,6 +29,7 @@ class Server:
     options: ServerOptions
     in_flight: InFlight
     model_names: tuple[str, ...]
+    metrics: Metrics
     is_warm: bool = False  # every program is compiled
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
 
@@ -38,11 +40,15 @@ class Server:
         limit = config.max_num_seqs + options.max_queued_requests
         folder = Path(config.model)
         name = folder.name if folder.is_dir() else config.model
+        names = options.served_model_name or (name, config.model)
+        metrics = Metrics(llm, names[0])
+        llm.observe(metrics)
         return cls(
             llm=llm,
             options=options,
-            in_flight=InFlight(max_requests=limit),
-            model_names=options.served_model_name or (name, config.model),
+            in_flight=InFlight(max_requests=limit, rejected=metrics.rejected),
+            model_names=names,
+            metrics=metrics,
         )
 
     @property

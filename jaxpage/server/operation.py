@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -45,6 +46,12 @@ def router(server: Server) -> APIRouter:
     async def load() -> dict[str, int]:
         """Requests that are being answered."""
         return {"server_load": server.in_flight.num_requests}
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        text = await asyncio.to_thread(server.metrics.render)
+        return Response(text, headers={"Content-Type": server.metrics.content_type})
 
     @routes.get("/v1/models")
     async def models() -> Response:

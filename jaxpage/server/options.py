@@ -36,7 +36,9 @@ class ServerOptions:
     enable_prompt_tokens_details: bool = False  # usage says how many prompt tokens were cached
     enable_force_include_usage: bool = False  # in streams, whether asked for or not
     disable_log_stats: bool = False  # no line of throughput every 10 s
+    # no line for each request, which has method, path, status and milliseconds, and no prompts
     disable_access_log: bool = False
+    otlp_traces_endpoint: str | None = None  # where spans of requests go (extra `otlp`)
     profiler_dir: Path | None = None  # where /start_profile writes
 
     def keys(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from jaxpage.async_llm import AsyncLLM
 from jaxpage.server.app import make_app
 from jaxpage.server.context import Server
 from jaxpage.server.options import ServerOptions
+from jaxpage.server.throughput_log import log_throughput
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,12 @@ def _lifespan(
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        warming = asyncio.ensure_future(_warm_up(server))
+        tasks = [asyncio.ensure_future(_warm_up(server))]
+        if not server.options.disable_log_stats:
+            tasks.append(asyncio.ensure_future(log_throughput(server.llm)))
         yield
-        warming.cancel()
+        for task in tasks:
+            task.cancel()
         await asyncio.to_thread(server.llm.shutdown)
 
     return lifespan

@@ -77,6 +77,35 @@ def test_probes(url):
     assert ask(url, "/ping", method="POST", raw="")[0] == 200
 
 
+def test_metrics_count_what_was_asked(url, llm):
+    before = metrics(url)
+    ask(url, "/v1/completions", {"prompt": "the dog", "max_tokens": 7, "ignore_eos": True})
+    after = metrics(url)
+
+    def gained(name):
+        return after[name] - before.get(name, 0)
+
+    labels = 'engine="0",model_name="demo"'
+    assert gained(f"vllm:generation_tokens_total{{{labels}}}") == 7
+    num_prompt = len(llm.get_tokenizer()("the dog")["input_ids"])
+    assert gained(f"vllm:prompt_tokens_total{{{labels}}}") == num_prompt
+    assert gained(f"vllm:time_to_first_token_seconds_count{{{labels}}}") == 1
+    assert after[f"jaxpage:recompiles_total{{{labels}}}"] == 0
+
+
+def metrics(url) -> dict[str, float]:
+    lines = ask(url, "/metrics")[2].decode().splitlines()
+    return {n: float(v) for n, v in (x.rsplit(" ", 1) for x in lines if not x.startswith("#"))}
+
+
+def test_the_access_log_has_no_prompts(url, caplog):
+    caplog.set_level("INFO", logger="jaxpage")
+    ask(url, "/v1/completions", {"prompt": "a secret", "max_tokens": 1})
+    (line,) = [json.loads(r.message) for r in caplog.records if r.name.endswith("access_log")]
+    assert line["path"] == "/v1/completions" and line["status"] == 200 and line["ms"] > 0
+    assert "secret" not in caplog.text
+
+
 def test_texts_become_ids_and_back(url, llm):
     ids = llm.get_tokenizer()("the dog")["input_ids"]
     found = json.loads(ask(url, "/tokenize", {"prompt": "the dog", "return_token_strs": True})[2])
@@ -245,6 +274,7 @@ def test_a_full_queue_says_when_to_come_back(llm):
         connection, _ = open_stream(url)
         status, headers, text = ask(url, "/v1/completions", {"prompt": "x", "max_tokens": 1})
         assert status == 503 and headers["retry-after"] == "1"
+        assert any(v == 1 for n, v in metrics(url).items() if "admission_rejections_total" in n)
         assert "which is the limit" in error_of(text)["message"]
         connection.close()
         wait_until(lambda: is_idle(llm))
