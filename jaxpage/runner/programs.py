@@ -68,6 +68,7 @@ class ProgramRecord:
     origin: str | None = None  # as in `Program`; None until it is compiled
     seconds: float = 0.0  # tracing, lowering and compiling, or loading
     executable: jax.stages.Compiled | None = None
+    num_calls: int = 0  # since start
 
     @property
     def temp_bytes(self) -> int:
@@ -158,6 +159,7 @@ class Programs:
         self.ready: dict[str, Program] = {}
         self.seconds = 0.0  # from `start` until all were compiled; 0 before that
         self.names = tuple(lowerings)
+        self.num_calls: Counter[str] = Counter()  # by name; whoever runs a program counts it
         self._lowerings, self._store = lowerings, store
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()  # of `ready` and of the error
@@ -221,6 +223,7 @@ class Programs:
                 origin=program.origin,
                 seconds=program.seconds,
                 executable=program.compiled,
+                num_calls=self.num_calls[name],
             )
             for name, program in found
         ]

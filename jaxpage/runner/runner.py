@@ -181,6 +181,7 @@ class Runner:
         hidden: list[jax.Array] = []  # of `forward`, in pieces
         with self._counter.watching():
             for call in step:
+                self.programs.num_calls[call.program] += 1
                 if call.program == calls.SCORE:
                     executed.scores.append(self._score(hidden, *call.buffers))
                 elif call.program == calls.VOCABULARY:
