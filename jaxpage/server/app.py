@@ -22,6 +22,7 @@ from jaxpage.server.context import Server
 from jaxpage.server.errors import ApiError, to_api_error
 from jaxpage.server.generate import GenerateCall
 from jaxpage.server.limits import BodyLimit, KeyCheck
+from jaxpage.server.page import page_router
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
 from jaxpage.server.protocol.tokens import GenerateRequest
@@ -46,6 +47,7 @@ def make_app(server: Server) -> FastAPI:
     app.include_router(operation.router(server))
     app.include_router(tokens.router(server))
     app.include_router(admin.router(server))
+    app.include_router(page_router(server.llm))
     _add_calls(app, server)
     options = server.options
     app.add_middleware(BodyLimit, max_size=options.max_body_size)

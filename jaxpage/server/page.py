@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 
 from jaxpage.async_llm import AsyncLLM, EngineDeadError
 from jaxpage.server.engine_view import EngineView
+from jaxpage.server.errors import ApiError
 
 INDEX = "index.html"
 # Not guessed from the system's table, which may call a module plain text; then no browser runs it.
@@ -68,24 +67,19 @@ def page_router(llm: AsyncLLM) -> APIRouter:
     @router.api_route("/page/assets/{name}", methods=["GET", "HEAD"])
     async def asset(name: str, request: Request) -> Response:
         if name not in assets:
-            raise HTTPException(404, f"the page has no file {name[:100]!r}")
+            raise ApiError(404, f"the page has no file {name[:100]!r}")
         return _respond(assets[name], request)
 
     @router.get("/page/engine")
     async def engine() -> Response:
-        headers = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
         try:
             body = await view.body()
         except EngineDeadError as error:
-            return _unavailable(error, headers)
+            raise ApiError(503, str(error)) from error
+        headers = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
         return Response(body, media_type="application/json", headers=headers)
 
     return router
-
-
-def is_open(path: str) -> bool:
-    """Whether a path is one of the page's static files, which need no key."""
-    return path == "/" or path.startswith("/page/assets/")
 
 
 def _load_assets() -> dict[str, Asset]:
@@ -115,8 +109,3 @@ def _respond(asset: Asset, request: Request) -> Response:
     if asset.headers["ETag"] in known:
         return Response(status_code=304, headers=asset.headers)
     return Response(asset.content, headers=asset.headers)
-
-
-def _unavailable(error: EngineDeadError, headers: dict[str, str]) -> Response:
-    body = {"message": str(error), "type": "ServiceUnavailableError", "param": None, "code": 503}
-    return JSONResponse({"error": body}, status_code=503, headers=headers)

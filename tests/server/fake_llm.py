@@ -17,6 +17,11 @@ T = TypeVar("T")
 PREFIX = [1 + i % 11 for i in range(160)]
 
 
+def call_id(number: int) -> str:
+    """The id of a call as the server makes them, but the same each time."""
+    return f"{number * 0x9E3779B1 % 2**32:08x}{number:024x}"
+
+
 @dataclasses.dataclass
 class FakeProgram:
     name: str
@@ -68,7 +73,7 @@ class FakeLLM:
         max_tokens = 60 + 40 * (number % 4)
         self.engine.add(
             make_request(
-                f"chatcmpl-{number * 0x9E3779B1 % 2**32:08x}{number:024x}#{number}",
+                f"{call_id(number)}-0-{number:08x}#{number}",
                 prompt,
                 max_tokens=max_tokens,
                 ignore_eos=True,

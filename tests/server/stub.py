@@ -15,8 +15,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from jaxpage.server.page import is_open, page_router
-from tests.server.fake_llm import FakeLLM
+from jaxpage.server.errors import ApiError
+from jaxpage.server.limits import KeyCheck
+from jaxpage.server.page import page_router
+from tests.server.fake_llm import FakeLLM, call_id
 
 TEXT = """Paged attention keeps the keys and values of a sequence in blocks of a fixed size, which need not be \
 neighbours. A block table says where they are.
@@ -45,15 +47,9 @@ class Stub:
 
 
 def _make_app(stub: Stub) -> FastAPI:
-    app = FastAPI()
+    app = FastAPI(exception_handlers={ApiError: _report})
     app.include_router(page_router(stub.llm))
-
-    @app.middleware("http")
-    async def check_key(request: Request, call_next: Any) -> Response:
-        given = request.headers.get("authorization")
-        if stub.key and not is_open(request.url.path) and given != f"Bearer {stub.key}":
-            return _error(401, "the API key is missing or wrong")
-        return await call_next(request)
+    app.add_middleware(KeyCheck, keys=[stub.key] if stub.key else [], admin_key=None)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -67,17 +63,16 @@ def _make_app(stub: Stub) -> FastAPI:
         body = await request.json()
         stub.requests.append(body)
         if _kind(body) == "refuse":
-            return _error(400, "temperature must be in [0, 2], got 9.0", "temperature")
+            raise ApiError(400, "temperature must be in [0, 2], got 9.0", param="temperature")
         if _kind(body) == "busy":
-            return _error(503, "the queue is full", headers={"Retry-After": "7"})
+            raise ApiError(503, "the queue is full", headers={"Retry-After": "7"})
         return StreamingResponse(_stream(stub, body), media_type="text/event-stream")
 
     return app
 
 
-def _error(status: int, message: str, param: str | None = None, headers: Any = None) -> Response:
-    error = {"message": message, "type": "BadRequestError", "param": param, "code": status}
-    return JSONResponse({"error": error}, status_code=status, headers=headers)
+async def _report(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
 def _kind(body: dict[str, Any]) -> str:
@@ -190,7 +185,7 @@ def _token(text: str, num_best: int) -> dict[str, Any]:
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps({'id': 'chatcmpl-00000003', 'object': 'chat.completion.chunk', **body})}\n\n"
+    return f"data: {json.dumps({'id': f'chatcmpl-{call_id(3)}', 'object': 'chat.completion.chunk', **body})}\n\n"
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import urllib.request
 
 import numpy as np
-import pytest
 from fastapi.testclient import TestClient
 
 from jaxpage import SamplingParams
-from jaxpage.async_llm import AsyncLLM, EngineDeadError
-from jaxpage.demo import checkpoint
+from jaxpage.async_llm import EngineDeadError
 from jaxpage.engine.activity import Activity, SequenceProgress, take_activity
 from jaxpage.server.engine_view import MAX_CELLS, MAX_LISTED, EngineView, describe
 from tests.engine.harness import make_engine
@@ -177,17 +176,10 @@ def test_a_dead_engine_is_told_and_asked_again():
         assert response.status_code == 200 and response.headers["cache-control"] == "no-store"
 
 
-@pytest.fixture(scope="module")
-def llm():
-    llm = AsyncLLM(str(checkpoint()), max_model_len=128, max_num_seqs=4, enforce_eager=True)
-    yield llm
-    llm.shutdown()
-
-
 def test_the_view_of_a_real_engine_has_no_text_of_its_requests(llm):
     async def look():
         params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
-        stream = await llm.start("the secret of the old house", params, "chatcmpl-7")
+        stream = await llm.start("the secret of the old house", params, "call-7")
         await anext(stream)
         snapshot = await llm.kv_snapshot()
         body = await EngineView(llm).body()
@@ -196,8 +188,15 @@ def test_the_view_of_a_real_engine_has_no_text_of_its_requests(llm):
 
     snapshot, body = asyncio.run(look())
     view = json.loads(body)
-    assert [request["id"] for request in view["running"]] == ["chatcmpl-7"]
-    assert view["pool"]["own"] >= 1 and view["stats"]["num_running"] == 1
+    assert "call-7" in [request["id"] for request in view["running"]]
+    assert view["pool"]["own"] >= 1 and view["stats"]["num_running"] >= 1
     assert sum(program["calls"] for program in view["programs"]) >= 2
-    assert len(snapshot.sequences) == 1
+    assert any(name.startswith("call-7#") for name, _ in snapshot.sequences)
     assert b"secret" not in body
+
+
+def test_the_server_has_the_page_and_its_view(url):
+    with urllib.request.urlopen(url) as response:
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
+    with urllib.request.urlopen(f"{url}/page/engine") as response:
+        assert json.load(response)["pool"]["blocks"] > 0

@@ -150,7 +150,7 @@ export class EngineView {
   }
 
   #showRequests({ running, waiting, stats }) {
-    const own = [...this.page.ownIds()];
+    const own = [...this.page.ownIds()].map(withoutKind);
     const rows = [...running.map((r, i) => ({ ...r, row: i })), ...waiting];
     const body = byId("requests");
     const isInside = body.contains(document.activeElement);
@@ -160,7 +160,7 @@ export class EngineView {
       const row = body.rows[i] ?? body.appendChild(requestRow());
       if (i === 0 && !body.querySelector("[tabindex='0']")) row.tabIndex = 0;
       row.dataset.key = keyOf(request);
-      const isOwn = own.some((id) => request.id.startsWith(id));
+      const isOwn = own.some((id) => withoutKind(request.id).startsWith(id));
       const name = request.id + (request.index ? ` (${request.index})` : "");
       row.cells[0].title = name;
       setText(row.querySelector(".name"), shortName(name));
@@ -226,7 +226,8 @@ function requestRow() {
 }
 
 /** Without what all ids of a kind begin with, and of random ones the first digits. */
-const shortName = (name) => name.replace(/^(chatcmpl|cmpl|resp)-/, "").replace(/^([0-9a-f]{8})[0-9a-f-]{16,}/, "$1");
+const shortName = (name) => withoutKind(name).replace(/^([0-9a-f]{8})[0-9a-f-]{16,}/, "$1");
+const withoutKind = (id) => id.replace(/^(chatcmpl|cmpl|resp)-/, "");
 
 function duration(seconds) {
   if (seconds < 100) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
