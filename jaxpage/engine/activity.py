@@ -45,7 +45,7 @@ class Activity:
 
 
 def take_activity(scheduler: Scheduler, max_waiting: int) -> Activity:
-    """Copies of now, with at most so many sequences of the queue. Takes about 1 ms for 100,000 blocks."""
+    """Copies of now, with at most so many sequences of the queue. Takes 2 ms for 100,000 blocks."""
     pool, tier = scheduler.kv.pool, scheduler.kv.tier
     now = time.monotonic()
     return Activity(

@@ -546,6 +546,11 @@ def test_the_page_fits_and_is_accessible(browser, stub, url, scheme, size):
     show("Engine")
     page.locator("#programs tr.used").first.wait_for()
     check()
+    if is_narrow:  # as on a wide screen at 400 %
+        page.set_viewport_size({"width": 320, "height": 600})
+        for view in ("Engine", "Settings", "Chat"):
+            show(view)
+            assert page.evaluate("document.documentElement.scrollWidth") == 320
     visit.context.close()
     assert visit.complaints == []
 

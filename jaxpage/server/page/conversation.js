@@ -116,7 +116,7 @@ function ending(answer) {
   switch (answer.finishReason) {
     case "stop": return answer.stopReason === null ? "complete" : `stopped at ${JSON.stringify(answer.stopReason)}`;
     case "length": return "cut off at the limit of tokens";
-    case "tool_calls": return "waits for results of tools";
+    case "tool_calls": return "ended with calls of tools";
     case null: return "";
     default: return answer.finishReason;
   }
