@@ -49,7 +49,7 @@ function kindOf(lexeme, next) {
 /** A `pre` of a JSON text; of text that is none, as it is. */
 export function jsonBlock(text) {
   const block = make("pre", { class: "json", tabIndex: 0 });
-  if (!isJson(text)) block.append(text);
-  else block.append(...reindent(text).map(([kind, part]) => (kind ? make("span", { class: kind }, part) : part)));
+  const parts = isJson(text) ? reindent(text) : [["", text]];
+  for (const [kind, part] of parts) block.append(kind ? make("span", { class: kind }, part) : part);
   return block;
 }
