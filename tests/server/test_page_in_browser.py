@@ -179,6 +179,34 @@ def test_what_the_model_writes_is_never_html(visit):
     assert visit.page.title() == "jaxpage"
 
 
+def test_fences_are_found_wherever_a_stream_is_cut(visit):
+    shown = """async (texts) => {
+        const { Prose } = await import("/page/assets/prose.js");
+        const read = (text, size) => {
+            const prose = new Prose();
+            for (let end = size; end < text.length; end += size) prose.update(text.slice(0, end), {isFinal: false});
+            prose.update(text, {isFinal: true});
+            return [...prose.element.children].map((e) => `${e.tagName} ${e.dataset.language ?? ""}|${e.textContent}`);
+        };
+        return texts.map((text) => {
+            const whole = read(text, text.length).join("/");
+            for (let size = 1; size < text.length; size += 1) {
+                const cut = read(text, size).join("/");
+                if (cut !== whole) throw new Error(`pieces of ${size}: ${cut}, not ${whole}`);
+            }
+            return whole;
+        });
+    }"""
+    texts = {
+        "a\n\n```py\nx = 1\n```\nb": "P |a\n\n/PRE py|x = 1\n/P |b",
+        "`a` and ``` b\n```c``` d": "P |`a` and ``` b\n```c``` d",
+        "```\nnever closed": "PRE |never closed",
+        "```\nclosed\n```": "PRE |closed\n",
+        "ends with\n```": "P |ends with\n```",
+    }
+    assert visit.page.evaluate(shown, list(texts)) == list(texts.values())
+
+
 def test_reasoning_is_open_while_alone_and_can_be_opened_later(visit):
     visit.stub.delay = 0.02
     visit.ask("please reason", wait=False)
