@@ -32,9 +32,8 @@ from jaxpage.structured_outputs.params import StructuredOutputsParams, to_struct
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQUENCES = 16384  # of one request; vLLM's VLLM_MAX_N_SEQUENCES
-# below it float32 logits overflow; raised to it with a warning, as vLLM does
+# below it float32 logits overflow; what is above 0 is raised to it with a warning, as vLLM does
 MIN_TEMPERATURE = 0.01
-GREEDY_TEMPERATURE = 1e-5  # below it the request is greedy
 MAX_LOGPROB_TOKEN_IDS = 128  # of one request
 
 
@@ -61,7 +60,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # [-2, 2], subtracted once for each id in the output
     frequency_penalty: float = 0.0  # [-2, 2], times the count in the output
     repetition_penalty: float = 1.0  # > 0; ids of prompt or output: logits > 0 divided, < 0 times
-    temperature: float = 1.0  # [0, 2]; below 1e-5 greedy, which resets top_p, top_k and min_p
+    temperature: float = 1.0  # [0, 2]; 0: greedy, which resets top_p, top_k and min_p
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # [0, 1], relative to the most likely token
@@ -121,7 +120,7 @@ class SamplingParams:
         self._normalise()
         self._check_ranges()
         self._check_strings()
-        if self.temperature < GREEDY_TEMPERATURE:
+        if self.temperature == 0:
             if self.n > 1:
                 raise ValueError(
                     f"n must be 1 with greedy sampling, got n={self.n}: all continuations would "

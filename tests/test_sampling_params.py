@@ -184,17 +184,18 @@ def test_other_spellings_of_a_value_are_made_one():
     assert SamplingParams(logprobs=False).logprobs is None
 
 
-def test_temperatures_near_zero():
-    greedy = SamplingParams(temperature=9e-6, top_p=0.5, top_k=3, min_p=0.2)
+def test_a_temperature_of_zero_is_greedy():
+    greedy = SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.2)
     assert greedy.greedy
     assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.min_p) == (0, 1, 0, 0)
-    assert not SamplingParams(temperature=1e-5).greedy
 
 
 def test_a_tiny_temperature_is_raised_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="jaxpage"):
         assert SamplingParams(temperature=0.005).temperature == 0.01
     assert "0.005" in caplog.text
+    tiny = SamplingParams(temperature=1e-9, n=2)
+    assert not tiny.greedy and tiny.temperature == 0.01
 
 
 def test_greedy_sampling_of_several_continuations_is_refused():
