@@ -226,11 +226,21 @@ def check_prompt_scores(prompt: Prompt, params: SamplingParams, limits: Limits) 
     """Raise ValueError for logprobs that a prompt cannot have."""
     if prompt.embeds is not None:
         raise ValueError("prompt_logprobs need token ids, and this prompt is embeddings")
-    rows, start = params.prompt_logprob_token_ids or [], params.prompt_logprob_start or 0
-    if start + len(rows) > len(prompt.token_ids):
+    if params.prompt_logprob_token_ids is None:
+        return
+    rows, start = params.prompt_logprob_token_ids, params.prompt_logprob_start or 0
+    num_tokens = len(prompt.token_ids)
+    num_scored = max(0, num_tokens - 1 - start)
+    if len(rows) != num_scored:
         raise ValueError(
-            f"prompt_logprob_token_ids has {len(rows)} rows from token {start} on, but the prompt has "
-            f"{len(prompt.token_ids)} tokens"
+            f"prompt_logprob_token_ids has {len(rows)} rows, but a prompt of {num_tokens} tokens has {num_scored} "
+            f"to be scored with prompt_logprob_start={start}: those behind the token {start}"
+        )
+    width = max(map(len, rows))
+    if width > limits.max_logprobs != -1:
+        raise ValueError(
+            f"prompt_logprob_token_ids has {width} ids in a row, which is more than "
+            f"max_logprobs={limits.max_logprobs}; start the engine with a larger max_logprobs"
         )
     for row in rows:
         _check_ids("prompt_logprob_token_ids", [i for i in row if i != -1], limits)

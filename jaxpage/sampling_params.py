@@ -94,7 +94,8 @@ class SamplingParams:
     logprob_token_ids: list[int] | None = None  # at each token these, instead of the best
     # the k best in the place of each prompt token, which comes on top; -1: all. No cached KV is read
     prompt_logprobs: int | None = None
-    # row i: ids that are scored behind prompt token `prompt_logprob_start` + i; -1: none
+    # row i: ids that are scored behind prompt token `prompt_logprob_start` + i; -1: none. A row for each of them but
+    # the last; the scores are in `RequestOutput.prompt_token_id_logprobs`
     prompt_logprob_token_ids: list[list[int]] | None = None
     prompt_logprob_start: int | None = None
     flat_logprobs: bool = False  # as `FlatLogprobs` instead of lists of dicts
@@ -219,9 +220,8 @@ class SamplingParams:
             self.prompt_logprobs is None or self.prompt_logprobs >= -1,
             "at least 0, or -1 (all)",
         )
-        start = self.prompt_logprob_start
-        check("prompt_logprob_start", start is None or start >= 0, "at least 0, or None")
         self._check_logprob_ids()
+        self._check_prompt_logprob_ids()
         check("allowed_token_ids", self.allowed_token_ids != [], "None or a non-empty list")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -239,6 +239,15 @@ class SamplingParams:
                 f"logprob_token_ids has {len(ids)} ids, which come instead of the {self.logprobs} best that "
                 "logprobs asks for; leave logprobs None"
             )
+
+    def _check_prompt_logprob_ids(self) -> None:
+        rows, start = self.prompt_logprob_token_ids, self.prompt_logprob_start
+        if rows is not None and not any(rows):
+            raise ValueError(f"prompt_logprob_token_ids must have ids, got {rows}")
+        if start is not None and rows is None:
+            raise ValueError(f"prompt_logprob_start={start} needs prompt_logprob_token_ids")
+        if start is not None and start < 0:
+            raise ValueError(f"prompt_logprob_start must be at least 0, or None, got {start}")
 
     def _check_strings(self) -> None:
         if self.stop and not self.detokenize:

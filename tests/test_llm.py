@@ -155,7 +155,12 @@ BAD = {
     "prompt logprob rows": (
         [5],
         {"prompt_logprob_token_ids": [[1], [2]]},
-        "2 rows from token 0 on, but the prompt has 1",
+        r"prompt_logprob_token_ids has 2 rows, but a prompt of 1 tokens has 0 to be scored",
+    ),
+    "prompt logprob ids": (
+        [5, 6],
+        {"prompt_logprob_token_ids": [[9] * 21]},
+        "prompt_logprob_token_ids has 21 ids in a row, which is more than max_logprobs=20",
     ),
     "truncation": ([5], {"truncate_prompt_tokens": 64}, "no room for an answer"),
     "schema": (

@@ -106,10 +106,9 @@ def test_defaults_are_those_of_vllm():
         ("logprob_token_ids", [None, [5], [5, 5, 6], range(128)], [[], range(129), ["a"], 5]),
         (
             "prompt_logprob_token_ids",
-            [None, [[1, 2], [3, -1]], np.ones((2, 2), int)],
-            [5, [1], "a"],
+            [None, [[1, 2], [3, -1]], [[1], [2, 3]], np.ones((2, 2), int)],
+            [5, [1], "a", [], [[]], [[], []]],
         ),
-        ("prompt_logprob_start", [None, 0, 7], [-1, 0.5]),
         ("flat_logprobs", [True, False], ["yes", None]),
         ("truncate_prompt_tokens", [None, -1, 1, 9], [0, -2, 1.5]),
         (
@@ -182,6 +181,15 @@ def test_other_spellings_of_a_value_are_made_one():
     assert params.logit_bias == {7: 1.0}
     assert params.output_kind is RequestOutputKind.FINAL_ONLY
     assert SamplingParams(logprobs=False).logprobs is None
+
+
+def test_where_given_ids_of_a_prompt_begin():
+    SamplingParams(prompt_logprob_token_ids=[[1]], prompt_logprob_start=7)
+    for start in (-1, 0.5):
+        with pytest.raises(ValueError, match="prompt_logprob_start"):
+            SamplingParams(prompt_logprob_token_ids=[[1]], prompt_logprob_start=start)
+    with pytest.raises(ValueError, match="prompt_logprob_start=7 needs prompt_logprob_token_ids"):
+        SamplingParams(prompt_logprob_start=7)
 
 
 def test_a_temperature_of_zero_is_greedy():
