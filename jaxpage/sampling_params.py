@@ -121,6 +121,7 @@ class SamplingParams:
         self._normalise()
         self._check_ranges()
         self._check_strings()
+        self.logprob_token_ids = self.logprob_token_ids or None
         if self.temperature == 0:
             if self.n > 1:
                 raise ValueError(
@@ -230,9 +231,9 @@ class SamplingParams:
 
     def _check_logprob_ids(self) -> None:
         ids = self.logprob_token_ids
-        if ids is not None and not 1 <= len(ids) <= MAX_LOGPROB_TOKEN_IDS:
+        if ids is not None and len(ids) > MAX_LOGPROB_TOKEN_IDS:
             raise ValueError(
-                f"logprob_token_ids must have 1 to {MAX_LOGPROB_TOKEN_IDS} different ids, got {len(ids)}"
+                f"logprob_token_ids must have at most {MAX_LOGPROB_TOKEN_IDS} different ids, got {len(ids)}"
             )
         if ids is not None and self.logprobs not in (None, len(ids)):
             raise ValueError(

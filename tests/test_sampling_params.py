@@ -103,7 +103,7 @@ def test_defaults_are_those_of_vllm():
         ("stream_interval", [None, 1, 100], [0, -1, 1.5, True]),
         ("thinking_token_budget", [None, -1, 0, 5, 2**40], [-2, True, 1.5, "3"]),
         ("prompt_logprobs", [None, False, 0, 3, -1, True], [-2, 0.5, "3"]),
-        ("logprob_token_ids", [None, [5], [5, 5, 6], range(128)], [[], range(129), ["a"], 5]),
+        ("logprob_token_ids", [None, [], [5], [5, 5, 6], range(128)], [range(129), ["a"], 5]),
         (
             "prompt_logprob_token_ids",
             [None, [[1, 2], [3, -1]], [[1], [2, 3]], np.ones((2, 2), int)],
@@ -181,6 +181,13 @@ def test_other_spellings_of_a_value_are_made_one():
     assert params.logit_bias == {7: 1.0}
     assert params.output_kind is RequestOutputKind.FINAL_ONLY
     assert SamplingParams(logprobs=False).logprobs is None
+
+
+def test_no_given_ids_ask_for_no_logprobs():
+    assert not SamplingParams(logprob_token_ids=[]).wants_logprobs
+    assert SamplingParams(logprob_token_ids=[], logprobs=0).wants_logprobs
+    with pytest.raises(ValueError, match="logprob_token_ids has 0 ids"):
+        SamplingParams(logprob_token_ids=[], logprobs=2)
 
 
 def test_where_given_ids_of_a_prompt_begin():
