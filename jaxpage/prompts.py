@@ -212,10 +212,11 @@ def parse_chat(
 
 def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
     """The last `length` tokens of a prompt; -1: as many as leave room for one of an answer. Raises ValueError."""
-    if length >= limits.max_model_len:
+    if not _is_int(length) or (length < 1 and length != -1):
+        raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length!r}")
+    if length > limits.max_model_len:
         raise ValueError(
-            f"truncate_prompt_tokens={length} leaves no room for an answer within "
-            f"max_model_len={limits.max_model_len}"
+            f"truncate_prompt_tokens={length} is more than max_model_len={limits.max_model_len}"
         )
     length = limits.max_model_len - 1 if length == -1 else length
     embeds = None if prompt.embeds is None else prompt.embeds[-length:]

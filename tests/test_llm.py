@@ -162,7 +162,8 @@ BAD = {
         {"prompt_logprob_token_ids": [[9] * 21]},
         "prompt_logprob_token_ids has 21 ids in a row, which is more than max_logprobs=20",
     ),
-    "truncation": ([5], {"truncate_prompt_tokens": 64}, "no room for an answer"),
+    "truncation": ([5], {"truncate_prompt_tokens": 65}, "65 is more than max_model_len=64"),
+    "truncated too little": ([5] * 64, {"truncate_prompt_tokens": 64}, "no room for an answer"),
     "schema": (
         [5],
         {"structured_outputs": {"json": {"properties": {"a": {"type": "x"}}}}},
