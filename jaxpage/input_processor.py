@@ -185,6 +185,11 @@ class InputProcessor:
             check_prompt_scores(prompt, params, self.limits)
         if params.max_tokens is None:
             params.max_tokens = self.limits.max_model_len - len(prompt.token_ids)
+            if params.min_tokens > params.max_tokens:
+                raise ValueError(
+                    f"min_tokens={params.min_tokens} is more than the {params.max_tokens} tokens that "
+                    f"max_model_len={self.limits.max_model_len} leaves for an answer"
+                )
         # An output that matches what it must has nothing left to say: there EOS always ends it.
         goes_on = params.ignore_eos and params.structured_outputs is None
         eos_token_ids = () if goes_on else self.eos_token_ids

@@ -162,6 +162,11 @@ BAD = {
         {"prompt_logprob_token_ids": [[9] * 21]},
         "prompt_logprob_token_ids has 21 ids in a row, which is more than max_logprobs=20",
     ),
+    "min tokens": (
+        [5],
+        {"max_tokens": None, "min_tokens": 64},
+        "min_tokens=64 is more than the 63 tokens that max_model_len=64 leaves",
+    ),
     "truncation": ([5], {"truncate_prompt_tokens": 65}, "65 is more than max_model_len=64"),
     "truncated too little": ([5] * 64, {"truncate_prompt_tokens": 64}, "no room for an answer"),
     "schema": (
