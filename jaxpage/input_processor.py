@@ -80,12 +80,24 @@ class InputProcessor:
         self, prompts: Any, tokenization_kwargs: Mapping[str, Any] | None = None
     ) -> list[Prompt]:
         """One prompt or many, as ids. Raises ValueError for what is no prompt."""
-        return parse(prompts, self.tokenizer, tokenization_kwargs)
+        options, length = _without_truncation(tokenization_kwargs)
+        return self._truncated(parse(prompts, self.tokenizer, options), length)
 
     def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
         """One conversation or many, rendered; `options` are those of `prompts.parse_chat`. Raises ValueError."""
         template = options.pop("chat_template", None) or self._config.chat_template
-        return parse_chat(messages, self.tokenizer, chat_template=template, **options)
+        tokenization, length = _without_truncation(options.pop("tokenization_kwargs", None))
+        prompts = parse_chat(
+            messages,
+            self.tokenizer,
+            chat_template=template,
+            tokenization_kwargs=tokenization,
+            **options,
+        )
+        return self._truncated(prompts, length)
+
+    def _truncated(self, prompts: list[Prompt], length: int | None) -> list[Prompt]:
+        return [p if length is None else truncate(p, length, self.limits) for p in prompts]
 
     def chat_format(self, chat_template: str | None = None) -> ChatFormat:
         """How the model writes tool calls and reasoning, by the options or a chat template. Raises ValueError."""
@@ -173,6 +185,11 @@ class InputProcessor:
             check_prompt_scores(prompt, params, self.limits)
         if params.max_tokens is None:
             params.max_tokens = self.limits.max_model_len - len(prompt.token_ids)
+            if params.min_tokens > params.max_tokens:
+                raise ValueError(
+                    f"min_tokens={params.min_tokens} is more than the {params.max_tokens} tokens that "
+                    f"max_model_len={self.limits.max_model_len} leaves for an answer"
+                )
         # An output that matches what it must has nothing left to say: there EOS always ends it.
         goes_on = params.ignore_eos and params.structured_outputs is None
         eos_token_ids = () if goes_on else self.eos_token_ids
@@ -257,6 +274,14 @@ class InputProcessor:
             eos_token_ids=self.eos_token_ids,
             config=to_structured_outputs_config(self._config.structured_outputs_config),
         )
+
+
+def _without_truncation(
+    tokenization_kwargs: Mapping[str, Any] | None,
+) -> tuple[dict[str, Any], int | None]:
+    """What goes to the tokenizer, and to how many tokens prompts are truncated, if they are."""
+    options = dict(tokenization_kwargs or {})
+    return options, options.pop("truncate_prompt_tokens", None)
 
 
 def _embeds_form(built: Built) -> EmbedsForm | None:

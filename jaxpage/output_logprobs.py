@@ -150,15 +150,22 @@ class LogprobRows:
 
 
 class ScoredPrompt:
-    """The logprobs of a prompt's tokens, as steps score them: in order, from the second token on."""
+    """The logprobs of a prompt's tokens, as steps score them: in order, from the second token on.
+
+    `of_given_ids`: float32[rows, ids] of `prompt_logprob_token_ids`, or None.
+    """
 
     def __init__(self, params: SamplingParams, prompt_token_ids: list[int]):
         self._num_best = params.prompt_logprobs  # -1: all; None: only `_ids`
-        self._ids = params.prompt_logprob_token_ids
+        self._ids = params.prompt_logprob_token_ids or []
         self._start = params.prompt_logprob_start or 0
         self._token_ids = prompt_token_ids
         self._flat = params.flat_logprobs
         self._scored: list[_Scored | None] = [None]
+        self.of_given_ids: np.ndarray | None = None
+        if self._ids:
+            shape = len(self._ids), max(map(len, self._ids))
+            self.of_given_ids = np.full(shape, -np.inf, np.float32)
 
     def take(
         self, result: StepResult, start: int, count: int, vocabulary_start: int | None
@@ -166,12 +173,15 @@ class ScoredPrompt:
         """The tokens `start` to `start + count` of the result, and where they stand in its vocabularies, if there."""
         for i in range(start, start + count):
             token_id = self._token_ids[len(self._scored)]
-            wanted = self._wanted()
-            if vocabulary_start is not None and (wanted is not None or self._num_best == -1):
+            found = None
+            if vocabulary_start is not None:
                 found = result.prompt_vocabulary[vocabulary_start + i - start]
-                self._scored.append(_from_vocabulary(token_id, found, wanted))
-            elif self._num_best is None:
+                self._take_given_ids(found)
+            if self._num_best is None:
                 self._scored.append(None)
+            elif self._num_best == -1:
+                assert found is not None
+                self._scored.append(_from_vocabulary(token_id, found, None))
             else:
                 width = self._num_best
                 self._scored.append(
@@ -184,12 +194,13 @@ class ScoredPrompt:
                     )
                 )
 
-    def _wanted(self) -> list[int] | None:
-        """The ids that are wanted in the place of the next token; None: the best."""
-        if self._ids is None:
-            return None
+    def _take_given_ids(self, logprobs: np.ndarray) -> None:
+        """Those of the next token, by float32[V]."""
         row = len(self._scored) - 1 - self._start
-        return [i for i in self._ids[row] if i >= 0] if 0 <= row < len(self._ids) else None
+        if self.of_given_ids is not None and 0 <= row < len(self._ids):
+            for column, token_id in enumerate(self._ids[row]):
+                if token_id >= 0:
+                    self.of_given_ids[row, column] = logprobs[token_id]
 
     def named(self, detokenizer: Detokenizer | None) -> PromptLogprobs:
         """One dict for each token of the prompt, None for the first."""

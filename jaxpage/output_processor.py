@@ -201,6 +201,7 @@ class _RequestState:
             outputs=outputs,
             finished=self.num_unfinished == 0,
             prompt_logprobs=self._named_prompt(),
+            prompt_token_id_logprobs=self.prompt and self.prompt.of_given_ids,
             metrics=self._stats(),
             num_cached_tokens=request.num_cached_tokens,
             num_cache_creation_tokens=request.num_cache_creation_tokens,
@@ -208,7 +209,8 @@ class _RequestState:
 
     def _named_prompt(self) -> PromptLogprobs | None:
         """Made once, when all of the prompt has been scored: with the first output."""
-        if self.prompt is not None and self._prompt_logprobs is None:
+        wanted = self.request.params.prompt_logprobs is not None
+        if self.prompt is not None and wanted and self._prompt_logprobs is None:
             self._prompt_logprobs = self.prompt.named(self.sequences[0].detokenizer)
         return self._prompt_logprobs
 

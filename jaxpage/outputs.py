@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxpage.flat_logprobs import FlatLogprobs
     from jaxpage.tool_parsers import ToolCall
 
@@ -96,6 +98,8 @@ class RequestOutput:
     finished: bool
     # one dict per prompt token: id -> Logprob, None for the first; only if asked for
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    # float32[rows, ids]: of `prompt_logprob_token_ids`; -inf where a row has fewer ids
+    prompt_token_id_logprobs: np.ndarray | None = field(default=None, compare=False)
     metrics: RequestStateStats
     lora_request: None = None  # this and the two below: vLLM's, always None
     encoder_prompt: None = None

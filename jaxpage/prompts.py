@@ -212,10 +212,11 @@ def parse_chat(
 
 def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
     """The last `length` tokens of a prompt; -1: as many as leave room for one of an answer. Raises ValueError."""
-    if length >= limits.max_model_len:
+    if not _is_int(length) or (length < 1 and length != -1):
+        raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length!r}")
+    if length > limits.max_model_len:
         raise ValueError(
-            f"truncate_prompt_tokens={length} leaves no room for an answer within "
-            f"max_model_len={limits.max_model_len}"
+            f"truncate_prompt_tokens={length} is more than max_model_len={limits.max_model_len}"
         )
     length = limits.max_model_len - 1 if length == -1 else length
     embeds = None if prompt.embeds is None else prompt.embeds[-length:]
@@ -226,11 +227,21 @@ def check_prompt_scores(prompt: Prompt, params: SamplingParams, limits: Limits) 
     """Raise ValueError for logprobs that a prompt cannot have."""
     if prompt.embeds is not None:
         raise ValueError("prompt_logprobs need token ids, and this prompt is embeddings")
-    rows, start = params.prompt_logprob_token_ids or [], params.prompt_logprob_start or 0
-    if start + len(rows) > len(prompt.token_ids):
+    if params.prompt_logprob_token_ids is None:
+        return
+    rows, start = params.prompt_logprob_token_ids, params.prompt_logprob_start or 0
+    num_tokens = len(prompt.token_ids)
+    num_scored = max(0, num_tokens - 1 - start)
+    if len(rows) != num_scored:
         raise ValueError(
-            f"prompt_logprob_token_ids has {len(rows)} rows from token {start} on, but the prompt has "
-            f"{len(prompt.token_ids)} tokens"
+            f"prompt_logprob_token_ids has {len(rows)} rows, but a prompt of {num_tokens} tokens has {num_scored} "
+            f"to be scored with prompt_logprob_start={start}: those behind the token {start}"
+        )
+    width = max(map(len, rows))
+    if width > limits.max_logprobs != -1:
+        raise ValueError(
+            f"prompt_logprob_token_ids has {width} ids in a row, which is more than "
+            f"max_logprobs={limits.max_logprobs}; start the engine with a larger max_logprobs"
         )
     for row in rows:
         _check_ids("prompt_logprob_token_ids", [i for i in row if i != -1], limits)

@@ -32,9 +32,8 @@ from jaxpage.structured_outputs.params import StructuredOutputsParams, to_struct
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQUENCES = 16384  # of one request; vLLM's VLLM_MAX_N_SEQUENCES
-# below it float32 logits overflow; raised to it with a warning, as vLLM does
+# below it float32 logits overflow; what is above 0 is raised to it with a warning, as vLLM does
 MIN_TEMPERATURE = 0.01
-GREEDY_TEMPERATURE = 1e-5  # below it the request is greedy
 MAX_LOGPROB_TOKEN_IDS = 128  # of one request
 
 
@@ -61,7 +60,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # [-2, 2], subtracted once for each id in the output
     frequency_penalty: float = 0.0  # [-2, 2], times the count in the output
     repetition_penalty: float = 1.0  # > 0; ids of prompt or output: logits > 0 divided, < 0 times
-    temperature: float = 1.0  # [0, 2]; below 1e-5 greedy, which resets top_p, top_k and min_p
+    temperature: float = 1.0  # [0, 2]; 0: greedy, which resets top_p, top_k and min_p
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # [0, 1], relative to the most likely token
@@ -95,7 +94,8 @@ class SamplingParams:
     logprob_token_ids: list[int] | None = None  # at each token these, instead of the best
     # the k best in the place of each prompt token, which comes on top; -1: all. No cached KV is read
     prompt_logprobs: int | None = None
-    # row i: ids that are scored behind prompt token `prompt_logprob_start` + i; -1: none
+    # row i: ids that are scored behind prompt token `prompt_logprob_start` + i; -1: none. A row for each of them but
+    # the last; the scores are in `RequestOutput.prompt_token_id_logprobs`
     prompt_logprob_token_ids: list[list[int]] | None = None
     prompt_logprob_start: int | None = None
     flat_logprobs: bool = False  # as `FlatLogprobs` instead of lists of dicts
@@ -121,7 +121,8 @@ class SamplingParams:
         self._normalise()
         self._check_ranges()
         self._check_strings()
-        if self.temperature < GREEDY_TEMPERATURE:
+        self.logprob_token_ids = self.logprob_token_ids or None
+        if self.temperature == 0:
             if self.n > 1:
                 raise ValueError(
                     f"n must be 1 with greedy sampling, got n={self.n}: all continuations would "
@@ -220,9 +221,8 @@ class SamplingParams:
             self.prompt_logprobs is None or self.prompt_logprobs >= -1,
             "at least 0, or -1 (all)",
         )
-        start = self.prompt_logprob_start
-        check("prompt_logprob_start", start is None or start >= 0, "at least 0, or None")
         self._check_logprob_ids()
+        self._check_prompt_logprob_ids()
         check("allowed_token_ids", self.allowed_token_ids != [], "None or a non-empty list")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -231,15 +231,24 @@ class SamplingParams:
 
     def _check_logprob_ids(self) -> None:
         ids = self.logprob_token_ids
-        if ids is not None and not 1 <= len(ids) <= MAX_LOGPROB_TOKEN_IDS:
+        if ids is not None and len(ids) > MAX_LOGPROB_TOKEN_IDS:
             raise ValueError(
-                f"logprob_token_ids must have 1 to {MAX_LOGPROB_TOKEN_IDS} different ids, got {len(ids)}"
+                f"logprob_token_ids must have at most {MAX_LOGPROB_TOKEN_IDS} different ids, got {len(ids)}"
             )
         if ids is not None and self.logprobs not in (None, len(ids)):
             raise ValueError(
                 f"logprob_token_ids has {len(ids)} ids, which come instead of the {self.logprobs} best that "
                 "logprobs asks for; leave logprobs None"
             )
+
+    def _check_prompt_logprob_ids(self) -> None:
+        rows, start = self.prompt_logprob_token_ids, self.prompt_logprob_start
+        if rows is not None and not any(rows):
+            raise ValueError(f"prompt_logprob_token_ids must have ids, got {rows}")
+        if start is not None and rows is None:
+            raise ValueError(f"prompt_logprob_start={start} needs prompt_logprob_token_ids")
+        if start is not None and start < 0:
+            raise ValueError(f"prompt_logprob_start must be at least 0, or None, got {start}")
 
     def _check_strings(self) -> None:
         if self.stop and not self.detokenize:

@@ -35,8 +35,9 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         "prompt_token_ids"
     )
     try:
+        # A prompt that is too long loses its beginning, as in vLLM.
         found = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            folder, local_files_only=True, trust_remote_code=False, truncation_side="left"
         )
     except Exception as e:  # of many types, according to which file is missing or broken
         raise ValueError(f"no tokenizer can be loaded from {folder}: {e}; {advice}") from e

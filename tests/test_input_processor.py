@@ -49,6 +49,25 @@ def test_requests_are_named_and_seeded_by_their_number(make):
         inputs.request("other", inputs.parse(["the", "a"]), SamplingParams())
 
 
+def test_prompts_are_truncated_where_tokenization_kwargs_say_so(make):
+    inputs = make()
+    (whole,) = inputs.parse("Once upon a time")
+    for length, expected in ((2, whole.token_ids[-2:]), (-1, whole.token_ids)):
+        options = {"truncate_prompt_tokens": length}
+        text, ids = inputs.parse(
+            ["Once upon a time", {"prompt_token_ids": whole.token_ids}], options
+        )
+        assert text.token_ids == ids.token_ids == expected
+        assert options == {"truncate_prompt_tokens": length}
+    messages = [{"role": "user", "content": "Once upon a time"}]
+    (chat,) = inputs.parse_chat(messages)
+    (short,) = inputs.parse_chat(messages, tokenization_kwargs={"truncate_prompt_tokens": 3})
+    assert short.token_ids == chat.token_ids[-3:]
+    for length in (0, -2, 65, 1.5):
+        with pytest.raises(ValueError, match="truncate_prompt_tokens"):
+            inputs.parse("Once", {"truncate_prompt_tokens": length})
+
+
 def test_what_is_refused_does_not_count(make):
     inputs = make()
     with pytest.raises(ValueError, match="prompt 1 of 2: prompt_token_ids has 600"):

@@ -155,9 +155,20 @@ BAD = {
     "prompt logprob rows": (
         [5],
         {"prompt_logprob_token_ids": [[1], [2]]},
-        "2 rows from token 0 on, but the prompt has 1",
+        r"prompt_logprob_token_ids has 2 rows, but a prompt of 1 tokens has 0 to be scored",
     ),
-    "truncation": ([5], {"truncate_prompt_tokens": 64}, "no room for an answer"),
+    "prompt logprob ids": (
+        [5, 6],
+        {"prompt_logprob_token_ids": [[9] * 21]},
+        "prompt_logprob_token_ids has 21 ids in a row, which is more than max_logprobs=20",
+    ),
+    "min tokens": (
+        [5],
+        {"max_tokens": None, "min_tokens": 64},
+        "min_tokens=64 is more than the 63 tokens that max_model_len=64 leaves",
+    ),
+    "truncation": ([5], {"truncate_prompt_tokens": 65}, "65 is more than max_model_len=64"),
+    "truncated too little": ([5] * 64, {"truncate_prompt_tokens": 64}, "no room for an answer"),
     "schema": (
         [5],
         {"structured_outputs": {"json": {"properties": {"a": {"type": "x"}}}}},

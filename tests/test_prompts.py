@@ -32,6 +32,6 @@ def test_tokenization_kwargs_reach_the_tokenizer(tokenizer):
     (whole,) = parse("Once upon a time", tokenizer)
     options = {"truncation": True, "max_length": 2}
     (short,) = parse("Once upon a time", tokenizer, options)
-    assert short.token_ids == whole.token_ids[:2]
-    with pytest.raises(ValueError, match="tokenization_kwargs has truncate_prompt_tokens; supp"):
-        parse("Once", tokenizer, {"truncate_prompt_tokens": 5})
+    assert short.token_ids == whole.token_ids[-2:]
+    with pytest.raises(ValueError, match="tokenization_kwargs has padding_side; supp"):
+        parse("Once", tokenizer, {"padding_side": "left"})

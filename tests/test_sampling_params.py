@@ -103,13 +103,12 @@ def test_defaults_are_those_of_vllm():
         ("stream_interval", [None, 1, 100], [0, -1, 1.5, True]),
         ("thinking_token_budget", [None, -1, 0, 5, 2**40], [-2, True, 1.5, "3"]),
         ("prompt_logprobs", [None, False, 0, 3, -1, True], [-2, 0.5, "3"]),
-        ("logprob_token_ids", [None, [5], [5, 5, 6], range(128)], [[], range(129), ["a"], 5]),
+        ("logprob_token_ids", [None, [], [5], [5, 5, 6], range(128)], [range(129), ["a"], 5]),
         (
             "prompt_logprob_token_ids",
-            [None, [[1, 2], [3, -1]], np.ones((2, 2), int)],
-            [5, [1], "a"],
+            [None, [[1, 2], [3, -1]], [[1], [2, 3]], np.ones((2, 2), int)],
+            [5, [1], "a", [], [[]], [[], []]],
         ),
-        ("prompt_logprob_start", [None, 0, 7], [-1, 0.5]),
         ("flat_logprobs", [True, False], ["yes", None]),
         ("truncate_prompt_tokens", [None, -1, 1, 9], [0, -2, 1.5]),
         (
@@ -184,17 +183,34 @@ def test_other_spellings_of_a_value_are_made_one():
     assert SamplingParams(logprobs=False).logprobs is None
 
 
-def test_temperatures_near_zero():
-    greedy = SamplingParams(temperature=9e-6, top_p=0.5, top_k=3, min_p=0.2)
+def test_no_given_ids_ask_for_no_logprobs():
+    assert not SamplingParams(logprob_token_ids=[]).wants_logprobs
+    assert SamplingParams(logprob_token_ids=[], logprobs=0).wants_logprobs
+    with pytest.raises(ValueError, match="logprob_token_ids has 0 ids"):
+        SamplingParams(logprob_token_ids=[], logprobs=2)
+
+
+def test_where_given_ids_of_a_prompt_begin():
+    SamplingParams(prompt_logprob_token_ids=[[1]], prompt_logprob_start=7)
+    for start in (-1, 0.5):
+        with pytest.raises(ValueError, match="prompt_logprob_start"):
+            SamplingParams(prompt_logprob_token_ids=[[1]], prompt_logprob_start=start)
+    with pytest.raises(ValueError, match="prompt_logprob_start=7 needs prompt_logprob_token_ids"):
+        SamplingParams(prompt_logprob_start=7)
+
+
+def test_a_temperature_of_zero_is_greedy():
+    greedy = SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.2)
     assert greedy.greedy
     assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.min_p) == (0, 1, 0, 0)
-    assert not SamplingParams(temperature=1e-5).greedy
 
 
 def test_a_tiny_temperature_is_raised_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="jaxpage"):
         assert SamplingParams(temperature=0.005).temperature == 0.01
     assert "0.005" in caplog.text
+    tiny = SamplingParams(temperature=1e-9, n=2)
+    assert not tiny.greedy and tiny.temperature == 0.01
 
 
 def test_greedy_sampling_of_several_continuations_is_refused():

@@ -72,15 +72,22 @@ def test_the_whole_vocabulary_of_a_prompt(llm, prompts, logits):
 
 
 def test_given_ids_of_a_prompt(llm, prompts, logits):
-    rows = [[5, 7], [9, -1], [-1, -1]]
-    options = {"prompt_logprob_token_ids": rows, "prompt_logprob_start": 30}
-    (output,) = generate(llm, prompts[3:4], **options)
-    found, expected = output.prompt_logprobs, log_softmax(logits[3])
-    assert [i for i, entries in enumerate(found) if entries] == [31, 32, 33]
-    for position, ids in zip((31, 32, 33), ([5, 7], [9], []), strict=True):
-        assert list(found[position]) == [prompts[3][position], *ids]
-        for token_id, entry in found[position].items():
-            assert entry.logprob == pytest.approx(expected[position - 1, token_id], abs=ATOL)
+    prompt, start = prompts[3], len(prompts[3]) - 5
+    rows = [[5, 7], [9], [], [3, 5]]  # of the last four tokens
+    options = {"prompt_logprob_token_ids": rows, "prompt_logprob_start": start}
+    expected = np.full((4, 2), -np.inf)
+    for row, ids in enumerate(rows):
+        expected[row, : len(ids)] = log_softmax(logits[3])[start + row, ids]
+    outputs = [
+        generate(llm, [prompt], **options, prompt_logprobs=count)[0] for count in (None, 2, -1)
+    ]
+    for output in outputs:
+        assert output.prompt_token_id_logprobs.dtype == np.float32
+        np.testing.assert_allclose(output.prompt_token_id_logprobs, expected, atol=ATOL)
+    assert outputs[0].prompt_logprobs is None
+    assert_scored(outputs[1].prompt_logprobs, prompt, logits[3], 2)
+    assert_scored(outputs[2].prompt_logprobs, prompt, logits[3], checkpoints.VOCAB_SIZE)
+    assert generate(llm, [prompt], prompt_logprobs=2)[0].prompt_token_id_logprobs is None
 
 
 @pytest.mark.slow

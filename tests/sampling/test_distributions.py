@@ -1,4 +1,4 @@
-"""What is drawn, against the distribution that follows from the definitions; and against transformers' processors."""
+"""What is drawn, against the distribution that follows from the definitions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from scipy import stats
 
 from jaxpage.sampling.features import FEATURES, bits
@@ -104,43 +102,3 @@ def test_what_is_drawn_is_what_is_defined(seed):
     if used.sum() > 1:
         p_value = stats.chisquare(observed[used], expected[used], sum_check=False).pvalue
         assert p_value > 1e-4 / NUM_CASES
-
-
-WARPERS = [
-    ({"temperature": 0.7}, [transformers.TemperatureLogitsWarper(0.7)]),
-    ({"top_k": 7}, [transformers.TopKLogitsWarper(7)]),
-    ({"top_p": 0.8}, [transformers.TopPLogitsWarper(0.8)]),
-    ({"min_p": 0.1}, [transformers.MinPLogitsWarper(0.1)]),
-    ({"repetition_penalty": 1.7}, [transformers.RepetitionPenaltyLogitsProcessor(1.7)]),
-    (
-        {"temperature": 1.4, "top_k": 12, "top_p": 0.9, "repetition_penalty": 0.8},
-        [
-            transformers.RepetitionPenaltyLogitsProcessor(0.8),
-            transformers.TemperatureLogitsWarper(1.4),
-            transformers.TopKLogitsWarper(12),
-            transformers.TopPLogitsWarper(0.9),
-        ],
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "warpers"), WARPERS, ids=lambda x: None)
-def test_the_distribution_is_that_of_transformers(options, warpers):
-    rng = np.random.default_rng(0)
-    logits = (rng.normal(size=(32, V)) * 2).astype(np.float32)
-    prompt = rng.integers(0, V, 9).tolist()
-    row = Row(prompt=prompt, **({"temperature": 1.0} | options))
-    state = {k: jnp.repeat(v[1:2], 32, axis=0) for k, v in make_state([row], V).items()}
-    found = jax.jit(partial(sample, num_top_logprobs=V, logprobs_mode="processed"))(
-        jnp.asarray(logits),
-        state,
-        jnp.arange(32, dtype=jnp.int32),
-        jnp.full(32, row.position, jnp.int32),
-        jnp.int32(ALL),
-    )
-    ours = np.full((32, V), np.nan)
-    np.put_along_axis(ours, np.asarray(found.top_token_ids), np.asarray(found.top_logprobs), 1)
-    theirs = torch.tensor(logits)
-    for warper in warpers:
-        theirs = warper(torch.tensor([prompt] * 32), theirs)
-    np.testing.assert_allclose(ours, torch.log_softmax(theirs, -1).numpy(), atol=1e-5)
