@@ -76,6 +76,10 @@ class InputProcessor:
         """The text of ids, special tokens included; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode(list(token_ids))
 
+    def count_tokens(self, text: str) -> int:
+        """How many tokens a text is, without special ones."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
     def parse(
         self, prompts: Any, tokenization_kwargs: Mapping[str, Any] | None = None
     ) -> list[Prompt]:

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from jaxpage import __version__
-from jaxpage.server import admin, operation, tokens
+from jaxpage.server import admin, operation, response_routes, tokens
 from jaxpage.server.access_log import AccessLog
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
@@ -25,8 +25,17 @@ from jaxpage.server.limits import BodyLimit, KeyCheck
 from jaxpage.server.page import page_router
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.protocol.responses import ResponsesRequest
 from jaxpage.server.protocol.tokens import GenerateRequest
-from jaxpage.server.streaming import Call, EventStream, until_disconnected
+from jaxpage.server.responses import ResponseCall
+from jaxpage.server.streaming import (
+    Call,
+    Events,
+    EventStream,
+    named_events,
+    plain_events,
+    until_disconnected,
+)
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -46,6 +55,7 @@ def make_app(server: Server) -> FastAPI:
     app.state.server = server
     app.include_router(operation.router(server))
     app.include_router(tokens.router(server))
+    app.include_router(response_routes.router(server))
     app.include_router(admin.router(server))
     app.include_router(page_router(server.llm))
     _add_calls(app, server)
@@ -79,6 +89,10 @@ def _add_calls(app: FastAPI, server: Server) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await answer(server, body, request, ChatCall.start)
 
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await answer(server, body, request, ResponseCall.start, named_events)
+
     @app.post("/inference/v1/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:
         return await answer(server, body, request, GenerateCall.start)
@@ -93,6 +107,7 @@ async def answer(
     body: Any,
     request: Request,
     start: Callable[[Server, Any, str], Awaitable[Call]],
+    events: Events = plain_events,
 ) -> Response:
     """Answer a call, whole or in pieces, as its body asks."""
     call_id = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
@@ -102,7 +117,7 @@ async def answer(
     except (ValueError, TypeError) as error:
         raise to_api_error(error, frozenset(type(body).model_fields)) from error
     if body.stream:
-        stream = EventStream(call, server.options.write_timeout)
+        stream = EventStream(call, events, server.options.write_timeout)
         stream.headers.update(headers)
         return stream
     whole = await until_disconnected(request.receive, call)

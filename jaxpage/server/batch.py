@@ -61,6 +61,11 @@ class Batch:
         self._call_id = call_id
         self._ids = ids
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The engine's names of its requests."""
+        return tuple(self._ids)
+
     @classmethod
     async def start(
         cls,

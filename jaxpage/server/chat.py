@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpage.chat_outputs import ChatFormat
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput
 from jaxpage.prompts import Prompt
@@ -18,8 +17,15 @@ from jaxpage.server.batch import Batch
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxpage.server.protocol.chat import ChatRequest
-from jaxpage.server.texts import check_length
-from jaxpage.tool_parsers import Delta, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from jaxpage.server.texts import check_messages
+from jaxpage.tool_parsers import (
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    without_parallel_calls,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +34,7 @@ class Rendered:
 
     prompt: Prompt
     params: SamplingParams
-    chat_format: ChatFormat
+    parsers: list[OutputParser]  # one for each answer
     choice: Any  # of tools
 
 
@@ -38,8 +44,7 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
     chat_format = inputs.chat_format(body.chat_template)
     params = chat_format.params(body.params(inputs.default_options), body.tools, choice)
     server.check_size(1, params)
-    for message in body.messages:
-        check_length(message.get("content"), inputs)
+    check_messages(body.messages, inputs)
     options = body.template_options(
         trust_template=server.options.trust_request_chat_template,
         defaults=server.options.default_chat_template_kwargs,
@@ -47,7 +52,8 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
     tools = None if choice == "none" else body.tools
     (prompt,) = inputs.parse_chat(body.messages, tools=tools, **options)
     prompt.cache_salt = body.cache_salt
-    return Rendered(prompt=prompt, params=params, chat_format=chat_format, choice=choice)
+    parsers = [chat_format.parser(body.tools, choice, prompt.text) for _ in range(params.n)]
+    return Rendered(prompt=prompt, params=params, parsers=parsers, choice=choice)
 
 
 class ChatCall:
@@ -71,10 +77,11 @@ class ChatCall:
         self._rendered = rendered
         self._id = f"chatcmpl-{call_id}"
         self._created = int(time.time())
-        self._turns = {
-            i: Turn(rendered.chat_format.parser(body.tools, rendered.choice, rendered.prompt.text))
-            for i in range(rendered.params.n)
-        }
+        self._turns = {i: Turn(parser) for i, parser in enumerate(rendered.parsers)}
+
+    def close(self) -> None:
+        """See `Call`."""
+        self.batch.close()
 
     def _head(self, kind: str) -> Head:
         return Head(id=self._id, object=kind, created=self._created, model=self._server.model_name)
@@ -169,17 +176,11 @@ class ChatCall:
 
     def _wanted(self, deltas: list[Delta]) -> list[Delta]:
         """Without what the client does not want."""
-        body = self._body
-        return [
-            delta
-            for delta in deltas
-            if not (isinstance(delta, ReasoningDelta) and not body.include_reasoning)
-            and not (
-                isinstance(delta, ToolCallStart | ToolCallArguments)
-                and delta.index > 0
-                and body.parallel_tool_calls is False
-            )
-        ]
+        if self._body.parallel_tool_calls is False:
+            deltas = without_parallel_calls(deltas)
+        if not self._body.include_reasoning:
+            deltas = [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
+        return deltas
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs:

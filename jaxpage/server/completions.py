@@ -72,6 +72,10 @@ class CompletionCall:
         self._first_texts = first_texts
         self._written: dict[int, _Written] = {}  # by choice, while streaming
 
+    def close(self) -> None:
+        """See `Call`."""
+        self.batch.close()
+
     async def response(self) -> dict[str, Any]:
         """The whole answer."""
         outputs = await self.batch.last_outputs()

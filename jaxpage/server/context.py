@@ -16,6 +16,7 @@ from jaxpage.server.batch import Batch, InFlight
 from jaxpage.server.errors import ApiError
 from jaxpage.server.metrics import Metrics
 from jaxpage.server.options import ServerOptions
+from jaxpage.server.response_store import ResponseStore
 from jaxpage.server.usage import Usage
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ class Server:
     llm: AsyncLLM
     options: ServerOptions
     in_flight: InFlight
+    responses: ResponseStore
     model_names: tuple[str, ...]
     metrics: Metrics
     is_warm: bool = False  # every program is compiled
@@ -47,6 +49,7 @@ class Server:
             llm=llm,
             options=options,
             in_flight=InFlight(max_requests=limit, rejected=metrics.rejected),
+            responses=ResponseStore(options.max_stored_responses),
             model_names=names,
             metrics=metrics,
         )

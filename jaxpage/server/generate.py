@@ -53,6 +53,10 @@ class GenerateCall:
         self._call_id = call_id
         self._params = params
 
+    def close(self) -> None:
+        """See `Call`."""
+        self.batch.close()
+
     async def response(self) -> dict[str, Any]:
         """The whole answer."""
         (output,) = await self.batch.last_outputs()

@@ -17,12 +17,15 @@ from jaxpage.server.errors import ApiError, to_api_error
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.protocol.responses import ResponsesRequest
+from jaxpage.server.responses import ResponseCall
 
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
 _CALLS: dict[str, tuple[Any, Any]] = {
     "/v1/completions": (CompletionRequest, CompletionCall.start),
     "/v1/chat/completions": (ChatRequest, ChatCall.start),
+    "/v1/responses": (ResponsesRequest, ResponseCall.start),
 }
 
 
@@ -47,7 +50,7 @@ def answerer(llm: AsyncLLM) -> Answer:
             try:
                 return 200, await call.response()
             finally:
-                call.batch.close()
+                call.close()
         except EngineDeadError:
             raise
         except Exception as error:

@@ -31,6 +31,8 @@ class ServerOptions:
     max_queued_requests: int = 4096  # that wait for a place in a step; more get a 503
     max_n: int = 128  # continuations of one request, prompts times n
     max_stop_strings: int = 256  # of one request
+    # kept in memory for clients that ask for it; the least recently used goes first. 0: none
+    max_stored_responses: int = 1000
     trust_request_chat_template: bool = False  # requests may bring their own, which runs sandboxed
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     enable_prompt_tokens_details: bool = False  # usage says how many prompt tokens were cached

@@ -25,7 +25,7 @@ from tqdm import tqdm
 # ends the run.
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 ID_PREFIX = "batch_req_"
 LINE_BEGIN = f'{{"id": "{ID_PREFIX}'.encode()  # of every result
 

@@ -1,17 +1,19 @@
-"""Answers in pieces: server-sent events as OpenAI's, `data: {...}` and at the end `data: [DONE]`."""
+"""Answers in pieces: server-sent events as OpenAI's, `data: {...}` and at the end `data: [DONE]`.
+
+Those of responses have names, and a last one that says how it ended: no `[DONE]` follows.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxpage.server.batch import Batch
 from jaxpage.server.errors import to_api_error
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -19,8 +21,6 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 class Call(Protocol):
     """An answer on its way."""
-
-    batch: Batch
 
     async def response(self) -> dict[str, Any]:
         """The whole of it."""
@@ -30,12 +30,19 @@ class Call(Protocol):
         """In pieces."""
         ...
 
+    def close(self) -> None:
+        """Nobody waits for it any more: abort what has not ended."""
+        ...
+
+
+Events = Callable[[Call], AsyncIterator[bytes]]  # the chunks of a call as events
+
 
 class EventStream(StreamingResponse):
     """The chunks of a call. However it ends, the call is closed: a client that goes away aborts its requests."""
 
-    def __init__(self, call: Call, write_timeout: float):
-        super().__init__(_events(call), media_type="text/event-stream", headers=_HEADERS)
+    def __init__(self, call: Call, events: Events, write_timeout: float):
+        super().__init__(events(call), media_type="text/event-stream", headers=_HEADERS)
         self._call = call
         self._write_timeout = write_timeout
 
@@ -48,10 +55,11 @@ class EventStream(StreamingResponse):
             with contextlib.suppress(TimeoutError):  # the client does not read
                 await super().__call__(scope, receive, send_in_time)
         finally:
-            self._call.batch.close()
+            self._call.close()
 
 
-async def _events(call: Call) -> AsyncIterator[bytes]:
+async def plain_events(call: Call) -> AsyncIterator[bytes]:
+    """Of completions and chats."""
     try:
         async for chunk in call.chunks():
             yield event(chunk)
@@ -60,8 +68,14 @@ async def _events(call: Call) -> AsyncIterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
+async def named_events(call: Call) -> AsyncIterator[bytes]:
+    """Of responses, whose chunks say what they are, and report errors themselves."""
+    async for chunk in call.chunks():
+        yield event(chunk, chunk["type"])
+
+
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """One event; OpenAI names those of responses only."""
+    """One event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + to_json(data) + b"\n\n"
 
@@ -76,7 +90,7 @@ async def until_disconnected(receive: Receive, call: Call) -> dict[str, Any] | N
     finally:
         for task in (answer, gone):
             task.cancel()
-        call.batch.close()
+        call.close()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from jaxpage.input_processor import InputProcessor
 
 
 def check_length(prompt: object, inputs: InputProcessor) -> None:
     """Raise ValueError for a text that cannot fit, whatever its tokens are."""
-    if not isinstance(prompt, str) or inputs.tokenizer is None:
+    if isinstance(prompt, str):
+        _check(len(prompt), inputs)
+
+
+def check_messages(messages: Iterable[Mapping[str, Any]], inputs: InputProcessor) -> None:
+    """Raise ValueError for a conversation that cannot fit, whatever its tokens are."""
+    _check(sum(_num_characters(message.get("content")) for message in messages), inputs)
+
+
+def _num_characters(content: Any) -> int:
+    """Of a text, or of a list of parts."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _check(num_characters: int, inputs: InputProcessor) -> None:
+    if inputs.tokenizer is None:
         return
     most = inputs.limits.max_model_len * inputs.max_token_len
-    if len(prompt) > most:
+    if num_characters > most:
         raise ValueError(
-            f"the prompt has {len(prompt)} characters, which are more than {inputs.limits.max_model_len} tokens "
+            f"the prompt has {num_characters} characters, which are more than {inputs.limits.max_model_len} tokens "
             f"of at most {inputs.max_token_len} characters; shorten it"
         )

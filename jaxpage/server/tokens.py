@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from jaxpage.input_processor import InputProcessor
 from jaxpage.server.context import Server
 from jaxpage.server.protocol.tokens import DetokenizeRequest, TokenizeChat, TokenizeCompletion
-from jaxpage.server.texts import check_length
+from jaxpage.server.texts import check_length, check_messages
 
 
 def router(server: Server) -> APIRouter:
@@ -37,8 +37,7 @@ def _tokenize(
         options = {"add_special_tokens": body.add_special_tokens}
         (prompt,) = inputs.parse(body.prompt, options)
     else:
-        for message in body.messages:
-            check_length(message.get("content"), inputs)
+        check_messages(body.messages, inputs)
         options = body.template_options(
             trust_template=server.options.trust_request_chat_template,
             defaults=server.options.default_chat_template_kwargs,

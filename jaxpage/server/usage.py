@@ -23,6 +23,18 @@ class Usage:
         self.cached_tokens[index] = output.num_cached_tokens
         self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
 
+    def response_body(self, num_reasoning_tokens: int) -> dict[str, Any]:
+        """The same as responses have it."""
+        num_prompt, cached = sum(self.prompt_tokens.values()), sum(self.cached_tokens.values())
+        return {
+            "input_tokens": num_prompt,
+            # Nobody pays for what is written to the cache, so nothing is counted.
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": self.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+            "total_tokens": num_prompt + self.completion_tokens,
+        }
+
     def body(self) -> dict[str, Any]:
         """OpenAI's usage object."""
         num_prompt = sum(self.prompt_tokens.values())

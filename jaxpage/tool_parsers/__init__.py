@@ -12,6 +12,7 @@ from jaxpage.tool_parsers.deltas import (
     ToolCallArguments,
     ToolCallStart,
     join,
+    without_parallel_calls,
 )
 from jaxpage.tool_parsers.formats import FORMATS, make, parse, parser_for_template
 from jaxpage.tool_parsers.grammar import tool_grammar
@@ -33,4 +34,5 @@ __all__ = [
     "parse",
     "parser_for_template",
     "tool_grammar",
+    "without_parallel_calls",
 ]

@@ -58,6 +58,15 @@ class ParsedOutput:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+def without_parallel_calls(deltas: Iterable[Delta]) -> list[Delta]:
+    """Of the calls only the first, for who wants no more than one."""
+    return [
+        delta
+        for delta in deltas
+        if not isinstance(delta, ToolCallStart | ToolCallArguments) or delta.index == 0
+    ]
+
+
 def join(deltas: Iterable[Delta]) -> ParsedOutput:
     """What all deltas of an output say together."""
     text: list[str] = []

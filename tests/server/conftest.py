@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,14 @@ def llm() -> Iterator[AsyncLLM]:
         )
     yield llm
     llm.shutdown()
+
+
+@pytest.fixture(scope="session")
+def compact(llm) -> dict[str, Any]:
+    """What keeps the model from writing spaces where a schema lets it."""
+    vocabulary = llm.get_tokenizer().get_vocab()
+    decode = llm.get_tokenizer().decode
+    return {"logit_bias": {str(i): -100 for i in vocabulary.values() if decode([i]).isspace()}}
 
 
 @contextlib.contextmanager

@@ -170,7 +170,7 @@ def test_chat_logprobs_whole_and_streamed(client):
 
 
 @pytest.mark.slow
-def test_answers_fit_their_schema(client):
+def test_answers_fit_their_schema(client, compact):
     answer = client.chat.completions.create(
         model="demo",
         messages=MESSAGES,
@@ -179,6 +179,7 @@ def test_answers_fit_their_schema(client):
             "type": "json_schema",
             "json_schema": {"name": "weather", "schema": WEATHER, "strict": True},
         },
+        extra_body=compact,
     )
     jsonschema.validate(json.loads(answer.choices[0].message.content), WEATHER)
     answer = client.completions.create(
@@ -305,6 +306,7 @@ def test_impossible_values_are_400_with_the_field_named(client, llm, change, par
         (dict(tool_choice="required"), "needs tools"),
         (dict(tool_choice="often", tools=TOOLS), "tool_choice must be"),
         (dict(tools=[{"type": "x"}], tool_choice="required"), "tool"),
+        (dict(tools=[{"type": "x"}], extra_body={"skip_special_tokens": False}), "tool 0"),
         (dict(top_logprobs=3), "logprobs=true"),
         (dict(extra_body={"chat_template": "{{ 1 }}"}), "--trust-request-chat-template"),
         (dict(extra_body={"chat_template_kwargs": {"tokenize": True}}), "tokenize"),
@@ -312,10 +314,11 @@ def test_impossible_values_are_400_with_the_field_named(client, llm, change, par
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_impossible_chats_are_400(client, change, message):
+def test_impossible_chats_are_400(client, llm, change, message):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**({"model": "demo", "messages": MESSAGES} | change))
     assert message in caught.value.body["message"]
+    assert not (llm.stats().num_running or llm.stats().num_waiting)
 
 
 @pytest.mark.slow

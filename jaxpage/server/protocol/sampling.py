@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -33,6 +33,10 @@ _GUIDED = {
 }
 
 
+# It comes back in a header of the answer.
+RequestId = Annotated[str, Field(max_length=256, pattern=r"^[!-~]*$")]
+
+
 class OpenModel(BaseModel):
     """Fields that nobody knows are accepted, and named in the log, as vLLM does."""
 
@@ -53,29 +57,23 @@ class StreamOptions(OpenModel):
     continuous_usage_stats: bool = False
 
 
-class SamplingRequest(OpenModel):
-    """Fields of completions and chats alike. None: the model's default, else vLLM's."""
+class SamplingFields(OpenModel):
+    """Fields of all three APIs. None: the model's default, else vLLM's."""
 
     model: str | None = None
-    n: int | None = Field(None, ge=1)
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
-    max_tokens: int | None = Field(None, ge=0)
     seed: int | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     user: str | None = None
-    response_format: dict[str, Any] | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    length_penalty: float | None = None
-    use_beam_search: bool = False
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -83,24 +81,36 @@ class SamplingRequest(OpenModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
     stream_interval: int | None = None
     priority: int = 0
-    request_id: str | None = Field(None, max_length=256)
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
+    request_id: RequestId | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     vllm_xargs: dict[str, Any] | None = None
+
+
+class SamplingRequest(SamplingFields):
+    """Fields of completions and chats alike."""
+
+    n: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+
+    length_penalty: float | None = None
+    use_beam_search: bool = False
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     kv_transfer_params: dict[str, Any] | None = None
 
     def sampling_options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:

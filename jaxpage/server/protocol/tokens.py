@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxpage.server.protocol.chat import TemplateFields
-from jaxpage.server.protocol.sampling import OpenModel, StreamOptions
+from jaxpage.server.protocol.sampling import OpenModel, RequestId, StreamOptions
 
 
 class TokenizeCompletion(OpenModel):
@@ -39,7 +39,7 @@ class GenerateRequest(OpenModel):
     token_ids: list[int]
     sampling_params: dict[str, Any] = {}
     model: str | None = None
-    request_id: str | None = Field(None, max_length=256)
+    request_id: RequestId | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)

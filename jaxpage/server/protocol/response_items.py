@@ -1,0 +1,228 @@
+"""Items of `/v1/responses`: what was said, thought, called and returned, in this order; and as messages of a chat.
+
+Must not know requests or the engine.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+# What an assistant's message has, in the order in which models write it, and what must not be there already.
+_TURN = {
+    "reasoning": ("reasoning", "content", "tool_calls"),
+    "content": ("content", "tool_calls"),
+    "tool_calls": (),
+}
+
+
+def new_id(prefix: str) -> str:
+    """An id of an item: "msg", "rs", "fc" or "fco", and something unique."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _encodable(text: str) -> str:
+    text.encode()  # JSON lets clients write lone surrogates, and nobody can write them back
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class _Object(BaseModel):
+    """Fields that are not known, or null, might as well be missing: clients send whole outputs back."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class Part(_Object):
+    """A text. Others, such as images, are not served."""
+
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: Text = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+def _to_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Content = Annotated[list[Part], BeforeValidator(_to_parts, json_schema_input_type=str | list[Part])]
+
+
+class Message(_Object):
+    type: Literal["message"] = "message"
+    id: Text = Field(default_factory=lambda: new_id("msg"))
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    status: Status = "completed"
+
+    def body(self) -> dict[str, Any]:
+        """As the API shows it."""
+        if self.role == "assistant":
+            parts = [
+                {"type": "output_text", "text": p.text, "annotations": []} for p in self.content
+            ]
+        else:
+            parts = [{"type": "input_text", "text": p.text} for p in self.content]
+        return self.model_dump(exclude={"content"}) | {"content": parts}
+
+
+class ReasoningPart(_Object):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class Reasoning(_Object):
+    type: Literal["reasoning"]
+    id: Text = Field(default_factory=lambda: new_id("rs"))
+    content: list[ReasoningPart] = []
+    summary: list[ReasoningPart] = []
+    status: Status = "completed"
+
+    @property
+    def text(self) -> str:
+        """What was thought; its summary if there is nothing else."""
+        return "\n".join(part.text for part in self.content or self.summary)
+
+    def body(self) -> dict[str, Any]:
+        """As the API shows it."""
+        return self.model_dump()
+
+
+class FunctionCall(_Object):
+    type: Literal["function_call"]
+    id: Text = Field(default_factory=lambda: new_id("fc"))
+    call_id: Text
+    name: Text
+    arguments: Text  # JSON
+    status: Status = "completed"
+
+    def body(self) -> dict[str, Any]:
+        """As the API shows it."""
+        return self.model_dump()
+
+
+class FunctionCallOutput(_Object):
+    type: Literal["function_call_output"]
+    id: Text = Field(default_factory=lambda: new_id("fco"))
+    call_id: Text
+    output: Content
+    status: Status = "completed"
+
+    def body(self) -> dict[str, Any]:
+        """As the API shows it."""
+        output = "\n".join(part.text for part in self.output)
+        return self.model_dump(exclude={"output"}) | {"output": output}
+
+
+def _kind(item: Any) -> str | None:
+    """Messages need not say that they are."""
+    if not isinstance(item, dict):
+        return getattr(item, "type", None)
+    kind = item.get("type") or "message"
+    return kind if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="item_type",
+        custom_error_message="must be of type message, reasoning, function_call or function_call_output",
+    ),
+]
+
+
+def _to_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[list[Item], BeforeValidator(_to_items, json_schema_input_type=str | list[Item])]
+read_items = TypeAdapter(list[Item]).validate_python
+
+
+def to_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
+    """A conversation as a chat template gets it. Raises ValueError for the output of a call that nobody made.
+
+    What an assistant thinks, says and calls in a row is one message. Developers are called "system", which all
+    templates know; many of them want no more than one such message, so those that follow each other are joined.
+    """
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of the functions that were called, by the call's id
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        match item:
+            case Message(role="assistant"):
+                _turn(messages, "content")["content"] = _content(item.content)
+            case Message(role="user"):
+                messages.append({"role": "user", "content": _content(item.content)})
+            case Message():
+                _instruct(messages, "\n".join(part.text for part in item.content))
+            case Reasoning():
+                _turn(messages, "reasoning")["reasoning"] = item.text
+            case FunctionCall():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _turn(messages, "tool_calls").setdefault("tool_calls", []).append(call)
+                names[item.call_id] = item.name
+            case FunctionCallOutput():
+                if item.call_id not in names:
+                    raise ValueError(
+                        f"input has the output of call {item.call_id!r}, and no function_call of this id before it"
+                    )
+                message = {
+                    "role": "tool",
+                    "tool_call_id": item.call_id,
+                    "name": names[item.call_id],
+                }
+                messages.append(message | {"content": _content(item.output)})
+    return messages
+
+
+def _turn(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
+    """The assistant's message that a part belongs to: the last one, if the part can follow what it has."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(name in last for name in _TURN[part]):
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
+
+
+def _instruct(messages: list[dict[str, Any]], text: str) -> None:
+    if messages and messages[-1]["role"] == "system":
+        messages[-1]["content"] += f"\n\n{text}"
+    else:
+        messages.append({"role": "system", "content": text})
+
+
+def _content(parts: list[Part]) -> str | list[dict[str, str]]:
+    if len(parts) == 1:
+        return parts[0].text
+    return [{"type": "text", "text": part.text} for part in parts]

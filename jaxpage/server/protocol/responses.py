@@ -1,0 +1,160 @@
+"""`POST /v1/responses`: its request, and the chat that it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_core import from_json
+
+from jaxpage.server.protocol.chat import ChatRequest
+from jaxpage.server.protocol.response_items import Items
+from jaxpage.server.protocol.sampling import OpenModel, SamplingFields
+
+_LOGPROBS = "message.output_text.logprobs"
+
+# What is in the response as it was in the request.
+_REPEATED = {
+    "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls",
+    "previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "store", "text",
+    "tool_choice", "tools", "top_logprobs", "truncation", "user",
+}  # fmt: skip
+
+
+class FunctionTool(OpenModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The same in a chat: what of it is for the model."""
+        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(OpenModel):
+    type: Literal["function"]
+    name: str
+
+
+class PlainFormat(OpenModel):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(OpenModel):
+    type: Literal["json_schema"]
+    name: str = "response"
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class TextOptions(OpenModel):
+    format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] = PlainFormat(
+        type="text"
+    )
+
+
+class ReasoningOptions(OpenModel):
+    effort: str | None = None  # for the chat template
+    summary: str | None = None  # nothing is summarised: the reasoning itself is there
+
+
+class ResponsesRequest(SamplingFields):
+    """OpenAI's request of a response, with vLLM's extras."""
+
+    input: Items = Field(min_length=1)
+    instructions: str | None = None
+    previous_response_id: str | None = None  # of a stored one, whose conversation is continued
+    # OpenAI's default is true. Here what clients say and get is kept if they ask for it.
+    store: bool | None = False
+    background: bool | None = False
+    # There is no "reasoning.encrypted_content", since reasoning is not hidden; the others belong to tools of OpenAI's.
+    include: list[str] | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = "auto"
+    parallel_tool_calls: bool | None = True
+    max_tool_calls: int | None = None  # of tools that the server runs; it runs none
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    # "auto": a prompt that is too long loses its beginning, as in vLLM
+    truncation: Literal["auto", "disabled"] | None = "disabled"
+    metadata: (
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None
+    ) = Field(None, max_length=16)
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ())
+
+    def to_chat(self, messages: list[dict[str, Any]], max_model_len: int) -> ChatRequest:
+        """The same request as one of a chat with these messages. Raises ValueError."""
+        self._refuse()
+        given = SamplingFields.model_fields.keys() & self.model_fields_set
+        options = {name: getattr(self, name) for name in given}
+        # Logprobs belong to items, which are told apart as tokens come.
+        options["stream"] = self.stream or self.wants_logprobs
+        if self.truncation == "auto" and self.truncate_prompt_tokens is None:
+            options["truncate_prompt_tokens"] = max(
+                1, max_model_len - (self.max_output_tokens or 1)
+            )
+        goes_on = self._goes_on()
+        return ChatRequest(
+            **options,
+            messages=messages,
+            max_completion_tokens=self.max_output_tokens,
+            tools=[tool.to_chat() for tool in self.tools] if self.tools else None,
+            tool_choice=self._choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self._response_format(),
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            logprobs=self.wants_logprobs,
+            top_logprobs=self.top_logprobs if self.wants_logprobs else None,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+        )
+
+    def repeated(self) -> dict[str, Any]:
+        """Fields of the response. Raises ValueError for what cannot be written as JSON."""
+        try:
+            found = from_json(self.model_dump_json(include=_REPEATED, by_alias=True))
+        except ValueError as error:
+            raise ValueError(f"the request has what no answer can repeat: {error}") from None
+        defaults = {
+            "background": False, "metadata": {}, "parallel_tool_calls": True, "text": TextOptions().model_dump(),
+            "store": False, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "truncation": "disabled",
+        }  # fmt: skip
+        return found | {name: value for name, value in defaults.items() if found[name] is None}
+
+    def _refuse(self) -> None:
+        if self.background:
+            raise ValueError(
+                "background=true is not served; use stream=true, or wait for the answer"
+            )
+        if self.top_logprobs and not self.wants_logprobs:
+            raise ValueError(f'top_logprobs needs include=["{_LOGPROBS}"]')
+
+    def _goes_on(self) -> bool:
+        """Whether the answer completes the last message, as in vLLM."""
+        last = self.input[-1]
+        return last.type == "message" and last.role == "assistant" and last.status != "completed"
+
+    def _choice(self) -> Any:
+        if isinstance(self.tool_choice, NamedFunction):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        return None if self.tool_choice == "auto" else self.tool_choice
+
+    def _response_format(self) -> dict[str, Any] | None:
+        if self.text is None:
+            return None
+        if isinstance(self.text.format, SchemaFormat):
+            return {"type": "json_schema", "json_schema": {"schema": self.text.format.schema_}}
+        return {"type": self.text.format.type}

@@ -1,0 +1,63 @@
+"""Items of responses: made into messages, and made of what a model writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage.reasoning_parsers import OutputParser, make_reasoning_parser
+from jaxpage.server.protocol.response_items import read_items, to_messages
+from jaxpage.server.response_output import ResponseOutput
+from jaxpage.tool_parsers import make
+from tests.test_chat_outputs import TOOLS
+
+
+def test_items_of_one_turn_are_one_message():
+    items = read_items(
+        [
+            {"role": "system", "content": "a"},
+            {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+            {"role": "user", "content": "c"},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "d"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "e", "logprobs": None}]},
+            {"type": "function_call", "id": None, "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "h"}]},
+            {"role": "assistant", "content": "i"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "j"}]},
+        ]
+    )  # fmt: skip
+    messages = to_messages("z", items)
+    calls = messages[2].pop("tool_calls")
+    assert [(call["id"], call["function"]["name"]) for call in calls] == [("1", "f"), ("2", "g")]
+    assert messages == [
+        {"role": "system", "content": "z\n\na\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "reasoning": "d", "content": "e"},
+        {"role": "tool", "tool_call_id": "2", "name": "g", "content": "h"},
+        {"role": "assistant", "content": "i"},
+        {"role": "assistant", "content": "j"},
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_reasoning_text_and_calls_are_items(size):
+    text = '<think>Two and two.</think>It is 4.<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    parser = OutputParser(make_reasoning_parser("qwen3"), make("hermes", TOOLS))
+    output, events = ResponseOutput(parser), []
+    for begin in range(0, len(text), size):
+        piece = text[begin : begin + size]
+        events += output.feed(piece, [begin] if size == 1 else [])
+    events += output.finish(is_complete=False)
+    thought, message, call = output.items()
+    kinds = [thought["type"], message["type"], call["type"]]
+    assert kinds == ["reasoning", "message", "function_call"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Two and two."}]
+    assert thought["status"] == message["status"] == "completed"
+    assert call["status"] == "incomplete"  # it was the last
+    (part,) = message["content"]
+    assert part["text"] == "It is 4." and (call["name"], call["arguments"]) == ("now", "{}")
+    assert output.reasoning == "Two and two."
+    if size == 1:  # the end of reasoning is among them, what other items show is not
+        assert part["logprobs"] == [*range(text.index("</think>"), text.index("<tool_call>"))]
+    (*_, done) = (e for e in events if e["type"] == "response.output_item.done")
+    assert done["item"] == call
