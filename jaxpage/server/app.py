@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from jaxpage import __version__
 from jaxpage.server import admin, operation, response_routes, tokens
 from jaxpage.server.access_log import AccessLog
+from jaxpage.server.batch import Caller
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
 from jaxpage.server.context import Server
@@ -36,6 +37,7 @@ from jaxpage.server.streaming import (
     plain_events,
     until_disconnected,
 )
+from jaxpage.server.tracing import trace_headers
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -106,14 +108,15 @@ async def answer(
     server: Server,
     body: Any,
     request: Request,
-    start: Callable[[Server, Any, str], Awaitable[Call]],
+    start: Callable[[Server, Any, Caller], Awaitable[Call]],
     events: Events = plain_events,
 ) -> Response:
     """Answer a call, whole or in pieces, as its body asks."""
     call_id = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
     headers = {"X-Request-Id": call_id}
     try:
-        call = await start(server, body, call_id[:256])
+        caller = Caller(id=call_id[:256], trace_headers=trace_headers(request.headers))
+        call = await start(server, body, caller)
     except (ValueError, TypeError) as error:
         raise to_api_error(error, frozenset(type(body).model_fields)) from error
     if body.stream:

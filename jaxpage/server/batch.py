@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpage.async_llm import AsyncLLM, Stream
@@ -52,6 +52,14 @@ class InFlight:
             self.engine_ids.pop(call_id, None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who asks: the call's id, and the W3C trace context it belongs to."""
+
+    id: str
+    trace_headers: Mapping[str, str] | None = None
+
+
 class Batch:
     """The streams of one call. It must be closed."""
 
@@ -71,17 +79,23 @@ class Batch:
         cls,
         llm: AsyncLLM,
         in_flight: InFlight,
-        call_id: str,
+        caller: Caller,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         priority: int = 0,
     ) -> Batch:
         """Have all prompts answered, or none. Raises ApiError and what `AsyncLLM.start` raises."""
-        ids = in_flight.enter(call_id, len(prompts))
-        batch = cls(in_flight, call_id, ids)
+        ids = in_flight.enter(caller.id, len(prompts))
+        batch = cls(in_flight, caller.id, ids)
         try:
             for prompt, request_id in zip(prompts, ids, strict=True):
-                stream = await llm.start(prompt, params, request_id, priority=priority)
+                stream = await llm.start(
+                    prompt,
+                    params,
+                    request_id,
+                    trace_headers=caller.trace_headers,
+                    priority=priority,
+                )
                 batch.streams.append(stream)
         except BaseException:
             batch.close()

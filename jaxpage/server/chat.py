@@ -13,7 +13,7 @@ from jaxpage.outputs import CompletionOutput
 from jaxpage.prompts import Prompt
 from jaxpage.reasoning_parsers import OutputParser
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.batch import Batch
+from jaxpage.server.batch import Batch, Caller
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxpage.server.protocol.chat import ChatRequest
@@ -60,13 +60,13 @@ class ChatCall:
     """One call, on its way. It must be closed."""
 
     @classmethod
-    async def start(cls, server: Server, body: ChatRequest, call_id: str) -> ChatCall:
+    async def start(cls, server: Server, body: ChatRequest, caller: Caller) -> ChatCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         body.warn_of_unknown()
         server.check_model(body.model)
         rendered = await server.with_inputs(lambda inputs: render(server, body, inputs))
-        batch = await server.start(call_id, [rendered.prompt], rendered.params, body.priority)
-        return cls(server, body, call_id, batch, rendered)
+        batch = await server.start(caller, [rendered.prompt], rendered.params, body.priority)
+        return cls(server, body, caller.id, batch, rendered)
 
     def __init__(
         self, server: Server, body: ChatRequest, call_id: str, batch: Batch, rendered: Rendered

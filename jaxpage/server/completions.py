@@ -11,7 +11,7 @@ from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.batch import Batch
+from jaxpage.server.batch import Batch, Caller
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import completion_logprobs, prompt_logprobs
 from jaxpage.server.protocol.completions import CompletionRequest
@@ -22,7 +22,7 @@ class CompletionCall:
     """One call, on its way. It must be closed."""
 
     @classmethod
-    async def start(cls, server: Server, body: CompletionRequest, call_id: str) -> CompletionCall:
+    async def start(cls, server: Server, body: CompletionRequest, caller: Caller) -> CompletionCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         body.warn_of_unknown()
         server.check_model(body.model)
@@ -45,9 +45,9 @@ class CompletionCall:
             return prompts, params
 
         prompts, params = await server.with_inputs(read)
-        batch = await server.start(call_id, prompts, params, body.priority)
+        batch = await server.start(caller, prompts, params, body.priority)
         head = Head(
-            id=f"cmpl-{call_id}",
+            id=f"cmpl-{caller.id}",
             object="text_completion",
             created=int(time.time()),
             model=server.model_name,

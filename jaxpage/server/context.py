@@ -12,7 +12,7 @@ from jaxpage.async_llm import AsyncLLM
 from jaxpage.input_processor import InputProcessor
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.batch import Batch, InFlight
+from jaxpage.server.batch import Batch, Caller, InFlight
 from jaxpage.server.errors import ApiError
 from jaxpage.server.metrics import Metrics
 from jaxpage.server.options import ServerOptions
@@ -92,11 +92,11 @@ class Server:
         return await self.llm.with_inputs(function)
 
     async def start(
-        self, call_id: str, prompts: list[Prompt], params: SamplingParams, priority: int
+        self, caller: Caller, prompts: list[Prompt], params: SamplingParams, priority: int
     ) -> Batch:
         """Have prompts answered. Raises ValueError, ApiError or EngineDeadError."""
         self.check_size(len(prompts), params)
-        return await Batch.start(self.llm, self.in_flight, call_id, prompts, params, priority)
+        return await Batch.start(self.llm, self.in_flight, caller, prompts, params, priority)
 
     def usage(self) -> Usage:
         return Usage(with_details=self.options.enable_prompt_tokens_details)

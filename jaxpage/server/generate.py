@@ -10,7 +10,7 @@ from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
-from jaxpage.server.batch import Batch
+from jaxpage.server.batch import Batch, Caller
 from jaxpage.server.context import Server
 from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxpage.server.protocol.sampling import make_params
@@ -21,7 +21,7 @@ class GenerateCall:
     """One call, on its way. It must be closed."""
 
     @classmethod
-    async def start(cls, server: Server, body: GenerateRequest, call_id: str) -> GenerateCall:
+    async def start(cls, server: Server, body: GenerateRequest, caller: Caller) -> GenerateCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         body.warn_of_unknown()
         server.check_model(body.model)
@@ -36,8 +36,8 @@ class GenerateCall:
             return prompt, params
 
         prompt, params = await server.with_inputs(read)
-        batch = await server.start(call_id, [prompt], params, body.priority)
-        return cls(server, body, call_id, batch, params)
+        batch = await server.start(caller, [prompt], params, body.priority)
+        return cls(server, body, caller.id, batch, params)
 
     def __init__(
         self,

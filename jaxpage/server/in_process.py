@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from jaxpage.async_llm import AsyncLLM, EngineDeadError
+from jaxpage.server.batch import Caller
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
 from jaxpage.server.context import Server
@@ -46,7 +47,7 @@ def answerer(llm: AsyncLLM) -> Answer:
                 raise RequestValidationError(error.errors()) from None
             if parsed.stream:
                 raise ApiError(400, "stream=true has no use here", param="stream")
-            call = await start(server, parsed, uuid.uuid4().hex)
+            call = await start(server, parsed, Caller(id=uuid.uuid4().hex))
             try:
                 return 200, await call.response()
             finally:

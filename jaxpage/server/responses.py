@@ -10,7 +10,7 @@ from typing import Any
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.batch import Batch
+from jaxpage.server.batch import Batch, Caller
 from jaxpage.server.chat import Rendered, render
 from jaxpage.server.context import Server
 from jaxpage.server.errors import ApiError, to_api_error
@@ -33,7 +33,7 @@ class ResponseCall:
     """One call, on its way. It must be closed."""
 
     @classmethod
-    async def start(cls, server: Server, body: ResponsesRequest, call_id: str) -> ResponseCall:
+    async def start(cls, server: Server, body: ResponsesRequest, caller: Caller) -> ResponseCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         _refuse(body)
         body.warn_of_unknown()
@@ -46,8 +46,8 @@ class ResponseCall:
             return render(server, chat, inputs), body.repeated()
 
         rendered, repeated = await server.with_inputs(read)
-        state = _begun(server, f"resp_{call_id}", rendered.params, repeated)
-        batch = await server.start(call_id, [rendered.prompt], rendered.params, body.priority)
+        state = _begun(server, f"resp_{caller.id}", rendered.params, repeated)
+        batch = await server.start(caller, [rendered.prompt], rendered.params, body.priority)
         stored = None
         if body.store:
             stored = StoredResponse(items=items, response=state, request_ids=batch.request_ids)

@@ -22,6 +22,7 @@ from jaxpage.server.app import make_app
 from jaxpage.server.context import Server
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.throughput_log import log_throughput
+from jaxpage.server.tracing import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,12 @@ def run(llm: AsyncLLM, options: ServerOptions, bound: socket.socket) -> None:
 def make_http(llm: AsyncLLM, options: ServerOptions) -> HttpServer:
     """Everything but the socket."""
     server = Server.of(llm, options)
+    traces = None
+    if options.otlp_traces_endpoint is not None:
+        traces = Traces.to(options.otlp_traces_endpoint, server.model_name)
+        llm.observe(traces)
     app = make_app(server)
-    app.router.lifespan_context = _lifespan(server)
+    app.router.lifespan_context = _lifespan(server, traces)
     config = uvicorn.Config(
         app,
         lifespan="on",
@@ -71,6 +76,7 @@ def make_http(llm: AsyncLLM, options: ServerOptions) -> HttpServer:
 
 def _lifespan(
     server: Server,
+    traces: Traces | None,
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -81,6 +87,8 @@ def _lifespan(
         for task in tasks:
             task.cancel()
         await asyncio.to_thread(server.llm.shutdown)
+        if traces is not None:
+            await asyncio.to_thread(traces.shutdown)
 
     return lifespan
 
