@@ -45,7 +45,7 @@ def test_requests_are_named_and_seeded_by_their_number(make):
     assert (named.request_id, named.seed, named.prompt) == ("mine", derive_seed(3, 3), "the")
     with pytest.raises(ValueError, match="'4' is in use"):
         inputs.request("4", inputs.parse("the"), SamplingParams())
-    with pytest.raises(ValueError, match="takes one prompt, got 2"):
+    with pytest.raises(ValueError, match="one prompt at a time, with at least one token; got 2"):
         inputs.request("other", inputs.parse(["the", "a"]), SamplingParams())
 
 
