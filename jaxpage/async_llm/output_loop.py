@@ -87,8 +87,7 @@ class OutputLoop:
         """Expect tokens of a request, which its caller knows by another name than the engine."""
         self._requests[request.request_id] = _Delivery(request, name, receiver)
         self._processor.add(request)
-        for observer in self.observers:
-            observer.added(request)
+        self._tell(lambda observer: observer.added(request))
 
     def take(self, step: StepOutput) -> None:
         """Take in a step."""
@@ -100,8 +99,7 @@ class OutputLoop:
             for request_id, error in processed.errors.items():
                 logger.error("request %s has no text any more: %r", request_id, error)
                 self.fail([request_id], error)
-        for observer in self.observers:
-            observer.took_step(step)
+        self._tell(lambda observer: observer.took_step(step))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with what they have; their last outputs say so."""
@@ -148,14 +146,20 @@ class OutputLoop:
         item.request_id = delivery.name
         if item.finished:
             self._end(delivery.request.request_id)
-            for observer in self.observers:
-                observer.finished(delivery.request, item)
+            self._tell(lambda observer: observer.finished(delivery.request, item))
 
     def _drop(self, request_id: str, error: Exception | None) -> None:
         delivery = self._end(request_id)
         if delivery is not None:
-            for observer in self.observers:
-                observer.dropped(delivery.request, error)
+            self._tell(lambda observer: observer.dropped(delivery.request, error))
+
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
+        """Nobody's answer depends on who counts."""
+        for observer in self.observers:
+            try:
+                tell(observer)
+            except Exception:
+                logger.exception("%s has failed", type(observer).__name__)
 
     def _end(self, request_id: str) -> _Delivery | None:
         delivery = self._requests.pop(request_id, None)

@@ -521,6 +521,13 @@ def test_observers_learn_the_trace_headers_of_a_request(make):
     assert seen == [headers, headers]
 
 
+def test_an_observer_that_fails_costs_nobody_an_answer(make, caplog):
+    llm = make()
+    llm.observe(SimpleNamespace())  # it has none of the methods
+    assert tokens(asyncio.run(collect(llm, [5, 6], long())), long()) == expected([5, 6], long())
+    assert "SimpleNamespace has failed" in caplog.text
+
+
 def test_chat_reads_its_last_output(make):
     llm = make(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
 
