@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -63,9 +64,11 @@ class Tasks:
 
     def start(self, prepare: Prepare, receiver: Receiver) -> Future[Future[None]]:
         """Make a request and have it answered. The inner future is done when the engine has it, or refuses it."""
+        arrival_time, queued_time = time.time(), time.monotonic()
 
         def begin(inputs: InputProcessor) -> Future[None]:
             request = prepare(inputs)
+            request.arrival_time, request.queued_time = arrival_time, queued_time
             name = request.request_id
             request.request_id = f"{name}#{next(self._num_added)}"
             discard = functools.partial(self._discard, request.request_id)

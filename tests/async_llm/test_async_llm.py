@@ -528,6 +528,13 @@ def test_an_observer_that_fails_costs_nobody_an_answer(make, caplog):
     assert "SimpleNamespace has failed" in caplog.text
 
 
+def test_the_wait_for_the_tokenizer_is_part_of_the_time_to_the_first_token(make):
+    llm = make()
+    llm._tasks.with_inputs(lambda inputs: time.sleep(0.2))
+    output = llm.submit([5], long()).result(10)
+    assert output.metrics.first_token_latency > 0.15
+
+
 def test_chat_reads_its_last_output(make):
     llm = make(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
 

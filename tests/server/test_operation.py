@@ -213,6 +213,21 @@ def test_administration_without_a_key_is_for_this_machine():
     assert asyncio.run(status_for("10.1.2.3")) == 403
 
 
+def test_scripts_of_other_origins_ask_only_where_they_may(llm):
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+
+    def allowed(url) -> str | None:
+        headers = ask(url, "/v1/completions", method="OPTIONS", headers=asked)[1]
+        return headers.get("access-control-allow-origin")
+
+    with serving(llm, allowed_origins=("https://a.example",), api_key=("k",)) as url:
+        assert allowed(url) == "https://a.example"
+        asked["Origin"] = "https://b.example"
+        assert allowed(url) is None
+    with serving(llm) as url:
+        assert allowed(url) is None
+
+
 def test_pausing_and_aborting_over_http(url, llm):
     connection, response = open_stream(url)
     assert ask(url, "/pause?mode=keep&clear_cache=false", method="POST", raw="")[0] == 200
