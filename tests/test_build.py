@@ -138,7 +138,7 @@ def test_eos_ids_that_the_model_does_not_have_are_left_out(path):
 @pytest.mark.slow
 def test_numbers_too_large_for_the_device_mean_all_there_is(llm):
     huge = SamplingParams(
-        temperature=1e-2, top_k=2**40, min_tokens=2**40, max_tokens=None, seed=1, detokenize=False
+        temperature=1e-2, top_k=2**40, ignore_eos=True, max_tokens=None, seed=1, detokenize=False
     )
     assert len(tokens(llm, params=huge)) == 128 - len(PROMPT)
 
