@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
@@ -20,7 +19,7 @@ from jaxpage.server.batch import Caller
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
 from jaxpage.server.context import Server
-from jaxpage.server.errors import ApiError, to_api_error
+from jaxpage.server.errors import ApiError, to_answer_error, to_api_error
 from jaxpage.server.generate import GenerateCall
 from jaxpage.server.limits import BodyLimit, KeyCheck
 from jaxpage.server.page import page_router
@@ -38,8 +37,6 @@ from jaxpage.server.streaming import (
     until_disconnected,
 )
 from jaxpage.server.tracing import trace_headers
-
-Body = TypeVar("Body", bound=BaseModel)
 
 
 def make_app(server: Server) -> FastAPI:
@@ -123,7 +120,10 @@ async def answer(
         stream = EventStream(call, events, server.options.write_timeout)
         stream.headers.update(headers)
         return stream
-    whole = await until_disconnected(request.receive, call)
+    try:
+        whole = await until_disconnected(request.receive, call)
+    except Exception as error:
+        raise to_answer_error(error) from error
     if whole is None:
         return Response(status_code=499)  # nobody reads it
     return JSONResponse(whole, headers=headers)

@@ -84,8 +84,17 @@ def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
         case EngineDeadError():
             return ApiError(503, str(error))
         case _:
-            logger.error("a request failed", exc_info=error)
-            return ApiError(500, "the server failed to answer this request; its log says why")
+            return _of_server(error)
+
+
+def to_answer_error(error: BaseException) -> ApiError:
+    """The same once a request was accepted: from then on a ValueError is no fault of the client."""
+    return _of_server(error) if isinstance(error, ValueError | TypeError) else to_api_error(error)
+
+
+def _of_server(error: BaseException) -> ApiError:
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed to answer this request; its log says why")
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:

@@ -14,7 +14,7 @@ from jaxpage.server.batch import Caller
 from jaxpage.server.chat import ChatCall
 from jaxpage.server.completions import CompletionCall
 from jaxpage.server.context import Server
-from jaxpage.server.errors import ApiError, to_api_error
+from jaxpage.server.errors import ApiError, to_answer_error, to_api_error
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
@@ -50,6 +50,8 @@ def answerer(llm: AsyncLLM) -> Answer:
             call = await start(server, parsed, Caller(id=uuid.uuid4().hex))
             try:
                 return 200, await call.response()
+            except (ValueError, TypeError) as error:
+                raise to_answer_error(error) from error
             finally:
                 call.close()
         except EngineDeadError:

@@ -13,7 +13,7 @@ from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.batch import Batch, Caller
 from jaxpage.server.chat import Rendered, render
 from jaxpage.server.context import Server
-from jaxpage.server.errors import ApiError, to_api_error
+from jaxpage.server.errors import ApiError, to_answer_error
 from jaxpage.server.logprobs import chat_logprobs
 from jaxpage.server.protocol.response_items import to_messages
 from jaxpage.server.protocol.responses import ResponsesRequest
@@ -138,7 +138,7 @@ class ResponseCall:
         return await self._server.with_inputs(lambda inputs: inputs.count_tokens(text))
 
     def _fail(self, error: Exception) -> None:
-        self._end("failed", error=_error(to_api_error(error).message))
+        self._end("failed", error=_error(to_answer_error(error).message))
 
     def _end(self, status: str, **changes: Any) -> None:
         if status == "completed":

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxpage.server.errors import to_api_error
+from jaxpage.server.errors import to_answer_error
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -64,7 +64,7 @@ async def plain_events(call: Call) -> AsyncIterator[bytes]:
         async for chunk in call.chunks():
             yield event(chunk)
     except Exception as error:  # the status went out long ago
-        yield event(to_api_error(error).body())
+        yield event(to_answer_error(error).body())
     yield b"data: [DONE]\n\n"
 
 

@@ -58,20 +58,25 @@ def test_a_step_that_fails_fails_its_requests(url, llm, failing_step, error):
     wait_until(lambda: is_idle(llm))
 
 
-def test_others_go_on_where_one_cannot_be_read(url, llm, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_others_go_on_where_one_cannot_be_read(url, llm, monkeypatch, error):
+    """Whatever is raised behind the border, it is not the client's fault, nor for its eyes."""
     from jaxpage.tokenizer import Detokenizer
 
     append = Detokenizer.append
 
     def fail(self, token_id, **kwargs):
         if self.fails:
-            raise RuntimeError("no such character")
+            raise error("no such character")
         return append(self, token_id, **kwargs)
 
     monkeypatch.setattr(Detokenizer, "fails", True, raising=False)
     monkeypatch.setattr(Detokenizer, "append", fail)
     status, _, text = ask(url, "/v1/completions", BODY)
     assert status == 500 and error_of(text)["type"] == "InternalServerError"
+    assert "character" not in error_of(text)["message"]
+    (*_, last) = events_of(ask(url, "/v1/completions", BODY | {"stream": True})[2])
+    assert last["error"]["code"] == 500
     monkeypatch.setattr(Detokenizer, "fails", False)
     assert ask(url, "/v1/completions", BODY)[0] == 200
     wait_until(lambda: is_idle(llm))

@@ -42,9 +42,10 @@ class CompletionRequest(SamplingRequest):
         prompt = self.prompt
         if prompt is None or prompt == []:
             raise ValueError("prompt is missing: a text, a list of token ids, or a list of them")
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return list(prompt)  # type: ignore[arg-type]
+        if isinstance(prompt, str):
+            return [prompt]
+        ids = [x for x in prompt if isinstance(x, int)]
+        return [ids] if ids else [x for x in prompt if not isinstance(x, int)]
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """What the engine is asked for each prompt. Raises ValueError."""
