@@ -187,10 +187,11 @@ def _in_turns(
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Seconds of a short and a long run in each round, by engine; and their versions."""
 
-    def draw(number: int) -> list[Work]:
-        counts = load.num_tokens if number else load.num_tokens[:1]
-        return [_work(load, f"{number} {n}", load.batch, load.context, n) for n in counts]
-
+    rounds = [
+        [_work(load, f"{number} {n}", load.batch, load.context, n) for n in load.num_tokens]
+        for number in range(load.rounds + 1)
+    ]
+    del rounds[0][1:]  # the short run warms up
     options = Options(
         max_model_len=load.context + max(load.num_tokens),
         max_num_seqs=load.batch,
@@ -202,7 +203,7 @@ def _in_turns(
             "jaxpage": lambda work: run_llm(llm, SamplingParams, work)[0],
             CONTINUOUS: lambda work: peer.run(work, timeout=150),
         }
-        return in_turns(runners, draw, load.rounds, patience=PATIENCE), versions
+        return in_turns(runners, rounds, patience=PATIENCE), versions
 
 
 def table(context: Context) -> Iterator[Result]:
