@@ -97,7 +97,7 @@ def pythons(entries: Sequence[str]) -> dict[str, str]:
 def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     """Run the workloads through each of the named peers and return everything that was seen.
 
-    Raises ValueError for an unknown workload or peer and for a peer that is not installed, RuntimeError if a peer
+    Raises ValueError for an unknown workload and for a peer that is not installed, RuntimeError if a peer
     fails.
     """
     folder, config = checkpoint(bench.shape, bench.model)

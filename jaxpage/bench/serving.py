@@ -20,7 +20,7 @@ from jaxpage.bench.engines import Options, Work, run_llm
 from jaxpage.bench.offline import QWEN25_05B
 from jaxpage.bench.peers import PeerProcess, starts
 from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
-from jaxpage.bench.workloads import in_turns, random_prompt
+from jaxpage.bench.workloads import alike, in_turns
 
 QWEN25_3B: dict[str, Any] = QWEN25_05B | {
     "vocab_size": 151936,
@@ -100,9 +100,7 @@ def _folder(context: Context, load: ServingLoad) -> Path:
 
 def _work(load: ServingLoad, seed: str, number: int, length: int, num_tokens: int) -> Work:
     """As many random prompts of that length."""
-    rng, vocabulary = random.Random(seed), load.config["vocab_size"]
-    prompts = [random_prompt(rng, length, vocabulary) for _ in range(number)]
-    return Work(prompts=prompts, num_tokens=[num_tokens] * number, static_batch=number)
+    return alike(random.Random(seed), number, length, num_tokens, load.config["vocab_size"])
 
 
 def steps(context: Context) -> Iterator[Result]:

@@ -20,6 +20,12 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]
     return [rng.randrange(3, vocab_size) for _ in range(length)]
 
 
+def alike(rng: random.Random, batch: int, length: int, num_tokens: int, vocab_size: int) -> Work:
+    """`batch` requests of random prompts, each of `length` tokens."""
+    prompts = [random_prompt(rng, length, vocab_size) for _ in range(batch)]
+    return Work(prompts=prompts, num_tokens=[num_tokens] * batch, static_batch=batch)
+
+
 def in_turns(
     runners: Mapping[str, Callable[[Work], float]],
     rounds: Sequence[list[Work]],
@@ -76,9 +82,8 @@ def workloads(vocab_size: int, scale: float) -> dict[str, Workload]:
     def log_uniform(rng: random.Random, low: int, high: int) -> int:
         return scaled(round(math.exp(rng.uniform(math.log(low), math.log(high)))))
 
-    def alike(rng: random.Random, batch: int, num_tokens: int) -> Work:
-        prompts = [prompt(rng, scaled(256)) for _ in range(batch)]
-        return Work(prompts=prompts, num_tokens=[num_tokens] * batch, static_batch=batch)
+    def batch_of(rng: random.Random, batch: int, num_tokens: int) -> list[Work]:
+        return [alike(rng, batch, scaled(256), num_tokens, vocab_size)]
 
     def decode(batch: int) -> Workload:
         """The difference of two runs leaves the decode steps alone."""
@@ -87,7 +92,7 @@ def workloads(vocab_size: int, scale: float) -> dict[str, Workload]:
             name=f"decode-{batch}",
             unit="ms/step",
             less_is_better=True,
-            make=lambda rng: [alike(rng, batch, 1), alike(rng, batch, 1 + num_steps)],
+            make=lambda rng: batch_of(rng, batch, 1) + batch_of(rng, batch, 1 + num_steps),
             value=lambda works, seconds: (seconds[1] - seconds[0]) / num_steps * 1e3,
         )
 
@@ -114,7 +119,7 @@ def workloads(vocab_size: int, scale: float) -> dict[str, Workload]:
     cached = Options(max_model_len=2048, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=True)
     found = [
         *(decode(batch) for batch in (1, 8, 32)),
-        Workload(name="prefill-8", make=lambda rng: [alike(rng, 8, 1)], **prompt_rate),
+        Workload(name="prefill-8", make=lambda rng: batch_of(rng, 8, 1), **prompt_rate),
         Workload(name="mixed", make=mixed, **rate),
         Workload(name="questions", make=questions, options=cached, also=(UNCACHED,), **rate),
     ]
