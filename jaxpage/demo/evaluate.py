@@ -95,4 +95,5 @@ def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _answers(config: ModelConfig) -> jax.stages.Wrapped:
-    return jax.jit(lambda params, batch: network.answers(params, config, batch))
+    """int32[S]: the most likely next token at each selected position of a batch."""
+    return jax.jit(lambda params, batch: network.logits(params, config, batch).argmax(axis=-1))
