@@ -117,9 +117,7 @@ class Comparison:
             for name, missed in due.items():
                 yield failed(name, error_summary(problem), missed)
             return
-        launches = [launch, *self._fastest(others)]
-        self._set_up_torch()
-        times = self._rounds(launches)
+        times = self._rounds([launch, *self._fastest(others)])
         for name, reason in self.absent.items():
             yield missing(f"{self.name}, {name}", "us", reason)
         medians = {name: statistics.median(taken) for name, taken in times.items()}
@@ -189,6 +187,7 @@ class Comparison:
 
     def _rounds(self, launches: list[Launch]) -> dict[str, list[float]]:
         """Seconds of one call by name, in each round; all take part in every round."""
+        self._set_up_torch()
         times: dict[str, list[float]] = {launch.name: [] for launch in launches}
         for _ in range(1 if self.context.tiny else 3):
             for launch in launches:
