@@ -11,19 +11,21 @@ import logging
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.bench import results
+from jaxpage.bench.workloads import random_prompt
 from jaxpage.demo import checkpoint, evaluate
+from jaxpage.outputs import CompletionOutput, Logprob
 from pallas_kernels.kv_write.quantized import FORMATS
 
 KV_DTYPES = ("auto", *FORMATS)
 PROMPT_LENS = (32, 64, 128, 256)
 NUM_BEST = 20  # ids whose log-probabilities are compared: the most likely ones after each prefix
+Prefix = tuple[list[int], dict[int, Logprob]]  # token ids, and those likely after them
 _POOL_BYTES, _VOCAB_SIZE = 2**26, 512
 
 _SIZES = {
@@ -115,12 +117,11 @@ def differences(config: dict[str, Any], bench: AccuracyBench) -> dict[str, dict[
     it takes the ids that are most likely with the unquantised pool: all are asked the same, whatever they would say.
     """
     rng = random.Random(bench.seed)
-    prompts = [[rng.randrange(3, _VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENS]
+    prompts = [random_prompt(rng, length, _VOCAB_SIZE) for length in PROMPT_LENS]
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_SIZES | config))
-        prefixes: list[list[int]] = []
-        expected: list[dict[int, float]] = []
+        asked: list[Prefix] = []
         for kv_cache_dtype in KV_DTYPES:
             llm = _engine(
                 folder,
@@ -133,45 +134,42 @@ def differences(config: dict[str, Any], bench: AccuracyBench) -> dict[str, dict[
                 max_logprobs=-1,
                 skip_tokenizer_init=True,
             )
-            if not prefixes:
-                prefixes, expected = continuations(llm, prompts, bench.num_tokens)
-            after = [logprobs for _, [logprobs] in greedy_logprobs(llm, prefixes, 1, -1)]
-            distances = [
-                abs(logprobs[token_id] - logprob)
-                for logprobs, wanted in zip(after, expected, strict=True)
-                for token_id, logprob in wanted.items()
-            ]
-            found[kv_cache_dtype] = {"max": max(distances), "mean": statistics.fmean(distances)}
+            asked = asked or prefixes(llm, prompts, bench.num_tokens)
+            found[kv_cache_dtype] = distances(llm, asked)
     return found
 
 
-def continuations(
-    llm: LLM, prompts: list[list[int]], num_tokens: int
-) -> tuple[list[list[int]], list[dict[int, float]]]:
+def prefixes(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[Prefix]:
     """All prefixes of the greedy continuations that end in or after the prompt, and what is likely after each."""
-    prefixes, expected = [], []
-    for prompt, (token_ids, logprobs) in zip(
-        prompts, greedy_logprobs(llm, prompts, num_tokens, NUM_BEST), strict=True
-    ):
-        prefixes += [[*prompt, *token_ids[:index]] for index in range(len(logprobs))]
-        expected += logprobs
-    return prefixes, expected
+    return [
+        ([*prompt, *completion.token_ids[:index]], logprobs)
+        for prompt, completion in zip(
+            prompts, greedy(llm, prompts, num_tokens, NUM_BEST), strict=True
+        )
+        for index, logprobs in enumerate(completion.logprobs or ())
+    ]
 
 
-def greedy_logprobs(
-    llm: LLM, prompts: Sequence[list[int]], num_tokens: int, num_best: int
-) -> list[tuple[list[int], list[dict[int, float]]]]:
-    """Of each prompt its greedy continuation, and by token of it the logprobs of the best ids (-1: of all)."""
+def distances(llm: LLM, asked: list[Prefix]) -> dict[str, float]:
+    """How far an engine is from what was likely after those prefixes."""
+    completions = greedy(llm, [prefix for prefix, _ in asked], 1, -1)
+    found = [
+        abs(logprobs[token_id].logprob - wanted.logprob)
+        for completion, (_, likely) in zip(completions, asked, strict=True)
+        for logprobs in completion.logprobs or ()
+        for token_id, wanted in likely.items()
+    ]
+    return {"max": max(found), "mean": statistics.fmean(found)}
+
+
+def greedy(
+    llm: LLM, prompts: list[list[int]], num_tokens: int, num_best: int
+) -> list[CompletionOutput]:
+    """The greedy continuation of each prompt, with the logprobs of the `num_best` ids (-1: all) at each token."""
     params = SamplingParams(
         temperature=0, max_tokens=num_tokens, logprobs=num_best, ignore_eos=True, detokenize=False
     )
-    found = []
-    for output in llm.generate(list(prompts), params, use_tqdm=False):
-        (completion,) = output.outputs
-        assert completion.logprobs is not None
-        logprobs = [{i: x.logprob for i, x in best.items()} for best in completion.logprobs]
-        found.append((completion.token_ids, logprobs))
-    return found
+    return [x.outputs[0] for x in llm.generate(list(prompts), params, use_tqdm=False)]
 
 
 def show(report: dict[str, Any]) -> str:

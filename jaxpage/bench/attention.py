@@ -117,7 +117,7 @@ class Comparison:
             for name, missed in due.items():
                 yield failed(name, error_summary(problem), missed)
             return
-        times = self._rounds([launch, *self._fastest(others)], with_torch=self._set_up_torch())
+        times = self._rounds([launch, *self._fastest(others)])
         for name, reason in self.absent.items():
             yield missing(f"{self.name}, {name}", "us", reason)
         medians = {name: statistics.median(taken) for name, taken in times.items()}
@@ -165,33 +165,34 @@ class Comparison:
                 found.append(launches[min(launches)])
         return found
 
-    def _set_up_torch(self) -> bool:
-        """Whether there is torch, and it sees the device that we see."""
+    def _set_up_torch(self) -> None:
+        """Torch is absent unless it sees the device that we see."""
         platform = self.device.platform
         if platform == "tpu":
             self.absent[TORCH] = "it has no TPU here"
-            return False
+        versions = self._ask_torch("setup", asdict(self.work), self.context.tiny)
+        if versions and (versions["device"] == "cuda") != (platform == "gpu"):
+            self.absent[TORCH] = f"torch sees {versions['device']}, jax {platform}"
+
+    def _ask_torch(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Nothing once torch is absent, which it is after an error."""
+        if TORCH in self.absent:
+            return {}
         try:
-            versions = self.torch.ask("setup", asdict(self.work), self.context.tiny, timeout=120)
+            return self.torch.ask(method, *arguments, timeout=120)
         except (RuntimeError, TimeoutError) as error:
             print(error, file=sys.stderr)
             self.absent[TORCH] = error_summary(error)
-            return False
-        if (versions["device"] == "cuda") != (platform == "gpu"):
-            self.absent[TORCH] = f"torch sees {versions['device']}, jax {platform}"
-        return TORCH not in self.absent
+            return {}
 
-    def _rounds(self, launches: list[Launch], *, with_torch: bool) -> dict[str, list[float]]:
+    def _rounds(self, launches: list[Launch]) -> dict[str, list[float]]:
         """Seconds of one call by name, in each round; all take part in every round."""
+        self._set_up_torch()
         times: dict[str, list[float]] = {launch.name: [] for launch in launches}
         for _ in range(1 if self.context.tiny else 3):
             for launch in launches:
                 times[launch.name].append(launch.seconds(tiny=self.context.tiny))
-            try:
-                theirs = self.torch.ask("seconds", timeout=120) if with_torch else {}
-            except (RuntimeError, TimeoutError) as error:
-                self.absent[TORCH], with_torch, theirs = error_summary(error), False, {}
-            for name, seconds in theirs.items():
+            for name, seconds in self._ask_torch("seconds").items():
                 if isinstance(seconds, str):  # why it cannot
                     self.absent[name] = seconds
                 else:

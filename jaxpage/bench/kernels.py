@@ -65,13 +65,8 @@ def measure(context: Context) -> Iterator[Result]:
                 yield missing(f"{operation} ({module})", "", reason)
     # On the host: the many small programs that make arguments would take minutes to compile for a GPU.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        checks = [
-            *_attention_checks(platform, context.tiny),
-            *_matmul_checks(platform, context.tiny),
-            *_grouped_checks(platform, context.tiny),
-            *_copy_checks(platform, context.tiny),
-            *_write_checks(platform, context.tiny),
-        ]
+        kinds = _attention_checks, _matmul_checks, _grouped_checks, _copy_checks, _write_checks
+        checks = [check for kind in kinds for check in kind(platform, context.tiny)]
     for check in checks:
         check.arguments = jax.device_put(check.arguments, jax.devices()[0])
     # Compiled side by side, since that is what takes the time; run one by one, in their order.

@@ -11,9 +11,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.bench import results
-from jaxpage.bench.engines import Work, run_llm
+from jaxpage.bench.engines import run_llm
 from jaxpage.bench.offline import Shape, checkpoint, engine_options, machine
-from jaxpage.bench.workloads import random_prompt
+from jaxpage.bench.workloads import alike
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
@@ -57,9 +57,8 @@ def measure(bench: LatencyBench) -> dict[str, Any]:
     } | engine_options(bench.options)
     llm = LLM(str(folder), **options)
     llm.wait_until_warm()
-    rng, size = random.Random(bench.seed), bench.batch_size
-    prompts = [random_prompt(rng, bench.input_len, config["vocab_size"]) for _ in range(size)]
-    work = Work(prompts=prompts, num_tokens=[bench.output_len] * size, static_batch=size)
+    sizes = bench.batch_size, bench.input_len, bench.output_len, config["vocab_size"]
+    work = alike(random.Random(bench.seed), *sizes)
     rounds = range(bench.num_iters_warmup + bench.num_iters)
     taken = [run_llm(llm, SamplingParams, work)[0] for _ in tqdm(rounds, disable=None)]
     latencies = taken[bench.num_iters_warmup :]

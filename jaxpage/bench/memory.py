@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,11 @@ from jaxpage.plan import StepPlan
 from jaxpage.sampling_params import SamplingParams
 from pallas_kernels.kv_write.quantized import FORMATS
 
-MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS = 1024, 2048  # the workload's, and the default on a CPU
+LIMITS: dict[str, Any] = {  # the workload's, and the default of a CPU
+    "max_model_len": 1024,
+    "max_num_seqs": MAX_NUM_SEQS,
+    "max_num_batched_tokens": 2048,
+}
 GEMMA = (1024,) * 5 + (None,)  # windows of Gemma 3's layers, again and again
 LONG = 32_768  # tokens of a sequence that outgrows them
 VOCAB_SIZE = 30_000  # where there is no model
@@ -80,14 +84,15 @@ def measure(bench: MemoryBench) -> dict[str, Any]:
         "tokens_per_gib": {
             name: tokens_per_gib(model, bench.block_size) for name, model in MODELS.items()
         },
-        "host_seconds": _seconds(bench, VOCAB_SIZE, lambda cached: _host(bench, cached)),
+        "host_seconds": _seconds(
+            bench, VOCAB_SIZE, partial(_host, bench, True), partial(_host, bench, False)
+        ),
     }
     if bench.shape is not None:
         folder, config = checkpoint(bench.shape)
         report["shape"] = bench.shape
-        report["engine_seconds"] = _seconds(
-            bench, config["vocab_size"], lambda cached: _engine(folder, bench, cached)
-        )
+        on, off = (_engine(folder, bench, cached) for cached in (True, False))
+        report["engine_seconds"] = _seconds(bench, config["vocab_size"], on, off)
     return report
 
 
@@ -101,31 +106,29 @@ def waste(
     held at most.
     """
     scheduler = _scheduler(block_size, decode_steps=decode_steps, num_blocks=num_blocks)
-    totals, largest, most = Counter[str](), 0.0, 0
+    slots: list[tuple[int, int, int]] = []
+    held: list[int] = []
 
     def look(plan: StepPlan) -> None:
-        nonlocal largest, most
-        most = max(most, scheduler.kv.pool.num_used)
-        for step in range(plan.num_steps):
-            found = _account(scheduler, plan, step)
-            totals.update(found)
-            largest = max(largest, (found["partial"] + found["ahead"]) / found["allocated"])
+        held.append(scheduler.kv.pool.num_used)
+        slots.extend(_account(scheduler, plan, step) for step in range(plan.num_steps))
 
     stats = run(scheduler, work, look).stats()
-    causes = {cause: totals[cause] / totals["allocated"] for cause in ("partial", "ahead")}
+    allocated, partial, ahead = map(sum, zip(*slots, strict=True))
+    causes = {"partial": partial / allocated, "ahead": ahead / allocated}
     return {
         "decode_steps": decode_steps,
         "mean": sum(causes.values()),
-        "max": largest,
+        "max": max((partial + ahead) / allocated for allocated, partial, ahead in slots),
         "causes": causes,
         "mean_of_launches": stats.mean_kv_waste,
         "num_launches": stats.num_steps,
-        "num_blocks": most,
+        "num_blocks": max(held),
         "scarce": num_blocks is not None,
     }
 
 
-def _account(scheduler: Scheduler, plan: StepPlan, step: int) -> dict[str, int]:
+def _account(scheduler: Scheduler, plan: StepPlan, step: int) -> tuple[int, int, int]:
     """Slots at one step of a launch: allocated; of them free in blocks that have KV, and in blocks that have none yet.
 
     Sequence by sequence, as none shares a block with another here.
@@ -133,15 +136,15 @@ def _account(scheduler: Scheduler, plan: StepPlan, step: int) -> dict[str, int]:
     size = scheduler.kv.pool.block_size
     rows = zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
     ends = {slot: start + count + step for slot, start, count in rows}
-    found = {"allocated": 0, "partial": 0, "ahead": 0}
+    allocated = partial = ahead = 0
     for sequence in scheduler.running:
         end = ends.get(sequence.slot, sequence.num_computed_tokens)
         used = min(end, sequence.max_len - 1)
         begun, held = -(-used // size), len(sequence.block_tables[0])
-        found["allocated"] += held * size
-        found["partial"] += begun * size - used
-        found["ahead"] += (held - begun) * size
-    return found
+        allocated += held * size
+        partial += begun * size - used
+        ahead += (held - begun) * size
+    return allocated, partial, ahead
 
 
 def blocks_of_long_sequence(layers: Windows, block_size: int) -> int:
@@ -150,14 +153,9 @@ def blocks_of_long_sequence(layers: Windows, block_size: int) -> int:
     `layers`: the windows of a few layers. Counted in a pool that has just enough blocks.
     """
     groups = group_layers(layers, LONG + 1)
-    scheduler = make_scheduler(
-        most_blocks(groups.windows, LONG, block_size, MAX_NUM_BATCHED_TOKENS),
-        block_size,
-        max_num_seqs=1,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        max_model_len=LONG,
-        windows=groups.windows,
-    )
+    limits: dict[str, Any] = LIMITS | {"max_num_seqs": 1, "max_model_len": LONG}
+    num_blocks = most_blocks(groups.windows, LONG, block_size, limits["max_num_batched_tokens"])
+    scheduler = make_scheduler(num_blocks, block_size, windows=groups.windows, **limits)
     held = []
     work = Work(prompts=[[1] * (LONG - 64)], num_tokens=[64], static_batch=1)
     run(scheduler, work, lambda plan: held.append(scheduler.kv.pool.num_used))
@@ -184,19 +182,13 @@ def tokens_per_gib(model: tuple[int, int, int], block_size: int) -> dict[str, in
 
 def _scheduler(block_size: int, *, num_blocks: int | None = None, **options: Any) -> Scheduler:
     """With blocks for all unless told: that none is ever evicted keeps most hashes, which is the dearest case."""
-    return make_scheduler(
-        num_blocks or MAX_NUM_SEQS * -(-MAX_MODEL_LEN // block_size),
-        block_size,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        max_model_len=MAX_MODEL_LEN,
-        **options,
-    )
+    most = MAX_NUM_SEQS * -(-LIMITS["max_model_len"] // block_size)
+    return make_scheduler(num_blocks or most, block_size, **LIMITS, **options)
 
 
 def _mixed(bench: MemoryBench, vocab_size: int, number: int) -> Work:
-    (workload,) = (w for w in workloads(vocab_size, bench.scale) if w.name == "mixed")
-    (work,) = workload.make(random.Random(f"{bench.seed} mixed {number}"))
+    mixed = workloads(vocab_size, bench.scale)["mixed"]
+    (work,) = mixed.make(random.Random(f"{bench.seed} mixed {number}"))
     return work
 
 
@@ -204,17 +196,13 @@ def _num_tokens(work: Work) -> int:
     return sum(map(len, work.prompts)) + work.num_output_tokens
 
 
-def _host(bench: MemoryBench, cached: bool) -> Runner:
+def _host(bench: MemoryBench, cached: bool, work: Work) -> float:
     """Seconds that a scheduler takes for work, without an engine."""
-
-    def seconds(work: Work) -> float:
-        options = {"decode_steps": max(bench.decode_steps), "enable_prefix_caching": cached}
-        scheduler = _scheduler(bench.block_size, **options)
-        start = time.perf_counter()
-        run(scheduler, work)
-        return time.perf_counter() - start
-
-    return seconds
+    options = {"decode_steps": max(bench.decode_steps), "enable_prefix_caching": cached}
+    scheduler = _scheduler(bench.block_size, **options)
+    start = time.perf_counter()
+    run(scheduler, work)
+    return time.perf_counter() - start
 
 
 def _engine(folder: Path, bench: MemoryBench, cached: bool) -> Runner:
@@ -223,9 +211,7 @@ def _engine(folder: Path, bench: MemoryBench, cached: bool) -> Runner:
 
     llm = LLM(
         str(folder),
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        **LIMITS,
         block_size=bench.block_size,
         decode_steps=max(bench.decode_steps),
         enable_prefix_caching=cached,
@@ -235,17 +221,10 @@ def _engine(folder: Path, bench: MemoryBench, cached: bool) -> Runner:
     return lambda work: run_llm(llm, SamplingParams, work)[0]
 
 
-def _seconds(
-    bench: MemoryBench, vocab_size: int, runner: Callable[[bool], Runner]
-) -> dict[str, list[Any]]:
+def _seconds(bench: MemoryBench, vocab_size: int, on: Runner, off: Runner) -> dict[str, list[Any]]:
     """Of each round with ("on") and without ("off") prefix cache, on work that no round has seen before."""
-    works: list[Work] = []
-
-    def draw(number: int) -> list[Work]:
-        works.append(_mixed(bench, vocab_size, number))
-        return works[-1:]
-
-    taken = in_turns({"on": runner(True), "off": runner(False)}, draw, bench.rounds)
+    works = [_mixed(bench, vocab_size, number) for number in range(bench.rounds + 1)]
+    taken = in_turns({"on": on, "off": off}, [[work] for work in works])
     seconds = {name: [seconds for [seconds] in rounds] for name, rounds in taken.items()}
     return seconds | {"num_tokens": list(map(_num_tokens, works[1:]))}
 
@@ -267,6 +246,14 @@ def show(report: dict[str, Any]) -> str:
         shares = (found["mean"], found["max"], *found["causes"].values(), found["mean_of_launches"])
         note = f"in half as many blocks, {found['num_blocks']}" if found["scarce"] else ""
         rows.append([str(found["decode_steps"]), *(f"{100 * x:.2f}" for x in shares), note])
+    capacities = [
+        f"{model}: "
+        + ", ".join(f"{k} {n} ({n / found['bfloat16']:.2f}x)" for k, n in found.items())
+        for model, found in report["tokens_per_gib"].items()
+    ]
+    without, with_windows = report["windows"]["without"], report["windows"]["with"]
+    cost = overhead(report["host_seconds"])
+    extra = cost["on"] - cost["off"]
     lines = [
         f"mixed workload, {report['num_requests']} requests, {report['num_tokens']} tokens, "
         f"block_size {report['block_size']}",
@@ -276,14 +263,7 @@ def show(report: dict[str, Any]) -> str:
         results.table(rows, left=0),
         "",
         "tokens that a GiB holds, and how many times as many as in bfloat16:",
-    ]
-    for model, found in report["tokens_per_gib"].items():
-        cells = [f"{name} {n} ({n / found['bfloat16']:.2f}x)" for name, n in found.items()]
-        lines.append(f"{model}: {', '.join(cells)}")
-    without, with_windows = report["windows"]["without"], report["windows"]["with"]
-    cost = overhead(report["host_seconds"])
-    extra = cost["on"] - cost["off"]
-    lines += [
+        *capacities,
         "",
         f"of six layers a sequence of {LONG} tokens holds {without} blocks if all see everything, "
         f"{with_windows} ({without / with_windows:.1f}x fewer) if five see {GEMMA[0]} tokens "

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 from jaxpage import tiny
 from jaxpage.bench import peaks, results
-from jaxpage.bench.engines import Work
 from jaxpage.bench.peers import PEERS, PeerProcess, engine_of
 from jaxpage.bench.workloads import Workload, in_turns, workloads
 
@@ -98,15 +97,14 @@ def pythons(entries: Sequence[str]) -> dict[str, str]:
 def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     """Run the workloads through each of the named peers and return everything that was seen.
 
-    Raises ValueError for an unknown workload or peer and for a peer that is not installed, RuntimeError if a peer
+    Raises ValueError for an unknown workload and for a peer that is not installed, RuntimeError if a peer
     fails.
     """
     folder, config = checkpoint(bench.shape, bench.model)
     known = workloads(config["vocab_size"], bench.scale)
-    names = [w.name for w in known]
-    chosen = split(bench.workloads) or names
-    if unknown := set(chosen) - set(names):
-        raise ValueError(f"no workload {sorted(unknown)}; there are {', '.join(names)}")
+    chosen = split(bench.workloads) or list(known)
+    if unknown := set(chosen) - set(known):
+        raise ValueError(f"no workload {sorted(unknown)}; there are {', '.join(known)}")
     if bench.rounds < 1 or bench.scale <= 0:
         raise ValueError(f"rounds ({bench.rounds}) and scale ({bench.scale}) must be positive")
     python = pythons(bench.python)
@@ -121,7 +119,7 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     }
     # The same processes for all workloads that need the same.
     for (options, also), group in itertools.groupby(
-        [w for w in known if w.name in chosen], lambda w: (w.options, w.also)
+        [w for name, w in known.items() if name in chosen], lambda w: (w.options, w.also)
     ):
         with contextlib.ExitStack() as stack:
             processes = [
@@ -139,15 +137,11 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
 def _measure_workload(
     workload: Workload, peers: list[PeerProcess], bench: OfflineBench
 ) -> dict[str, Any]:
-    drawn: list[list[Work]] = []
-
-    def draw(number: int) -> list[Work]:
-        drawn.append(workload.make(random.Random(f"{bench.seed} {workload.name} {number}")))
-        return drawn[-1]
-
-    seconds = in_turns({peer.name: peer.run for peer in peers}, draw, bench.rounds)
+    seeds = [f"{bench.seed} {workload.name} {number}" for number in range(bench.rounds + 1)]
+    rounds = [workload.make(random.Random(seed)) for seed in seeds]
+    seconds = in_turns({peer.name: peer.run for peer in peers}, rounds)
     values = {
-        name: [workload.value(*pair) for pair in zip(drawn[1:], taken, strict=True)]
+        name: [workload.value(*pair) for pair in zip(rounds[1:], taken, strict=True)]
         for name, taken in seconds.items()
     }
     medians = {name: statistics.median(value) for name, value in values.items()}
@@ -203,7 +197,7 @@ def machine() -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> str:
     """Everything that is printed: medians, and what they are against memory."""
-    lines = [table(report["results"])] if report["results"] else []
+    lines = [table(report["results"])]
     copy, read = (report["bandwidth"][kind] / 1e9 for kind in ("copy", "read"))
     weights = report["weight_bytes"] / 1e9
     once = weights / copy * 1e3

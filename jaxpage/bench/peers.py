@@ -38,8 +38,6 @@ class PeerProcess(RemoteObject):
 
     def __init__(self, name: str, python: str = sys.executable, **options: Any) -> None:
         """`options` are those of `RemoteObject`."""
-        if name not in PEERS:
-            raise ValueError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
         peer, self.name = PEERS[name], name
         target = f"{peer.__module__}:{peer.__qualname__}"
         options |= {"python": python, "environment": peer.environment, "pause": True}

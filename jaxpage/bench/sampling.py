@@ -161,35 +161,25 @@ def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
     slots = jnp.arange(1, bench.rows + 1, dtype=jnp.int32)
     positions = jnp.full(bench.rows, bench.context, jnp.int32)
     program = jax.jit(partial(sample, num_top_logprobs=NUM_TOP, logprobs_mode=MODE))
-    launches: dict[str, Callable[[], Any]] = {}
-    for case in cases(bench.vocab_size):
+    whole = jax.jit(partial(vocabulary, logprobs_mode=MODE))
+    scores = jax.jit(partial(score, num_top=NUM_TOP, logprobs_mode=MODE))
+
+    def launch(program: Any, case: Case) -> Callable[[Any], Any]:
         state, features = _admitted(case, bench)
         logits = flat if case.flat else peaked
-        launches[case.name] = partial(program, logits, state, slots, positions, features)
-    whole = jax.jit(partial(vocabulary, logprobs_mode=MODE))
-    launches["logprobs of the whole vocabulary"] = partial(
-        whole, peaked, *_of_none(bench, slots, positions)
-    )
-    scores = jax.jit(partial(score, num_top=NUM_TOP, logprobs_mode=MODE))
-    launches["scores of given tokens"] = partial(scores, peaked, slots)
+        return lambda _: program(logits, state, slots, positions, features)
+
+    launches = {case.name: launch(program, case) for case in cases(bench.vocab_size)}
+    launches["logprobs of the whole vocabulary"] = launch(whole, Case(name=PLAIN))
+    launches["scores of given tokens"] = lambda _: scores(peaked, slots)
     # A CPU would compute launches that do not depend on each other side by side.
     at_least = 0.0 if bench.tiny or jax.default_backend() == "cpu" else 0.02
     found: dict[str, list[float]] = {name: [] for name in launches}
     for _ in range(bench.repeats):
-        for name, launch in launches.items():
-
-            def run(_: Any, launch: Callable[[], Any] = launch) -> Any:
-                return launch()
-
-            taken, _ = device_time.seconds(run, None, at_least=at_least, samples=1)
-            found[name].append(1e3 * taken[0])
+        for name, run in launches.items():
+            (seconds,), _ = device_time.seconds(run, None, at_least=at_least, samples=1)
+            found[name].append(1e3 * seconds)
     return found
-
-
-def _of_none(bench: SamplingBench, slots: jax.Array, positions: jax.Array) -> tuple[Any, ...]:
-    """The arguments behind the logits for rows that ask for nothing."""
-    state, features = _admitted(Case(name=""), bench)
-    return state, slots, positions, features
 
 
 def _admitted(case: Case, bench: SamplingBench) -> tuple[RequestState, jax.Array]:

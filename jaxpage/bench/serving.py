@@ -20,7 +20,7 @@ from jaxpage.bench.engines import Options, Work, run_llm
 from jaxpage.bench.offline import QWEN25_05B
 from jaxpage.bench.peers import PeerProcess, starts
 from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
-from jaxpage.bench.workloads import in_turns, random_prompt
+from jaxpage.bench.workloads import alike, in_turns
 
 QWEN25_3B: dict[str, Any] = QWEN25_05B | {
     "vocab_size": 151936,
@@ -100,9 +100,7 @@ def _folder(context: Context, load: ServingLoad) -> Path:
 
 def _work(load: ServingLoad, seed: str, number: int, length: int, num_tokens: int) -> Work:
     """As many random prompts of that length."""
-    rng, vocabulary = random.Random(seed), load.config["vocab_size"]
-    prompts = [random_prompt(rng, length, vocabulary) for _ in range(number)]
-    return Work(prompts=prompts, num_tokens=[num_tokens] * number, static_batch=number)
+    return alike(random.Random(seed), number, length, num_tokens, load.config["vocab_size"])
 
 
 def steps(context: Context) -> Iterator[Result]:
@@ -187,10 +185,11 @@ def _in_turns(
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Seconds of a short and a long run in each round, by engine; and their versions."""
 
-    def draw(number: int) -> list[Work]:
-        counts = load.num_tokens if number else load.num_tokens[:1]
-        return [_work(load, f"{number} {n}", load.batch, load.context, n) for n in counts]
-
+    rounds = [
+        [_work(load, f"{number} {n}", load.batch, load.context, n) for n in load.num_tokens]
+        for number in range(load.rounds + 1)
+    ]
+    del rounds[0][1:]  # the short run warms up
     options = Options(
         max_model_len=load.context + max(load.num_tokens),
         max_num_seqs=load.batch,
@@ -202,7 +201,7 @@ def _in_turns(
             "jaxpage": lambda work: run_llm(llm, SamplingParams, work)[0],
             CONTINUOUS: lambda work: peer.run(work, timeout=150),
         }
-        return in_turns(runners, draw, load.rounds, patience=PATIENCE), versions
+        return in_turns(runners, rounds, patience=PATIENCE), versions
 
 
 def table(context: Context) -> Iterator[Result]:

@@ -154,8 +154,8 @@ class Report:
 
 def _commit() -> str:
     """Of this checkout, with a mark if files differ from it; "unknown" where there is no git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*"]
+    options = ["--always", "--abbrev=40", "--exclude=*", "--dirty= with changes"]
+    command = ["git", "-C", str(ROOT), "describe", *options]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        marked = [*command, "--dirty= with changes"]
-        return subprocess.run(marked, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return "unknown"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,15 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]
     return [rng.randrange(3, vocab_size) for _ in range(length)]
 
 
+def alike(rng: random.Random, batch: int, length: int, num_tokens: int, vocab_size: int) -> Work:
+    """`batch` requests of random prompts, each of `length` tokens."""
+    prompts = [random_prompt(rng, length, vocab_size) for _ in range(batch)]
+    return Work(prompts=prompts, num_tokens=[num_tokens] * batch, static_batch=batch)
+
+
 def in_turns(
     runners: Mapping[str, Callable[[Work], float]],
-    draw: Callable[[int], list[Work]],
-    rounds: int,
+    rounds: Sequence[list[Work]],
     *,
     patience: float = math.inf,
 ) -> dict[str, list[list[float]]]:
@@ -32,12 +37,11 @@ def in_turns(
     Round 0 warms up and does not count. After `patience` seconds no further round begins, if one has counted.
     """
     seconds: dict[str, list[list[float]]] = {name: [] for name in runners}
-    for number in range(rounds + 1):
+    for number, works in enumerate(rounds):
         if number == 1:
             start = time.perf_counter()
         elif number > 1 and time.perf_counter() - start > patience:
             break
-        works = draw(number)
         # The first goes last in every other round: what one leaves warm helps the next.
         for name in list(runners)[:: 1 if number % 2 else -1]:
             seconds[name].append([runners[name](work) for work in works])
@@ -63,8 +67,8 @@ class Workload:
         return theirs / ours if self.less_is_better else ours / theirs
 
 
-def workloads(vocab_size: int, scale: float) -> list[Workload]:
-    """All workloads; `scale` multiplies lengths, steps and the number of requests, not batches.
+def workloads(vocab_size: int, scale: float) -> dict[str, Workload]:
+    """All workloads by name; `scale` multiplies lengths, steps and the number of requests, not batches.
 
     Those that need the same engine options stand together.
     """
@@ -78,9 +82,8 @@ def workloads(vocab_size: int, scale: float) -> list[Workload]:
     def log_uniform(rng: random.Random, low: int, high: int) -> int:
         return scaled(round(math.exp(rng.uniform(math.log(low), math.log(high)))))
 
-    def alike(rng: random.Random, batch: int, num_tokens: int) -> Work:
-        prompts = [prompt(rng, scaled(256)) for _ in range(batch)]
-        return Work(prompts=prompts, num_tokens=[num_tokens] * batch, static_batch=batch)
+    def batch_of(rng: random.Random, batch: int, num_tokens: int) -> list[Work]:
+        return [alike(rng, batch, scaled(256), num_tokens, vocab_size)]
 
     def decode(batch: int) -> Workload:
         """The difference of two runs leaves the decode steps alone."""
@@ -89,7 +92,7 @@ def workloads(vocab_size: int, scale: float) -> list[Workload]:
             name=f"decode-{batch}",
             unit="ms/step",
             less_is_better=True,
-            make=lambda rng: [alike(rng, batch, 1), alike(rng, batch, 1 + num_steps)],
+            make=lambda rng: batch_of(rng, batch, 1) + batch_of(rng, batch, 1 + num_steps),
             value=lambda works, seconds: (seconds[1] - seconds[0]) / num_steps * 1e3,
         )
 
@@ -114,9 +117,10 @@ def workloads(vocab_size: int, scale: float) -> list[Workload]:
         "value": lambda works, seconds: works[0].num_output_tokens / seconds[0],
     }
     cached = Options(max_model_len=2048, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=True)
-    return [
+    found = [
         *(decode(batch) for batch in (1, 8, 32)),
-        Workload(name="prefill-8", make=lambda rng: [alike(rng, 8, 1)], **prompt_rate),
+        Workload(name="prefill-8", make=lambda rng: batch_of(rng, 8, 1), **prompt_rate),
         Workload(name="mixed", make=mixed, **rate),
         Workload(name="questions", make=questions, options=cached, also=(UNCACHED,), **rate),
     ]
+    return {workload.name: workload for workload in found}

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxpage.demo import network, text, tokens
+from jaxpage.demo import network, text, tokens, words
 from jaxpage.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def question(rng: random.Random, kind: text.Kind, size: int) -> tuple[str | None
     if kind == "talk":
         return None, text.talk(rng)
     people = text.people(rng, size, split="held_out")
-    system = text.system_message(text.table(people), rng.choice(text.INTRODUCTIONS))
+    system = text.system_message(text.table(people), rng.choice(words.INTRODUCTIONS))
     ask = text.look_up if kind == "look_up" else text.json_record
     return system, ask(rng, people)
 
@@ -95,4 +95,5 @@ def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _answers(config: ModelConfig) -> jax.stages.Wrapped:
-    return jax.jit(lambda params, batch: network.answers(params, config, batch))
+    """int32[S]: the most likely next token at each selected position of a batch."""
+    return jax.jit(lambda params, batch: network.logits(params, config, batch).argmax(axis=-1))

@@ -1,4 +1,4 @@
-"""The demo model as a pure function of its parameters: jaxpage's own Qwen2, its loss, its answers.
+"""The demo model as a pure function of its parameters: jaxpage's own Qwen2, and its loss.
 
 Parameters are a dict by path, as `weights.spec.variables` names them.
 """
@@ -67,8 +67,3 @@ def loss(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
     found = logits(params, config, batch)
     each = optax.softmax_cross_entropy_with_integer_labels(found, batch.targets)
     return jnp.sum(each * batch.weights) / jnp.sum(batch.weights)
-
-
-def answers(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
-    """int32[S]: the most likely next token at each selected position."""
-    return jnp.argmax(logits(params, config, batch), axis=-1)

@@ -20,7 +20,6 @@ Column = Literal["age", "occupation", "country"]
 Kind = Literal["look_up", "json", "sum", "talk", "story"]
 
 COLUMNS: tuple[Column, ...] = ("age", "occupation", "country")
-INTRODUCTIONS = words.INTRODUCTIONS
 # With more, drawing names gets slow.
 MAX_ROWS = min(len(words.FIRST_NAMES), len(words.LAST_NAMES)) // 2
 
@@ -78,7 +77,7 @@ def table(rows: Sequence[Person]) -> str:
     return "\n".join(lines)
 
 
-def system_message(table_text: str, introduction: str = INTRODUCTIONS[0]) -> str:
+def system_message(table_text: str, introduction: str = words.INTRODUCTIONS[0]) -> str:
     """What the system says before questions about a table."""
     return f"{introduction}\n\n{table_text}"
 

@@ -74,7 +74,7 @@ def conversation(rng: random.Random, *, rows: int, length: int, tables: float = 
     if rng.random() < tables:
         most = min(rows, (length - HEADER_TOKENS - 80) // ROW_TOKENS)
         people = text.people(rng, rng.randint(1, most))
-        system = text.system_message(text.table(people), rng.choice(text.INTRODUCTIONS))
+        system = text.system_message(text.table(people), rng.choice(words.INTRODUCTIONS))
         used, weights = HEADER_TOKENS + ROW_TOKENS * len(people), TABLE_TALK
     else:
         people, system, used = [], rng.choice((None, *words.GREETINGS)), 12

@@ -45,13 +45,11 @@ class Engine:
 
 def test_every_prefix_of_the_continuations_is_asked_about(monkeypatch):
     monkeypatch.setattr(accuracy, "NUM_BEST", 2)
-    prefixes, expected = accuracy.continuations(Engine(1.0), [[1], [1, 1]], num_tokens=3)
-    assert prefixes == [[1], [1, 1], [1, 1, 2], [1, 1], [1, 1, 2], [1, 1, 2, 0]]
-    assert [set(logprobs) for logprobs in expected[:3]] == [{1, 2}, {2, 3}, {0, 1}]
-    found = [logprobs for _, [logprobs] in accuracy.greedy_logprobs(Engine(1.0), prefixes, 1, -1)]
-    assert all(len(logprobs) == VOCAB for logprobs in found)
-    for logprobs, wanted in zip(found, expected, strict=True):
-        assert {token_id: logprobs[token_id] for token_id in wanted} == wanted
+    asked = accuracy.prefixes(Engine(1.0), [[1], [1, 1]], num_tokens=3)
+    token_ids = [prefix for prefix, _ in asked]
+    assert token_ids == [[1], [1, 1], [1, 1, 2], [1, 1], [1, 1, 2], [1, 1, 2, 0]]
+    assert [set(likely) for _, likely in asked[:3]] == [{1, 2}, {2, 3}, {0, 1}]
+    assert accuracy.distances(Engine(1.0), asked) == {"max": 0.0, "mean": 0.0}
 
 
 def test_distances_are_those_of_the_same_ids_after_the_same_prefixes(monkeypatch):

@@ -21,7 +21,7 @@ from jaxpage.bench.workloads import UNCACHED, Workload, in_turns, workloads
 
 
 def by_name(scale: float = 1.0) -> dict[str, Workload]:
-    return {w.name: w for w in workloads(vocab_size=512, scale=scale)}
+    return workloads(vocab_size=512, scale=scale)
 
 
 @pytest.mark.parametrize("name", by_name())
@@ -114,18 +114,16 @@ def test_unknown_names_and_engines_that_are_not_there_are_refused(monkeypatch):
 
 def test_rounds_alternate_and_the_first_does_not_count():
     calls = []
-    works = {
-        number: [Work(prompts=[[number]], num_tokens=[1], static_batch=1)] for number in (0, 1, 2)
-    }
+    works = [[Work(prompts=[[i]], num_tokens=[1], static_batch=1)] for i in range(3)]
 
     def runner(name):
         return lambda work: calls.append((name, work)) or float(work.prompts[0][0])
 
-    found = in_turns({"a": runner("a"), "b": runner("b")}, works.__getitem__, 2)
+    found = in_turns({"a": runner("a"), "b": runner("b")}, works)
     assert "".join(name for name, _ in calls) == "baabba"
     assert [work for _, work in calls] == [works[i][0] for i in (0, 0, 1, 1, 2, 2)]
     assert found == {"a": [[1.0], [2.0]], "b": [[1.0], [2.0]]}
-    found = in_turns({"a": runner("a")}, works.__getitem__, 2, patience=0)
+    found = in_turns({"a": runner("a")}, works, patience=0)
     assert found == {"a": [[1.0]]}
 
 
