@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from jaxpage.async_llm.output_loop import Observer
 from jaxpage.async_llm.step_loop import PauseMode
 from jaxpage.async_llm.streams import LastOutput, Stream
-from jaxpage.async_llm.tasks import Tasks
+from jaxpage.async_llm.tasks import Prepare, Tasks
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import RequestOutput
@@ -134,14 +134,49 @@ class AsyncLLM:
             trace_headers=trace_headers,
             priority=priority,
         )
-        stream = Stream()
-        try:
-            added = await asyncio.wrap_future(self._tasks.start(prepare, stream))
-            await asyncio.wrap_future(added)
-        except BaseException:
-            stream.close()
-            raise
+        (stream,) = await self._begin(lambda inputs: [prepare(inputs)], 1)
         return stream
+
+    async def start_all(
+        self,
+        read: Callable[[InputProcessor], tuple[Sequence[Prompt], SamplingParams]],
+        request_ids: Sequence[str],
+        *,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> list[Stream]:
+        """As `start` for the prompts that `read` makes, one for each id: all are answered, or none.
+
+        `read` is called in the thread of the input processor, and from there its prompts go straight to the engine.
+        """
+
+        def prepare(inputs: InputProcessor) -> list[Request]:
+            prompts, params = read(inputs)
+            return [
+                _prepare(
+                    inputs,
+                    prompt=prompt,
+                    params=params,
+                    request_id=request_id,
+                    trace_headers=trace_headers,
+                    priority=priority,
+                )
+                for prompt, request_id in zip(prompts, request_ids, strict=True)
+            ]
+
+        return await self._begin(prepare, len(request_ids))
+
+    async def _begin(self, prepare: Prepare, num_requests: int) -> list[Stream]:
+        """The streams of requests that the engine has."""
+        streams = [Stream() for _ in range(num_requests)]
+        try:
+            for added in await asyncio.wrap_future(self._tasks.start(prepare, streams)):
+                await asyncio.wrap_future(added)
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
 
     async def chat(
         self,
@@ -196,12 +231,14 @@ class AsyncLLM:
             if isinstance(error, Exception):
                 last.receive(error)
 
-        def made(future: Future[Future[None]]) -> None:
+        def made(future: Future[list[Future[None]]]) -> None:
             refused(future)
             if not future.cancelled() and future.exception() is None:
-                future.result().add_done_callback(refused)
+                for added in future.result():
+                    added.add_done_callback(refused)
 
-        self._tasks.start(prepare, last).add_done_callback(made)
+        started = self._tasks.start(lambda inputs: [prepare(inputs)], [last])
+        started.add_done_callback(made)
         return last.future
 
     async def abort(self, request_id: str | Iterable[str]) -> None:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Prepare = Callable[[InputProcessor], Request]
+Prepare = Callable[[InputProcessor], Sequence[Request]]
 
 
 class Tasks:
@@ -62,24 +62,18 @@ class Tasks:
         except RuntimeError:
             raise self.steps.error or EngineDeadError("the engine was shut down") from None
 
-    def start(self, prepare: Prepare, receiver: Receiver) -> Future[Future[None]]:
-        """Make a request and have it answered. The inner future is done when the engine has it, or refuses it."""
+    def start(self, prepare: Prepare, receivers: Sequence[Receiver]) -> Future[list[Future[None]]]:
+        """Make a request for each receiver and have them answered; none, if `prepare` raises.
+
+        An inner future is done when the engine has its request, or refuses it.
+        """
         arrival_time, queued_time = time.time(), time.monotonic()
 
-        def begin(inputs: InputProcessor) -> Future[None]:
-            request = prepare(inputs)
-            request.arrival_time, request.queued_time = arrival_time, queued_time
-            name = request.request_id
-            request.request_id = f"{name}#{next(self._num_added)}"
-            discard = functools.partial(self._discard, request.request_id)
-            receiver.open(request, discard)
-            self._ids[name] = request.request_id
-            self.outputs.post(lambda: self.outputs.add(request, name, receiver))
-            added = self.steps.call(lambda: self.steps.add(request))
-            added.add_done_callback(lambda f: discard() if f.cancelled() or f.exception() else None)
-            if receiver.is_closed:
-                discard()
-            return added
+        def begin(inputs: InputProcessor) -> list[Future[None]]:
+            requests = prepare(inputs)
+            for request in requests:
+                request.arrival_time, request.queued_time = arrival_time, queued_time
+            return [self._add(*pair) for pair in zip(requests, receivers, strict=True)]
 
         return self.with_inputs(begin)
 
@@ -108,6 +102,19 @@ class Tasks:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _add(self, request: Request, receiver: Receiver) -> Future[None]:
+        name = request.request_id
+        request.request_id = f"{name}#{next(self._num_added)}"
+        discard = functools.partial(self._discard, request.request_id)
+        receiver.open(request, discard)
+        self._ids[name] = request.request_id
+        self.outputs.post(lambda: self.outputs.add(request, name, receiver))
+        added = self.steps.call(lambda: self.steps.add(request))
+        added.add_done_callback(lambda f: discard() if f.cancelled() or f.exception() else None)
+        if receiver.is_closed:
+            discard()
+        return added
 
     def _run_steps(self) -> None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpage.async_llm import AsyncLLM, Stream
+from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams
@@ -53,6 +54,14 @@ class InFlight:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a call wants of the engine: all its prompts are answered with the same parameters."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
 class Caller:
     """Who asks: the call's id, and the W3C trace context it belongs to."""
 
@@ -80,23 +89,25 @@ class Batch:
         llm: AsyncLLM,
         in_flight: InFlight,
         caller: Caller,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
+        read: Callable[[InputProcessor], Asked],
+        num_prompts: int = 1,
         priority: int = 0,
     ) -> Batch:
-        """Have all prompts answered, or none. Raises ApiError and what `AsyncLLM.start` raises."""
-        ids = in_flight.enter(caller.id, len(prompts))
+        """Have all prompts answered, or none. Raises ApiError and what `AsyncLLM.start_all` raises.
+
+        `read` is called in the thread of the input processor.
+        """
+        ids = in_flight.enter(caller.id, num_prompts)
         batch = cls(in_flight, caller.id, ids)
+
+        def read_all(inputs: InputProcessor) -> tuple[Sequence[Prompt], SamplingParams]:
+            asked = read(inputs)
+            return asked.prompts, asked.params
+
         try:
-            for prompt, request_id in zip(prompts, ids, strict=True):
-                stream = await llm.start(
-                    prompt,
-                    params,
-                    request_id,
-                    trace_headers=caller.trace_headers,
-                    priority=priority,
-                )
-                batch.streams.append(stream)
+            batch.streams = await llm.start_all(
+                read_all, ids, trace_headers=caller.trace_headers, priority=priority
+            )
         except BaseException:
             batch.close()
             raise

@@ -10,10 +10,8 @@ from typing import Any
 
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput
-from jaxpage.prompts import Prompt
 from jaxpage.reasoning_parsers import OutputParser
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.batch import Batch, Caller
+from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxpage.server.protocol.chat import ChatRequest
@@ -29,11 +27,9 @@ from jaxpage.tool_parsers import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendered:
+class Rendered(Asked):
     """A conversation as the engine gets it."""
 
-    prompt: Prompt
-    params: SamplingParams
     parsers: list[OutputParser]  # one for each answer
     choice: Any  # of tools
 
@@ -53,7 +49,7 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
     (prompt,) = inputs.parse_chat(body.messages, tools=tools, **options)
     prompt.cache_salt = body.cache_salt
     parsers = [chat_format.parser(body.tools, choice, prompt.text) for _ in range(params.n)]
-    return Rendered(prompt=prompt, params=params, parsers=parsers, choice=choice)
+    return Rendered(prompts=[prompt], params=params, parsers=parsers, choice=choice)
 
 
 class ChatCall:
@@ -64,8 +60,9 @@ class ChatCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         body.warn_of_unknown()
         server.check_model(body.model)
-        rendered = await server.with_inputs(lambda inputs: render(server, body, inputs))
-        batch = await server.start(caller, [rendered.prompt], rendered.params, body.priority)
+        batch, rendered = await server.start(
+            caller, lambda inputs: render(server, body, inputs), priority=body.priority
+        )
         return cls(server, body, caller.id, batch, rendered)
 
     def __init__(

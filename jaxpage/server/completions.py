@@ -9,13 +9,16 @@ from typing import Any
 
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.prompts import Prompt
-from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.batch import Batch, Caller
+from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import completion_logprobs, prompt_logprobs
 from jaxpage.server.protocol.completions import CompletionRequest
 from jaxpage.server.texts import check_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked(Asked):
+    first_texts: list[str | None]  # of the first token of each prompt, with `echo`
 
 
 class CompletionCall:
@@ -27,12 +30,12 @@ class CompletionCall:
         body.warn_of_unknown()
         server.check_model(body.model)
 
-        first_texts: list[str | None] = []
+        given = body.prompts()
 
-        def read(inputs: InputProcessor) -> tuple[list[Prompt], SamplingParams]:
+        def read(inputs: InputProcessor) -> _Asked:
             params = body.params(inputs.default_options)
-            given = body.prompts()
             server.check_size(len(given), params)
+            first_texts: list[str | None] = []
             for prompt in given:
                 check_length(prompt, inputs)
             options = {"add_special_tokens": body.add_special_tokens}
@@ -42,17 +45,18 @@ class CompletionCall:
                 if body.echo and prompt.text is None:
                     prompt.text = inputs.decode(prompt.token_ids)
                 first_texts.append(inputs.decode(prompt.token_ids[:1]) if body.echo else None)
-            return prompts, params
+            return _Asked(prompts=prompts, params=params, first_texts=first_texts)
 
-        prompts, params = await server.with_inputs(read)
-        batch = await server.start(caller, prompts, params, body.priority)
+        batch, asked = await server.start(
+            caller, read, num_prompts=len(given), priority=body.priority
+        )
         head = Head(
             id=f"cmpl-{caller.id}",
             object="text_completion",
             created=int(time.time()),
             model=server.model_name,
         )
-        return cls(server, body, head, batch, params.n, first_texts)
+        return cls(server, body, head, batch, asked.params.n, asked.first_texts)
 
     def __init__(
         self,

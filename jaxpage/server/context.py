@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.input_processor import InputProcessor
-from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.server.batch import Batch, Caller, InFlight
+from jaxpage.server.batch import Asked, Batch, Caller, InFlight
 from jaxpage.server.errors import ApiError
 from jaxpage.server.metrics import Metrics
 from jaxpage.server.options import ServerOptions
@@ -20,6 +19,7 @@ from jaxpage.server.response_store import ResponseStore
 from jaxpage.server.usage import Usage
 
 T = TypeVar("T")
+A = TypeVar("A", bound=Asked)
 
 
 @dataclass(kw_only=True)
@@ -92,11 +92,29 @@ class Server:
         return await self.llm.with_inputs(function)
 
     async def start(
-        self, caller: Caller, prompts: list[Prompt], params: SamplingParams, priority: int
-    ) -> Batch:
-        """Have prompts answered. Raises ValueError, ApiError or EngineDeadError."""
-        self.check_size(len(prompts), params)
-        return await Batch.start(self.llm, self.in_flight, caller, prompts, params, priority)
+        self,
+        caller: Caller,
+        read: Callable[[InputProcessor], A],
+        *,
+        num_prompts: int = 1,
+        priority: int = 0,
+    ) -> tuple[Batch, A]:
+        """Have as many prompts answered; `read` makes them in the thread that has the tokenizer.
+
+        Raises ValueError, ApiError or EngineDeadError.
+        """
+        found: list[A] = []
+
+        def read_checked(inputs: InputProcessor) -> A:
+            asked = read(inputs)
+            self.check_size(num_prompts, asked.params)
+            found.append(asked)
+            return asked
+
+        batch = await Batch.start(
+            self.llm, self.in_flight, caller, read_checked, num_prompts, priority
+        )
+        return batch, found[0]
 
     def usage(self) -> Usage:
         return Usage(with_details=self.options.enable_prompt_tokens_details)

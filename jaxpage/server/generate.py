@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput
-from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
-from jaxpage.server.batch import Batch, Caller
+from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Server
 from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxpage.server.protocol.sampling import make_params
@@ -26,18 +25,17 @@ class GenerateCall:
         body.warn_of_unknown()
         server.check_model(body.model)
 
-        def read(inputs: InputProcessor) -> tuple[Prompt, SamplingParams]:
+        def read(inputs: InputProcessor) -> Asked:
             params = make_params({**inputs.default_options, **body.sampling_params})
             kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
             params = dataclasses.replace(params, output_kind=kind)
-            (prompt,) = inputs.parse(
+            prompts = inputs.parse(
                 {"prompt_token_ids": body.token_ids, "cache_salt": body.cache_salt}
             )
-            return prompt, params
+            return Asked(prompts=prompts, params=params)
 
-        prompt, params = await server.with_inputs(read)
-        batch = await server.start(caller, [prompt], params, body.priority)
-        return cls(server, body, caller.id, batch, params)
+        batch, asked = await server.start(caller, read, priority=body.priority)
+        return cls(server, body, caller.id, batch, asked.params)
 
     def __init__(
         self,

@@ -40,14 +40,14 @@ class ResponseCall:
         server.check_model(body.model)
         items = (*server.responses.conversation(body.previous_response_id), *body.input)
 
-        def read(inputs: InputProcessor) -> tuple[Rendered, dict[str, Any]]:
+        def read(inputs: InputProcessor) -> Rendered:
             messages = to_messages(body.instructions, items)
             chat = body.to_chat(messages, inputs.limits.max_model_len)
-            return render(server, chat, inputs), body.repeated()
+            return render(server, chat, inputs)
 
-        rendered, repeated = await server.with_inputs(read)
+        repeated = body.repeated()
+        batch, rendered = await server.start(caller, read, priority=body.priority)
         state = _begun(server, f"resp_{caller.id}", rendered.params, repeated)
-        batch = await server.start(caller, [rendered.prompt], rendered.params, body.priority)
         stored = None
         if body.store:
             stored = StoredResponse(items=items, response=state, request_ids=batch.request_ids)

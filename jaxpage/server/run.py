@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -99,6 +100,9 @@ async def _warm_up(server: Server) -> None:
     except Exception:
         logger.exception("the programs of this model do not compile")
         return
+    # What is there now stays. Collections that look through all of it hold every thread for a third of a second.
+    gc.collect()
+    gc.freeze()
     server.is_warm = True
     logger.info("ready     every program is compiled")
 

@@ -243,6 +243,29 @@ def test_two_event_loops_share_one_engine_and_one_ends_early(make):
     asyncio.run(run())
 
 
+def test_several_prompts_start_together_or_not_at_all(make):
+    llm = make(step_seconds=0.001)
+    prompts = [[5, 6], [7, 8, 9]]
+
+    def read(inputs):
+        return [inputs.parse(prompt)[0] for prompt in prompts], long()
+
+    def read_one_too_long(inputs):
+        found, params = read(inputs)
+        found[1] = inputs.parse([5] * (MAX_MODEL_LEN + 1))[0]
+        return found, params
+
+    async def run():
+        with pytest.raises(ValueError, match="longer|max_model_len"):
+            await llm.start_all(read_one_too_long, ["a", "b"])
+        assert not llm._tasks._ids and is_empty(llm)
+        for stream, prompt in zip(await llm.start_all(read, ["a", "b"]), prompts, strict=True):
+            found = [output async for output in stream]
+            assert tokens(found, long()) == expected(prompt, long())
+
+    asyncio.run(run())
+
+
 async def _read_little(llm: AsyncLLM) -> None:
     """And leave the stream open when the loop ends."""
     stream = await llm.start([3, 4], long())

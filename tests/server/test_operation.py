@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
 import socket
@@ -332,6 +333,18 @@ def run_in_thread(llm, **options):
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), daemon=True)
     thread.start()
     return f"http://127.0.0.1:{bound.getsockname()[1]}", server, thread
+
+
+def test_a_ready_server_has_frozen_its_heap(llm, monkeypatch):
+    """Full collections hold up every thread: they must not look through what stays."""
+    calls = []
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    url, server, thread = run_in_thread(Lasting(llm))
+    wait_until(lambda: ask(url, "/ready")[0] == 200)
+    assert calls == ["freeze"]
+    server.drain()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_draining_lets_running_requests_end(llm):
