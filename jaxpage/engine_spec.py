@@ -25,6 +25,7 @@ from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.ops import attention, matmul
 from jaxpage.ops.implementations import Choice
+from jaxpage.parallel.heads import share_heads
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
@@ -60,8 +61,12 @@ class EngineSpec:
     no_kernel_reason: str | None  # why attention is XLA's, where a kernel could have served
 
     @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
+
+    @property
     def num_devices(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size
+        return len(self.devices)
 
     @property
     def footprint(self) -> SequenceFootprint:
@@ -167,6 +172,7 @@ class EngineSpec:
             "steps": repr(self.step_spec),
             "rows": str(self.buckets[-1].num_rows),
             "moves blocks": str(self.config.swap_space > 0),
+            "devices": str(self.num_devices),
         }
 
 
@@ -195,25 +201,23 @@ def make_engine_spec(
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
     groups = group_layers(model.config.windows, config.max_model_len)
     num_devices = 1 if mesh is None else mesh.size
-    num_heads, num_kv_heads = model.config.num_heads, model.config.num_kv_heads
-    of_pool = attention.num_sharded_kv_heads(num_heads, num_kv_heads, num_devices)
+    shares = share_heads(model.config.num_heads, model.config.num_kv_heads, num_devices)
     pool = KVPoolSpec(
         num_arrays=groups.num_arrays,
         num_blocks=0,
         block_size=config.block_size,
-        num_kv_heads=of_pool or num_kv_heads,
+        num_kv_heads=shares.of_pool,
         head_dim=model.config.head_dim,
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
-        sharded=of_pool > 0,
+        sharded=num_devices > 1,
         platform=hardware.platform,
     )
     choice = attention.choose(
         pool,
         hardware,
-        num_devices=num_devices,
+        shares=shares,
         table=(config.max_num_seqs, _blocks_per_row(config)),
-        num_heads=num_heads,
     )
     return EngineSpec(
         config=config,

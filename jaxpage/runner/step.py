@@ -24,7 +24,7 @@ from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
-from jaxpage.parallel.sharding import sharding
+from jaxpage.parallel.sharding import TENSOR, sharding
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
@@ -216,8 +216,7 @@ class Step:
             logprobs_mode=self.spec.logprobs_mode,
             processors=self.spec.processors,
         )
-        logits = self._logits(model, hidden)
-        sampled = self._whole(choose)(logits, state, slots, position, rows["features"])
+        sampled = self._by_rows(choose)(model, hidden, state, slots, position, rows["features"])
         return _append(state, slots, samples, sampled.token_ids, position), sampled, samples
 
     def _logits(self, model: Any, hidden: jax.Array) -> jax.Array:
@@ -228,6 +227,54 @@ class Step:
         # Each device makes its share, or XLA would rather exchange the weights of the head.
         shares = sharding(self.mesh, ("rows", "vocab"), logits.shape)
         return lax.with_sharding_constraint(logits, shares)
+
+    def _by_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
+        """`choose` for the logits of hidden rows, which are dealt out to the devices: of the logits each device made
+        its share of the vocabulary, and gets all of the vocabulary for its share of the rows.
+        """
+
+        def of_all(model, hidden, *rest):
+            return choose(self._logits(model, hidden), *rest)
+
+        if self.mesh is None or self.mesh.size == 1:
+            return of_all
+        mesh, num_devices = self.mesh, self.mesh.size
+        divided = self.spec.vocab_size % num_devices == 0
+
+        def of_own_rows(logits, state, slots, positions, features):
+            if divided:  # [R, V/n] -> [R/n, V]
+                logits = lax.all_to_all(logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+            own = choose(logits, state, slots, positions, features)
+            return jax.tree.map(lambda x: lax.all_gather(x, TENSOR, tiled=True), own)
+
+        by_row = PartitionSpec(TENSOR)
+        by_column = PartitionSpec(None, TENSOR)
+        on_each = jax.shard_map(
+            of_own_rows,
+            mesh=mesh,
+            in_specs=(
+                by_column if divided else by_row,
+                PartitionSpec(),
+                by_row,
+                by_row,
+                PartitionSpec(),
+            ),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+
+        def dealt_out(model, hidden, state, slots, positions, features):
+            num_rows = hidden.shape[0]
+            missing = -num_rows % num_devices
+            hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
+            slots, positions = (jnp.pad(x, (0, missing)) for x in (slots, positions))
+            if not divided:  # the head is on each device: its own rows are all that it needs
+                hidden = lax.with_sharding_constraint(hidden, sharding(mesh, ("sampled rows",)))
+            logits = self._logits(model, hidden) if divided else model.logits(hidden)
+            sampled = on_each(logits, state, slots, positions, features)
+            return jax.tree.map(lambda x: x[:num_rows], sampled)
+
+        return dealt_out
 
     def _whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with all of its arguments on each device, which computes it for itself: one exchange of the
