@@ -62,6 +62,8 @@ def spec_of_this_machine(options: EngineConfig) -> EngineSpec:
     """
     mesh, wanted = options.mesh, options.tensor_parallel_size
     if mesh is not None:
+        if not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
         if wanted not in (None, mesh.size):
             raise ValueError(f"tensor_parallel_size={wanted}, but mesh has {mesh.size} devices")
         return _spec_on(options, flat(mesh))

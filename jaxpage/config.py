@@ -154,8 +154,6 @@ class EngineConfig:
         for name in ("hf_overrides", "override_generation_config"):
             if getattr(self, name) == {}:
                 object.__setattr__(self, name, None)
-        if self.mesh is not None and not hasattr(self.mesh, "devices"):
-            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {self.mesh!r}")
         object.__setattr__(self, "logits_processors", check_processors(self.logits_processors))
         reasoning = to_reasoning_config(self.reasoning_config)
         if self.structured_outputs_config is not None:

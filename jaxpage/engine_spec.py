@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig, ResolvedConfig
@@ -26,6 +26,7 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.ops import attention, matmul
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
+from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
@@ -117,11 +118,17 @@ class EngineSpec:
             return quantize(self.model, self.choose_matmul)
         return set()
 
-    def choose_matmul(self, weight: QuantizedWeight) -> Choice[matmul.MatmulKernel]:
-        """What computes products with a quantised weight of the model."""
-        return matmul.choose(
-            weight, self.hardware, num_devices=self.num_devices, dtype=self.model.config.dtype
-        )
+    def choose_matmul(
+        self, weight: QuantizedWeight, axes: tuple[str, ...], units: tuple[int, ...]
+    ) -> Choice[matmul.MatmulKernel]:
+        """What computes products with a quantised weight of the model, whose axes `parallel.sharding` knows."""
+        mesh, spec = None, PartitionSpec()
+        if self.mesh is not None and self.num_devices > 1:
+            where = sharding(self.mesh, axes, units)
+            assert isinstance(where, NamedSharding)
+            mesh, spec = self.mesh, where.spec
+        dtype = self.model.config.dtype
+        return matmul.choose(weight, self.hardware, mesh=mesh, spec=spec, dtype=dtype)
 
     def with_blocks(self, num_blocks: int) -> EngineSpec:
         """The same with a pool of `num_blocks` blocks."""
@@ -172,7 +179,8 @@ class EngineSpec:
             "steps": repr(self.step_spec),
             "rows": str(self.buckets[-1].num_rows),
             "moves blocks": str(self.config.swap_space > 0),
-            "devices": str(self.num_devices),
+            # An executable names the devices that it runs on.
+            "devices": ", ".join(str(device.id) for device in self.devices),
         }
 
 

@@ -167,9 +167,7 @@ class Lowerings:
             step, options = self._step.decode, _DECODE_OPTIONS.get(self._platform)
         program = partial(step, bucket, layout)
         results = self._places(self._pool, self._state, None)
-        return jax.jit(
-            program, donate_argnums=(1, 2), compiler_options=options, **results
-        ).lower(
+        return jax.jit(program, donate_argnums=(1, 2), compiler_options=options, **results).lower(
             self._leaves,
             self._pool,
             self._state,

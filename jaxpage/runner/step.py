@@ -24,7 +24,8 @@ from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
-from jaxpage.parallel.sharding import TENSOR, sharding
+from jaxpage.parallel.rows import deal_rows, pad_rows
+from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
@@ -229,52 +230,26 @@ class Step:
         return lax.with_sharding_constraint(logits, shares)
 
     def _by_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
-        """`choose` for the logits of hidden rows, which are dealt out to the devices: of the logits each device made
-        its share of the vocabulary, and gets all of the vocabulary for its share of the rows.
-        """
+        """`choose` for the logits of hidden [R, E]; on a mesh each device chooses for its share of the rows."""
 
-        def of_all(model, hidden, *rest):
-            return choose(self._logits(model, hidden), *rest)
+        mesh = self.mesh
+        if mesh is None or mesh.size == 1:
+            return lambda model, hidden, *rest: choose(self._logits(model, hidden), *rest)
+        shares_columns = self.spec.vocab_size % mesh.size == 0
 
-        if self.mesh is None or self.mesh.size == 1:
-            return of_all
-        mesh, num_devices = self.mesh, self.mesh.size
-        divided = self.spec.vocab_size % num_devices == 0
-
-        def of_own_rows(logits, state, slots, positions, features):
-            if divided:  # [R, V/n] -> [R/n, V]
-                logits = lax.all_to_all(logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
-            own = choose(logits, state, slots, positions, features)
-            return jax.tree.map(lambda x: lax.all_gather(x, TENSOR, tiled=True), own)
-
-        by_row = PartitionSpec(TENSOR)
-        by_column = PartitionSpec(None, TENSOR)
-        on_each = jax.shard_map(
-            of_own_rows,
-            mesh=mesh,
-            in_specs=(
-                by_column if divided else by_row,
-                PartitionSpec(),
-                by_row,
-                by_row,
-                PartitionSpec(),
-            ),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-
-        def dealt_out(model, hidden, state, slots, positions, features):
+        def choose_own(model, hidden, state, slots, positions, features):
             num_rows = hidden.shape[0]
-            missing = -num_rows % num_devices
-            hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
-            slots, positions = (jnp.pad(x, (0, missing)) for x in (slots, positions))
-            if not divided:  # the head is on each device: its own rows are all that it needs
-                hidden = lax.with_sharding_constraint(hidden, sharding(mesh, ("sampled rows",)))
-            logits = self._logits(model, hidden) if divided else model.logits(hidden)
-            sampled = on_each(logits, state, slots, positions, features)
+            hidden, slots, positions = (pad_rows(x, mesh) for x in (hidden, slots, positions))
+            if shares_columns:
+                logits = self._logits(model, hidden)
+            else:  # the head is on each device: the hidden states of its rows are all that it needs
+                own = sharding(mesh, ("sampled rows",))
+                logits = model.logits(lax.with_sharding_constraint(hidden, own))
+            deal = deal_rows(choose, mesh, shares_columns=shares_columns)
+            sampled = deal(logits, state, slots, positions, features)
             return jax.tree.map(lambda x: x[:num_rows], sampled)
 
-        return dealt_out
+        return choose_own
 
     def _whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with all of its arguments on each device, which computes it for itself: one exchange of the

@@ -91,15 +91,17 @@ def test_a_mesh_of_the_user_is_taken_and_nothing_is_whole_on_a_device(tmp_path):
     assert llm.stats().num_recompiles == 0
 
 
-def test_an_equal_start_finds_its_programs_and_answers_alike(tmp_path, fresh_cache):
+def test_an_equal_start_finds_its_programs(tmp_path, fresh_cache):
     path, cache = checkpoints.build("llama", 0, tmp_path / "model"), str(tmp_path / "cache")
-    options = {"tensor_parallel_size": 2, "compilation_cache_dir": cache}
-    llms = [checkpoints.make_llm(path, **options) for _ in range(2)]
-    first, second = ([*checkpoints.answers(llm, [[5, 6]], [params(0)])] for llm in llms)
-    assert first == second
-    for llm in llms:
+    found = []
+    for first in (0, 6, 0, 6):
+        mesh = Mesh(np.array(jax.devices()[first : first + 2]), ("x",))
+        llm = checkpoints.make_llm(path, mesh=mesh, compilation_cache_dir=cache)
         llm._engine.runner.wait_until_warm()
-    assert {program.origin for program in llms[1].programs()} == {"stored"}
+        origins = {program.origin for program in llm.programs()}
+        found.append(checkpoints.answers(llm, [[5, 6]], [params(0)]))
+        assert origins == {"stored"} or len(found) <= 2
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 def test_devices_that_are_not_there_are_asked_for(tmp_path):

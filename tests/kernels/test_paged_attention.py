@@ -84,7 +84,9 @@ def test_a_longer_table_costs_no_temporaries():
         (4, 2, 2),  # each device has a KV head
         pytest.param(8, 1, 2, marks=pytest.mark.slow),  # both have the only one
         (14, 2, 4),  # with padding: 16 query heads
-        pytest.param(6, 3, 4, marks=pytest.mark.slow),  # a KV head of padding, for one of the devices alone
+        pytest.param(
+            6, 3, 4, marks=pytest.mark.slow
+        ),  # a KV head of padding, for one of the devices alone
         pytest.param(6, 3, 8, marks=pytest.mark.slow),
     ],
 )

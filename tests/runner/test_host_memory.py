@@ -15,9 +15,9 @@ from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.calls import BLOCKS_PER_CALL
 from jaxpage.runner.host_memory import (
-    content_shardings,
     HostMemory,
     content_shapes,
+    content_shardings,
     read_blocks,
     write_blocks,
 )
@@ -57,8 +57,9 @@ def same_bits(a, b):
 def test_blocks_come_back_bit_for_bit(kv_format, pinned):
     """Pinned: as for an accelerator; a CPU has such a memory too."""
     spec = spec_of(kv_format)
-    pool, memory = random_pool(spec), HostMemory(
-        20, shardings=content_shardings(spec, None) if pinned else None
+    pool, memory = (
+        random_pool(spec),
+        HostMemory(20, shardings=content_shardings(spec, None) if pinned else None),
     )
     out = [(1 + i, 20 - i) for i in range(20)]  # (device block, host block)
     for block_ids, host_ids in portions(out):

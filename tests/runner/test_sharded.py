@@ -17,8 +17,8 @@ from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
-from jaxpage.parallel.heads import share_heads
 from jaxpage.output_processor import OutputProcessor
+from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR, sharding
 from jaxpage.request import Request
 from jaxpage.runner.runner import Runner
