@@ -34,6 +34,10 @@ def deal_rows(
     def of_own_rows(logits, state, slots, positions, features):
         if shares_columns:  # [R, V/n] -> [R/n, V]
             logits = lax.all_to_all(logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+        num_own = logits.shape[0]
+        first = lax.axis_index(TENSOR) * num_own
+        # All have all of these: were they divided, XLA would divide what they are made of, and exchange that.
+        slots, positions = (lax.dynamic_slice_in_dim(x, first, num_own) for x in (slots, positions))
         own = function(logits, state, slots, positions, features)
         return jax.tree.map(lambda x: lax.all_gather(x, TENSOR, tiled=True), own)
 
@@ -41,7 +45,7 @@ def deal_rows(
     return jax.shard_map(
         of_own_rows,
         mesh=mesh,
-        in_specs=(logits_spec, _WHOLE, _BY_ROW, _BY_ROW, _WHOLE),
+        in_specs=(logits_spec, _WHOLE, _WHOLE, _WHOLE, _WHOLE),
         out_specs=_WHOLE,
         check_vma=False,
     )

@@ -225,7 +225,7 @@ class Lowerings:
 
     def _places(self, *results: Any) -> dict[str, Any]:
         """Where a program leaves its results, as an option of `jax.jit`; None: whole on every device of the mesh."""
-        if self._mesh is None:
+        if self._mesh is None or self._mesh.size == 1:
             return {}
         whole = sharding(self._mesh)
         places = [whole if x is None else jax.tree.map(lambda s: s.sharding, x) for x in results]
