@@ -234,7 +234,8 @@ class Step:
 
         mesh = self.mesh
         if mesh is None or mesh.size == 1:
-            return lambda model, hidden, *rest: choose(self._logits(model, hidden), *rest)
+            whole = self._whole(choose)
+            return lambda model, hidden, *rest: whole(self._logits(model, hidden), *rest)
         shares_columns = self.spec.vocab_size % mesh.size == 0
 
         def choose_own(model, hidden, state, slots, positions, features):
