@@ -19,16 +19,16 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.checkpoint_config import default_sampling, eos_token_ids, load_generation_config
-from jaxpage.composition import executable_cache, size_from_cache
+from jaxpage.composition import executable_cache, size_from_cache, spec_of_this_machine
 from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.scheduler import Scheduler
-from jaxpage.engine_spec import EngineSpec, make_engine_spec
+from jaxpage.engine_spec import EngineSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.runner.block_store import BlockStore, fingerprint
-from jaxpage.runner.host_memory import HostMemory, content_shapes
+from jaxpage.runner.host_memory import HostMemory, content_shapes, content_shardings
 from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.recording import record_to
@@ -48,6 +48,7 @@ _NOT_REPLAYED = (
     "compilation_cache_dir",
     "reasoning_config",
     "structured_outputs_config",
+    "mesh",
 )
 _SIZES = ("num_gpu_blocks_override", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 
@@ -74,7 +75,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     _print_unless_configured()
     start = time.perf_counter()
     options = options.with_local_files()
-    spec = make_engine_spec(options, device=jax.local_devices()[0])
+    spec = spec_of_this_machine(options)
     generation_config = load_generation_config(spec.config)
     tokenizer = None if spec.config.skip_tokenizer_init else load_tokenizer(spec.config.tokenizer)
     sized, runner = make_runner(spec, use_tqdm=use_tqdm)
@@ -112,9 +113,9 @@ def make_runner(spec: EngineSpec, *, use_tqdm: bool = True) -> tuple[EngineSpec,
     config, model = spec.config, spec.model
     use_persistent_cache(config.compilation_cache_dir)
     if config.load_format == "dummy":
-        initialise(model, seed=config.seed)
+        initialise(model, seed=config.seed, mesh=spec.mesh)
     else:
-        load(model, config.model, use_tqdm=use_tqdm and config.use_tqdm_on_load)
+        load(model, config.model, mesh=spec.mesh, use_tqdm=use_tqdm and config.use_tqdm_on_load)
     slow_products = spec.transform_weights()
     sized, runner = _size_runner(spec)
     if config.fit_max_model_len:
@@ -138,11 +139,11 @@ def _print_unless_configured() -> None:
 
 def _size_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
     """The spec with its pool sized, and a runner of it. The weights are in place: what they take is measured."""
-    cache = executable_cache(spec, flags=compiler_flags(), devices=[spec.device])
+    cache = executable_cache(spec, flags=compiler_flags(), devices=spec.devices)
 
     def available(temp_bytes: int) -> int:
         return pool_bytes(
-            (spec.device,),
+            spec.devices,
             utilization=spec.config.gpu_memory_utilization,
             temp_bytes=temp_bytes,
             share_of_free=spec.config.cache_max_entry_count,
@@ -163,21 +164,22 @@ def _size_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
         ahead_of_time=not sized.config.enforce_eager,
         host_memory=_make_host_memory(sized),
         store=store,
+        mesh=sized.mesh,
     )
     return sized, runner
 
 
 def _check_room(spec: EngineSpec, num_blocks: int) -> None:
     check_room(
-        spec.device,
-        pool_bytes=num_blocks * spec.pool.bytes_per_block,
+        spec.devices,
+        pool_bytes=num_blocks * spec.block_bytes,
         host_bytes=int(spec.config.swap_space * 2**30),
     )
 
 
 def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
     """Host blocks of `swap_space`, and the store on disk behind them."""
-    config, device, pool = spec.config, spec.device, spec.pool
+    config, pool = spec.config, spec.pool
     if config.swap_space == 0:
         return None
     num_blocks = int(config.swap_space * 2**30) // pool.bytes_per_block
@@ -194,7 +196,10 @@ def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
         parameters = jax.tree.leaves(nnx.state(spec.model))
         folder = Path(config.kv_offload_dir) / fingerprint(described, map(np.asarray, parameters))
         store = BlockStore(folder, [x.shape for x in shapes], [x.dtype for x in shapes])
-    return HostMemory(num_blocks, device=None if device.platform == "cpu" else device, store=store)
+    shardings = None
+    if spec.device.platform != "cpu":
+        shardings = content_shardings(pool, spec.mesh)
+    return HostMemory(num_blocks, shardings=shardings, store=store)
 
 
 def _check_same_ropes(spec: EngineSpec) -> None:

@@ -11,20 +11,28 @@ not know where weights come from, nor how memory is measured or estimated.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
-from jaxpage.config import ResolvedConfig
-from jaxpage.engine_spec import EngineSpec
+from jaxpage.config import EngineConfig, ResolvedConfig
+from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.ops.attention import max_blocks
+from jaxpage.parallel.mesh import flat, local_mesh
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.fingerprint import machine_fingerprint
 from jaxpage.runner.memory import check_fits, size_pool
 from jaxpage.runner.program_store import NUM_BLOCKS, MeasuredSizes, ProgramStore
 from jaxpage.runner.programs import compile_program, step_bytes
+
+logger = logging.getLogger("jaxpage")
+
+# Of what the engine may use of a device: with more weights than this there is hardly room for KV.
+_MOST_WEIGHTS = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +52,47 @@ class ExecutableCache:
         if self.root is None:
             return None
         return ProgramStore(self.root, self.machine | sized.fingerprint(), self.devices)
+
+
+def spec_of_this_machine(options: EngineConfig) -> EngineSpec:
+    """The shapes of an engine on devices of this process. Raises ValueError for what cannot be served.
+
+    The devices of `options.mesh`; or the first `options.tensor_parallel_size`; or the first, or all of them if the
+    weights are too many for one.
+    """
+    mesh, wanted = options.mesh, options.tensor_parallel_size
+    if mesh is not None:
+        if not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
+        if wanted not in (None, mesh.size):
+            raise ValueError(f"tensor_parallel_size={wanted}, but mesh has {mesh.size} devices")
+        return _spec_on(options, flat(mesh))
+    if wanted is not None and wanted > 1:
+        return _spec_on(options, local_mesh(wanted))
+    spec = _spec_on(options, None)
+    devices = jax.local_devices()
+    if wanted is None and len(devices) > 1 and not _holds_weights(spec):
+        logger.info(
+            "the weights are too many for one device: %d share them, as with tensor_parallel_size=%d",
+            len(devices),
+            len(devices),
+        )
+        return _spec_on(options, local_mesh(len(devices)))
+    return spec
+
+
+def _spec_on(options: EngineConfig, mesh: Mesh | None) -> EngineSpec:
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    return make_engine_spec(options, device=device, mesh=mesh)
+
+
+def _holds_weights(spec: EngineSpec) -> bool:
+    """Whether the device has room for the weights, as far as it says how much it has."""
+    memory = spec.hardware.memory_bytes
+    if memory is None:
+        return True
+    usable = memory * spec.config.gpu_memory_utilization
+    return sum(spec.weight_bytes.values()) < _MOST_WEIGHTS * usable
 
 
 def executable_cache(

@@ -68,6 +68,7 @@ _RANGES = {  # both ends included
     "max_num_batched_tokens": (1, 2**20),
     "decode_steps": (1, 1024),
     "max_logprobs": (-1, 2**20),
+    "tensor_parallel_size": (1, 4096),
 }
 _NO_MODEL = "model must be a folder or a name on the Hugging Face hub, got {!r}"
 _FLAGS = (
@@ -107,6 +108,9 @@ class EngineConfig:
     download_dir: str | None = None  # cache of models of the hub; None: Hugging Face's
     hf_token: bool | str | None = field(default=None, repr=False)  # for models that need one
     skip_tokenizer_init: bool = False  # ids in, ids out
+    # devices that share weights and KV heads; None: one, or all local ones if the weights do not fit on one
+    tensor_parallel_size: int | None = None
+    mesh: Any = None  # a `jax.sharding.Mesh` whose devices are taken, all for tensor parallelism
     swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
     preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
     kv_offload_dir: str | None = None  # third tier: host blocks that give way are kept on disk

@@ -21,6 +21,7 @@ from jaxpage.config import compiler_flags, resolve_cache_dir
 from jaxpage.device import Device
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.ops.attention import choose
+from jaxpage.parallel.heads import share_heads
 from jaxpage.runner.fingerprint import version_of
 from jaxpage.runner.program_store import survey
 from pallas_kernels import hopper
@@ -93,7 +94,7 @@ def _attention(device: Device) -> str:
         dtype=jnp.dtype(jnp.bfloat16),
         platform=device.platform,
     )
-    choice = choose(pool, device, num_devices=1, table=(256, 256), num_heads=16)
+    choice = choose(pool, device, shares=share_heads(16, 2, 1), table=(256, 256))
     if choice.name != "xla":
         return "kernel"
     return ": ".join(["plain XLA", *choice.refusals])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig, ResolvedConfig
@@ -25,6 +25,8 @@ from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.ops import attention, matmul
 from jaxpage.ops.implementations import Choice
+from jaxpage.parallel.heads import share_heads
+from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
@@ -60,8 +62,12 @@ class EngineSpec:
     no_kernel_reason: str | None  # why attention is XLA's, where a kernel could have served
 
     @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
+
+    @property
     def num_devices(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size
+        return len(self.devices)
 
     @property
     def footprint(self) -> SequenceFootprint:
@@ -112,11 +118,17 @@ class EngineSpec:
             return quantize(self.model, self.choose_matmul)
         return set()
 
-    def choose_matmul(self, weight: QuantizedWeight) -> Choice[matmul.MatmulKernel]:
-        """What computes products with a quantised weight of the model."""
-        return matmul.choose(
-            weight, self.hardware, num_devices=self.num_devices, dtype=self.model.config.dtype
-        )
+    def choose_matmul(
+        self, weight: QuantizedWeight, axes: tuple[str, ...], units: tuple[int, ...]
+    ) -> Choice[matmul.MatmulKernel]:
+        """What computes products with a quantised weight of the model, whose axes `parallel.sharding` knows."""
+        mesh, spec = None, PartitionSpec()
+        if self.mesh is not None and self.num_devices > 1:
+            where = sharding(self.mesh, axes, units)
+            assert isinstance(where, NamedSharding)
+            mesh, spec = self.mesh, where.spec
+        dtype = self.model.config.dtype
+        return matmul.choose(weight, self.hardware, mesh=mesh, spec=spec, dtype=dtype)
 
     def with_blocks(self, num_blocks: int) -> EngineSpec:
         """The same with a pool of `num_blocks` blocks."""
@@ -167,6 +179,8 @@ class EngineSpec:
             "steps": repr(self.step_spec),
             "rows": str(self.buckets[-1].num_rows),
             "moves blocks": str(self.config.swap_space > 0),
+            # An executable names the devices that it runs on.
+            "devices": ", ".join(str(device.id) for device in self.devices),
         }
 
 
@@ -195,25 +209,23 @@ def make_engine_spec(
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
     groups = group_layers(model.config.windows, config.max_model_len)
     num_devices = 1 if mesh is None else mesh.size
-    num_heads, num_kv_heads = model.config.num_heads, model.config.num_kv_heads
-    of_pool = attention.num_sharded_kv_heads(num_heads, num_kv_heads, num_devices)
+    shares = share_heads(model.config.num_heads, model.config.num_kv_heads, num_devices)
     pool = KVPoolSpec(
         num_arrays=groups.num_arrays,
         num_blocks=0,
         block_size=config.block_size,
-        num_kv_heads=of_pool or num_kv_heads,
+        num_kv_heads=shares.of_pool,
         head_dim=model.config.head_dim,
         dtype=jnp.dtype(config.dtype),
         format=None if config.kv_cache_dtype == config.dtype else config.kv_cache_dtype,
-        sharded=of_pool > 0,
+        sharded=num_devices > 1,
         platform=hardware.platform,
     )
     choice = attention.choose(
         pool,
         hardware,
-        num_devices=num_devices,
+        shares=shares,
         table=(config.max_num_seqs, _blocks_per_row(config)),
-        num_heads=num_heads,
     )
     return EngineSpec(
         config=config,

@@ -40,6 +40,9 @@ class EngineFlags(EngineConfig):
     structured_outputs_config: JsonDict = None
     logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
+    mesh: tyro.conf.Suppress[Any] = None  # a Python object
+    # devices that share weights and KV heads; none: one, or all local ones if the weights do not fit on one
+    tensor_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=("-tp", "--tp"))] = None
 
 
 @dataclass(frozen=True, kw_only=True)

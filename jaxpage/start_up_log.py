@@ -51,12 +51,14 @@ def model_line(spec: EngineSpec) -> str:
     return (
         f"model     {display_name(spec.config.model)} ({spec.model.config.architecture}), "
         f"{_short(count)} parameters in {spec.config.dtype}, {_short(size)}B"
+        + (" on each device" if spec.num_devices > 1 else "")
     )
 
 
 def device_line(spec: EngineSpec) -> str:
     attention = "plain XLA" if spec.pool.kernel_sizes is None else "kernel"
-    return f"device    {spec.device.device_kind}, attention: {attention}"
+    several = f"{spec.num_devices} x " if spec.num_devices > 1 else ""
+    return f"device    {several}{spec.device.device_kind}, attention: {attention}"
 
 
 def kv_cache_line(spec: EngineSpec) -> str:

@@ -219,7 +219,8 @@ def test_nothing_is_left_to_interpret():
     unset = {"num_gpu_blocks_override", "chat_template", "quantization", "cache_max_entry_count"}
     unset |= {"preemption_mode", "kv_offload_dir", "revision", "tokenizer_revision", "download_dir"}
     unset |= {"hf_overrides", "override_generation_config", "hf_token", "record_calls"}
-    unset |= {"reasoning_config", "structured_outputs_config", "tool_call_parser"}
+    unset |= {"reasoning_config", "structured_outputs_config", "tool_call_parser", "mesh"}
+    unset |= {"tensor_parallel_size"}  # whoever knows the devices decides
     assert left == unset | {"load_format", "generation_config"}
     for name in {f.name for f in dataclasses.fields(config)} - {"hf_token"}:
         assert name in config.describe()
@@ -255,7 +256,8 @@ def test_every_option_of_vllm_is_accepted_at_its_default(name):
     """All fields of vLLM 0.32's EngineArgs; the file has their defaults."""
     for value in (VLLM_DEFAULTS[name], None):
         config = EngineConfig.from_options(model="m", **{name: value})
-        assert dataclasses.replace(config, logprobs_mode="raw") == EngineConfig(model="m")
+        ours = {"logprobs_mode": "raw", "tensor_parallel_size": None}  # vLLM's is 1 always
+        assert dataclasses.replace(config, **ours) == EngineConfig(model="m")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_options_of_vllm_are_accepted_at_other_harmless_values(neutral):
 @pytest.mark.parametrize(
     "option",
     [
-        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"enable_chunked_prefill": False},
@@ -427,7 +429,10 @@ def test_generation_config(tmp_path):
 def test_engine_args_are_the_options_of_an_llm():
     args = EngineArgs(model="m", max_model_len=64, tensor_parallel_size=1, disable_log_stats=True)
     assert EngineConfig.from_options(**dataclasses.asdict(args)) == EngineConfig(
-        model="m", max_model_len=64, options_without_effect=("disable_log_stats",)
+        model="m",
+        max_model_len=64,
+        tensor_parallel_size=1,
+        options_without_effect=("disable_log_stats",),
     )
     with pytest.raises(ValueError, match="enable_lora=True is not supported"):
         EngineArgs(model="m", enable_lora=True)

@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxpage.aot.process import Report, run, serve
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of, missing_compiler
-from jaxpage.composition import executable_cache, size_from_cache
+from jaxpage.composition import executable_cache, size_from_cache, spec_of_this_machine
 from jaxpage.config import EngineConfig, compiler_flags
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.runner.memory import pool_bytes, pool_bytes_of
@@ -58,7 +56,7 @@ def _compile(
         say(f"int8 products run in plain XLA: {reason}")
     # The flags that `topology.environment` sets for a GPU do not change what runs on that GPU.
     flags = "" if spec.device.platform == "gpu" and target is not None else compiler_flags()
-    cache = executable_cache(spec, flags=flags, devices=[spec.device] if target is None else [])
+    cache = executable_cache(spec, flags=flags, devices=spec.devices if target is None else ())
     if cache.root is None:
         raise ValueError("with enforce_eager programs are compiled when they are first used")
     sized = size_from_cache(spec, cache, partial(_available, spec, target))
@@ -76,10 +74,8 @@ def _compile(
 def _engine_spec(options: dict[str, Any], target: Target | None) -> EngineSpec:
     config = EngineConfig.from_options(**options)
     if target is None:
-        device = jax.local_devices()[0]
-        memory = (device.memory_stats() or {}).get("bytes_limit")
-        return make_engine_spec(config, device=device, device_memory=memory)
-    mesh = mesh_of(target, 1)
+        return spec_of_this_machine(config)
+    mesh = mesh_of(target, config.tensor_parallel_size or 1)
     return make_engine_spec(
         config, device=mesh.devices.flat[0], device_memory=target.chip.num_bytes, mesh=mesh
     )
@@ -91,7 +87,7 @@ def _available(spec: EngineSpec, target: Target | None, temp_bytes: int) -> int:
     utilization, share = spec.config.gpu_memory_utilization, spec.config.cache_max_entry_count
     if target is None:
         return pool_bytes(
-            (spec.device,), utilization=utilization, temp_bytes=used, share_of_free=share
+            spec.devices, utilization=utilization, temp_bytes=used, share_of_free=share
         )
     capacity = target.chip.num_bytes
     of_data_sheet = pool_bytes_of(capacity, used, utilization=utilization, share_of_free=share)

@@ -21,6 +21,7 @@ from jaxpage.batch import StepBatch
 from jaxpage.device import Device
 from jaxpage.kv_pool import KVPool, KVPoolSpec, Layer
 from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
+from jaxpage.parallel.heads import HeadShares, share_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper
 from pallas_kernels.kv_write.quantized import QuantizedPool
@@ -95,22 +96,19 @@ def choose(
     spec: KVPoolSpec,
     device: Device,
     *,
-    num_devices: int,
+    shares: HeadShares,
     table: tuple[int, int],
-    num_heads: int | None = None,
 ) -> Choice[KVPoolSpec]:
     """The pool as the first implementation that can serve reads it.
 
-    spec: of a pool in the layout "heads", for XLA. table: the largest block table, [R, M]. num_heads: the query heads
-    of the model.
+    spec: of a pool in the layout "heads", for XLA. table: the largest block table, [R, M].
     """
-    sharing = num_devices if spec.sharded else 1
-    heads = (num_heads or spec.num_kv_heads) // sharing
+    q_shape = (1, shares.query_heads_of_a_device, spec.head_dim)
     request = _Request(
         spec=spec,
         device=device,
-        q=jax.ShapeDtypeStruct((1, heads, spec.head_dim), spec.dtype),
-        num_kv_heads=spec.num_kv_heads // sharing,
+        q=jax.ShapeDtypeStruct(q_shape, spec.dtype),
+        num_kv_heads=shares.kv_heads_of_a_device,
         table=table,
     )
     return first_supported("paged attention", IMPLEMENTATIONS, request, device.platform)
@@ -172,12 +170,8 @@ class PagedAttention:
         )
         pool = self.kv_pool[array]
         if self._mesh is not None and self._mesh.size > 1:
-            if self._spec.sharded:
-                attend = _sharded(attend, self._mesh, k.shape[1], self._spec, pool)
-            else:  # XLA cannot divide a kernel
-                attend = jax.shard_map(
-                    attend, mesh=self._mesh, in_specs=P(), out_specs=P(), check_vma=False
-                )
+            shares = share_heads(q.shape[1], k.shape[1], self._mesh.size)
+            attend = _sharded(attend, self._mesh, shares, self._spec, pool)
         self.kv_pool[array], out = attend(
             pool,
             q,
@@ -189,18 +183,6 @@ class PagedAttention:
             batch.query_starts,
         )
         return out
-
-
-def num_sharded_kv_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> int:
-    """KV heads of a pool whose heads are distributed over devices; 0 if they cannot be, and each device has all.
-
-    More than the model has if there are more devices: then several keep the same head, each for other query heads.
-    """
-    if num_devices == 1 or num_heads % num_devices:
-        return 0
-    if num_kv_heads % num_devices == 0:
-        return num_kv_heads
-    return num_devices if num_devices % num_kv_heads == 0 else 0
 
 
 def _write_and_attend(
@@ -224,25 +206,31 @@ def _write_and_attend(
 
 
 def _sharded(
-    attend: Callable, mesh: Mesh, num_kv_heads: int, spec: KVPoolSpec, pool: Layer
+    attend: Callable, mesh: Mesh, shares: HeadShares, spec: KVPoolSpec, pool: Layer
 ) -> Callable:
     """`attend` with a share of the heads on each device. No device needs anything of another."""
     by_head, pool_by_head = P(None, TENSOR), P(None, None, TENSOR)
     if spec.layout == "tpu" and isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
         pool_by_head = replace(pool, data=pool_by_head, scale_zero=by_head)
-    own_kv_heads = num_kv_heads % mesh.size == 0
 
     def attend_own(pool, q, k, v, *rest):
-        if not own_kv_heads:  # all are here, and one is read
-            head = lax.axis_index(TENSOR) * num_kv_heads // mesh.size
+        if not shares.owns_kv_heads:  # all are here, and one is read
+            head = lax.axis_index(TENSOR) * shares.padded_kv_heads // mesh.size
             k, v = (lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k, v))
         return attend(pool, q, k, v, *rest)
 
-    kv_spec = by_head if own_kv_heads else P()
-    return jax.shard_map(
+    kv_spec = by_head if shares.owns_kv_heads else P()
+    on_each = jax.shard_map(
         attend_own,
         mesh=mesh,
         in_specs=(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P()),
         out_specs=(pool_by_head, by_head),
         check_vma=False,  # the loops' carries start as constants
     )
+
+    def attend_padded(pool, q, k, v, *rest):
+        padded = shares.pad_queries(q), shares.pad_kv(k), shares.pad_kv(v)
+        pool, out = on_each(pool, *padded, *rest)
+        return pool, shares.without_padding(out)
+
+    return attend_padded

@@ -15,10 +15,11 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding
 
 from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.ops.blocks import gather_blocks, scatter_blocks
+from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.calls import BLOCKS_PER_CALL
 
 # Of one block: [L, block_size, ...], the L arrays of the pool one after another; of a quantised pool two such arrays.
@@ -34,24 +35,22 @@ class ContentStore(Protocol):
 class HostMemory:
     """The contents of up to `num_blocks` host blocks, numbered from 1.
 
-    With a `device` they lie in the host memory that is pinned for it, so that they travel without a detour. Without
-    one (the device is the CPU) they stay where the program that read them left them.
+    With `shardings` of its arrays on devices, a content lies in the host memory that is pinned for these, so that it
+    travels without a detour. Without (the device is a CPU) it stays where the program that read it left it.
     """
 
     def __init__(
         self,
         num_blocks: int,
         *,
-        device: jax.Device | None = None,
+        shardings: list[Sharding] | None = None,
         store: ContentStore | None = None,
     ):
         self.num_blocks = num_blocks
         self.store = store
         self._contents: dict[int, Content] = {}
-        self._here = self._there = None
-        if device is not None:
-            self._here = SingleDeviceSharding(device, memory_kind="pinned_host")
-            self._there = SingleDeviceSharding(device)
+        self._there = shardings
+        self._here = shardings and [x.with_memory_kind("pinned_host") for x in shardings]
 
     def put(self, host_id: int, content: Content) -> None:
         """`content` may still be under way; from the device or from the disk."""
@@ -72,7 +71,7 @@ class HostMemory:
         """What `write_blocks` takes: BLOCKS_PER_CALL contents on their way to the device, padded with one of them."""
         found = [self._contents[host_id] for host_id in host_ids]
         if self._there is not None:
-            found = jax.device_put(found, self._there)
+            found = jax.device_put(found, [self._there] * len(found))
         return found + found[:1] * (BLOCKS_PER_CALL - len(found))
 
 
@@ -103,3 +102,9 @@ def content_shapes(spec: KVPoolSpec) -> list[jax.ShapeDtypeStruct]:
     """Of one block of such a pool."""
     ids = jax.ShapeDtypeStruct((1,), np.int32)
     return jax.eval_shape(partial(read_blocks, spec, None), spec.abstract(), ids)[0]
+
+
+def content_shardings(spec: KVPoolSpec, mesh: Mesh | None) -> list[Sharding]:
+    """Of the arrays of one block's content: by heads, if the pool is."""
+    axes = [spec.axes_of(leaf) for leaf in jax.tree.leaves(spec.abstract()[0])]
+    return [sharding(mesh, each) for each in axes]

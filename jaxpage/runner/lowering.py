@@ -29,7 +29,12 @@ from jaxpage.runner.calls import (
     VOCABULARY,
     WRITE,
 )
-from jaxpage.runner.host_memory import read_blocks, write_blocks
+from jaxpage.runner.host_memory import (
+    content_shapes,
+    content_shardings,
+    read_blocks,
+    write_blocks,
+)
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.pack import (
     masks_layout,
@@ -142,7 +147,8 @@ class Lowerings:
         """What a `forward` program gets in a step without embeddings, already on the device."""
         if name not in self._no_embeds:
             arrays = [np.zeros(x.shape, x.dtype) for x in self.embeds[name]]
-            self._no_embeds[name] = tuple(jax.device_put(arrays))
+            places = [x.sharding for x in self.embeds[name]]
+            self._no_embeds[name] = tuple(jax.device_put(arrays, places))
         return self._no_embeds[name]
 
     def _embeds(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -160,7 +166,8 @@ class Lowerings:
         if bucket.decode:
             step, options = self._step.decode, _DECODE_OPTIONS.get(self._platform)
         program = partial(step, bucket, layout)
-        return jax.jit(program, donate_argnums=(1, 2), compiler_options=options).lower(
+        results = self._places(self._pool, self._state, None)
+        return jax.jit(program, donate_argnums=(1, 2), compiler_options=options, **results).lower(
             self._leaves,
             self._pool,
             self._state,
@@ -169,7 +176,8 @@ class Lowerings:
         )
 
     def _lower_sample(self, layout: Layout) -> jax.stages.Lowered:
-        return jax.jit(partial(self._step.sample, layout), donate_argnums=1).lower(
+        results = self._places(self._state, None)
+        return jax.jit(partial(self._step.sample, layout), donate_argnums=1, **results).lower(
             self._leaves, self._state, self._integers(layout.size)
         )
 
@@ -178,29 +186,50 @@ class Lowerings:
             (self._spec.num_scored, self._spec.hidden_size), self._spec.dtype
         )
         layout = self.layouts[SCORE]
-        return jax.jit(partial(self._step.score, layout)).lower(
+        return jax.jit(partial(self._step.score, layout), **self._places(None)).lower(
             self._leaves, _structs(piece, self._mesh), self._integers(layout.size)
         )
 
     def _lower_vocabulary(self) -> jax.stages.Lowered:
         layout = self.layouts[VOCABULARY]
-        return jax.jit(partial(self._step.vocabulary, layout)).lower(
+        return jax.jit(partial(self._step.vocabulary, layout), **self._places(None)).lower(
             self._leaves, self._state, self._integers(layout.size)
         )
 
     def _lower_change(self, change: Callable, layout: Layout) -> jax.stages.Lowered:
         """Of the request state alone."""
-        return jax.jit(change, donate_argnums=0).lower(self._state, self._integers(layout.size))
+        results = self._places(self._state)
+        return jax.jit(change, donate_argnums=0, **results).lower(
+            self._state, self._integers(layout.size)
+        )
 
     def _lower_read(self) -> jax.stages.Lowered:
         read = partial(read_blocks, self._pool_spec, self._mesh)
-        return jax.jit(read).lower(self._pool, self._integers(BLOCKS_PER_CALL))
+        results = self._places([self._content] * BLOCKS_PER_CALL)
+        return jax.jit(read, **results).lower(self._pool, self._integers(BLOCKS_PER_CALL))
 
     def _lower_write(self) -> jax.stages.Lowered:
-        ids, where = self._integers(BLOCKS_PER_CALL), (self._pool_spec, self._mesh)
-        contents = jax.eval_shape(partial(read_blocks, *where), self._pool, ids)
-        write = partial(write_blocks, *where)
-        return jax.jit(write, donate_argnums=0).lower(self._pool, ids, contents)
+        ids, contents = self._integers(BLOCKS_PER_CALL), [self._content] * BLOCKS_PER_CALL
+        write = partial(write_blocks, self._pool_spec, self._mesh)
+        results = self._places(self._pool)
+        return jax.jit(write, donate_argnums=0, **results).lower(self._pool, ids, contents)
+
+    @property
+    def _content(self) -> list[jax.ShapeDtypeStruct]:
+        """Of one block, as it leaves the device and comes back."""
+        shapes = content_shapes(self._pool_spec)
+        if self._mesh is None:
+            return shapes
+        places = content_shardings(self._pool_spec, self._mesh)
+        return [_struct(x, place) for x, place in zip(shapes, places, strict=True)]
+
+    def _places(self, *results: Any) -> dict[str, Any]:
+        """Where a program leaves its results, as an option of `jax.jit`; None: whole on every device of the mesh."""
+        if self._mesh is None or self._mesh.size == 1:
+            return {}
+        whole = sharding(self._mesh)
+        places = [whole if x is None else jax.tree.map(lambda s: s.sharding, x) for x in results]
+        return {"out_shardings": tuple(places) if len(places) > 1 else places[0]}
 
     def _integers(self, size: int) -> jax.ShapeDtypeStruct:
         (struct,) = _structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)

@@ -41,18 +41,27 @@ def pool_bytes(
 
     A CPU cannot tell what is in use. It gives CPU_SHARE of the free RAM, less the temporaries, and at most
     CPU_MOST_BYTES; with `share_of_free`, that share of what the temporaries leave of the free RAM, without a limit.
+    Several devices of one CPU have an equal part of its RAM each.
     """
-    return min(_pool_bytes(device, utilization, temp_bytes, share_of_free) for device in devices)
+    return min(
+        _pool_bytes(device, utilization, temp_bytes, share_of_free, len(devices))
+        for device in devices
+    )
 
 
 def _pool_bytes(
-    device: jax.Device, utilization: float, temp_bytes: int, share_of_free: float | None
+    device: jax.Device,
+    utilization: float,
+    temp_bytes: int,
+    share_of_free: float | None,
+    num_devices: int,
 ) -> int:
     stats = device.memory_stats()
     if stats is None or "bytes_limit" not in stats:
+        ram = free_ram() // num_devices
         if share_of_free is not None:
-            return int(share_of_free * (free_ram() - temp_bytes))
-        return min(int(CPU_SHARE * free_ram()) - temp_bytes, CPU_MOST_BYTES)
+            return int(share_of_free * (ram - temp_bytes))
+        return min(int(CPU_SHARE * ram) - temp_bytes, CPU_MOST_BYTES // num_devices)
     return pool_bytes_of(
         stats["bytes_limit"],
         stats["bytes_in_use"] + temp_bytes,
@@ -74,19 +83,23 @@ def pool_bytes_of(
     return int(capacity * utilization) - used
 
 
-def check_room(device: jax.Device, *, pool_bytes: int, host_bytes: int) -> None:
-    """Raise ValueError if a KV pool or host blocks of so many bytes exceed what is free now.
+def check_room(devices: Sequence[jax.Device], *, pool_bytes: int, host_bytes: int) -> None:
+    """Raise ValueError if a KV pool of so many bytes on each device, or host blocks, exceed what is free now.
 
     Nothing may have been allocated yet: a pool beyond the RAM of a CPU would not fail, but have the process killed.
     """
-    stats = device.memory_stats() or {}
+    stats = [device.memory_stats() or {} for device in devices]
     ram = free_ram()
-    on_host = "bytes_limit" not in stats
-    free = ram if on_host else stats["bytes_limit"] - stats["bytes_in_use"]
+    on_host = any("bytes_limit" not in each for each in stats)
+    if on_host:
+        pool_bytes *= len(devices)
+        free = ram
+    else:
+        free = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
     if pool_bytes > free:
         raise ValueError(
-            f"the KV pool would take {pool_bytes / 1e9:.2f} GB, but {device.platform} has {free / 1e9:.2f} GB free; "
-            "lower kv_cache_memory_bytes or num_gpu_blocks_override, or leave them out"
+            f"the KV pool would take {pool_bytes / 1e9:.2f} GB, but {devices[0].platform} has "
+            f"{free / 1e9:.2f} GB free; lower kv_cache_memory_bytes or num_gpu_blocks_override, or leave them out"
         )
     left = ram - pool_bytes if on_host else ram
     if host_bytes > left:

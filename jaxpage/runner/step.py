@@ -24,6 +24,7 @@ from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
+from jaxpage.parallel.rows import deal_rows, pad_rows
 from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
@@ -216,8 +217,7 @@ class Step:
             logprobs_mode=self.spec.logprobs_mode,
             processors=self.spec.processors,
         )
-        logits = self._logits(model, hidden)
-        sampled = self._whole(choose)(logits, state, slots, position, rows["features"])
+        sampled = self._by_rows(choose)(model, hidden, state, slots, position, rows["features"])
         return _append(state, slots, samples, sampled.token_ids, position), sampled, samples
 
     def _logits(self, model: Any, hidden: jax.Array) -> jax.Array:
@@ -228,6 +228,29 @@ class Step:
         # Each device makes its share, or XLA would rather exchange the weights of the head.
         shares = sharding(self.mesh, ("rows", "vocab"), logits.shape)
         return lax.with_sharding_constraint(logits, shares)
+
+    def _by_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
+        """`choose` for the logits of hidden [R, E]; on a mesh each device chooses for its share of the rows."""
+
+        mesh = self.mesh
+        if mesh is None or mesh.size == 1:
+            whole = self._whole(choose)
+            return lambda model, hidden, *rest: whole(self._logits(model, hidden), *rest)
+        shares_columns = self.spec.vocab_size % mesh.size == 0
+
+        def choose_own(model, hidden, state, slots, positions, features):
+            num_rows = hidden.shape[0]
+            hidden, slots, positions = (pad_rows(x, mesh) for x in (hidden, slots, positions))
+            if shares_columns:
+                logits = self._logits(model, hidden)
+            else:  # the head is on each device: the hidden states of its rows are all that it needs
+                own = sharding(mesh, ("sampled rows",))
+                logits = model.logits(lax.with_sharding_constraint(hidden, own))
+            deal = deal_rows(choose, mesh, shares_columns=shares_columns)
+            sampled = deal(logits, state, slots, positions, features)
+            return jax.tree.map(lambda x: x[:num_rows], sampled)
+
+        return choose_own
 
     def _whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with all of its arguments on each device, which computes it for itself: one exchange of the

@@ -43,13 +43,14 @@ def join_projections(model: CausalLM) -> None:
 
 
 def quantize(
-    model: CausalLM, choose: Callable[[QuantizedWeight], Choice[MatmulKernel]]
+    model: CausalLM,
+    choose: Callable[[QuantizedWeight, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]],
 ) -> set[str]:
     """Round the weight of every linear layer to int8 in place, one scale per output; embedding and norms stay.
 
-    `choose` says what computes products with such a weight. Returns the reasons why that is not the platform's kernel,
-    where it is not. A tied head becomes a layer of its own: the embedding must stay exact, and the head is read at
-    every token.
+    `choose` says what computes products with such a weight, whose axes and units it is told. Returns the reasons why
+    that is not the platform's kernel, where it is not. A tied head becomes a layer of its own: the embedding must stay
+    exact, and the head is read at every token.
     """
     if model.lm_head is None:
         embedding = model.model.embed_tokens.weight
@@ -66,7 +67,8 @@ def quantize(
     reasons = set()
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            choice = choose(_quantize(module))
+            metadata = module.weight.get_metadata()
+            choice = choose(_quantize(module), metadata["axes"], metadata["units"])
             module.matmul_kernel = choice.chosen
             reasons.add(choice.reason)
     return reasons - {None}

@@ -84,11 +84,13 @@ def quant_matmul(
     weight: QuantizedWeight,
     *,
     round_x: bool = False,
+    axis_name: str | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
     """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with the reason.
 
+    `axis_name`: of the mesh, whose devices have parts of the same rows of x.
     `interpret` takes `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
     """
     if reason := unsupported_reason(x.dtype, weight, round_x=round_x):
@@ -96,7 +98,7 @@ def quant_matmul(
     num_tokens, x = x.shape[0], padded(x, weight)
     row_scale = None
     if round_x:
-        x, row_scale = round_rows(x)
+        x, row_scale = round_rows(x, axis_name)
     most = 64 if weight.format == "int4" else 128  # columns of float32 sums that registers hold
     tile = next(n for n in (8, 16, 32, 64, 128) if n >= min(num_tokens, most))
     x = jnp.pad(x, ((0, -num_tokens % tile), (0, 0)))

@@ -76,16 +76,20 @@ def quant_matmul(
     weight: QuantizedWeight,
     *,
     round_x: bool = False,
+    axis_name: str | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "T F"]:
-    """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with the reason."""
+    """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with the reason.
+
+    `axis_name`: of the mesh, whose devices have parts of the same rows of x.
+    """
     if reason := unsupported_reason(x.dtype, weight, round_x=round_x):
         raise NotImplementedError(reason)
     num_tokens, x = x.shape[0], padded(x, weight)
     by_token: list[jax.Array] = []
     if round_x:
-        x, row_scale = round_rows(x)
+        x, row_scale = round_rows(x, axis_name)
         by_token = [row_scale]
     sublanes = 32 // x.dtype.itemsize
     tile_tokens = _tile(sizes.tile_tokens, X_BYTES // (2 * x.shape[1]))

@@ -23,6 +23,7 @@ from tests.aot.steps import FEW, MODELS, PLACES, TARGETS, Place
 pytestmark = pytest.mark.aot
 
 MIB = 2**20
+NUM_TOP_LOGPROBS = 20  # as many as a request may ask for, by default
 XLA_SPILLS = 12  # bytes a thread: 8 in a scatter, 12 in the sums of the lists of query tiles
 
 
@@ -156,9 +157,10 @@ def check_registers(place: Place, found: list[dict]) -> None:
 
 
 def check_collectives(place: Place, found: list[dict]) -> None:
-    """A sum after each MLP, the embedding and, if devices have their own heads, each attention; once all logits.
+    """A sum after each MLP, the embedding and, if its weights are divided, each attention; once a device's share of the
+    logits, of all columns for its own rows; then what was sampled.
 
-    TileSizes are those of the largest: hidden states of all tokens, logits of all rows.
+    Sizes are those of the largest: hidden states of all tokens, logits, top logprobs.
     """
     for each in found:
         model = MODELS[each["model"]]
@@ -169,8 +171,12 @@ def check_collectives(place: Place, found: list[dict]) -> None:
             largest = num_tokens(each) * model["hidden_size"]
             expected["all-reduce"] = {"count": number, "largest": largest}
         if place.num_devices > 1 and num_sampled(each):
-            largest = num_sampled(each) * model["vocab_size"]
-            expected["all-gather"] = {"count": 1, "largest": largest}
+            rows = num_sampled(each)
+            largest = rows * model["vocab_size"] // place.num_devices
+            expected["all-to-all"] = {"count": 1, "largest": largest}
+            expected["all-gather"] = {"count": 1, "largest": rows * NUM_TOP_LOGPROBS}
+            sums = expected.setdefault("all-reduce", {"count": 0, "largest": rows})
+            sums["count"] += 1
         assert each["collectives"] == expected, each
 
 

@@ -1,7 +1,5 @@
 """`quantization="int8"` through the engine: the tokens of a plain loop over the same rounded weights, no pool."""
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,7 +34,7 @@ def test_the_engine_computes_what_the_rounded_model_computes(tmp_path):
     model = build(checkpoints.config(path), dtype="float32", max_model_len=64)
     load(model, path, use_tqdm=False)
     join_projections(model)
-    quantize(model, partial(choose, device=Device(platform="cpu"), num_devices=1))
+    quantize(model, lambda weight, *_: choose(weight, Device(platform="cpu")))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert len(tokens) == NUM_TOKENS

@@ -19,7 +19,8 @@ from jaxpage.device import Device
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.attention import DenseAttention
 from jaxpage.ops import attention
-from jaxpage.ops.attention import PagedAttention, choose, max_blocks, num_sharded_kv_heads
+from jaxpage.ops.attention import PagedAttention, choose, max_blocks
+from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR
 from pallas_kernels import hopper, tuning
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
@@ -78,10 +79,19 @@ def test_a_longer_table_costs_no_temporaries():
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads"), [(4, 2), pytest.param(8, 1, marks=pytest.mark.slow)]
+    ("num_heads", "num_kv_heads", "num_devices"),
+    [
+        (4, 2, 2),  # each device has a KV head
+        pytest.param(8, 1, 2, marks=pytest.mark.slow),  # both have the only one
+        (14, 2, 4),  # with padding: 16 query heads
+        pytest.param(
+            6, 3, 4, marks=pytest.mark.slow
+        ),  # a KV head of padding, for one of the devices alone
+        pytest.param(6, 3, 8, marks=pytest.mark.slow),
+    ],
 )
-def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads):
-    """Two devices, each with its KV head, or with the only one: as on one device, where the definition is right."""
+def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads, num_devices):
+    """As on one device, where the definition is right."""
     case = cases.Case(
         name="",
         query_lens=(1, 9, 1),
@@ -90,7 +100,7 @@ def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads):
         num_kv_heads=num_kv_heads,
     )
     arguments = cases.arguments(case, poison=False)
-    mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), (TENSOR,))
     pool = arguments["pool"]
     rng = np.random.default_rng(0)
     shape = (sum(case.query_lens), num_kv_heads, case.head_dim)
@@ -133,8 +143,12 @@ def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads):
     np.testing.assert_allclose(
         want, dense_attention(case, arguments | {"pool": written}), atol=2e-6, rtol=2e-6
     )
-    heads = num_sharded_kv_heads(num_heads, num_kv_heads, 2)
-    of_each = jnp.repeat(pool.reshape(*pool.shape[:2], num_kv_heads, -1), heads // num_kv_heads, 2)
+    shares = share_heads(num_heads, num_kv_heads, num_devices)
+    heads = shares.of_pool
+    of_each = pool.reshape(*pool.shape[:2], num_kv_heads, -1)
+    missing = shares.padded_kv_heads - num_kv_heads
+    of_each = jnp.pad(of_each, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=jnp.nan)
+    of_each = jnp.repeat(of_each, heads // shares.padded_kv_heads, 2)
     of_each = of_each.reshape(*pool.shape[:2], 2 * heads, -1)
     shared = replace(spec, num_kv_heads=heads, sharded=True)
     result, _ = jax.jit(partial(attend, mesh, shared))(of_each, arguments["q"])
@@ -186,8 +200,9 @@ def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(
     changes, asked, capability, reason, good_ptxas
 ):
     spec = replace(spec_of_a_gpu(), **changes)
-    options = dict(num_devices=1, num_heads=8, table=(4, 9)) | asked
-    choice = choose(spec, replace(HOPPER, compute_capability=capability), **options)
+    asked = dict(num_devices=1, num_heads=8, table=(4, 9)) | asked
+    shares = share_heads(asked.pop("num_heads"), spec.num_kv_heads, asked.pop("num_devices"))
+    choice = choose(spec, replace(HOPPER, compute_capability=capability), shares=shares, **asked)
     oldest, newest = hopper.JAX_VERSIONS
     if not oldest <= jax.__version_info__ < newest and capability == "9.0":
         reason = r"the kernels need jax >= 0\.11\.2 and < 0\.12, and this is .*; install"
@@ -204,7 +219,7 @@ def test_an_assembler_that_miscompiles_is_a_reason(monkeypatch):
     monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("/cuda/bin/ptxas"))
     monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 0, 88))
-    choice = choose(spec_of_a_gpu(), HOPPER, num_devices=1, num_heads=8, table=(4, 9))
+    choice = choose(spec_of_a_gpu(), HOPPER, shares=share_heads(8, 2, 1), table=(4, 9))
     assert choice.name == "xla" and "ptxas 13.0.88 (/cuda/bin/ptxas) mis" in (choice.reason or "")
 
 
@@ -213,7 +228,7 @@ def test_a_tpu_s_share_of_scales_fills_registers(num_devices, rows):
     """Of six, three or one head a device: 24, 24 with unused ones, or 4 rows."""
     spec = replace(spec_of_a_gpu(), platform="tpu", num_kv_heads=6, head_dim=128, block_size=128)
     spec = replace(spec, format="int8", sharded=num_devices > 1)
-    choice = choose(spec, TPU, num_devices=num_devices, table=(4, 9), num_heads=12)
+    choice = choose(spec, TPU, shares=share_heads(12, 6, num_devices), table=(4, 9))
     assert choice.reason is None and choice.chosen.scale_rows == rows
     pool = choice.chosen.abstract()[0]
     assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
@@ -222,7 +237,7 @@ def test_a_tpu_s_share_of_scales_fills_registers(num_devices, rows):
 
 def test_a_cpu_has_no_kernel_and_needs_no_reason():
     spec = spec_of_a_gpu()
-    choice = choose(spec, CPU, num_devices=1, table=(4, 9))
+    choice = choose(spec, CPU, shares=share_heads(2, 2, 1), table=(4, 9))
     assert choice.chosen == spec and choice.reason is None
 
 
@@ -288,7 +303,7 @@ def test_a_pool_goes_with_the_sizes_of_its_device(platform, tmp_path, monkeypatc
     monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     spec = replace(spec_of_a_gpu(), platform=platform)
     device = Device(platform=platform, kind=kind, compute_capability="9.0")
-    choice = choose(spec, device, num_devices=1, table=(4, 9))
+    choice = choose(spec, device, shares=share_heads(2, 2, 1), table=(4, 9))
     assert choice.reason is None
     read = {"gpu": dict(attention="hopper"), "tpu": dict(attention="tpu", layout="tpu")}[platform]
     assert choice.chosen == replace(spec, kernel_sizes=sizes, **read)

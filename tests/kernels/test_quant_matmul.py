@@ -126,18 +126,23 @@ def test_what_does_not_fit_is_refused():
 
 TPU, CPU = Device(platform="tpu", kind="TPU v6 lite"), Device(platform="cpu")
 HOPPER = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
+MESH = Mesh(np.array(jax.devices()[:8]), ("tensor",))
 
 
 def test_a_kernel_serves_where_it_can_and_says_why_not_elsewhere():
     _, weight = cases.arguments(Case(name="", num_out=200))
-    chosen = ops.choose(weight, TPU, num_devices=1)
+    chosen = ops.choose(weight, TPU)
     assert chosen.chosen.platform == "tpu" and chosen.reason is None
     ampere = replace(HOPPER, compute_capability="8.0")
     for device, options, reason in (
-        (TPU, dict(num_devices=4), "4 devices share the weight"),
-        (TPU, dict(num_devices=1, dtype="float32"), "x is float32"),
-        (ampere, dict(num_devices=1), r"9\.0; this device's is 8"),
-        (HOPPER, dict(num_devices=1), r"200 outputs are no multiple of 128|the kernels need jax"),
+        (
+            TPU,
+            dict(mesh=MESH, spec=P(None, "tensor")),
+            "128 inputs are no multiple|64 inputs are no",
+        ),
+        (TPU, dict(dtype="float32"), "x is float32"),
+        (ampere, {}, r"9\.0; this device's is 8"),
+        (HOPPER, {}, r"200 outputs are no multiple of 128|the kernels need jax"),
     ):
         choice = ops.choose(weight, device, **options)
         assert choice.chosen == ops.XLA and re.search(reason, choice.reason or "")
@@ -147,7 +152,7 @@ def test_a_kernel_serves_where_it_can_and_says_why_not_elsewhere():
 def test_a_cpu_has_xla_and_no_reason_is_asked_for(format):
     """Rows of x are rounded for int8 weights."""
     x, weight = cases.arguments(Case(name="", format=format, group_size=64))
-    choice = ops.choose(weight, CPU, num_devices=1)
+    choice = ops.choose(weight, CPU)
     assert choice.chosen == ops.XLA and choice.reason is None
     product = jax.jit(partial(ops.quant_matmul, kernel=ops.XLA))
     wanted = jax.jit(partial(xla.quant_matmul, round_x=format == "int8"))

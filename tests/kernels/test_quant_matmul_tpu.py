@@ -14,8 +14,12 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.quant_matmul import cases, tpu
+from jaxpage.device import Device
+from jaxpage.ops import matmul as ops
+from pallas_kernels.quant_matmul import cases, reference, tpu
 from pallas_kernels.quant_matmul.cases import Case
 from pallas_kernels.quant_matmul.quantized import quantize
 from tests.kernels.quant_matmul import (
@@ -113,3 +117,16 @@ def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
     assert reason in (tpu.unsupported_reason(x.dtype, weight, round_x=case.round_x) or "")
     with pytest.raises(NotImplementedError, match=reason):
         tpu.quant_matmul(jnp.zeros(x.shape, x.dtype), weight, round_x=case.round_x)
+
+
+@pytest.mark.parametrize("spec", [P("tensor"), P(None, "tensor"), P()])
+def test_several_devices_share_a_product(spec):
+    """Over outputs, over inputs, of which rows are rounded as wholes, or not at all."""
+    x, weight = cases.arguments(Case(name="", num_tokens=5, num_in=512, num_out=256, round_x=True))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    chosen = ops.choose(weight, Device(platform="tpu"), mesh=mesh, spec=spec).chosen
+    assert chosen.platform == "tpu"
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.jit(partial(ops.quant_matmul, kernel=chosen))(x, weight)
+    wanted = reference.quant_matmul(x, weight, round_x=True)
+    np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6 * np.abs(wanted).max())

@@ -66,7 +66,7 @@ def test_an_engine_has_what_was_measured_on_its_device(monkeypatch, tmp_path):
     monkeypatch.setattr(ops, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
     weight = jax.eval_shape(lambda: cases.arguments(cases.SMALL[0])[1])
     for kind, wanted in (("TPU v5 lite", sizes), ("TPU7x", tpu.TileSizes())):
-        choice = ops.choose(weight, Device(platform="tpu", kind=kind), num_devices=1)
+        choice = ops.choose(weight, Device(platform="tpu", kind=kind))
         assert choice.chosen == ops.MatmulKernel("tpu", wanted)
 
 

@@ -17,6 +17,7 @@ from jaxpage.runner.calls import BLOCKS_PER_CALL
 from jaxpage.runner.host_memory import (
     HostMemory,
     content_shapes,
+    content_shardings,
     read_blocks,
     write_blocks,
 )
@@ -56,7 +57,10 @@ def same_bits(a, b):
 def test_blocks_come_back_bit_for_bit(kv_format, pinned):
     """Pinned: as for an accelerator; a CPU has such a memory too."""
     spec = spec_of(kv_format)
-    pool, memory = random_pool(spec), HostMemory(20, device=jax.devices()[0] if pinned else None)
+    pool, memory = (
+        random_pool(spec),
+        HostMemory(20, shardings=content_shardings(spec, None) if pinned else None),
+    )
     out = [(1 + i, 20 - i) for i in range(20)]  # (device block, host block)
     for block_ids, host_ids in portions(out):
         assert len(block_ids) <= BLOCKS_PER_CALL

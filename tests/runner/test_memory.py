@@ -117,9 +117,9 @@ def test_what_is_not_free_cannot_be_asked_for(monkeypatch):
     chip = device({"bytes_limit": 5 * 10**9, "bytes_in_use": 10**9})
     cpu = device(None)
     chip.platform, cpu.platform = "gpu", "cpu"
-    memory.check_room(chip, pool_bytes=4 * 10**9, host_bytes=10 * 10**9)
-    memory.check_room(cpu, pool_bytes=4 * 10**9, host_bytes=6 * 10**9)
+    memory.check_room([chip], pool_bytes=4 * 10**9, host_bytes=10 * 10**9)
+    memory.check_room([cpu], pool_bytes=4 * 10**9, host_bytes=6 * 10**9)
     with pytest.raises(ValueError, match="would take 4.10 GB, but gpu has 4.00 GB free"):
-        memory.check_room(chip, pool_bytes=41 * 10**8, host_bytes=0)
+        memory.check_room([chip], pool_bytes=41 * 10**8, host_bytes=0)
     with pytest.raises(ValueError, match="takes 6.10 GB of RAM, of which 6.00 GB are free beside"):
-        memory.check_room(cpu, pool_bytes=4 * 10**9, host_bytes=61 * 10**8)
+        memory.check_room([cpu], pool_bytes=4 * 10**9, host_bytes=61 * 10**8)

@@ -17,8 +17,8 @@ from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
-from jaxpage.ops.attention import num_sharded_kv_heads
 from jaxpage.output_processor import OutputProcessor
+from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR, sharding
 from jaxpage.request import Request
 from jaxpage.runner.runner import Runner
@@ -55,20 +55,17 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
     """Tokens and their logprobs of a few requests, in prompts of several chunks and launches of several steps."""
     config = model.config
     groups = group_layers(config.windows, LENGTH)
-    of_pool = (
-        0
-        if mesh is None
-        else num_sharded_kv_heads(config.num_heads, config.num_kv_heads, mesh.size)
-    )
+    num_devices = 1 if mesh is None else mesh.size
+    shares = share_heads(config.num_heads, config.num_kv_heads, num_devices)
     pool_spec = KVPoolSpec(
         num_arrays=groups.num_arrays,
         num_blocks=100,
         block_size=BLOCK_SIZE,
-        num_kv_heads=of_pool or config.num_kv_heads,
+        num_kv_heads=shares.of_pool,
         head_dim=config.head_dim,
         dtype=jnp.dtype(jnp.float32),
         format=kv_format,
-        sharded=of_pool > 0,
+        sharded=num_devices > 1,
     )
     spec = StepSpec(
         block_size=BLOCK_SIZE,
@@ -148,7 +145,8 @@ def make_requests() -> list[Request]:
         (8, 4, None),  # each of four devices has a KV head
         (8, 2, None),  # two devices have the same one
         (8, 1, "int8"),
-        (6, 2, None),  # heads that four devices cannot share: each has all
+        (6, 2, None),  # query heads that do not divide, with padding
+        (6, 3, "int8"),  # a device has nothing but padding
     ],
 )
 def test_four_devices_give_the_tokens_of_one(num_heads, num_kv_heads, kv_format):

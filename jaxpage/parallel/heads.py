@@ -1,0 +1,84 @@
+"""How attention's heads are dealt out to devices where they do not divide evenly. Knows numbers of heads only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShares:
+    """Heads with padding, so that each of `num_devices` has as many as the others.
+
+    Either several KV heads are on a device, with all query heads that read them; or a KV head is on several devices,
+    each with a part of its query heads. Padding is computed and thrown away: at most one KV head a device, or one query
+    head, while with all heads on every device each would read the whole KV cache.
+    """
+
+    num_devices: int
+    num_kv_heads: int  # of the model
+    group: int  # query heads that read a KV head
+    padded_kv_heads: int  # of the model with padding
+    padded_group: int
+
+    @property
+    def of_pool(self) -> int:
+        """KV heads that all devices keep together. Of a KV head on several devices each keeps a copy."""
+        return max(self.padded_kv_heads, self.num_devices)
+
+    @property
+    def kv_heads_of_a_device(self) -> int:
+        return self.of_pool // self.num_devices
+
+    @property
+    def query_heads_of_a_device(self) -> int:
+        return self.padded_kv_heads * self.padded_group // self.num_devices
+
+    @property
+    def owns_kv_heads(self) -> bool:
+        """No KV head is on several devices."""
+        return self.padded_kv_heads % self.num_devices == 0
+
+    def pad_queries(self, q: jax.Array) -> jax.Array:
+        """[T, H, D] -> [T, H', D] with zeros for the heads that are padding."""
+        if not self._pads:
+            return q
+        heads = q.reshape(q.shape[0], self.num_kv_heads, self.group, q.shape[2])
+        more = (self.padded_kv_heads - self.num_kv_heads, self.padded_group - self.group)
+        padded = jnp.pad(heads, ((0, 0), (0, more[0]), (0, more[1]), (0, 0)))
+        return padded.reshape(q.shape[0], -1, q.shape[2])
+
+    def pad_kv(self, x: jax.Array) -> jax.Array:
+        """[T, K, D] -> [T, K', D]"""
+        return jnp.pad(x, ((0, 0), (0, self.padded_kv_heads - self.num_kv_heads), (0, 0)))
+
+    def without_padding(self, out: jax.Array) -> jax.Array:
+        """[T, H', D] -> [T, H, D], the inverse of `pad_queries`."""
+        if not self._pads:
+            return out
+        shape = (out.shape[0], self.padded_kv_heads, self.padded_group, out.shape[2])
+        heads = out.reshape(shape)[:, : self.num_kv_heads, : self.group]
+        return heads.reshape(out.shape[0], -1, out.shape[2])
+
+    @property
+    def _pads(self) -> bool:
+        padded = (self.padded_kv_heads, self.padded_group)
+        return padded != (self.num_kv_heads, self.group)
+
+
+def share_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> HeadShares:
+    """The least padding with which the heads divide. 14 query and 2 KV heads on 4 devices: each KV head on two, which
+    have four of its 8 query heads, one of them padding."""
+    group, kv_heads = num_heads // num_kv_heads, num_kv_heads
+    while kv_heads % num_devices and num_devices % kv_heads:
+        kv_heads += 1
+    copies = max(1, num_devices // kv_heads)
+    return HeadShares(
+        num_devices=num_devices,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        padded_kv_heads=kv_heads,
+        padded_group=-(-group // copies) * copies,
+    )
