@@ -17,6 +17,7 @@ RULES: dict[str, str | None] = {
     "embed": None,
     "head_dim": None,
     "rows": None,
+    "layers": None,
     "blocks": None,
     "block": None,
 }
