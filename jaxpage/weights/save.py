@@ -96,7 +96,7 @@ def nested(flat: Mapping[str, Value]) -> dict[str, Any]:
 def _copy_files(source: Path, target: Path) -> None:
     for pattern in _OTHER_FILES:
         for file in source.glob(pattern):
-            if file.name != INDEX:
+            if file.name not in (INDEX, "commit_success.txt"):  # the latter is Orbax's
                 shutil.copyfile(file, target / file.name)
 
 
