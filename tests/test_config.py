@@ -218,7 +218,13 @@ def test_nothing_is_left_to_interpret():
     left = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) in (None, "auto")}
     unset = {"num_gpu_blocks_override", "chat_template", "quantization", "cache_max_entry_count"}
     unset |= {"preemption_mode", "kv_offload_dir", "revision", "tokenizer_revision", "download_dir"}
-    unset |= {"hf_overrides", "override_generation_config", "hf_token", "record_calls"}
+    unset |= {
+        "hf_overrides",
+        "override_generation_config",
+        "hf_token",
+        "record_calls",
+        "hf_config_path",
+    }
     unset |= {"reasoning_config", "structured_outputs_config", "tool_call_parser"}
     assert left == unset | {"load_format", "generation_config"}
     for name in {f.name for f in dataclasses.fields(config)} - {"hf_token"}:
