@@ -222,20 +222,19 @@ class EngineConfig:
 
         Without `weights` the small files are enough.
         """
-        options = {
-            "download_dir": self.download_dir,
-            "token": self.hf_token,
-            "needs_weights": weights and self.load_format != "dummy",
-        }
-        model = local_folder("model", self.model, revision=self.revision, **options)
+        options: dict[str, Any] = {"download_dir": self.download_dir, "token": self.hf_token}
+        needs = weights and self.load_format != "dummy"
+        model = local_folder(
+            "model", self.model, revision=self.revision, needs_weights=needs, **options
+        )
         hf_config_path = self.hf_config_path
         if hf_config_path is not None or is_url(model):
             hf_config_path = small_files(hf_config_path or model, **options)
         tokenizer = self.tokenizer
         if tokenizer is not None and not self.skip_tokenizer_init:
             revision = self.tokenizer_revision or self.revision
-            options["needs_weights"] = False
-            tokenizer = local_folder("tokenizer", tokenizer, revision=revision, **options)
+            options |= {"revision": revision, "needs_weights": False}
+            tokenizer = local_folder("tokenizer", tokenizer, **options)
         return dataclasses.replace(
             self, model=model, hf_config_path=hf_config_path, tokenizer=tokenizer
         )

@@ -91,10 +91,14 @@ def bucket_path(name: str) -> Any:
     return path
 
 
-def small_files(name: str, **options: Any) -> str:
+def small_files(
+    name: str, *, download_dir: str | None = None, token: bool | str | None = None
+) -> str:
     """The folder of `hf_config_path`, see `local_folder`; of a place in a bucket a copy of all but the weights."""
     if not is_url(name):
-        return local_folder("hf_config_path", name, **options | {"needs_weights": False})
+        return local_folder(
+            "hf_config_path", name, download_dir=download_dir, token=token, needs_weights=False
+        )
     path = bucket_path(name)
     folder = Path(tempfile.mkdtemp(prefix="jaxpage-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpage.models.registry import build
+from jaxpage.weights import restore
 from jaxpage.weights.load import load
 from jaxpage.weights.orbax import Checkpoint, find_tree
 from jaxpage.weights.spec import shardings, variables
@@ -184,6 +185,25 @@ def test_every_device_gets_its_own_shards(layout, llama, tmp_path):
     wanted = shardings(model, mesh)
     for path, variable in variables(model).items():
         assert variable.get_value().sharding == wanted[path]
+
+
+def test_arrays_are_read_a_part_at_a_time_large_ones_first(llama, tmp_path, monkeypatch):
+    tree = trees.maxtext(tensors(llama), checkpoints.config(llama), stacked=True)
+    run = run_of({"params": tree}, tmp_path)
+    monkeypatch.setattr(restore, "_LEAST_READ", 0)
+    reads = []
+    read = Checkpoint.read
+
+    def recording(self, wanted):
+        reads.append([self.arrays[name].num_bytes for name in wanted])
+        return read(self, wanted)
+
+    monkeypatch.setattr(Checkpoint, "read", recording)
+    load(abstract(llama), run, use_tqdm=False)
+    sizes = [size for part in reads for size in part]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) == sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert all(len(part) == 1 or sum(part) <= sum(sizes) // 16 for part in reads)
 
 
 def test_weights_are_cast_to_the_declared_dtype(llama, plain):
