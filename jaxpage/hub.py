@@ -100,6 +100,11 @@ def small_files(
             "hf_config_path", name, download_dir=download_dir, token=token, needs_weights=False
         )
     path = bucket_path(name)
+    if not (path / "config.json").exists():
+        raise ValueError(
+            f"{name}/config.json does not exist; give hf_config_path, a folder or name on the hub that has the "
+            "config.json and the tokenizer"
+        )
     folder = Path(tempfile.mkdtemp(prefix="jaxpage-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for pattern in _OTHERS:

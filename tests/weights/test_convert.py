@@ -196,6 +196,9 @@ def test_a_model_in_a_bucket(demo, bucket, tmp_path):
         assert np.array_equal(np.asarray(variable.get_value()), expected[path])
     convert("gs://bucket/run", tmp_path / "back")
     assert_bitwise(tmp_path / "back", demo)
+    (bucket / "run" / "config.json").unlink()
+    with pytest.raises(ValueError, match="gs://bucket/run/config.json does not exist; give hf_con"):
+        EngineConfig(model="gs://bucket/run").with_local_files()
 
 
 def test_a_bucket_without_the_package_that_reads_it(monkeypatch):
