@@ -53,7 +53,7 @@ def load_generation_config(config: EngineConfig) -> dict[str, Any]:
     """generation_config.json as `generation_config` says, with the overrides. Raises ValueError."""
     values = {}
     if config.generation_config == "auto":
-        path = Path(config.model) / "generation_config.json"
+        path = Path(config.hf_config_path or config.model) / "generation_config.json"
         values = _read_json(path) if path.is_file() else {}
     elif config.generation_config != "vllm":
         values = _read_json(Path(config.generation_config) / "generation_config.json")
@@ -99,7 +99,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; is the folder a checkpoint?") from None
+        raise ValueError(
+            f"{path} does not exist; is the folder a checkpoint? Where weights are alone, hf_config_path is the "
+            "folder, or name on the hub, of config.json and the tokenizer"
+        ) from None
     except ValueError as e:
         raise ValueError(f"{path} is not JSON: {e}") from None
     if not isinstance(values, dict):

@@ -39,6 +39,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   run-batch        answer the requests of an OpenAI batch file
   plan             say whether a model fits another chip, and how fast it can be there
   compile          compile a model's programs ahead of time, for this machine or another chip
+  convert          write a checkpoint as Orbax, or one of Orbax as safetensors
   replay           run a recording of LLM(record_calls=FILE) again and compare
   doctor           say what is installed, which devices are there, and what they can run
   bench accuracy   measure what quantised KV pools cost in accuracy
@@ -278,6 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = compile_programs
         case ["doctor", *rest]:
             command = importlib.import_module("jaxpage.doctor").main
+        case ["convert", *rest]:
+            command = importlib.import_module("jaxpage.weights.convert").main
         case ["replay", *rest]:
             command = importlib.import_module("jaxpage.replay").main
         case ["plan", *rest]:

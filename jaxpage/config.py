@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpage.hub import local_folder
+from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
 from jaxpage.sampling.processors import check_processors
 from jaxpage.structured_outputs.config import (
@@ -103,6 +103,7 @@ class EngineConfig:
     seed: int = 0  # of requests that bring none
     chat_template: str | None = None  # a file or the template; None: the tokenizer's
     tokenizer: str | None = None  # a folder or a name on the hub; None: the model's
+    hf_config_path: str | None = None  # config.json and tokenizer of a model that has weights only
     revision: str | None = None  # branch, tag or commit of a model of the hub; None: main
     tokenizer_revision: str | None = None  # None: `revision`
     download_dir: str | None = None  # cache of models of the hub; None: Hugging Face's
@@ -148,7 +149,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_cache_dtype"):
             object.__setattr__(self, name, _dtype_name(getattr(self, name)))
-        for name in ("model", "tokenizer", "chat_template", "record_calls"):
+        for name in ("model", "tokenizer", "hf_config_path", "chat_template", "record_calls"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name in ("hf_overrides", "override_generation_config"):
@@ -225,18 +226,22 @@ class EngineConfig:
 
         Without `weights` the small files are enough.
         """
-        options = {
-            "download_dir": self.download_dir,
-            "token": self.hf_token,
-            "needs_weights": weights and self.load_format != "dummy",
-        }
-        model = local_folder("model", self.model, revision=self.revision, **options)
+        options: dict[str, Any] = {"download_dir": self.download_dir, "token": self.hf_token}
+        needs = weights and self.load_format != "dummy"
+        model = local_folder(
+            "model", self.model, revision=self.revision, needs_weights=needs, **options
+        )
+        hf_config_path = self.hf_config_path
+        if hf_config_path is not None or is_url(model):
+            hf_config_path = small_files(hf_config_path or model, **options)
         tokenizer = self.tokenizer
         if tokenizer is not None and not self.skip_tokenizer_init:
             revision = self.tokenizer_revision or self.revision
-            options["needs_weights"] = False
-            tokenizer = local_folder("tokenizer", tokenizer, revision=revision, **options)
-        return dataclasses.replace(self, model=model, tokenizer=tokenizer)
+            options |= {"revision": revision, "needs_weights": False}
+            tokenizer = local_folder("tokenizer", tokenizer, **options)
+        return dataclasses.replace(
+            self, model=model, hf_config_path=hf_config_path, tokenizer=tokenizer
+        )
 
     def resolve(
         self,
@@ -266,7 +271,7 @@ class EngineConfig:
             without_effect += ("gpu_memory_utilization",)
         values |= {
             "options_without_effect": without_effect,
-            "tokenizer": self.tokenizer or self.model,
+            "tokenizer": self.tokenizer or self.hf_config_path or self.model,
             "dtype": dtype,
             "kv_cache_dtype": _resolve_kv_cache_dtype(self.kv_cache_dtype, dtype),
             "max_model_len": max_model_len,

@@ -198,7 +198,7 @@ def make_engine_spec(
     """
     options = options.with_local_files(weights=False)
     hardware = Device.of(device, memory_bytes=device_memory)
-    hf_config = load_hf_config(options.model, options.hf_overrides)
+    hf_config = load_hf_config(options.hf_config_path or options.model, options.hf_overrides)
     registry.family(hf_config)  # an unknown architecture is refused before what its config lacks
     config = options.resolve(
         hf_config,

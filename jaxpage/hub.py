@@ -1,12 +1,16 @@
 """Models by their name on the Hugging Face hub: found in the local cache, downloaded where they are not.
 
-Knows huggingface_hub and which files of a repository are read. Must not know what is in them.
+And the small files of models in a bucket. Knows huggingface_hub, etils and which files of a repository are read. Must
+not know what is in them.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ def local_folder(
     token: bool | str | None = None,
     needs_weights: bool = True,
 ) -> str:
-    """The folder (or file) `name`, else that of the model of this name on the hub.
+    """The folder (or file) `name`, else that of the model of this name on the hub. A place in a bucket stays as it is.
 
     The cache is Hugging Face's (HF_HOME, HF_HUB_CACHE), or `download_dir`. What is there is used
     without asking the network, so a `revision` such as "main" is the one of the download. What is
@@ -34,6 +38,8 @@ def local_folder(
     for what is neither here nor there.
     """
     path = Path(name).expanduser()
+    if is_url(name):
+        return name
     if path.exists():
         return str(path)
     if not _NAME.fullmatch(name) or name.startswith("."):
@@ -64,6 +70,47 @@ def local_folder(
         f"{option}={name!r} is no folder, and as a model of the Hugging Face hub it is{at} {where} the cache "
         f"{download_dir or constants.HF_HUB_CACHE} and cannot be downloaded: {reason}"
     )
+
+
+def is_url(name: str) -> bool:
+    """Whether a model is in a bucket of Google Cloud, gs://..., which is read through etils and Orbax."""
+    return name.startswith("gs://")
+
+
+def bucket_path(name: str) -> Any:
+    """A place in a bucket as etils' path. Raises ValueError without the package that reads buckets."""
+    from etils import epath
+
+    try:
+        path = epath.Path(name)
+        path.exists()
+    except ImportError as error:
+        raise ValueError(f"{name} is in a bucket, which needs another package: {error}") from error
+    except Exception as error:  # of many types: no network, no such bucket, no access
+        raise ValueError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
+    return path
+
+
+def small_files(
+    name: str, *, download_dir: str | None = None, token: bool | str | None = None
+) -> str:
+    """The folder of `hf_config_path`, see `local_folder`; of a place in a bucket a copy of all but the weights."""
+    if not is_url(name):
+        return local_folder(
+            "hf_config_path", name, download_dir=download_dir, token=token, needs_weights=False
+        )
+    path = bucket_path(name)
+    if not (path / "config.json").exists():
+        raise ValueError(
+            f"{name}/config.json does not exist; give hf_config_path, a folder or name on the hub that has the "
+            "config.json and the tokenizer"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="jaxpage-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for pattern in _OTHERS:
+        for file in path.glob(pattern):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return str(folder)
 
 
 def _is_complete(folder: Path, needs_weights: bool) -> bool:

@@ -95,7 +95,6 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "the folder of a checkpoint has all that is read": {
         "config_format": ("auto", "hf"),
-        "hf_config_path": (),
         "model_weights": (),
         "model_loader_extra_config": (),
     },

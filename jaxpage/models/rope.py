@@ -37,6 +37,7 @@ class Rope:
     # For each frequency, which of a token's three positions (time, height, width) turns it: multimodal RoPE of
     # transformers' Qwen2-VL ("mrope_section"). None: tokens have one position.
     sections: tuple[int, ...] | None = None
+    kind: str = "default"  # transformers' rope_type; trainers may store projections by it
 
     def angles(
         self, positions: jax.Array, dtype: jnp.dtype, *, three: bool = False
@@ -97,7 +98,7 @@ def _rope(p: dict[str, Any], hf: PretrainedConfig, head_dim: int, max_model_len:
     except KeyError as missing:
         raise ValueError(f"rope_type {rope_type!r} needs {missing} in rope_parameters") from None
     frequencies = tuple(inv_freq.astype(np.float32).tolist())
-    return Rope(frequencies, float(scale), _sections(p, len(frequencies)))
+    return Rope(frequencies, float(scale), _sections(p, len(frequencies)), rope_type)
 
 
 def _sections(p: dict[str, Any], num_frequencies: int) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ RULES: dict[str, str | None] = {
     "head_dim": None,
     "rows": None,
     "sampled rows": TENSOR,
+    "layers": None,
     "blocks": None,
     "block": None,
 }

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -20,15 +19,15 @@ from tqdm import tqdm
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.registry import tensor_name, weight_map
 from jaxpage.models.sources import Source
+from jaxpage.weights.orbax import find_tree
+from jaxpage.weights.restore import restore
 from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
-from jaxpage.weights.spec import ParamSpec, specs, variables
+from jaxpage.weights.spec import FLOATS, ParamSpec, listed, specs, variables
 
 Model = TypeVar("Model", bound=CausalLM)
 
-_FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_COMPARED = 4096  # at a time, so that comparing the head of a tied model takes little memory
-_NAMES_SHOWN = 5
 # Tensors beside those of quantised weights -> who makes them.
 _QUANTISED_NAMES = {
     ".qweight": "AWQ or GPTQ",
@@ -44,10 +43,39 @@ def load(
     """`model`, abstract or filled, with the weights in `folder`, cast to the declared dtypes;
     returned for chaining.
 
-    Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor.
-    Raises ValueError, and leaves the model as it was, if the checkpoint has missing, surplus or
-    misshaped tensors, is quantised, or is damaged.
+    Safetensors, or an Orbax checkpoint as `orbax.find_tree` and `layouts` know them; of Orbax, `folder` may be in a
+    bucket, gs://... Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor; of
+    Orbax, 64 MiB or a sixteenth of all. Raises ValueError, and leaves the model as it was, if the checkpoint has
+    missing, surplus or misshaped tensors, is quantised, or is damaged.
     """
+    tree = find_tree(folder)
+    if tree is not None:
+        return restore(model, tree, mesh=mesh, use_tqdm=use_tqdm)
+    stored, sources = open_safetensors(model, folder)
+    targets = variables(model)
+    total = sum(
+        stored[s.tensor].num_bytes for s in {s.tensor: s for s in sources.values()}.values()
+    )
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="Loading weights",
+        disable=not use_tqdm or jax.process_index() != 0,
+    ) as progress:
+        for path, spec in specs(model).items():
+            tensor = stored[sources[path].tensor]
+            array = _array(spec, sources[path], tensor, mesh)
+            # Wait: queued transfers would keep the host copies of many tensors alive.
+            targets[path].set_value(jax.block_until_ready(array))
+            progress.update(tensor.dtype.itemsize * array.size)
+    return model
+
+
+def open_safetensors(
+    model: CausalLM, folder: str | Path
+) -> tuple[dict[str, StoredTensor], dict[str, Source]]:
+    """The tensors of a checkpoint by name, and where each parameter stands in them. Raises as `load` does."""
     stored = {
         name: tensor
         for theirs, tensor in open_checkpoint(folder).items()
@@ -62,24 +90,7 @@ def load(
     _check_rows(sources.values(), stored)
     if _HEAD not in wanted and _HEAD in stored:
         _check_tied(stored)
-    targets = variables(model)
-    total = sum(
-        stored[s.tensor].num_bytes for s in {s.tensor: s for s in sources.values()}.values()
-    )
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="Loading weights",
-        disable=not use_tqdm or jax.process_index() != 0,
-    ) as progress:
-        for path, spec in wanted.items():
-            tensor = stored[sources[path].tensor]
-            array = _array(spec, sources[path], tensor, mesh)
-            # Wait: queued transfers would keep the host copies of many tensors alive.
-            targets[path].set_value(jax.block_until_ready(array))
-            progress.update(tensor.dtype.itemsize * array.size)
-    return model
+    return stored, sources
 
 
 def _array(spec: ParamSpec, source: Source, tensor: StoredTensor, mesh: Mesh | None) -> jax.Array:
@@ -137,9 +148,9 @@ def _check_names(sources: Iterable[Source], stored: dict[str, StoredTensor], *, 
     surplus = sorted(n for n in set(stored) - names if not _harmless(n, tied))
     problems = []
     if missing:
-        problems.append(f"it lacks {_listed(missing)}")
+        problems.append(f"it lacks {listed(missing)}")
     if surplus:
-        problems.append(f"it has {_listed(surplus)}, which the model does not know")
+        problems.append(f"it has {listed(surplus)}, which the model does not know")
     if problems:
         raise ValueError(
             f"the checkpoint does not fit the model: {'; '.join(problems)}. Check that config.json "
@@ -152,14 +163,9 @@ def _harmless(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
-
-
 def _check_tensor(spec: ParamSpec, source: Source, stored: dict[str, StoredTensor]) -> None:
     tensor = stored[source.tensor]
-    if tensor.dtype not in _FLOATS:
+    if tensor.dtype not in FLOATS:
         raise ValueError(
             f"{tensor.name} is stored as {tensor.dtype}: quantised checkpoints are not supported; "
             "use one in bfloat16, float16 or float32"

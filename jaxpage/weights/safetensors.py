@@ -158,4 +158,4 @@ def _nothing_to_load(folder: Path) -> str:
             f"{folder} has no safetensors, only {names}: pickle files can run code and are never "
             "loaded; convert them with transformers: model.save_pretrained(folder)"
         )
-    return f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are supported"
+    return f"{folder} has neither {SINGLE} nor {INDEX}, and is no Orbax checkpoint"

@@ -9,11 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from jaxpage.models.layers import Initialiser
 from jaxpage.parallel.sharding import sharding
+
+FLOATS = (
+    np.float64,
+    np.float32,
+    np.float16,
+    ml_dtypes.bfloat16,
+)  # that checkpoints may be stored in
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -57,3 +67,9 @@ def _spec(path: str, variable: nnx.Param) -> ParamSpec:
         units=metadata["units"],
         init=metadata["init"],
     )
+
+
+def listed(names: list[str]) -> str:
+    """The first few names, for an error."""
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

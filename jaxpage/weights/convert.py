@@ -1,0 +1,94 @@
+"""`jaxpage convert`: a checkpoint in another format, every value as it was.
+
+Knows what can be read and what can be written. A dtype is never changed, and nothing is computed but what a trainer's
+layout asks for; safetensors to Orbax and back is bitwise the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.hub import is_url, local_folder, small_files
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.registry import build, tensor_name
+from jaxpage.weights.load import open_safetensors
+from jaxpage.weights.orbax import find_tree, open_tree
+from jaxpage.weights.restore import Wanted, find_places, read_parameters
+from jaxpage.weights.safetensors import open_checkpoint
+from jaxpage.weights.save import write
+from jaxpage.weights.spec import listed, specs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertFlags:
+    """Write a checkpoint in another format: safetensors as Orbax, and Orbax of NNX, Tunix or MaxText as safetensors."""
+
+    source: tyro.conf.Positional[
+        str
+    ]  # a folder, a name on the Hugging Face hub, or gs://... of Orbax
+    target: tyro.conf.Positional[Path]  # a folder that does not exist
+    # of the target; none: the other one
+    format: Literal["safetensors", "orbax"] | None = None
+    # a folder, or a name on the hub, with config.json and the tokenizer; none: the source
+    hf_config_path: str | None = None
+
+
+def main(flags: ConvertFlags) -> None:
+    """Convert, and say what was written. Raises ValueError."""
+    path = convert(
+        flags.source, flags.target, format=flags.format, hf_config_path=flags.hf_config_path
+    )
+    print(path)
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    format: str | None = None,
+    hf_config_path: str | Path | None = None,
+) -> Path:
+    """Write the checkpoint `source` to the folder `target`. Returns it.
+
+    format: "safetensors" or "orbax"; None: the one that `source` is not. hf_config_path: where config.json and the
+    tokenizer are; None: in `source`. Needs host memory for the weights. Raises ValueError for a checkpoint that does
+    not fit its config.json or is damaged, and if `target` exists.
+    """
+    if Path(target).exists():
+        raise ValueError(f"{target} exists already; name another folder or remove it")
+    source = local_folder("source", str(source))
+    files = source
+    if hf_config_path is not None or is_url(source):
+        files = small_files(str(hf_config_path or source))
+    model = build(load_hf_config(files), dtype="float32")
+    tree = find_tree(source)
+    arrays = _of_safetensors(model, source) if tree is None else _of_orbax(model, tree)
+    other = "orbax" if tree is None else "safetensors"
+    return write(arrays, model.config, target, files=files, format=format or other)
+
+
+def _of_safetensors(model: CausalLM, folder: str) -> dict[str, Any]:
+    unused = [name for name in open_checkpoint(folder) if tensor_name(model.config, name) is None]
+    if unused:
+        raise ValueError(f"{folder} has {listed(unused)}: only the text part of it can be served")
+    tensors, sources = open_safetensors(model, folder)
+    return {
+        path: tensors[sources[path].tensor].read((slice(sources[path].start, sources[path].stop),))
+        for path in specs(model)
+    }
+
+
+def _of_orbax(model: CausalLM, tree: Any) -> dict[str, Any]:
+    checkpoint, described = open_tree(tree), specs(model)
+    places = find_places(model.config, described, checkpoint)
+    wanted = {
+        path: Wanted(spec.shape, np.dtype(checkpoint.arrays[places[path].array].dtype), None)
+        for path, spec in described.items()
+    }
+    return dict(read_parameters(checkpoint, places, wanted))
