@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 import transformers
 
 from jaxpage import LLM, SamplingParams, engine_spec
@@ -236,6 +235,8 @@ def build(family: str, variant: int, path: str | Path, **overrides: Any) -> Path
 
 def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) -> Path:
     """Write a random model of any transformers config."""
+    import torch  # here and below, so that tests of engines without an oracle run where there is no torch
+
     torch.manual_seed(zlib.crc32(seed.encode()))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -261,6 +262,8 @@ def torch_logits(path: str | Path, token_ids: np.ndarray, *, dtype: str = "float
     """float32[B, T, V]: the answer of transformers to int[B, T] tokens, computed in `dtype` with
     eager attention.
     """
+    import torch
+
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation="eager"
     ).eval()

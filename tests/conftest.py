@@ -35,8 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
         XDG_CACHE_HOME=cache,
         HF_HOME=os.path.join(cache, "huggingface"),
         JAX_COMPILATION_CACHE_DIR=os.path.join(cache, "jax"),
-        # Keep every program, however quick it was to compile: many tests build the same model.
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        # Many tests build the same model. A small program is compiled again as soon as it is written and read.
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
         HF_HUB_OFFLINE="1",
         HF_HUB_DISABLE_PROGRESS_BARS="1",
@@ -75,7 +75,11 @@ def _fast_compilation() -> list[str]:
     """XLA:CPU in a quarter of the time, for slower programs. What is compiled as users have it asks for
     `production_compiler`.
     """
-    flags = ["--xla_backend_optimization_level=0"]
+    flags = [
+        "--xla_backend_optimization_level=0",
+        # A module in one piece: the pieces that XLA would compile side by side cost more than they save on few cores.
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
     if version("jaxlib") < "0.11":  # later there is no other way
         flags.append("--xla_cpu_use_fusion_emitters=false")
     return flags
@@ -100,7 +104,7 @@ def production_compiler():
 def _production_compiler() -> Iterator[None]:
     import jax
 
-    options = {"xla_backend_optimization_level": 3}
+    options = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
     if version("jaxlib") < "0.11":
         options["xla_cpu_use_fusion_emitters"] = True
     compile_fast = jax.stages.Lowered.compile

@@ -102,7 +102,7 @@ def assert_equal(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans)
 def test_a_plan_survives_the_way_through_bytes(plan):
     assert_equal(plan_from_bytes(plan_to_bytes(plan)), plan)

@@ -27,7 +27,7 @@ print("GOT", [(len(line), line[-5:]) for line in lines], file=sys.stderr, flush=
 
 
 @pytest.mark.parametrize("output_is_terminal", [True, False])
-@pytest.mark.parametrize("delay", [0, 0.7])
+@pytest.mark.parametrize("delay", [0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_lines_of_any_length_arrive_whole(output_is_terminal, delay):
     master, slave = pty.openpty()
     process = subprocess.Popen(

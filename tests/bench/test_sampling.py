@@ -20,6 +20,7 @@ from jaxpage.sampling.truncation import TRUNCATION
 SMALL = SamplingBench(vocab_size=1024, rows=2, context=8)
 
 
+@pytest.mark.slow
 def test_each_case_asks_for_one_feature_and_truncation_for_random_rows_too():
     wanted = [(), (CONSTRAINTS,), (PENALTIES,), (THINKING,), (RANDOM,)]
     wanted += [(RANDOM, TRUNCATION)] * 3 + [(TOP_LOGPROBS,)]

@@ -310,6 +310,7 @@ def test_times_are_those_of_tokens():
     assert outcome.tpot == pytest.approx(sum(outcome.itls) / 2)
 
 
+@pytest.mark.slow
 def test_a_chat_begins_with_its_first_word_not_with_the_role():
     outcome = outcome_of(
         [
@@ -455,6 +456,7 @@ def test_warm_ups_do_not_count_and_have_other_prompts():
     assert len(found.outcomes) == 3 and len(prompts) == 5 == len(set(prompts))
 
 
+@pytest.mark.slow
 def test_many_streams_at_once():
     with FakeOpenAI(lambda body: count_to(20, seconds=0.02)) as server:
         found = serve.run(ServeBench(base_url=server.url, num_prompts=200, data=SHORT))
@@ -487,6 +489,7 @@ def test_the_command_prints_and_writes_the_report(tmp_path, capsys):
     assert found["options"]["goodput"] == ["ttft:60000", "tpot:60000"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_what_there_is(tmp_path):
     """The first three are answered at once, the others not before the test is over."""
     answers = iter([count_to(2)] * 3)

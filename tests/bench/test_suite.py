@@ -112,8 +112,8 @@ def test_a_child_gets_its_variables():
 
 def test_a_child_that_is_silent_is_stopped():
     with RemoteObject("threading:Event") as child:
-        with pytest.raises(TimeoutError, match="after 1 s"):
-            child.ask("wait", timeout=1)
+        with pytest.raises(TimeoutError, match="after 0 s"):
+            child.ask("wait", timeout=0.2)
         assert child._process.returncode is not None
 
 
@@ -129,6 +129,7 @@ def fake(monkeypatch, **parts: tuple[str, float]):
     monkeypatch.setattr(suite, "PARTS", parts_of)
 
 
+@pytest.mark.slow
 def test_parts_get_the_peaks_and_results_say_where_they_come_from(monkeypatch, tmp_path, capsys):
     fake(monkeypatch, echo=("echo", 60.0), unwanted=("raises", 60.0))
     path = tmp_path / "new" / "suite.json"

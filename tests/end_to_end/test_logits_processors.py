@@ -38,6 +38,7 @@ NEGATE = SamplerFeature(
 )
 
 
+@pytest.mark.slow
 def test_each_request_has_what_it_asks_for(tmp_path):
     path = checkpoints.build("qwen2", 0, tmp_path)
     llm = checkpoints.make_llm(path, logits_processors=[KEEP_ONE, NEGATE])

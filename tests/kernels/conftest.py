@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import pytest
 
+_SLOW_FORMATS = ("fp8_e4m3", "fp8_e5m2")  # which differ from int8 in the rounding of a number only
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A method's `case` is each of its class's `cases`, slow if not in `fast`; `pool` each of `pools`; and so on."""
+    """A method's `case` is each of its class's `cases`, slow if not in `fast`; `pool` each of `pools`; and so on.
+
+    Of `formats`, those of 8-bit floats are slow if `fast` leaves out anything.
+    """
     if metafunc.cls is None:
         return
     if "pool" in metafunc.fixturenames:
         metafunc.parametrize("pool", metafunc.cls.pools, ids=lambda pool: pool.name)
+    fast = metafunc.cls.fast
     if "format" in metafunc.fixturenames:
-        metafunc.parametrize("format", metafunc.cls.formats)
+        slow = () if fast is None else _SLOW_FORMATS
+        metafunc.parametrize(
+            "format",
+            [
+                pytest.param(format, marks=pytest.mark.slow if format in slow else ())
+                for format in metafunc.cls.formats
+            ],
+        )
     if "case" not in metafunc.fixturenames:
         return
-    fast = metafunc.cls.fast
     metafunc.parametrize(
         "case",
         [

@@ -155,6 +155,7 @@ def test_the_pool_of_the_last_time_is_taken_again_unless_it_is_too_large_or_much
     assert sizes.settle("blocks", 1111) == 1111
 
 
+@pytest.mark.slow
 def test_what_comes_from_jax_own_cache_is_not_stored(tmp_path):
     """XLA:CPU would write it without the functions that it calls."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))

@@ -131,8 +131,8 @@ def test_a_token_is_drawn_from_what_the_plain_definition_leaves(rows):
 @pytest.mark.parametrize(
     "params",
     [
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 6, "top_p": 0.8},
+        pytest.param({"temperature": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.7, "top_k": 6, "top_p": 0.8}, marks=pytest.mark.slow),
         {"temperature": 1.5, "min_p": 0.2, "repetition_penalty": 1.4},
     ],
 )

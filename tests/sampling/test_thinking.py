@@ -129,7 +129,9 @@ def test_any_history_gives_what_the_plain_definition_says_in_depth(rows):
 
 
 # Histories are searched in windows of 320 tokens: lengths below, at, between and beyond their ends.
-@pytest.mark.parametrize("max_len", [40, 64, 320, 321, 1000])
+@pytest.mark.parametrize(
+    "max_len", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 320)), 321, 1000]
+)
 @pytest.mark.parametrize("marker_len", [1, pytest.param(3, marks=pytest.mark.slow), MAX_MARKER_LEN])
 def test_markers_are_found_anywhere_in_a_long_history(max_len, marker_len):
     rng = np.random.default_rng(max_len)

@@ -23,7 +23,7 @@ def llm() -> Iterator[AsyncLLM]:
         llm = AsyncLLM(
             str(checkpoint()),
             max_num_seqs=16,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=64,
             kv_cache_memory_bytes="64M",
             tool_call_parser="hermes",
         )

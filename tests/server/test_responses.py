@@ -95,7 +95,9 @@ def test_a_response_is_what_a_chat_says(client):
     assert again.output_text == answer.output_text
 
 
-@pytest.mark.parametrize("include", [[], ["message.output_text.logprobs"]])
+@pytest.mark.parametrize(
+    "include", [pytest.param([], marks=pytest.mark.slow), ["message.output_text.logprobs"]]
+)
 def test_events_say_what_the_whole_says(client, include):
     asked = dict(
         model="demo", input=INPUT, temperature=0, max_output_tokens=15, include=include,
@@ -166,6 +168,7 @@ class Weather(BaseModel):
     is_warm: bool
 
 
+@pytest.mark.slow
 def test_the_client_s_own_readers(client, compact):
     asked = dict(model="demo", input=INPUT, text_format=Weather, max_output_tokens=60)
     asked |= dict(extra_body=compact)
@@ -177,7 +180,14 @@ def test_the_client_s_own_readers(client, compact):
     assert "response.output_text.delta" in kinds
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}], ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param("required", marks=pytest.mark.slow),
+        {"type": "function", "name": "weather"},
+    ],
+    ids=str,
+)
 def test_tools_that_must_be_called(client, choice):
     asked = dict(model="demo", input=INPUT, tools=FUNCTIONS, tool_choice=choice)
     asked |= dict(max_output_tokens=120, extra_body={"seed": 2})
@@ -227,6 +237,7 @@ def test_what_a_function_returns_goes_back(client):
     assert chat.choices[0].message.content == kept_here.output_text
 
 
+@pytest.mark.slow
 def test_an_unfinished_message_is_completed(client):
     items = [
         {"role": "user", "content": INPUT},
@@ -240,6 +251,7 @@ def test_an_unfinished_message_is_completed(client):
     assert answer.output_text == chat.choices[0].message.content
 
 
+@pytest.mark.slow
 def test_reasoning_of_a_response(client, monkeypatch):
     """By a model that is made to think: the demo's own does not."""
     thinking = ChatFormat(tool_parser="hermes", reasoning_parser="qwen3", special_tokens={})
@@ -274,6 +286,7 @@ def test_errors_within_a_stream_are_its_last_event(client, monkeypatch):
         client.responses.create(model="demo", input=INPUT)
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_may_lose_their_beginning(client):
     words = " ".join(str(i) for i in range(3000))
     asked = dict(model="demo", input=words, max_output_tokens=5)
@@ -340,6 +353,7 @@ def test_what_no_answer_can_repeat_is_400(url, change):
         assert answer.status == 400 and "surrogates" in json.load(answer)["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_async_client_runs_many_at_once(url):
     async def run():
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:

@@ -284,6 +284,7 @@ print(asyncio.run(run_batch(Path(sys.argv[1]), Path(sys.argv[2]), answer, max_co
 """
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_loses_nothing_and_repeats_little(batch, tmp_path):
     number, log = 400, tmp_path / "asked"
     batch.write(*(line(f"id {i}", number=i) for i in range(number)))

@@ -47,6 +47,7 @@ def test_conversations_are_continued_and_shown(client):
     assert again.usage.input_tokens > third.usage.input_tokens
 
 
+@pytest.mark.slow
 def test_nothing_is_stored_unless_asked_and_no_more_than_may_be(llm):
     with serving(llm, max_stored_responses=2) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -95,6 +96,7 @@ def test_a_running_response_is_cancelled(client, llm):
         client.responses.cancel("resp_x")
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_leaves_nothing(client, llm):
     stream = client.responses.create(**ENDLESS, stream=True, store=True)
     response_id = next(stream).response.id

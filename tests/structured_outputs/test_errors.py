@@ -49,8 +49,8 @@ def test_deep_schemas_are_refused():
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return checkpoints.make_llm(checkpoint(), skip_tokenizer_init=False, max_model_len=256)
+def llm(demo_llm) -> LLM:
+    return demo_llm
 
 
 def add(llm, name, structured_outputs, **options):
@@ -143,7 +143,7 @@ def test_requests_that_wait_for_a_grammar_can_be_aborted(llm, slow_compiler):
 
 
 def test_without_a_tokenizer(tmp_path):
-    llm = checkpoints.make_llm(checkpoint())
+    llm = checkpoints.make_llm(checkpoint(), enforce_eager=True)
     params = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(ValueError, match="needs a tokenizer"):
         llm.generate({"prompt_token_ids": [5]}, params)

@@ -7,23 +7,15 @@ import re
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.demo import checkpoint
-from tests import checkpoints
 from tests.structured_outputs.cases import GRAMMARS, REGEXES, SCHEMAS, fits
-
-MODELS = {
-    "demo": {},
-    "random weights": {"load_format": "dummy"},
-}
+from tests.structured_outputs.conftest import make_llm
 
 
 @pytest.fixture(
     scope="module", params=["demo", pytest.param("random weights", marks=pytest.mark.slow)]
 )
-def llm(request) -> LLM:
-    options = MODELS[request.param] | {"max_model_len": 512, "max_num_seqs": 64}
-    options |= {"skip_tokenizer_init": False, "max_num_batched_tokens": 512}
-    return checkpoints.make_llm(checkpoint(), **options)
+def llm(request, demo_llm) -> LLM:
+    return demo_llm if request.param == "demo" else make_llm(load_format="dummy")
 
 
 def answers(llm, wanted, **options):

@@ -97,6 +97,7 @@ def test_every_byte_is_read_once_over_all_devices(tmp_path, monkeypatch):
     assert num_reads["model.layers.0.self_attn.k_proj.weight"] == 1  # replicated
 
 
+@pytest.mark.slow
 def test_dummy_weights_follow_their_initialisers_and_not_the_mesh(tmp_path):
     path = checkpoints.build("llama", 0, tmp_path)
     model = build(checkpoints.config(path), dtype="bfloat16")

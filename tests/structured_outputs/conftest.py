@@ -1,0 +1,20 @@
+"""One engine of the demo's model for all tests of this folder that need no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage import LLM
+from jaxpage.demo import checkpoint
+from tests import checkpoints
+
+
+def make_llm(**options) -> LLM:
+    """With a tokenizer, room for many short answers at once, and `options` on top."""
+    sizes = {"max_model_len": 512, "max_num_seqs": 16}
+    return checkpoints.make_llm(checkpoint(), skip_tokenizer_init=False, **(sizes | options))
+
+
+@pytest.fixture(scope="package")
+def demo_llm() -> LLM:
+    return make_llm()
