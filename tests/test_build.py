@@ -143,6 +143,7 @@ def test_numbers_too_large_for_the_device_mean_all_there_is(llm):
     assert len(tokens(llm, params=huge)) == 128 - len(PROMPT)
 
 
+@pytest.mark.slow
 def test_replaced_weights_are_used_at_once_and_find_no_stale_cache(path):
     built = make_built(path, num_gpu_blocks_override=20)
     llm = LLM.from_built(built)

@@ -100,6 +100,7 @@ def bench(**options) -> OfflineBench:
     return OfflineBench(**(sizes | options))
 
 
+@pytest.mark.slow
 def test_unknown_names_and_engines_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(peaks, "memory_bandwidth", lambda threads: {"copy": 4e9, "read": 2e9})
     with pytest.raises(ValueError, match="decode-32.*questions"):

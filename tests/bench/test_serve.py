@@ -301,6 +301,7 @@ def outcome_of(answer, endpoint="/v1/completions") -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_times_are_those_of_tokens():
     """The silence after the last token does not count, nor does the one that only brings the usage."""
     outcome = outcome_of([*count_to(3, seconds=0.05)[:3], (1.0, event(usage(7, 3))), (0.0, DONE)])

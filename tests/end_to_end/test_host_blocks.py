@@ -184,6 +184,7 @@ def test_a_prefix_is_found_on_the_host_and_after_a_restart_on_the_disk(folder, t
     assert fourth.num_cached_tokens == 0 and torn.stats().num_disk_hit_blocks == 0
 
 
+@pytest.mark.slow
 def test_options_that_need_host_blocks_say_so(folder):
     for options in ({"preemption_mode": "swap"}, {"kv_offload_dir": "x"}):
         with pytest.raises(ValueError, match="give swap_space"):

@@ -152,6 +152,7 @@ def test_the_default_configuration_has_at_most_25_programs(tmp_path):
     assert_in_place(default._engine.runner, 32 << 20)  # 256 rows, 2048 tokens
 
 
+@pytest.mark.slow
 def test_weights_of_nan_are_told_once_and_counted(tmp_path, caplog):
     path = checkpoints.build("qwen2", 0, tmp_path)
     file = path / "model.safetensors"

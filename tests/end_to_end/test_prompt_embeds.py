@@ -67,6 +67,7 @@ def test_embeddings_of_tokens_answer_as_the_tokens_do_beside_them(path):
     assert again[1][0].num_cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_only_equal_embeddings_share_blocks(path, llm):
     (prompt,) = prompts_of(40)
     (embeds,) = embeddings(path, [prompt])

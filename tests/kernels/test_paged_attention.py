@@ -155,6 +155,7 @@ def test_heads_are_shared_by_several_devices(num_heads, num_kv_heads, num_device
     np.testing.assert_allclose(result, want, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_pool_attends_alike():
     case = cases.Case(name="", query_lens=(19,), kv_lens=(19,), window=9, soft_cap=5.0)
     arguments = cases.arguments(case)

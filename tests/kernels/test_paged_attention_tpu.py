@@ -284,6 +284,7 @@ def test_a_row_that_ended_neither_writes_nor_reads():
     np.testing.assert_array_equal(kept, np.asarray(tpu_layout.to_tpu(before))[owned])
 
 
+@pytest.mark.slow
 def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
     """Alone, in another place, and beside rows whose keys and values are no numbers."""
     case = fitting(

@@ -89,6 +89,7 @@ def rotated_by_transformers(x, positions, config, interleaved):
     return turned.transpose(1, 2).numpy()
 
 
+@pytest.mark.slow
 def test_three_equal_positions_are_one():
     positions = jnp.arange(9, dtype=jnp.int32)
     three = jnp.stack([positions] * 3)

@@ -128,11 +128,12 @@ def test_a_token_is_drawn_from_what_the_plain_definition_leaves(rows):
         assert np.isfinite(want[sampled.token_ids[i]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [
-        pytest.param({"temperature": 1.0}, marks=pytest.mark.slow),
-        pytest.param({"temperature": 0.7, "top_k": 6, "top_p": 0.8}, marks=pytest.mark.slow),
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 6, "top_p": 0.8},
         {"temperature": 1.5, "min_p": 0.2, "repetition_penalty": 1.4},
     ],
 )

@@ -149,6 +149,7 @@ def test_zeros_of_either_sign_are_equal():
     assert np.isfinite(run(logits, top_k=150)).sum() == 200
 
 
+@pytest.mark.slow
 def test_searching_row_by_row_finds_what_searching_all_rows_at_once_finds():
     logits = jnp.asarray(random_logits(8))
     weights = jnp.exp(logits)

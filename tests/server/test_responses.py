@@ -206,6 +206,7 @@ def test_tools_that_must_be_called(client, choice):
     assert len(one.output) == 1
 
 
+@pytest.mark.slow
 def test_what_a_function_returns_goes_back(client):
     """The client keeps the conversation, or the server does: the same prompt."""
     asked = dict(model="demo", tools=FUNCTIONS, max_output_tokens=60, extra_body={"seed": 2})

@@ -51,6 +51,7 @@ def test_joined_projections_compute_the_same(family, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_int8_weights_are_close_and_small(family, tmp_path):
     model = model_of(family, tmp_path)
