@@ -158,20 +158,23 @@ def check_registers(place: Place, found: list[dict]) -> None:
 
 def check_collectives(place: Place, found: list[dict]) -> None:
     """A sum after each MLP, the embedding and, if its weights are divided, each attention; once a device's share of the
-    logits, of all columns for its own rows; then what was sampled.
+    logits, of all columns for its own rows; then what was sampled. All logits where all are wanted.
 
-    Sizes are those of the largest: hidden states of all tokens, logits, top logprobs.
+    Sizes are those of the largest: hidden states of all tokens, logits, top logprobs. Rows are padded to a multiple of
+    the devices.
     """
     for each in found:
         model = MODELS[each["model"]]
         expected = {}
+        rows = -(-num_sampled(each) // place.num_devices) * place.num_devices
         if place.num_devices > 1 and each["bucket"]:
             has_own_heads = model["num_attention_heads"] % place.num_devices == 0
             number = (1 + has_own_heads) * each["num_layers"] + 1
             largest = num_tokens(each) * model["hidden_size"]
             expected["all-reduce"] = {"count": number, "largest": largest}
-        if place.num_devices > 1 and num_sampled(each):
-            rows = num_sampled(each)
+        if place.num_devices > 1 and each["name"] in ("score", "vocabulary"):
+            expected["all-gather"] = {"count": 1, "largest": rows * model["vocab_size"]}
+        elif place.num_devices > 1 and rows:
             largest = rows * model["vocab_size"] // place.num_devices
             expected["all-to-all"] = {"count": 1, "largest": largest}
             expected["all-gather"] = {"count": 1, "largest": rows * NUM_TOP_LOGPROBS}
