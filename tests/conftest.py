@@ -125,11 +125,16 @@ def fresh_cache():
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    before = jax.config.jax_compilation_cache_dir
+    before = {
+        "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
+        "jax_persistent_cache_min_compile_time_secs": jax.config.jax_persistent_cache_min_compile_time_secs,
+    }
     jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 

@@ -20,8 +20,8 @@ WAYS = {
     "quantised pool": {"kv_cache_dtype": "int8"},
     "int8 weights": {"quantization": "int8"},
     "no prefix cache": {"enable_prefix_caching": False},
-    "preempted": {"num_gpu_blocks_override": 30, "preemption_mode": "recompute"},
-    "swapped": {"num_gpu_blocks_override": 30, "preemption_mode": "swap", "swap_space": 0.01},
+    "preempted": {"num_gpu_blocks_override": 45, "preemption_mode": "recompute"},
+    "swapped": {"num_gpu_blocks_override": 45, "preemption_mode": "swap", "swap_space": 0.01},
 }
 FAST = {("qwen2", 0, 2, "plain")}
 
@@ -74,7 +74,7 @@ def test_tokens_are_those_of_one_device(family, variant, num_devices, way, tmp_p
     several = all_answers(path, tensor_parallel_size=num_devices, **WAYS[way])
     # The last bit of a sum over devices decides which way a number is rounded to int8.
     rounds = way in ("quantised pool", "int8 weights")
-    checkpoints.assert_same_answers(several, one, atol=1e-2 if rounds else 1e-4)
+    checkpoints.assert_same_answers(several, one, atol=3e-2 if rounds else 1e-4)
 
 
 def test_a_mesh_of_the_user_is_taken_and_nothing_is_whole_on_a_device(tmp_path):
