@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 from collections.abc import Sequence
 
@@ -21,6 +23,8 @@ ADMIN_PATHS = (
     "/stop_profile",
     "/abort_requests",
 )
+_LINGER_BYTES = 2**20
+_LINGER_SECONDS = 1.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -108,6 +112,7 @@ class BodyLimit:
             return
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length) > self._max_size:
+            await _discard(receive)
             await self._refuse(scope, receive, send)
             return
         size = 0
@@ -117,6 +122,8 @@ class BodyLimit:
             message = await receive()
             size += len(message.get("body", b""))
             if size > self._max_size:
+                if message.get("more_body"):
+                    await _discard(receive)
                 raise _TooLarge
             return message
 
@@ -130,6 +137,20 @@ class BodyLimit:
             413, f"the body is larger than {self._max_size} bytes, the limit of --max-body-size"
         )
         await JSONResponse(error.body(), 413, {"Connection": "close"})(scope, receive, send)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read what a client is still sending, as far as that is soon done. A connection that is closed over unread data is
+    reset, and the client may never see why it was refused.
+    """
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while size < _LINGER_BYTES:
+                message = await receive()
+                if not message.get("more_body"):
+                    return
+                size += len(message.get("body", b""))
 
 
 class _TooLarge(BaseException):
