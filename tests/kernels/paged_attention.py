@@ -42,7 +42,9 @@ class PagedAttentionTests:
     def test_a_row_reads_its_own_keys_and_nothing_else(self, case: Case):
         self.check(self.fitted(case))
 
-    @pytest.mark.parametrize("name", ["decode", "decode-long", "block-edges"])
+    @pytest.mark.parametrize(
+        "name", [pytest.param("decode", marks=pytest.mark.slow), "decode-long", "block-edges"]
+    )
     @pytest.mark.parametrize("sinks", [False, True])
     def test_one_query_per_row_is_the_same(self, name: str, sinks: bool):
         case = self.fitted(replace(case_of(name), sinks=sinks))

@@ -327,7 +327,7 @@ def recorded_reads(monkeypatch) -> dict[str, list[int]]:
     return sizes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_peak_host_memory_is_about_one_tensor(dtype, tmp_path, monkeypatch):
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1000}
     path = checkpoints.build("llama", 0, tmp_path, num_hidden_layers=6, **sizes)
