@@ -28,6 +28,19 @@ def _asked_for(config: pytest.Config, marker: str) -> bool:
     return bool(re.search(rf"(?<!not )\b{marker}\b", expression))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Two processes share the whole fast core, if pytest-xdist is installed; other selections stay in one."""
+    options = config.option
+    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    is_fast_core = is_whole and options.markexpr == "not slow"
+    is_worker = hasattr(config, "workerinput")
+    if not is_fast_core or is_worker or options.usepdb or options.collectonly:
+        return
+    if config.pluginmanager.hasplugin("xdist") and options.numprocesses is None:
+        options.numprocesses, options.dist = 2, "loadfile"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     cache = tempfile.mkdtemp(prefix="jaxpage-tests-")
     config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))

@@ -51,6 +51,7 @@ def test_too_little_kv_memory_names_the_longest_sequence_that_fits(path):
         make_llm(path, kv_cache_memory_bytes=1, max_model_len="auto")
 
 
+@pytest.mark.slow
 def test_kv_memory_in_bytes_is_taken_as_it_is_and_nothing_is_measured(path, monkeypatch):
     def measured(*args, **options):
         raise AssertionError("compiled or asked for memory, to size a pool of known size")

@@ -91,6 +91,7 @@ def test_a_mesh_of_the_user_is_taken_and_nothing_is_whole_on_a_device(tmp_path):
     assert llm.stats().num_recompiles == 0
 
 
+@pytest.mark.slow
 def test_an_equal_start_finds_its_programs(tmp_path, fresh_cache):
     path, cache = checkpoints.build("llama", 0, tmp_path / "model"), str(tmp_path / "cache")
     found = []
