@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from jaxpage.async_llm.errors import EngineDeadError, StepFailedError
+from jaxpage.async_llm.launch_length import LaunchLength
 from jaxpage.async_llm.mailbox import Mailbox
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.step_output import StepOutput
@@ -60,6 +61,7 @@ class StepLoop:
         self._mailbox = Mailbox()
         self._unread = threading.Semaphore(MAX_UNREAD_STEPS)
         self._num_failures = 0  # since a step succeeded
+        self._launch_length = LaunchLength(engine.decode_steps)
         self._pause: PauseMode | None = None
         self._held: dict[str, Request] = {}  # came while paused
         self._settled: list[Future[None]] = []  # of those who pause and wait
@@ -163,6 +165,7 @@ class StepLoop:
         else:
             if output.result is not None:  # the overlapped loop collects nothing at first
                 self._num_failures = 0
+                self._engine.decode_steps = self._launch_length.after(output)
             self._sink.take(output)
 
     def _fail(self, error: Exception) -> None:

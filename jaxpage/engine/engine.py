@@ -102,6 +102,15 @@ class Engine:
         previous, self._launched = self._launched, None
         return StepOutput() if previous is None else self._collect(*previous)
 
+    @property
+    def decode_steps(self) -> int:
+        """Decode steps in one launch, at most. Between two steps it may be lowered, and raised again."""
+        return self.scheduler.decode_steps
+
+    @decode_steps.setter
+    def decode_steps(self, number: int) -> None:
+        self.scheduler.decode_steps = number
+
     def take_failed(self) -> list[str]:
         """Ids of the requests that steps which raised have ended since the last call."""
         failed, self._failed = self._failed, []
