@@ -23,6 +23,7 @@ from jaxpage.composition import executable_cache, size_from_cache, spec_of_this_
 from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.padding import Padding
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.models import registry
@@ -243,4 +244,8 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, *, on_cpu: bool) -> 
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
         samples_late=not on_cpu,  # where the host would only take the device's cores
+        padding=Padding(
+            tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.decode),
+            overhead=16 if on_cpu else 256,  # what usual devices have of operations for each byte that they read
+        ),
     )
