@@ -246,6 +246,8 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, *, on_cpu: bool) -> 
         samples_late=not on_cpu,  # where the host would only take the device's cores
         padding=Padding(
             tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.decode),
-            overhead=16 if on_cpu else 256,  # what usual devices have of operations for each byte that they read
+            overhead=16
+            if on_cpu
+            else 256,  # what usual devices have of operations for each byte that they read
         ),
     )

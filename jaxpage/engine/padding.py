@@ -10,8 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpage.request import Sequence
-
 
 @dataclass(frozen=True)
 class Padding:
@@ -20,16 +18,14 @@ class Padding:
     sizes: tuple[int, ...] = ()  # tokens, smallest first; (): nothing is padded
     overhead: int = 0  # tokens that a device computes in the time in which it reads the weights
 
-    def budget(
-        self, planned: int, most: int, waiting: Iterable[Sequence], free_slots: list[int]
-    ) -> int:
-        """Of at most `most` tokens, how many a step takes of sequences that wait, beside `planned` ones of others.
+    def budget(self, planned: int, most: int, waiting: Iterable[int]) -> int:
+        """Of at most `most` tokens, how many a step takes of prompts that wait, beside `planned` ones of running rows.
 
-        What of them is in the prefix cache is not known yet; then there may be more room than they need.
+        `waiting`: tokens of each. What of them is in the prefix cache is not known yet; they may need less.
         """
         wanted = planned
-        for sequence, _ in zip(waiting, free_slots, strict=False):
-            wanted += len(sequence.token_ids)
+        for count in waiting:
+            wanted += count
             if wanted >= planned + most:
                 return most
         return self._fit(wanted, planned) - planned if wanted > planned else most
@@ -47,3 +43,6 @@ class Padding:
         """Of a step, in tokens computed."""
         index = bisect_left(self.sizes, num_tokens)
         return self.overhead + self.sizes[min(index, len(self.sizes) - 1)]
+
+
+NO_PADDING = Padding()

@@ -21,7 +21,7 @@ from jaxpage.engine import beam_scheduling
 from jaxpage.engine.collect import collect, collect_failed
 from jaxpage.engine.counters import Counters, count_first_scheduling
 from jaxpage.engine.kv_cache import KVCache
-from jaxpage.engine.padding import Padding
+from jaxpage.engine.padding import NO_PADDING, Padding
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.sequences import check_runnable, cut_output, new_sequence, new_sibling
 from jaxpage.engine.step_output import StepOutput, TextEnd
@@ -46,7 +46,7 @@ class Scheduler:
         policy: str = "fcfs",
         decode_steps: int = 1,
         samples_late: bool = True,
-        padding: Padding = Padding(),
+        padding: Padding = NO_PADDING,
     ):
         """Raises ValueError for limits below 1, or no room for a token of prompt and a token of answer."""
         if min(max_num_seqs, max_num_batched_tokens, max_model_len - 1, decode_steps) < 1:
@@ -209,7 +209,8 @@ class Scheduler:
     def _admit(self, step: ScheduledStep, budget: int) -> None:
         """Rows for waiting sequences, in order, until one does not fit."""
         max_query_len = self.max_num_batched_tokens
-        budget = self.padding.budget(max_query_len - budget, budget, self.waiting, self._free_slots)
+        waiting = (len(sequence.token_ids) for sequence in self.waiting[: len(self._free_slots)])
+        budget = self.padding.budget(max_query_len - budget, budget, waiting)
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             if not (

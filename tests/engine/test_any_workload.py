@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage.engine.padding import Padding
+from jaxpage.engine.padding import NO_PADDING, Padding
 from jaxpage.kv_groups import most_blocks
 from tests.engine.events import aborts, arrivals, events, play
 from tests.engine.harness import assert_expected, make_engine
@@ -86,7 +86,7 @@ def engines(draw):
         "enable_prefix_caching": draw(st.booleans()),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "decode_steps": draw(st.sampled_from([1, 1, 2, 5, 8])),
-        "padding": draw(st.sampled_from([Padding(), Padding((1, 2, 4, 8, 16, 32, 64), 1)])),
+        "padding": draw(st.sampled_from([NO_PADDING, Padding((1, 2, 4, 8, 16, 32, 64), 1)])),
         "overlap": draw(st.booleans()),
         "num_host_blocks": draw(st.sampled_from([0, 1, 3, 10, 100])),
         "preemption_mode": draw(st.sampled_from([None, "swap", "recompute"])),

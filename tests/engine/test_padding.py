@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,11 +33,7 @@ TPU = Padding(SIZES, 256)
     ],
 )
 def test_a_step_is_filled_where_that_is_cheaper(padding, planned, waiting, budget):
-    assert padding.budget(planned, 2048 - planned, sequences(waiting), [1] * 9) == budget
-
-
-def sequences(lengths):
-    return [SimpleNamespace(token_ids=[0] * length) for length in lengths]
+    assert padding.budget(planned, 2048 - planned, waiting) == budget
 
 
 sizes = st.lists(st.integers(1, 60), max_size=5, unique=True).map(sorted).map(tuple)
@@ -48,5 +42,5 @@ sizes = st.lists(st.integers(1, 60), max_size=5, unique=True).map(sorted).map(tu
 @given(sizes, st.integers(0, 40), st.integers(0, 60), st.lists(st.integers(1, 60), max_size=5))
 def test_something_that_waits_gets_on(sizes, overhead, planned, waiting):
     most = max(0, (sizes or (100,))[-1] - planned)
-    budget = Padding(sizes, overhead).budget(planned, most, sequences(waiting), [1] * 9)
+    budget = Padding(sizes, overhead).budget(planned, most, waiting)
     assert bool(most) <= budget <= most
