@@ -1,0 +1,104 @@
+"""The two deployments of an application: `Engine`, whose replicas compute, and `Front`, which passes requests on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMissingImports]
+from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
+from starlette.types import ASGIApp, Message
+
+from jaxpage.async_llm import AsyncLLM
+from jaxpage.config import EngineConfig
+from jaxpage.ray_serve.call import Call, ReplicaFailedError, WholeAnswer, messages, whole_answer
+from jaxpage.ray_serve.front import front_app
+from jaxpage.server.options import ServerOptions
+from jaxpage.server.run import make_service
+
+# The engine itself refuses what is too much for it, so Ray need not.
+_MANY_REQUESTS = 2**16
+
+
+@serve.deployment(
+    name="Engine",
+    max_ongoing_requests=_MANY_REQUESTS,
+    health_check_period_s=2,
+    graceful_shutdown_wait_loop_s=0.5,
+    request_router_config=RequestRouterConfig(
+        request_router_class="jaxpage.ray_serve.router.PrefixRouter"
+    ),
+)
+class Engine:
+    """An `AsyncLLM` and its server, without a socket. Ready once every program is compiled."""
+
+    async def __init__(self, config: EngineConfig, options: ServerOptions):
+        self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, config)
+        self._app, _ = make_service(self._llm, options)
+        self._life = self._app.router.lifespan_context(self._app)
+        await self._life.__aenter__()
+        await self._llm.wait_until_warm()
+        self._id: str = serve.get_replica_context().replica_id.unique_id
+
+    async def answer(self, call: Call) -> AsyncGenerator[tuple[str, list[Message]], None]:
+        """See `front.Replicas`."""
+        yield self._id, []
+        async with contextlib.aclosing(messages(self._app, call)) as parts:
+            async for part in parts:
+                yield self._id, part
+
+    async def whole_answer(self, call: Call) -> WholeAnswer:
+        """The same in one piece."""
+        return await whole_answer(self._app, call, self._id)
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica in which this raises."""
+        await self._llm.check_health()
+
+    async def __del__(self) -> None:
+        """Ray calls it once a replica that must go has answered its requests, or has had its time."""
+        await self._life.__aexit__(None, None, None)
+
+
+@serve.deployment(
+    name="Front", max_ongoing_requests=_MANY_REQUESTS, ray_actor_options={"num_cpus": 0}
+)
+@serve.ingress()
+class Front:
+    """What Ray Serve's proxies talk to."""
+
+    def __init__(self, engine: DeploymentHandle, max_body_size: int):
+        self._app = front_app(Engines(engine), max_body_size)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
+
+
+class Engines:
+    """The replicas of `Engine`, see `front.Replicas`."""
+
+    def __init__(self, engine: DeploymentHandle):
+        self._engine = engine
+        self._answer = engine.options(method_name="answer", stream=True)
+
+    async def answer(self, call: Call) -> AsyncGenerator[tuple[str, list[Message]], None]:
+        response = self._answer.remote(call)
+        try:
+            async for part in response:
+                yield part
+        except (RayError, RayServeException) as error:
+            raise ReplicaFailedError(str(error)) from error
+        finally:
+            response.cancel()
+
+    async def answer_everywhere(self, call: Call) -> Sequence[WholeAnswer]:
+        try:
+            answers: Any = await self._engine.broadcast("whole_answer", call).results_async()
+        except (RayError, RayServeException) as error:
+            raise ReplicaFailedError(str(error)) from error
+        return answers

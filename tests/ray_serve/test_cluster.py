@@ -1,0 +1,267 @@
+"""A cluster of this machine's own: two replicas of the demo's model, 64 clients, one replica killed, one drained.
+
+Ray listens on every interface, whatever it is told. So there must be none but the loopback:
+
+    unshare --map-root-user --net bash -c 'ip link set lo up && python -m pytest -m ray tests/ray_serve'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx  # comes with openai
+import pytest
+
+from jaxpage.demo import checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]  # Ray's own warnings
+
+NUM_CLIENTS = 64
+ARGS = {
+    "model": str(checkpoint()),
+    "served_model_name": "demo",
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": "64M",
+    "enable_prompt_tokens_details": True,
+    "shutdown_timeout": 60.0,
+}
+PROMPTS = [f"Once upon a time there were {number} little cats. One day" for number in range(8)]
+
+
+def only_the_loopback_is_there() -> bool:
+    routes = Path("/proc/net/route").read_text().splitlines()[1:]
+    names = [name for _, name in socket.if_nameindex()]
+    up = [n for n in names if Path(f"/sys/class/net/{n}/operstate").read_text() != "down\n"]
+    return not routes and up == ["lo"]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of two replicas."""
+    if not only_the_loopback_is_there():
+        pytest.fail("Ray would listen on every interface; run as the first lines of this file say")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # 127.0.0.1 is the node's address
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        import ray
+        from ray import serve
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=4,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+        )
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            deploy(num_replicas=2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def deploy(num_replicas: int) -> None:
+    from ray import serve
+
+    from jaxpage.ray_serve.application import application
+    from jaxpage.ray_serve.options import read_args
+
+    serve.run(application(*read_args(ARGS), num_replicas), name="jaxpage", route_prefix="/")
+
+
+def replicas() -> list[tuple[str, Any]]:
+    """(id, actor) of each engine."""
+    import ray
+
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = [a["name"] for a in named if a["name"].startswith("SERVE_REPLICA::jaxpage#Engine#")]
+    return [(name.rsplit("#", 1)[1], ray.get_actor(name, namespace="serve")) for name in names]
+
+
+def sample(url: str, name: str) -> dict[str, float]:
+    """The values of a metric by replica."""
+    found: dict[str, float] = {}
+    for line in httpx.get(f"{url}/metrics", timeout=60).text.splitlines():
+        if line.startswith(name + "{"):
+            replica = line.split('replica="')[1].split('"')[0]
+            found[replica] = found.get(replica, 0.0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0} | more
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_it_is_the_server_s_own_api(url):
+    assert [m["id"] for m in httpx.get(f"{url}/v1/models").json()["data"]] == ["demo"]
+    assert httpx.get(f"{url}/ready").status_code == 200
+    wrong = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "temperature": -1})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "temperature"
+    stored = httpx.post(f"{url}/v1/responses", json={"input": "x", "store": True})
+    assert stored.status_code == 400 and stored.json()["error"]["param"] == "store"
+    assert httpx.get(f"{url}/nothing").status_code == 404
+    assert len(sample(url, "vllm:num_requests_running")) == 2
+    paused = httpx.post(f"{url}/pause")
+    assert paused.json() == {"status": "paused"}
+    assert httpx.post(f"{url}/resume").status_code == 200
+
+
+def test_openai_s_client_streams(url):
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "Hello!"}]
+    asked: dict[str, Any] = {"model": "demo", "messages": messages, "temperature": 0}
+    whole = client.chat.completions.create(**asked, max_tokens=16)
+    chunks = client.chat.completions.create(**asked, max_tokens=16, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+
+
+def test_equal_beginnings_go_to_the_replica_that_knows_them(url):
+    stories = [
+        f"{number} " + f"The cat number {number} sat on a mat. " * 16 for number in range(16)
+    ]
+    before = sample(url, "vllm:prompt_tokens_total")
+    cached = []
+    for end in ("It was red.", "It was blue.", "It was green."):
+        for story in stories:
+            usage = complete(url, story + end, max_tokens=1)["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+    assert min(cached[len(stories) :]) > 0.5
+    after = sample(url, "vllm:prompt_tokens_total")
+    assert all(after[replica] > before[replica] for replica in after)
+
+
+def test_a_client_that_leaves_aborts_its_request(url):
+    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+    wait_until(lambda: sum(sample(url, "vllm:num_requests_running").values()) == 0)
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)
+
+
+@dataclass
+class Load:
+    """Clients that ask until they are told to end, and what they saw."""
+
+    url: str
+    expected: dict[str, str]
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    num_answered: int = 0
+    num_failed: int = 0  # with a status or an event that says "try again"
+    wrong: list[str] = field(default_factory=list)
+
+    def client(self, number: int) -> None:
+        with httpx.Client(timeout=120) as client:
+            while not self.has_ended.is_set():
+                prompt = PROMPTS[number % len(PROMPTS)]
+                try:
+                    is_answered = self.ask(client, prompt, stream=number % 2 == 0)
+                except Exception as error:
+                    self.wrong.append(repr(error))
+                    return
+                self.num_answered += is_answered
+                self.num_failed += not is_answered
+
+    def ask(self, client: httpx.Client, prompt: str, stream: bool) -> bool:
+        """Whether it was answered; else it may be asked again."""
+        body = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "stream": stream}
+        if not stream:
+            answer = client.post(f"{self.url}/v1/completions", json=body)
+            if answer.status_code == 503:
+                assert answer.headers["retry-after"]
+                return False
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == self.expected[prompt]
+            return True
+        with client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
+            if answer.status_code == 503:
+                return False
+            assert answer.status_code == 200
+            return self.read(prompt, [line[6:] for line in answer.iter_lines() if line])
+
+    def read(self, prompt: str, events: list[str]) -> bool:
+        """A stream is one answer, whole, or its beginning and then an error."""
+        assert events.count("[DONE]") == 1 and events[-1] == "[DONE]", events
+        chunks = [json.loads(event) for event in events[:-1]]
+        errors = [chunk["error"] for chunk in chunks if "error" in chunk]
+        choices = [choice for chunk in chunks for choice in chunk.get("choices", ())]
+        text = "".join(choice["text"] for choice in choices)
+        if errors:
+            assert len(errors) == 1 and errors[0]["code"] == 503 and "error" in chunks[-1]
+            assert self.expected[prompt].startswith(text)
+            return False
+        assert text == self.expected[prompt]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert sum(choice["finish_reason"] is not None for choice in choices) == 1
+        return True
+
+
+@contextlib.contextmanager
+def load(url: str) -> Iterator[Load]:
+    """Ends with an error if any client saw what it must not see."""
+    expected = {p: complete(url, p, max_tokens=48)["choices"][0]["text"] for p in PROMPTS}
+    found = Load(url, expected)
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        futures = [threads.submit(found.client, number) for number in range(NUM_CLIENTS)]
+        try:
+            yield found
+        finally:
+            found.has_ended.set()
+        for future in futures:
+            future.result()
+    assert found.wrong == []
+
+
+def more_answers(found: Load, number: int = NUM_CLIENTS) -> None:
+    before = found.num_answered
+    wait_until(lambda: found.wrong or found.num_answered >= before + number, 120)
+
+
+def test_under_load_one_replica_is_killed_and_one_is_drained(url):
+    import ray
+
+    with load(url) as found:
+        more_answers(found)
+        assert found.num_failed == 0
+        there = dict(replicas())
+        name, actor = there.popitem()
+        ray.kill(actor)
+        wait_until(lambda: len(new := dict(replicas())) == 2 and name not in new)
+        wait_until(lambda: len(sample(url, "vllm:num_requests_running")) == 2)
+        more_answers(found)
+        num_failed = found.num_failed
+        deploy(num_replicas=1)
+        wait_until(lambda: len(replicas()) == 1)
+        more_answers(found)
+    print(f"{found.num_answered} answered, {num_failed} were told to try again")
+    assert 0 < num_failed <= NUM_CLIENTS
+    assert found.num_failed == num_failed  # none of them by draining
