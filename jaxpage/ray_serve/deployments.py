@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from ray import serve  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import ActorDiedError, RayError  # pyright: ignore[reportMissingImports]
 from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
 from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMissingImports]
 from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
@@ -38,6 +39,8 @@ class Engine:
     """An `AsyncLLM` and its server, without a socket. Ready once every program is compiled."""
 
     async def __init__(self, config: EngineConfig, options: ServerOptions):
+        logging.basicConfig(format="%(message)s")  # Ray collects what goes to stderr
+        logging.getLogger("jaxpage").setLevel(logging.INFO)
         self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, config)
         self._app, _ = make_service(self._llm, options)
         self._life = self._app.router.lifespan_context(self._app)
@@ -87,18 +90,36 @@ class Engines:
         self._answer = engine.options(method_name="answer", stream=True)
 
     async def answer(self, call: Call) -> AsyncGenerator[tuple[str, list[Message]], None]:
-        response = self._answer.remote(call)
+        response, has_ended = self._answer.remote(call), False
         try:
-            async for part in response:
-                yield part
+            async for replica, part in response:
+                yield replica, [_without_request_id(message) for message in part]
+            has_ended = True
         except (RayError, RayServeException) as error:
+            has_ended = True
             raise ReplicaFailedError(str(error)) from error
         finally:
-            response.cancel()
+            if not has_ended:
+                response.cancel()
 
     async def answer_everywhere(self, call: Call) -> Sequence[WholeAnswer]:
         try:
-            answers: Any = await self._engine.broadcast("whole_answer", call).results_async()
+            found: Any = await self._engine.broadcast("whole_answer", call).results_async(
+                return_exceptions=True
+            )
         except (RayError, RayServeException) as error:
             raise ReplicaFailedError(str(error)) from error
-        return answers
+        # One that has just died is of no concern any more; one that is there and fails is.
+        there = [answer for answer in found if not isinstance(answer, ActorDiedError)]
+        for answer in there:
+            if isinstance(answer, Exception):
+                raise ReplicaFailedError(str(answer)) from answer
+        return there
+
+
+def _without_request_id(message: Message) -> Message:
+    """Ray's proxy says it, too: the one that the client gave, or one that it made and gave us."""
+    if message["type"] != "http.response.start":
+        return message
+    headers = [pair for pair in message["headers"] if pair[0].lower() != b"x-request-id"]
+    return {**message, "headers": headers}

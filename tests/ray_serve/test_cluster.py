@@ -16,11 +16,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx  # comes with openai
 import pytest
+import yaml
 
 from jaxpage.demo import checkpoint
 
@@ -79,12 +81,20 @@ def url() -> Iterator[str]:
 
 
 def deploy(num_replicas: int) -> None:
+    """What `serve deploy` does with the packaged serve.yaml, of which the arguments and the numbers are ours."""
     from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
 
-    from jaxpage.ray_serve.application import application
-    from jaxpage.ray_serve.options import read_args
-
-    serve.run(application(*read_args(ARGS), num_replicas), name="jaxpage", route_prefix="/")
+    config = yaml.safe_load(files("jaxpage.ray_serve").joinpath("serve.yaml").read_text())
+    application, (engine,) = config["applications"][0], config["applications"][0]["deployments"]
+    application["args"] = ARGS
+    del engine["autoscaling_config"]
+    engine["num_replicas"] = num_replicas
+    client: Any = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate(config))
+    time.sleep(1)  # until the controller knows what it is to do
+    wait_until(lambda: serve.status().applications["jaxpage"].status == "RUNNING", 200)
 
 
 def replicas() -> list[tuple[str, Any]]:
@@ -115,7 +125,8 @@ def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
 
 def test_it_is_the_server_s_own_api(url):
     assert [m["id"] for m in httpx.get(f"{url}/v1/models").json()["data"]] == ["demo"]
-    assert httpx.get(f"{url}/ready").status_code == 200
+    ready = httpx.get(f"{url}/ready", headers={"X-Request-Id": "mine"})
+    assert ready.status_code == 200 and ready.headers.get_list("x-request-id") == ["mine"]
     wrong = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "temperature": -1})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "temperature"
     stored = httpx.post(f"{url}/v1/responses", json={"input": "x", "store": True})
