@@ -21,7 +21,7 @@ NAME = "jaxpage"
 
 def serve_on_cluster(config: EngineConfig, options: ServerOptions, num_replicas: int) -> None:
     """Serve until SIGTERM or SIGINT; then running requests have `shutdown_timeout` seconds. Raises ValueError."""
-    for_replicas(options)  # what cannot be had is told before anything is started
+    shared = for_replicas(options)  # what cannot be had is told before anything is started
     _join()
     try:
         serve.start(
@@ -33,7 +33,7 @@ def serve_on_cluster(config: EngineConfig, options: ServerOptions, num_replicas:
                 "ssl_keyfile": options.ssl_keyfile and str(options.ssl_keyfile),
             }
         )
-        app = application(config, for_replicas(options), num_replicas)
+        app = application(config, shared, num_replicas)
         try:
             serve.run(app, name=NAME, route_prefix="/")
             logger.info(

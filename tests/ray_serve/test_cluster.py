@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -97,12 +101,13 @@ def deploy(num_replicas: int) -> None:
     wait_until(lambda: serve.status().applications["jaxpage"].status == "RUNNING", 200)
 
 
-def replicas() -> list[tuple[str, Any]]:
-    """(id, actor) of each engine."""
+def replicas(deployment: str = "Engine") -> list[tuple[str, Any]]:
+    """(id, actor) of each."""
     import ray
 
     named = ray.util.list_named_actors(all_namespaces=True)
-    names = [a["name"] for a in named if a["name"].startswith("SERVE_REPLICA::jaxpage#Engine#")]
+    beginning = f"SERVE_REPLICA::jaxpage#{deployment}#"
+    names = [actor["name"] for actor in named if actor["name"].startswith(beginning)]
     return [(name.rsplit("#", 1)[1], ray.get_actor(name, namespace="serve")) for name in names]
 
 
@@ -276,3 +281,53 @@ def test_under_load_one_replica_is_killed_and_one_is_drained(url):
     print(f"{found.num_answered} answered, {num_failed} were told to try again")
     assert 0 < num_failed <= NUM_CLIENTS
     assert found.num_failed == num_failed  # none of them by draining
+
+
+def test_a_front_that_dies_is_replaced(url):
+    import ray
+
+    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        ((_, actor),) = replicas("Front")
+        ray.kill(actor)
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            assert "data: [DONE]" not in list(lines)
+    wait_until(lambda: httpx.get(f"{url}/live", timeout=60).status_code == 200)
+    assert complete(url, "Once")["choices"]
+
+
+def test_the_command_serves_on_the_cluster_until_a_signal(url):
+    import ray
+    from ray import serve
+
+    serve.delete("jaxpage")
+    words = [
+        "serve",
+        ARGS["model"],
+        "--backend",
+        "ray",
+        "--max-num-seqs",
+        "16",
+        "--block-size",
+        "16",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxpage", *words],
+        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("serving "):
+                break
+        assert complete(url, "Once")["choices"]
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+    assert "jaxpage" not in serve.status().applications
