@@ -1,4 +1,4 @@
-"""The two deployments of an application: `Engine`, whose replicas compute, and `Front`, which passes requests on."""
+"""What Ray runs in processes of its own: an `Engine` for each replica, and a `Front` that passes requests on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.exceptions import ActorDiedError, RayError  # pyright: ignore[reportMissingImports]
-from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
 from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMissingImports]
 from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
 from starlette.types import ASGIApp, Message
@@ -22,19 +21,7 @@ from jaxpage.ray_serve.front import front_app
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.run import make_service
 
-# The engine itself refuses what is too much for it, so Ray need not.
-_MANY_REQUESTS = 2**16
 
-
-@serve.deployment(
-    name="Engine",
-    max_ongoing_requests=_MANY_REQUESTS,
-    health_check_period_s=2,
-    graceful_shutdown_wait_loop_s=0.5,
-    request_router_config=RequestRouterConfig(
-        request_router_class="jaxpage.ray_serve.router.PrefixRouter"
-    ),
-)
 class Engine:
     """An `AsyncLLM` and its server, without a socket. Ready once every program is compiled."""
 
@@ -68,10 +55,6 @@ class Engine:
         await self._life.__aexit__(None, None, None)
 
 
-@serve.deployment(
-    name="Front", max_ongoing_requests=_MANY_REQUESTS, ray_actor_options={"num_cpus": 0}
-)
-@serve.ingress()
 class Front:
     """What Ray Serve's proxies talk to."""
 
@@ -79,6 +62,7 @@ class Front:
         self._app = front_app(Engines(engine), max_body_size)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Ray serves it over HTTP."""
         return self._app
 
 

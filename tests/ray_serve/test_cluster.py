@@ -84,7 +84,7 @@ def url() -> Iterator[str]:
             ray.shutdown()
 
 
-def deploy(num_replicas: int) -> None:
+def deploy(**options: Any) -> None:
     """What `serve deploy` does with the packaged serve.yaml, of which the arguments and the numbers are ours."""
     from ray import serve
     from ray.serve.context import _get_global_client
@@ -93,8 +93,11 @@ def deploy(num_replicas: int) -> None:
     config = yaml.safe_load(files("jaxpage.ray_serve").joinpath("serve.yaml").read_text())
     application, (engine,) = config["applications"][0], config["applications"][0]["deployments"]
     application["args"] = ARGS
-    del engine["autoscaling_config"]
-    engine["num_replicas"] = num_replicas
+    if "num_replicas" in options:
+        del engine["autoscaling_config"]
+    else:
+        options = {"autoscaling_config": engine["autoscaling_config"] | options}
+    engine |= options
     client: Any = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate(config))
     time.sleep(1)  # until the controller knows what it is to do
@@ -168,6 +171,18 @@ def test_equal_beginnings_go_to_the_replica_that_knows_them(url):
     assert min(cached[len(stories) :]) > 0.5
     after = sample(url, "vllm:prompt_tokens_total")
     assert all(after[replica] > before[replica] for replica in after)
+
+
+def test_a_dead_engine_is_replaced_and_the_other_one_answers_meanwhile(url):
+    from ray import serve
+
+    before = {name for name, _ in replicas()}
+    handle = serve.get_deployment_handle("Engine", "jaxpage")
+    handle.options(method_name="__del__").remote().result(timeout_s=60)  # its engine is shut down
+    for number in range(20):
+        assert complete(url, f"{number}: once upon a time", max_tokens=1)["choices"]
+    wait_until(lambda: len(new := {name for name, _ in replicas()}) == 2 and new != before)
+    wait_until(lambda: len(sample(url, "vllm:num_requests_running")) == 2)
 
 
 def test_a_client_that_leaves_aborts_its_request(url):
@@ -283,6 +298,15 @@ def test_under_load_one_replica_is_killed_and_one_is_drained(url):
     assert found.num_failed == num_failed  # none of them by draining
 
 
+def test_more_requests_bring_more_replicas(url):
+    assert len(replicas()) == 1
+    deploy(max_replicas=2, target_ongoing_requests=8, upscale_delay_s=0)
+    with load(url) as found:
+        wait_until(lambda: len(sample(url, "vllm:num_requests_running")) == 2)
+        more_answers(found)
+    assert found.num_failed == 0
+
+
 def test_a_front_that_dies_is_replaced(url):
     import ray
 
@@ -303,16 +327,10 @@ def test_the_command_serves_on_the_cluster_until_a_signal(url):
     from ray import serve
 
     serve.delete("jaxpage")
-    words = [
-        "serve",
-        ARGS["model"],
-        "--backend",
-        "ray",
-        "--max-num-seqs",
-        "16",
-        "--block-size",
-        "16",
-    ]
+    flags = (
+        "--backend ray --max-num-seqs 16 --max-num-batched-tokens 64 --kv-cache-memory-bytes 64M"
+    )
+    words = ["serve", ARGS["model"], *flags.split()]
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxpage", *words],
         env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
