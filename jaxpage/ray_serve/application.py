@@ -7,7 +7,6 @@ from typing import Any
 import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.serve import Application  # pyright: ignore[reportMissingImports]
-from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
 
 from jaxpage.config import EngineConfig
 from jaxpage.ray_serve.deployments import Engine, Front
@@ -26,9 +25,7 @@ def application(
     engine = serve.deployment(
         name="Engine",
         max_ongoing_requests=_MANY_REQUESTS,
-        request_router_config=RequestRouterConfig(
-            request_router_class="jaxpage.ray_serve.router.PrefixRouter"
-        ),
+        request_router_config={"request_router_class": "jaxpage.ray_serve.router.PrefixRouter"},
         health_check_period_s=2,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,

@@ -74,7 +74,8 @@ class Engines:
         self._answer = engine.options(method_name="answer", stream=True)
 
     async def answer(self, call: Call) -> AsyncGenerator[tuple[str, list[Message]], None]:
-        response, has_ended = self._answer.remote(call), False
+        response: Any = self._answer.remote(call)
+        has_ended = False
         try:
             async for replica, part in response:
                 yield replica, [_without_request_id(message) for message in part]

@@ -124,6 +124,11 @@ def sample(url: str, name: str) -> dict[str, float]:
     return found
 
 
+def serving(url: str) -> set[str]:
+    """The replicas that are there and take requests."""
+    return {name for name, _ in replicas()} & set(sample(url, "vllm:num_requests_running"))
+
+
 def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0} | more
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
@@ -176,13 +181,12 @@ def test_equal_beginnings_go_to_the_replica_that_knows_them(url):
 def test_a_dead_engine_is_replaced_and_the_other_one_answers_meanwhile(url):
     from ray import serve
 
-    before = {name for name, _ in replicas()}
+    before = serving(url)
     handle = serve.get_deployment_handle("Engine", "jaxpage")
     handle.options(method_name="__del__").remote().result(timeout_s=60)  # its engine is shut down
     for number in range(20):
         assert complete(url, f"{number}: once upon a time", max_tokens=1)["choices"]
-    wait_until(lambda: len(new := {name for name, _ in replicas()}) == 2 and new != before)
-    wait_until(lambda: len(sample(url, "vllm:num_requests_running")) == 2)
+    wait_until(lambda: len(new := serving(url)) == 2 and len(new & before) == 1)
 
 
 def test_a_client_that_leaves_aborts_its_request(url):
@@ -283,11 +287,11 @@ def test_under_load_one_replica_is_killed_and_one_is_drained(url):
     with load(url) as found:
         more_answers(found)
         assert found.num_failed == 0
-        there = dict(replicas())
-        name, actor = there.popitem()
-        ray.kill(actor)
-        wait_until(lambda: len(new := dict(replicas())) == 2 and name not in new)
-        wait_until(lambda: len(sample(url, "vllm:num_requests_running")) == 2)
+        running = sample(url, "vllm:num_requests_running")
+        assert len(running) == 2 and min(running.values()) > 0
+        killed = min(running)
+        ray.kill(dict(replicas())[killed])
+        wait_until(lambda: len(new := serving(url)) == 2 and killed not in new)
         more_answers(found)
         num_failed = found.num_failed
         deploy(num_replicas=1)
@@ -302,7 +306,7 @@ def test_more_requests_bring_more_replicas(url):
     assert len(replicas()) == 1
     deploy(max_replicas=2, target_ongoing_requests=8, upscale_delay_s=0)
     with load(url) as found:
-        wait_until(lambda: len(sample(url, "vllm:num_requests_running")) == 2)
+        wait_until(lambda: len(serving(url)) == 2)
         more_answers(found)
     assert found.num_failed == 0
 
