@@ -1,8 +1,7 @@
 """A cluster of this machine's own: two replicas of the demo's model, 64 clients, one replica killed, one drained.
 
-Ray listens on every interface, whatever it is told. So there must be none but the loopback:
-
-    unshare --map-root-user --net bash -c 'ip link set lo up && python -m pytest -m ray tests/ray_serve'
+Some of Ray's servers listen on every interface, whatever they are told, so there must be none but the loopback:
+tests/README.md has the command.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def only_the_loopback_is_there() -> bool:
 def url() -> Iterator[str]:
     """Of two replicas."""
     if not only_the_loopback_is_there():
-        pytest.fail("Ray would listen on every interface; run as the first lines of this file say")
+        pytest.fail("Ray would listen on every interface; tests/README.md says how to run this")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # 127.0.0.1 is the node's address
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
