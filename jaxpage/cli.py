@@ -16,11 +16,12 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_type_hints
 
 import tyro
 
 from jaxpage import __version__
+from jaxpage.config import EngineConfig
 from jaxpage.flags import ChatEngineFlags, EngineFlags, Model, SamplingFlags, ServerFlags
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.terminal import read_line_shown
@@ -101,6 +102,9 @@ class Serve:
 
     model: tyro.conf.Positional[Model] = ""
     config: Path | None = None  # YAML with these flags by their names; the command line wins
+    replicas: int = 1  # engines that share the requests; more than one needs --backend ray
+    # who runs them: none, this process; ray, a Ray cluster that is there (extra `ray`)
+    backend: Literal["ray"] | None = None
     server: ServerFlags = field(default_factory=ServerFlags)
     engine: EngineFlags = field(default_factory=EngineFlags)
 
@@ -175,6 +179,16 @@ def serve(flags: Serve) -> None:
     from jaxpage.server import run
 
     options = _engine_options(flags.model, flags.engine)
+    if flags.replicas < 1 or (flags.replicas > 1 and flags.backend is None):
+        raise ValueError(
+            f"--replicas {flags.replicas} needs --backend ray, and at least 1; "
+            "replicas in one process are --data-parallel-size"
+        )
+    if flags.backend == "ray":
+        from jaxpage import ray_serve
+
+        ray_serve.run(EngineConfig.from_options(**options), flags.server, flags.replicas)
+        return
     bound = run.bind(flags.server)
     flags.server.keys()  # a file that cannot be read is told now
     run.run(AsyncLLM(**options), flags.server, bound)

@@ -1,8 +1,8 @@
 """Settings of every test run; they precede the first `import jax`, so nothing of ours is imported.
 
 Tests run on the CPU with eight fake devices, offline, with caches in a folder of the session's own.
-`-m gpu` and `-m tpu` leave the choice of the platform to JAX. These, `-m aot`, `-m browser` and `-m deep` must be asked
-for.
+`-m gpu` and `-m tpu` leave the choice of the platform to JAX. These, `-m aot`, `-m browser`, `-m deep` and `-m ray`
+must be asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib.metadata import version
 import pytest
 
 _DEVICE_MARKERS = ("gpu", "tpu")
-_MARKERS_TO_ASK_FOR = (*_DEVICE_MARKERS, "aot", "browser", "deep")
+_MARKERS_TO_ASK_FOR = (*_DEVICE_MARKERS, "aot", "browser", "deep", "ray")
 
 
 def _asked_for(config: pytest.Config, marker: str) -> bool:

@@ -55,13 +55,7 @@ def run(llm: AsyncLLM, options: ServerOptions, bound: socket.socket) -> None:
 
 def make_http(llm: AsyncLLM, options: ServerOptions) -> HttpServer:
     """Everything but the socket."""
-    server = Server.of(llm, options)
-    traces = None
-    if options.otlp_traces_endpoint is not None:
-        traces = Traces.to(options.otlp_traces_endpoint, server.model_name)
-        llm.observe(traces)
-    app = make_app(server)
-    app.router.lifespan_context = _lifespan(server, traces)
+    app, server = make_service(llm, options)
     config = uvicorn.Config(
         app,
         lifespan="on",
@@ -73,6 +67,18 @@ def make_http(llm: AsyncLLM, options: ServerOptions) -> HttpServer:
         timeout_graceful_shutdown=int(_LAST_WORDS),
     )
     return HttpServer(config, server)
+
+
+def make_service(llm: AsyncLLM, options: ServerOptions) -> tuple[FastAPI, Server]:
+    """The application, and what it serves. Its lifespan warms the engine up, and at last shuts it down."""
+    server = Server.of(llm, options)
+    traces = None
+    if options.otlp_traces_endpoint is not None:
+        traces = Traces.to(options.otlp_traces_endpoint, server.model_name)
+        llm.observe(traces)
+    app = make_app(server)
+    app.router.lifespan_context = _lifespan(server, traces)
+    return app, server
 
 
 def _lifespan(

@@ -1,0 +1,63 @@
+"""The arguments of an application: names and values of `jaxpage serve`'s flags, as a YAML file has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpage.config import EngineConfig
+from jaxpage.server.options import ServerOptions
+
+# What Ray Serve's own proxies do: `http_options` of serve.yaml has it.
+_OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "root_path")
+
+
+def read_args(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerOptions]:
+    """What the engines and the servers are told. Raises ValueError or TypeError for what cannot be had."""
+    args = {name.replace("-", "_"): value for name, value in args.items()}
+    fields = {f.name for f in dataclasses.fields(ServerOptions)}
+    misplaced = [name for name in _OF_THE_PROXY if name in args]
+    if misplaced:
+        raise ValueError(f"{', '.join(misplaced)}: Ray Serve's http_options say this, not args")
+    server = ServerOptions(**{n: _plain(n, v) for n, v in args.items() if n in fields})
+    engine = {name: value for name, value in args.items() if name not in fields}
+    return EngineConfig.from_options(**engine), for_replicas(server)
+
+
+def for_replicas(options: ServerOptions) -> ServerOptions:
+    """The same for servers that share their clients. Raises ValueError for what they cannot do.
+
+    The file of keys is read here and now, so other machines need not have it.
+    """
+    if options.max_stored_responses not in (0, ServerOptions.max_stored_responses):
+        raise ValueError(
+            f"max_stored_responses={options.max_stored_responses}: with Ray responses are not stored, as a replica "
+            "knows nothing of what another one answered; leave it out"
+        )
+    return dataclasses.replace(
+        options, max_stored_responses=0, api_key=options.keys(), api_key_file=None
+    )
+
+
+def actor_options(cluster: Mapping[str, float], tensor_parallel_size: int | None) -> dict[str, Any]:
+    """What Ray is to reserve for a replica: as many of the cluster's devices as share its weights.
+
+    `cluster`: resources by Ray's names, "TPU" being chips.
+    """
+    num_devices = tensor_parallel_size or 1
+    if cluster.get("TPU"):
+        return {"num_cpus": 1, "resources": {"TPU": num_devices}}
+    if cluster.get("GPU"):
+        return {"num_cpus": 1, "num_gpus": num_devices}
+    return {"num_cpus": 1}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value of YAML as `ServerOptions` has it."""
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str) and name in ("api_key", "served_model_name", "allowed_origins"):
+        return (value,)
+    return Path(value) if name in ("api_key_file", "profiler_dir") and value else value
