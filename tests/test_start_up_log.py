@@ -64,7 +64,7 @@ def test_programs_are_counted_by_where_they_came_from():
     def line(*origins: str) -> str:
         ready = {str(i): SimpleNamespace(origin=origin) for i, origin in enumerate(origins)}
         programs = SimpleNamespace(names=("0", "1", "2"), ready=ready)
-        return programs_line(programs, ahead_of_time=True)
+        return programs_line([programs], ahead_of_time=True)
 
     behind = "; 1 follow behind the first requests"
     assert line("kept", "compiled") == f"programs  3: 1 cached, 1 compiled{behind}"
