@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from jaxpage.engine.engine import LONGEST_WAIT, Engine
-from jaxpage.engine.errors import EngineDeadError
+from jaxpage.engine.errors import EngineDeadError, StepFailedError
 from jaxpage.engine.replica import Replica, Report
 from jaxpage.engine.routing import Router
 from jaxpage.engine.scheduler import Scheduler
@@ -154,7 +154,7 @@ class Replicas:
     def step(self) -> StepOutput:
         """What the next replica to report has gained. Replicas step without being asked, a little ahead.
 
-        Raises what a step raised, or EngineDeadError for a replica that was taken out, if that ends any request.
+        Raises what a step raised, or StepFailedError for a replica that was taken out, if that ends any request.
         """
         if self._is_held:
             self._is_held = False
@@ -239,7 +239,9 @@ class Replicas:
                 run.has_answer = True
                 self._router.answered(request_id)
         for entry in output.ends:
-            run = self._runs[output.request_ids[entry]]
+            run = self._runs.get(output.request_ids[entry])
+            if run is None:  # all its sequences have ended, this one by its text before
+                continue
             run.unfinished.discard(output.indices[entry])
             if not run.unfinished:
                 # The replica may not have heard yet of a sequence whose text has ended, and say more of it.
@@ -263,7 +265,7 @@ class Replicas:
             len(self._all),
             exc_info=error,
         )
-        failed = EngineDeadError(f"replica {number} has failed and was taken out: {error!r}")
+        failed = StepFailedError(f"replica {number} has failed and was taken out: {error!r}")
         self._move([i for i in self._runs if self._has(number, i)], failed)
 
     def _move(self, request_ids: list[str], error: BaseException) -> None:

@@ -362,7 +362,7 @@ def check_any_failures(plans, works, overlap, num_first):
     caller = Caller(Replicas(engines))
     try:
         for i, work in enumerate(works):
-            source = FakeMaskSource(i, (0, 1), forces=True) if work["masked"] else None
+            source = FakeMaskSource(i, (0, 1), forces=work["n"] == 1) if work["masked"] else None
             request = make_request(
                 str(i), work["prompt"], n=work["n"], max_tokens=work["max_tokens"], seed=i,
                 stop=work["stop"], output_kind=work["kind"], mask_source=source,
