@@ -22,7 +22,7 @@ def log_replicas(specs: Sequence[EngineSpec]) -> None:
     """How many engines there are, if there are several, and where. The other lines tell of one of them."""
     if len(specs) > 1:
         devices = [", ".join(str(device.id) for device in spec.devices) for spec in specs]
-        logger.info("replicas  %d, on the devices %s", len(specs), " | ".join(devices))
+        logger.info("replicas  %d, on devices %s; each:", len(specs), " | ".join(devices))
 
 
 def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = logging.INFO) -> None:

@@ -45,6 +45,14 @@ def test_a_start_says_five_lines(folder, caplog):
         assert re.fullmatch(pattern, line), line
 
 
+def test_replicas_are_described_once(folder, caplog):
+    options = {"data_parallel_size": 2, "tensor_parallel_size": 2, "served_model_name": "me"}
+    lines = [line for _, line in lines_of_start(folder, caplog, logging.INFO, **options)]
+    assert lines[0] == "replicas  2, on devices 0, 1 | 2, 3; each:"
+    kinds = [line.split()[0] for line in lines[1:]]
+    assert kinds == ["model", "device", "KV", "options", "programs", "ready"]
+
+
 def test_what_has_no_effect_is_said_once(folder, caplog):
     options = {
         "compilation_config": {"mode": 3},

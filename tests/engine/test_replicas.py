@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -360,6 +361,7 @@ def check_any_failures(plans, works, overlap, num_first):
         for plan in plans
     ]
     caller = Caller(Replicas(engines))
+    logging.disable()  # each failure is told with its traceback
     try:
         for i, work in enumerate(works):
             source = FakeMaskSource(i, (0, 1), forces=work["n"] == 1) if work["masked"] else None
@@ -387,6 +389,7 @@ def check_any_failures(plans, works, overlap, num_first):
         assert [caller.replicas._router.load(i) for i in range(len(engines))] == [0] * len(engines)
         assert not caller.replicas._runs
     finally:
+        logging.disable(logging.NOTSET)
         caller.replicas.close()
 
 
