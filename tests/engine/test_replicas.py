@@ -225,6 +225,37 @@ def test_a_step_that_fails_is_made_up_for_elsewhere(make, how, overlap, caplog):
     assert caller.replicas.death is None
 
 
+class ReadingMasks(FakeMaskSource):
+    """As a grammar, it is asked for longer and longer outputs."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self._num_read = 0
+
+    def mask(self, index, output_token_ids):
+        assert len(output_token_ids) >= self._num_read
+        self._num_read = len(output_token_ids)
+        return super().mask(index, output_token_ids)
+
+    def restart(self) -> None:
+        super().restart()
+        self._num_read = 0
+
+
+def test_a_search_and_a_grammar_begin_anew(make):
+    caller = make(make_one(failures={5: "kill"}), make_one())
+    caller.add(make_beam_request("beams", [3, 1, 3, 1], width=3, max_tokens=12))
+    source = ReadingMasks(3)
+    # Where the search is: its prompt is that of the search and more.
+    caller.add(make_request("mask", [3, 1, 3, 1, 5], mask_source=source, max_tokens=9,
+                            output_kind=FINAL_ONLY))  # fmt: skip
+    caller.finish()
+    assert caller.replicas.stats().num_failed_replicas == 1 and not caller.lost
+    found = [[b.token_id for b in h.beam.path()] for h in caller.requests["beams"].beams.ended]
+    assert found == [tokens for _, tokens in expected_beams(caller.requests["beams"])]
+    caller.assert_answered("mask")
+
+
 def test_three_failures_in_a_row_take_a_replica_out(make):
     failing = make_one(failures=dict.fromkeys(range(2, 99), "collect"))
     caller = make(failing, make_one())
@@ -297,6 +328,25 @@ def test_an_aborted_name_may_be_used_again_at_once(make):
     caller.finish()
     for name in "abc":
         caller.assert_answered(name)
+
+
+def test_a_name_may_be_used_again_when_one_continuation_ended_by_its_text_before(make):
+    caller = make(make_one())
+    end_by_text = caller.replicas.end_by_text
+
+    def end_late(end):
+        time.sleep(0.002)  # in which the replica goes a step further
+        end_by_text(end)
+
+    caller.replicas.end_by_text = end_late
+    for turn in range(60):
+        request = make_request("a", [turn % 7, 2], n=2, seed=turn, max_tokens=20, stop=["c", "h"],
+                               eos=(4,), output_kind=FINAL_ONLY)  # fmt: skip
+        caller.add(request)
+        while not caller.shown["a"]:
+            caller.step()
+        caller.assert_answered("a")
+    caller.finish()
 
 
 def test_held_replicas_compute_nothing_and_go_on(make):
