@@ -90,12 +90,9 @@ class Replicas:
         """See `EngineVerbs`. Raises EngineDeadError if no replica is left."""
         if request.request_id in self._runs:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        if not self._live:
-            raise EngineDeadError(self.death)
         able, error = self._able(request, list(self._live))
         if not able:
-            assert error is not None
-            raise error
+            raise error or EngineDeadError(f"all {len(self._all)} replicas have failed")
         run = _Run(request=request, tried=[], unfinished=set())
         self._runs[request.request_id] = run
         self._give(run, able)
@@ -120,9 +117,11 @@ class Replicas:
     def _able(
         self, request: Request, replicas: Sequence[int]
     ) -> tuple[list[int], ValueError | None]:
-        """Those of the replicas that can answer a request, and why another cannot."""
+        """Those of the replicas that can answer a request, and why another that works cannot."""
         able, error = [], None
         for number in replicas:
+            if self._all[number].error is not None:  # it is about to be taken out
+                continue
             try:
                 self._all[number].engine.scheduler.first_sequences(request)
             except ValueError as e:
@@ -154,7 +153,8 @@ class Replicas:
     def step(self) -> StepOutput:
         """What the next replica to report has gained. Replicas step without being asked, a little ahead.
 
-        Raises what a step raised, or StepFailedError for a replica that was taken out, if that ends any request.
+        Raises what a step raised, or StepFailedError for a replica that was taken out, if that ends any request, or
+        if it was the last one.
         """
         if self._is_held:
             self._is_held = False
@@ -286,8 +286,8 @@ class Replicas:
         num_moved = len(request_ids) - len(lost)
         if num_moved:
             logger.warning("%d requests begin anew on other replicas", num_moved)
-        if lost:
-            self._failed += lost
+        self._failed += lost
+        if lost or not self._live:
             raise error
 
     # The rest.

@@ -85,7 +85,8 @@ class Caller:
         except Exception as error:
             self.errors.append(error)
             failed = self.replicas.take_failed()
-            assert failed and not self.lost.intersection(failed)
+            assert failed or self.replicas.death
+            assert not self.lost.intersection(failed)
             self.lost |= set(failed)
             for request_id in failed:
                 assert self.outputs.discard(request_id)
@@ -419,9 +420,10 @@ def check_any_failures(plans, works, overlap, num_first):
                 str(i), work["prompt"], n=work["n"], max_tokens=work["max_tokens"], seed=i,
                 stop=work["stop"], output_kind=work["kind"], mask_source=source,
             )  # fmt: skip
-            if caller.replicas.death is not None:
+            try:
+                caller.add(request)
+            except EngineDeadError:
                 break
-            caller.add(request)
             if i >= num_first:
                 caller.step()
         caller.finish()
