@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from dataclasses import dataclass, replace
+from logging import DEBUG, INFO
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.checkpoint_config import default_sampling, eos_token_ids, load_generation_config
-from jaxpage.composition import executable_cache, size_from_cache, spec_of_this_machine
+from jaxpage.composition import executable_cache, size_from_cache, specs_of_this_machine
 from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import Padding
+from jaxpage.engine.replicas import Replicas
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.models import registry
@@ -34,7 +36,7 @@ from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.recording import record_to
 from jaxpage.runner.runner import Runner
-from jaxpage.start_up_log import log_engine, log_ready
+from jaxpage.start_up_log import log_engine, log_ready, log_replicas
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
@@ -58,9 +60,11 @@ _SIZES = ("num_gpu_blocks_override", "max_model_len", "max_num_batched_tokens", 
 class Built:
     """An engine and what its users need to know of the model."""
 
-    engine: Engine
+    engine: Engine | Replicas
     config: ResolvedConfig
-    model: CausalLM  # live: a trainer may replace its parameters between steps
+    # live: a trainer may replace its parameters between steps; with `data_parallel_size` the first replica's, and the
+    # others have parameters of their own
+    model: CausalLM
     tokenizer: Any  # of transformers; None with `skip_tokenizer_init`
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # the first is EOS proper, the others are further stop ids
@@ -76,27 +80,29 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     _print_unless_configured()
     start = time.perf_counter()
     options = options.with_local_files()
-    spec = spec_of_this_machine(options)
-    generation_config = load_generation_config(spec.config)
-    tokenizer = None if spec.config.skip_tokenizer_init else load_tokenizer(spec.config.tokenizer)
-    sized, runner = make_runner(spec, use_tqdm=use_tqdm)
-    config, model = sized.config, sized.model
-    if config.record_calls is not None:
-        runner.recorder = record_to(config.record_calls, _recording_header(options, config))
-        weakref.finalize(runner, runner.recorder.close)
-    scheduler = _make_scheduler(config, runner, on_cpu=sized.device.platform == "cpu")
-    runner.warmup()
+    specs = specs_of_this_machine(options)
+    given = specs[0].config
+    generation_config = load_generation_config(given)
+    tokenizer = None if given.skip_tokenizer_init else load_tokenizer(given.tokenizer)
+    log_replicas(specs)
+    parts = [
+        _build_one(options, spec, use_tqdm=use_tqdm, is_first=i == 0)
+        for i, spec in enumerate(specs)
+    ]
+    sized = [spec for spec, _ in parts]
+    runners: list[Any] = [engine.runner for _, engine in parts]
+    config, model = _common_config([spec.config for spec in sized]), sized[0].model
     log_ready(
-        runner.programs,
+        [runner.programs for runner in runners],
         ahead_of_time=not config.enforce_eager,
         seconds=time.perf_counter() - start,
     )
-    engine = Engine(scheduler, runner, overlap=config.async_scheduling)
+    engine = parts[0][1] if len(parts) == 1 else Replicas([engine for _, engine in parts])
     if config.kv_offload_dir is not None:
         # Exit functions run in the reverse order of their registration: this one before jax's own.
         atexit.register(_save_prefix_cache, weakref.ref(engine))
     vocab_size = model.config.vocab_size
-    eos = eos_token_ids(sized.hf_config, generation_config, tokenizer)
+    eos = eos_token_ids(sized[0].hf_config, generation_config, tokenizer)
     return Built(
         engine=engine,
         config=config,
@@ -109,7 +115,30 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     )
 
 
-def make_runner(spec: EngineSpec, *, use_tqdm: bool = True) -> tuple[EngineSpec, Runner]:
+def _build_one(
+    options: EngineConfig, spec: EngineSpec, *, use_tqdm: bool, is_first: bool
+) -> tuple[EngineSpec, Engine]:
+    """The sized spec of an engine, and the engine, warm enough for a first prompt. Replicas are alike: the first one
+    tells in the log what they are.
+    """
+    sized, runner = make_runner(spec, use_tqdm=use_tqdm, log_level=INFO if is_first else DEBUG)
+    config = sized.config
+    if config.record_calls is not None:
+        runner.recorder = record_to(config.record_calls, _recording_header(options, config))
+        weakref.finalize(runner, runner.recorder.close)
+    scheduler = _make_scheduler(config, runner, on_cpu=sized.device.platform == "cpu")
+    runner.warmup()
+    return sized, Engine(scheduler, runner, overlap=config.async_scheduling)
+
+
+def _common_config(configs: list[ResolvedConfig]) -> ResolvedConfig:
+    """That of the first engine, with the limit of the one that has the least room for a sequence."""
+    return replace(configs[0], max_model_len=min(config.max_model_len for config in configs))
+
+
+def make_runner(
+    spec: EngineSpec, *, use_tqdm: bool = True, log_level: int = INFO
+) -> tuple[EngineSpec, Runner]:
     """The spec with its weights loaded and its pool sized, and a runner of it, not warm yet. Raises ValueError."""
     config, model = spec.config, spec.model
     use_persistent_cache(config.compilation_cache_dir)
@@ -121,11 +150,11 @@ def make_runner(spec: EngineSpec, *, use_tqdm: bool = True) -> tuple[EngineSpec,
     sized, runner = _size_runner(spec)
     if config.fit_max_model_len:
         _check_same_ropes(sized)
-    log_engine(sized, slow_products)
+    log_engine(sized, slow_products, level=log_level)
     return sized, runner
 
 
-def _save_prefix_cache(reference: weakref.ref[Engine]) -> None:
+def _save_prefix_cache(reference: weakref.ref[Engine | Replicas]) -> None:
     engine = reference()
     if engine is not None:
         engine.save_prefix_cache()
@@ -135,7 +164,7 @@ def _print_unless_configured() -> None:
     """What the engine says of itself goes to stderr, unless the user has said where logs go."""
     if logger.level == logging.NOTSET and not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO)
+        logger.setLevel(INFO)
 
 
 def _size_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
@@ -227,6 +256,7 @@ def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[s
 
 def _make_scheduler(config: ResolvedConfig, runner: Runner, *, on_cpu: bool) -> Scheduler:
     memory = runner.host_memory
+    prompt_sizes = tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.decode)
     kv = KVCache(
         runner.pool_spec.num_blocks,
         config.block_size,
@@ -244,10 +274,6 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, *, on_cpu: bool) -> 
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
         samples_late=not on_cpu,  # where the host would only take the device's cores
-        padding=Padding(
-            tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.decode),
-            overhead=16
-            if on_cpu
-            else 256,  # what usual devices have of operations for each byte that they read
-        ),
+        # Of usual devices, operations for each byte that they read.
+        padding=Padding(prompt_sizes, overhead=16 if on_cpu else 256),
     )

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.ops.attention import max_blocks
-from jaxpage.parallel.mesh import flat, local_mesh
+from jaxpage.parallel.mesh import flat, local_mesh, local_meshes
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.fingerprint import machine_fingerprint
 from jaxpage.runner.memory import check_fits, size_pool
@@ -52,6 +52,22 @@ class ExecutableCache:
         if self.root is None:
             return None
         return ProgramStore(self.root, self.machine | sized.fingerprint(), self.devices)
+
+
+def specs_of_this_machine(options: EngineConfig) -> list[EngineSpec]:
+    """`spec_of_this_machine` for each of `options.data_parallel_size` engines, on devices of its own.
+
+    Raises ValueError too if there are too few devices.
+    """
+    num_replicas, num_devices = options.data_parallel_size, options.tensor_parallel_size
+    if num_replicas == 1:
+        return [spec_of_this_machine(options)]
+    if num_devices is None:
+        num_devices, most = 1, len(jax.local_devices()) // num_replicas
+        if most > 1 and not _holds_weights(_spec_on(options, None)):
+            logger.info("the weights are too many for one device: %d share them", most)
+            num_devices = most
+    return [_spec_on(options, mesh) for mesh in local_meshes(num_replicas, num_devices)]
 
 
 def spec_of_this_machine(options: EngineConfig) -> EngineSpec:

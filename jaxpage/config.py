@@ -69,6 +69,7 @@ _RANGES = {  # both ends included
     "decode_steps": (1, 1024),
     "max_logprobs": (-1, 2**20),
     "tensor_parallel_size": (1, 4096),
+    "data_parallel_size": (1, 4096),
 }
 _NO_MODEL = "model must be a folder or a name on the Hugging Face hub, got {!r}"
 _FLAGS = (
@@ -111,6 +112,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False  # ids in, ids out
     # devices that share weights and KV heads; None: one, or all local ones if the weights do not fit on one
     tensor_parallel_size: int | None = None
+    # engines side by side, each on as many devices of its own; see `engine.replicas`
+    data_parallel_size: int = 1
     mesh: Any = None  # a `jax.sharding.Mesh` whose devices are taken, all for tensor parallelism
     swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
     preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
@@ -178,16 +181,9 @@ class EngineConfig:
             share = getattr(self, name)
             if share is not None and not (_is_number(share) and 0 < share <= 1):
                 raise ValueError(f"{name} must be in (0, 1], got {share!r}")
-        if self.cache_max_entry_count is not None and self.gpu_memory_utilization != 0.92:
-            raise ValueError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization!r} is a share of all memory, "
-                "cache_max_entry_count of what the weights leave free; give one of them"
-            )
         if not (_is_number(self.swap_space) and 0 <= self.swap_space < 2**20):
             raise ValueError(f"swap_space must be a number of GiB, got {self.swap_space!r}")
-        if self.swap_space == 0 and (self.preemption_mode == "swap" or self.kv_offload_dir):
-            needs = "preemption_mode='swap'" if self.preemption_mode == "swap" else "kv_offload_dir"
-            raise ValueError(f"{needs} needs host blocks; give swap_space too, in GiB")
+        self._check_combinations()
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):
@@ -206,6 +202,22 @@ class EngineConfig:
         overrides = self.override_generation_config
         if overrides is not None and not isinstance(overrides, dict):
             raise ValueError(f"override_generation_config must be a dict, got {overrides!r}")
+
+    def _check_combinations(self) -> None:
+        if self.cache_max_entry_count is not None and self.gpu_memory_utilization != 0.92:
+            raise ValueError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization!r} is a share of all memory, "
+                "cache_max_entry_count of what the weights leave free; give one of them"
+            )
+        if self.swap_space == 0 and (self.preemption_mode == "swap" or self.kv_offload_dir):
+            needs = "preemption_mode='swap'" if self.preemption_mode == "swap" else "kv_offload_dir"
+            raise ValueError(f"{needs} needs host blocks; give swap_space too, in GiB")
+        for name in ("mesh", "record_calls") if self.data_parallel_size > 1 else ():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is for one engine, but data_parallel_size={self.data_parallel_size}; leave one of them "
+                    "out. Each replica takes tensor_parallel_size of the local devices, in their order"
+                )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

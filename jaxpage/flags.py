@@ -43,6 +43,8 @@ class EngineFlags(EngineConfig):
     mesh: tyro.conf.Suppress[Any] = None  # a Python object
     # devices that share weights and KV heads; none: one, or all local ones if the weights do not fit on one
     tensor_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=("-tp", "--tp"))] = None
+    # engines side by side, each on as many devices of its own; a request is answered by one of them
+    data_parallel_size: Annotated[int, tyro.conf.arg(aliases=("-dp", "--dp"))] = 1
 
 
 @dataclass(frozen=True, kw_only=True)

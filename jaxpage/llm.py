@@ -32,6 +32,7 @@ from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from jaxpage.build import Built
     from jaxpage.engine.snapshot import KVSnapshot
+    from jaxpage.engine.verbs import EngineVerbs
     from jaxpage.runner.programs import ProgramRecord
 
 UseTqdm = bool | Callable[..., tqdm]
@@ -61,7 +62,7 @@ class LLM:
 
     def _start(self, built: Built) -> None:
         self.config = built.config
-        self._engine = built.engine
+        self._engine: EngineVerbs = built.engine
         self._outputs = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
         self._inputs = InputProcessor(built, ids_in_use=self._outputs)
         self._caller = OneCaller()
@@ -257,7 +258,7 @@ class LLM:
         self._outputs.add(request)
         try:
             self._engine.add(request)
-        except ValueError:
+        except Exception:
             self._outputs.discard(request.request_id)
             raise
 
@@ -272,7 +273,7 @@ class LLM:
             processed = self._outputs.process(step)
             for text_end in processed.text_ends:
                 self._engine.end_by_text(text_end)
-            for request_id in processed.errors:
+            for request_id in (*processed.errors, *processed.unwanted):
                 self._engine.abort(request_id)
             self._drain()
         for error in processed.errors.values():
@@ -307,19 +308,23 @@ class LLM:
         return self._inputs.default_params()
 
     def stats(self) -> Any:
-        """The engine's counters, a `jaxpage.engine.stats.EngineStats`."""
+        """The engine's counters, a `jaxpage.engine.stats.EngineStats`; of replicas the sum, and each part."""
         return self._engine.stats()
 
     def programs(self) -> list[ProgramRecord]:
         """The compiled programs of this engine, and the names of those that are not compiled yet."""
-        runner: Any = self._engine.runner
-        return runner.programs.records()
+        return self._engine.programs()
 
-    def kv_snapshot(self) -> KVSnapshot:
-        """Who holds which KV block now, as arrays; `jaxpage.plots` draws them."""
-        from jaxpage.engine.snapshot import take_snapshot
+    def kv_snapshot(self, replica: int = 0) -> KVSnapshot:
+        """Who holds which KV block of one replica now, as arrays; `jaxpage.plots` draws them.
 
-        return take_snapshot(self._engine.scheduler)
+        Raises ValueError if there is no such replica.
+        """
+        from jaxpage.engine.snapshot import of_replica, take_snapshot
+
+        with self._caller:
+            found = self._engine.look(take_snapshot, replica)
+            return of_replica(replica, {number: f.result() for number, f in found.items()})
 
     def save_prefix_cache(self) -> None:
         """Write the prefix cache to `kv_offload_dir`, where a later process finds it; done at exit too.
@@ -335,7 +340,7 @@ class LLM:
         Call it before measuring anything. Raises what the compiler raised.
         """
         self._caller.check_process()
-        self._engine.runner.wait_until_warm()
+        self._engine.wait_until_warm()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV. False, and nothing happens, while requests are unfinished."""

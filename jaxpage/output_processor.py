@@ -36,6 +36,7 @@ class Processed(NamedTuple):
     text_ends: list[TextEnd]  # sequences to end now
     finished: list[str]  # ids of requests
     errors: dict[str, Exception]  # of detokenizers, by request, which has ended: to abort
+    unwanted: list[str]  # requests that begin anew and have ended here before: to abort
 
 
 class OutputProcessor:
@@ -66,7 +67,7 @@ class OutputProcessor:
 
     def process(self, step: StepOutput) -> Processed:
         """Take in a step. Entries of requests and sequences that have ended meanwhile are ignored."""
-        processed = Processed([], [], {})
+        processed = Processed([], [], {}, self._restart(step.restarted))
         logprob_rows = LogprobRows(step.result, step.vocabulary_rows)
         if step.scored:
             self._take_prompts(step)
@@ -87,8 +88,10 @@ class OutputProcessor:
             else:
                 if sequence.stop_string is not None:
                     num_dropped = len(token_ids) - num_taken
-                    end = TextEnd(request_id, index, len(sequence.token_ids), num_dropped)
-                    processed.text_ends.append(end)
+                    num_tokens = len(sequence.token_ids)
+                    processed.text_ends.append(
+                        TextEnd(request_id, index, num_tokens, num_dropped, step.replica)
+                    )
                 if sequence.logprobs is not None and step.result is not None:
                     logprob_rows.add(sequence.logprobs, token_ids[:num_taken], row)
                 request.gained(step.time, ended=sequence.finish_reason is not None)
@@ -100,12 +103,20 @@ class OutputProcessor:
         logprob_rows.distribute()
         return processed
 
+    def _restart(self, request_ids: list[str]) -> list[str]:
+        """Forget what was said of requests. Returns those that have ended."""
+        for request_id in request_ids:
+            before = self._requests.get(request_id)
+            if before is not None:
+                self._requests[request_id] = _RequestState(before.request, self._make_detokenizer)
+        return [request_id for request_id in request_ids if request_id not in self._requests]
+
     def _take_prompts(self, step: StepOutput) -> None:
         """In the order of the result: those with whole vocabularies come last."""
         assert step.result is not None
         start = vocabulary_start = 0
         for request_id, count, whole in sorted(step.scored, key=lambda entry: entry[2]):
-            request = self._requests.get(request_id)
+            request = None if request_id is None else self._requests.get(request_id)
             if request is not None and request.prompt is not None:
                 where = vocabulary_start if whole else None
                 request.prompt.take(step.result, start, count, where)

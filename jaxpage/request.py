@@ -66,6 +66,10 @@ class MaskSource(Protocol):
         """
         ...
 
+    def restart(self) -> None:
+        """Forget all tokens: the request is answered anew."""
+        ...
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 from jaxpage.config import ResolvedConfig
 from jaxpage.engine_spec import EngineSpec
@@ -17,11 +18,20 @@ from jaxpage.weights.spec import specs
 logger = logging.getLogger("jaxpage")
 
 
-def log_engine(spec: EngineSpec, slow_products: set[str]) -> None:
-    """The lines before anything is compiled, and what the user should know besides."""
+def log_replicas(specs: Sequence[EngineSpec]) -> None:
+    """How many engines there are, if there are several, and where. The other lines tell of one of them."""
+    if len(specs) > 1:
+        devices = [", ".join(str(device.id) for device in spec.devices) for spec in specs]
+        logger.info("replicas  %d, on devices %s; each:", len(specs), " | ".join(devices))
+
+
+def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = logging.INFO) -> None:
+    """The lines before anything is compiled, and at INFO what the user should know besides."""
     logger.debug("%s", spec.config.describe())
     for line in (model_line(spec), device_line(spec), kv_cache_line(spec)):
-        logger.info("%s", line)
+        logger.log(level, "%s", line)
+    if level < logging.INFO:
+        return
     if spec.no_kernel_reason:
         logger.warning("attention runs in plain XLA: %s", spec.no_kernel_reason)
     for reason in sorted(slow_products):
@@ -39,7 +49,7 @@ def log_options_without_effect(config: ResolvedConfig) -> None:
         )
 
 
-def log_ready(programs: Programs, *, ahead_of_time: bool, seconds: float) -> None:
+def log_ready(programs: Sequence[Programs], *, ahead_of_time: bool, seconds: float) -> None:
     """The lines after what a first prompt needs was compiled; the other programs follow behind."""
     logger.info("%s", programs_line(programs, ahead_of_time=ahead_of_time))
     logger.info("ready     after %.1f s", seconds)
@@ -72,11 +82,11 @@ def kv_cache_line(spec: EngineSpec) -> str:
     )
 
 
-def programs_line(programs: Programs, *, ahead_of_time: bool) -> str:
-    total = len(programs.names)
+def programs_line(programs: Sequence[Programs], *, ahead_of_time: bool) -> str:
+    total = sum(len(each.names) for each in programs)
     if not ahead_of_time:
         return f"programs  {total}, each compiled at its first use (enforce_eager)"
-    ready = list(programs.ready.values())
+    ready = [program for each in programs for program in list(each.ready.values())]
     num_compiled = sum(program.origin == "compiled" for program in ready)
     left = total - len(ready)
     behind = f"; {left} follow behind the first requests" if left else ""

@@ -16,9 +16,9 @@ from jaxpage.reasoning import with_parser
 
 # What to do instead -> option -> the values that ask for nothing. Others are refused.
 _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "one process computes the model on one device": {
+    "one process computes the model, on as many devices as tensor_parallel_size and data_parallel_size say": {
         "pipeline_parallel_size": (1,),
-        **dict.fromkeys(("data_parallel_size", "data_parallel_size_local", "nnodes"), (1,)),
+        **dict.fromkeys(("data_parallel_size_local", "nnodes"), (1,)),
         **dict.fromkeys(("prefill_context_parallel_size", "decode_context_parallel_size"), (1,)),
         **dict.fromkeys(("node_rank", "data_parallel_rank", "data_parallel_start_rank"), (0,)),
         **dict.fromkeys(("data_parallel_hybrid_lb", "data_parallel_external_lb"), (False,)),

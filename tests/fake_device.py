@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from jaxpage.config import EngineConfig
+from jaxpage.config import EngineConfig, ResolvedConfig
+from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.replicas import Replicas
 from jaxpage.engine.scheduler import Scheduler
 from tests.fakes import FakeFieldsEngine, FakeRunner
 
@@ -22,11 +24,28 @@ def fake_built(
     *,
     default_sampling=None,
     fail_collect=(),
+    num_replicas: int = 1,
     **options,
 ) -> Any:
-    """`fail_collect`: see `FakeRunner`; `options` are the engine's."""
+    """`fail_collect`: see `FakeRunner`, of the first replica; `options` are the engine's."""
     options = {"model": folder, "max_model_len": MAX_MODEL_LEN, "block_size": 4} | options
     config = EngineConfig(**options).resolve(hf_config, platform="cpu")
+    engines = [
+        _fake_engine(config, fail_collect if number == 0 else ()) for number in range(num_replicas)
+    ]
+    return SimpleNamespace(
+        engine=engines[0] if num_replicas == 1 else Replicas(engines),
+        runners=[engine.runner for engine in engines],
+        config=config,
+        hf_config=hf_config,
+        tokenizer=None if config.skip_tokenizer_init else tokenizer,
+        vocab_size=512,
+        eos_token_ids=(EOS,),
+        default_sampling=default_sampling or {},
+    )
+
+
+def _fake_engine(config: ResolvedConfig, fail_collect: tuple[int, ...]) -> Engine:
     scheduler = Scheduler(
         KVCache(NUM_BLOCKS, 4, enable_prefix_caching=True),
         max_num_seqs=16,
@@ -35,12 +54,4 @@ def fake_built(
         policy=config.scheduling_policy,
     )
     runner = FakeRunner(NUM_BLOCKS, 4, fail_collect=fail_collect)
-    return SimpleNamespace(
-        engine=FakeFieldsEngine(scheduler, runner, overlap=config.async_scheduling),
-        config=config,
-        hf_config=hf_config,
-        tokenizer=None if config.skip_tokenizer_init else tokenizer,
-        vocab_size=512,
-        eos_token_ids=(EOS,),
-        default_sampling=default_sampling or {},
-    )
+    return FakeFieldsEngine(scheduler, runner, overlap=config.async_scheduling)

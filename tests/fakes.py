@@ -164,6 +164,12 @@ class FakeMaskSource:
             return None
         return pack_mask(self.allowed(index, output_token_ids))
 
+    def restart(self) -> None:
+        self._errors.clear()
+        self._asked.clear()
+        self._pending.clear()
+        self._waited_for.clear()
+
     def wait(self, seconds: float) -> None:
         assert self._pending, "nobody was told to come back later"
         self.num_waits += 1

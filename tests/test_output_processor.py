@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage.engine.step_output import TextEnd
+from jaxpage.engine.step_output import SequenceEnd, StepOutput, TextEnd
+from jaxpage.output_processor import OutputProcessor, Processed
 from jaxpage.outputs import Logprob
 from jaxpage.request import FinishReason
 from jaxpage.sampling_params import RequestOutputKind
@@ -19,7 +20,7 @@ from tests.engine.harness import (
     make_engine,
     run,
 )
-from tests.fakes import expected_output, make_request
+from tests.fakes import FakeDetokenizer, expected_output, make_request
 
 EOS = (4,)
 
@@ -245,3 +246,50 @@ def test_steps_of_forgotten_requests_are_ignored():
     for _ in range(12):
         assert engine.step() == []
     assert engine.processor.num_unreported == 0
+
+
+def test_what_was_said_of_a_request_that_begins_anew_does_not_count():
+    processor = OutputProcessor(FakeDetokenizer)
+    requests = [make_request(name, [1], n=2, stop=["c"], max_tokens=9) for name in "ab"]
+    for request in requests:
+        processor.add(request)
+
+    def step(tokens: dict[tuple[str, int], list[int]], **fields) -> Processed:
+        return processor.process(
+            StepOutput(
+                request_ids=[name for name, _ in tokens],
+                indices=[index for _, index in tokens],
+                token_ids=list(tokens.values()),
+                rows=[0] * len(tokens),
+                **fields,
+            )
+        )
+
+    step({("a", 0): [1], ("a", 1): [3], ("b", 0): [0]})
+    assert step({("a", 0): [2]}, replica=3).text_ends == [TextEnd("a", 0, 2, 0, 3)]
+    processed = step({}, restarted=["a", "gone"])
+    assert processed.unwanted == ["gone"]
+    ends = {i: SequenceEnd(FinishReason.LENGTH, None) for i in (0, 1)}
+    assert step({("a", 0): [5, 6], ("a", 1): [7]}, ends=ends).finished == ["a"]
+    output = processor.take_one("a")
+    assert [c.token_ids for c in output.outputs] == [[5, 6], [7]]
+    assert [c.text for c in output.outputs] == ["fg", "h"]
+    assert [c.token_ids for c in processor.take()[0].outputs] == [[0], []]
+
+
+def test_a_step_without_some_requests():
+    end = SequenceEnd(FinishReason.STOP, None)
+    step = StepOutput(
+        request_ids=["a", "b", "a", "c"],
+        indices=[0, 0, 1, 0],
+        token_ids=[[1], [2], [3], [4]],
+        rows=[0, 1, 2, 3],
+        ends={1: end, 2: end, 3: end},
+        scored=[("a", 2, False), (None, 1, True), ("c", 3, True)],
+    )
+    left = step.without({"a"})
+    assert left.request_ids == ["b", "c"] and left.indices == [0, 0]
+    assert left.token_ids == [[2], [4]] and left.rows == [1, 3]
+    assert left.ends == {0: end, 1: end}
+    # The places of what is scored stay.
+    assert left.scored == [(None, 2, False), (None, 1, True), ("c", 3, True)]

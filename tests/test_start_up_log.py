@@ -45,6 +45,14 @@ def test_a_start_says_five_lines(folder, caplog):
         assert re.fullmatch(pattern, line), line
 
 
+def test_replicas_are_described_once(folder, caplog):
+    options = {"data_parallel_size": 2, "tensor_parallel_size": 2, "served_model_name": "me"}
+    lines = [line for _, line in lines_of_start(folder, caplog, logging.INFO, **options)]
+    assert lines[0] == "replicas  2, on devices 0, 1 | 2, 3; each:"
+    kinds = [line.split()[0] for line in lines[1:]]
+    assert kinds == ["model", "device", "KV", "options", "programs", "ready"]
+
+
 def test_what_has_no_effect_is_said_once(folder, caplog):
     options = {
         "compilation_config": {"mode": 3},
@@ -64,7 +72,7 @@ def test_programs_are_counted_by_where_they_came_from():
     def line(*origins: str) -> str:
         ready = {str(i): SimpleNamespace(origin=origin) for i, origin in enumerate(origins)}
         programs = SimpleNamespace(names=("0", "1", "2"), ready=ready)
-        return programs_line(programs, ahead_of_time=True)
+        return programs_line([programs], ahead_of_time=True)
 
     behind = "; 1 follow behind the first requests"
     assert line("kept", "compiled") == f"programs  3: 1 cached, 1 compiled{behind}"

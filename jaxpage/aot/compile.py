@@ -14,7 +14,7 @@ from typing import Any
 from jaxpage.aot.process import Report, run, serve
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of, missing_compiler
-from jaxpage.composition import executable_cache, size_from_cache, spec_of_this_machine
+from jaxpage.composition import executable_cache, size_from_cache, specs_of_this_machine
 from jaxpage.config import EngineConfig, compiler_flags
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.runner.memory import pool_bytes, pool_bytes_of
@@ -49,7 +49,12 @@ def _print(line: str) -> None:
 def _compile(
     options: dict[str, Any], output: Path, target: Target | None, say: Callable[[str], None]
 ) -> None:
-    spec = _engine_spec(options | {"compilation_cache_dir": str(output)}, target)
+    options = options | {"compilation_cache_dir": str(output)}
+    for spec in _engine_specs(options, target):
+        _compile_one(spec, target, say)
+
+
+def _compile_one(spec: EngineSpec, target: Target | None, say: Callable[[str], None]) -> None:
     if spec.no_kernel_reason:
         say(f"attention runs in plain XLA: {spec.no_kernel_reason}")
     for reason in sorted(spec.transform_weights()):
@@ -71,14 +76,19 @@ def _compile(
     say(f"in {store.folder}")
 
 
-def _engine_spec(options: dict[str, Any], target: Target | None) -> EngineSpec:
+def _engine_specs(options: dict[str, Any], target: Target | None) -> list[EngineSpec]:
+    """Of each replica: executables are for a set of devices."""
     config = EngineConfig.from_options(**options)
     if target is None:
-        return spec_of_this_machine(config)
-    mesh = mesh_of(target, config.tensor_parallel_size or 1)
-    return make_engine_spec(
-        config, device=mesh.devices.flat[0], device_memory=target.chip.num_bytes, mesh=mesh
-    )
+        return specs_of_this_machine(config)
+    if config.data_parallel_size > 1:
+        raise ValueError(
+            f"data_parallel_size={config.data_parallel_size} is for devices of this machine; without it, the "
+            f"executables for {target.name} are those of the first replica"
+        )
+    mesh, memory = mesh_of(target, config.tensor_parallel_size or 1), target.chip.num_bytes
+    device = mesh.devices.flat[0]
+    return [make_engine_spec(config, device=device, device_memory=memory, mesh=mesh)]
 
 
 def _available(spec: EngineSpec, target: Target | None, temp_bytes: int) -> int:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from jaxpage.async_llm.mailbox import Mailbox
 from jaxpage.async_llm.streams import News, Receiver
 from jaxpage.engine.step_output import StepOutput, TextEnd
+from jaxpage.mailbox import Mailbox
 from jaxpage.output_processor import OutputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
@@ -94,6 +94,8 @@ class OutputLoop:
         processed = self._processor.process(step)
         if processed.text_ends:
             self._engine.end_by_text(processed.text_ends)
+        if processed.unwanted:
+            self._engine.abort(processed.unwanted)
         if processed.errors:
             self._engine.abort(list(processed.errors))
             for request_id, error in processed.errors.items():

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from jaxpage.async_llm.errors import EngineDeadError, StepFailedError
-from jaxpage.async_llm.launch_length import LaunchLength
-from jaxpage.async_llm.mailbox import Mailbox
-from jaxpage.engine.engine import Engine
+from jaxpage.engine.errors import EngineDeadError, StepFailedError
 from jaxpage.engine.step_output import StepOutput
+from jaxpage.engine.verbs import EngineVerbs
+from jaxpage.mailbox import Mailbox
 from jaxpage.request import Request
 
 logger = logging.getLogger(__name__)
@@ -24,7 +23,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_UNREAD_STEPS = 8  # that the engine may be ahead of whoever reads them
-MAX_FAILURES = 3  # steps that fail one after another; then the engine is dead
 
 
 class PauseMode(enum.StrEnum):
@@ -54,14 +52,13 @@ class Sink(Protocol):
 class StepLoop:
     """Runs an engine. Everything but the methods of the first group runs in its thread."""
 
-    def __init__(self, engine: Engine, sink: Sink):
+    def __init__(self, engine: EngineVerbs, sink: Sink):
         self.error: EngineDeadError | None = None  # once it is dead
         self._engine = engine
+        engine.shorten_launches()
         self._sink = sink
         self._mailbox = Mailbox()
         self._unread = threading.Semaphore(MAX_UNREAD_STEPS)
-        self._num_failures = 0  # since a step succeeded
-        self._launch_length = LaunchLength(engine.decode_steps)
         self._pause: PauseMode | None = None
         self._held: dict[str, Request] = {}  # came while paused
         self._settled: list[Future[None]] = []  # of those who pause and wait
@@ -95,10 +92,15 @@ class StepLoop:
         """Until `stop`."""
         try:
             while not self._is_stopped:
-                self._mailbox.run(wait=not self._may_step())
-                if self._may_step() and not self._is_stopped:
-                    self._step()
-                self._settle()
+                self._mailbox.run(wait=not (self._may_step() or self._must_collect()))
+                if self._is_stopped:
+                    break
+                if self._may_step():
+                    self._step(self._engine.step)
+                elif self._must_collect():
+                    self._step(self._engine.collect)
+                if not (self._may_step() or self._must_collect()):
+                    self._release_waiting()
         except BaseException as error:
             logger.exception("the engine's thread has failed")
             self._die(EngineDeadError(f"the engine's thread has failed: {error!r}"))
@@ -155,36 +157,28 @@ class StepLoop:
             return False
         return self._engine.has_unfinished_requests()
 
-    def _step(self, *, only_collect: bool = False) -> None:
+    def _must_collect(self) -> bool:
+        """Whether the device still computes, while all is to stay as it is."""
+        is_kept = self.error is None and self._pause is PauseMode.KEEP
+        return is_kept and self._engine.has_step_under_way
+
+    def _step(self, move_on: Callable[[], StepOutput]) -> None:
         self._unread.acquire()
         try:
-            output = self._engine.collect() if only_collect else self._engine.step()
+            output = move_on()
         except Exception as error:
             self._unread.release()
             self._fail(error)
         else:
-            if output.result is not None:  # the overlapped loop collects nothing at first
-                self._num_failures = 0
-                self._engine.decode_steps = self._launch_length.after(output)
             self._sink.take(output)
 
     def _fail(self, error: Exception) -> None:
-        self._num_failures += 1
-        logger.exception("a step has failed (%d in a row)", self._num_failures)
+        logger.exception("a step has failed")
         failed = StepFailedError(f"the step that computed this request failed: {error}")
         self._sink.fail(self._engine.take_failed(), failed)
-        if self._num_failures >= MAX_FAILURES:
-            self._die(EngineDeadError(f"{self._num_failures} steps failed in a row: {error}"))
-
-    def _settle(self) -> None:
-        """Tell those who wait for a pause, if there is nothing under way."""
-        if not self._settled:
-            return
-        if self._pause is PauseMode.KEEP and self.error is None:
-            self._step(only_collect=True)
-        elif self._may_step():
-            return
-        self._release_waiting()
+        death = self._engine.death
+        if death is not None:
+            self._die(EngineDeadError(f"{death}: {error}"))
 
     def _release_waiting(self) -> None:
         waiting, self._settled = self._settled, []

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from jaxpage.async_llm.errors import EngineDeadError
 from jaxpage.async_llm.output_loop import EngineCalls, OutputLoop
 from jaxpage.async_llm.step_loop import PauseMode, StepLoop
 from jaxpage.async_llm.streams import Receiver
+from jaxpage.engine.errors import EngineDeadError
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.input_processor import InputProcessor
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
@@ -102,6 +102,7 @@ class Tasks:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        self.engine.close()
 
     def _add(self, request: Request, receiver: Receiver) -> Future[None]:
         name = request.request_id

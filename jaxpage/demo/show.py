@@ -122,8 +122,9 @@ def configuration(built: Built) -> Table:
     """What the options came to on this machine, in a few lines."""
     import jax
 
-    runner: Any = built.engine.runner
-    config, spec = built.config, runner.pool_spec
+    engine: Any = built.engine  # one: the demo has no replicas
+    config, runner = built.config, engine.runner
+    spec = runner.pool_spec
     decode = [bucket.num_rows for bucket in runner.buckets if bucket.decode]
     mixed = [bucket.num_tokens for bucket in runner.buckets if not bucket.decode]
     pool = f"{spec.num_blocks} blocks of {spec.block_size} tokens, {spec.num_bytes / 2**20:.1f} MiB"

@@ -7,7 +7,8 @@ compute anything from them. Whole arrays of the KV pool are in `jaxpage.engine.s
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,6 +59,34 @@ def take_activity(scheduler: Scheduler, max_waiting: int) -> Activity:
         num_host_blocks=tier.pool.num_usable if tier else 0,
         num_host_blocks_used=tier.pool.num_used if tier else 0,
     )
+
+
+def joined(parts: Items[Activity]) -> Activity:
+    """Several engines as one, whose pool has the blocks of all: those of the first, then those of the second, ..."""
+    if len(parts) == 1:
+        return parts[0]
+    first = replace(
+        parts[0], running=[], waiting=[], references=parts[0].references[:1], hashes=[None]
+    )
+    for part in parts:
+        offset = len(first.references) - 1  # they have one null block together
+        first = replace(
+            first,
+            running=[*first.running, *(_moved(s, offset) for s in part.running)],
+            waiting=[*first.waiting, *part.waiting],
+            references=[*first.references, *part.references[1:]],
+            hashes=[*first.hashes, *part.hashes[1:]],
+        )
+    return replace(
+        first,
+        num_host_blocks=sum(part.num_host_blocks for part in parts),
+        num_host_blocks_used=sum(part.num_host_blocks_used for part in parts),
+    )
+
+
+def _moved(sequence: SequenceProgress, offset: int) -> SequenceProgress:
+    tables = [[block and block + offset for block in table] for table in sequence.block_tables]
+    return replace(sequence, block_tables=tables)
 
 
 def _progress(sequence: Sequence, now: float) -> SequenceProgress:

@@ -79,6 +79,10 @@ class Beams:
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self.num_candidates = num_candidates(width, len(eos_token_ids))
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the search, perhaps anew."""
         self.live = [Beam(None, -1, 0.0, [])]
         self.ended: list[Hypothesis] = []  # the best `width` so far, best first
         self.num_tokens = 0  # of each live beam

@@ -13,8 +13,11 @@ may have a row in step n+1, which is thrown away.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
+from jaxpage.engine.launch_length import LaunchLength
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats, engine_stats
@@ -23,7 +26,10 @@ from jaxpage.plan import StepPlan, StepResult
 from jaxpage.request import Request, WaitingFor
 
 # Seconds that a step waits for a mask when it has nothing to do: whoever steps may have new requests meanwhile.
-_LONGEST_WAIT = 0.01
+LONGEST_WAIT = 0.01
+MAX_FAILURES = 3  # steps that fail one after another; then no more are likely to succeed
+
+T = TypeVar("T")
 
 
 class StepRunner(Protocol):
@@ -69,6 +75,8 @@ class Engine:
         # The overlapped loop's step under way.
         self._launched: tuple[ScheduledStep, Any] | None = None
         self._failed: list[str] = []
+        self._num_failures = 0  # steps that raised since one succeeded
+        self._launch_length: LaunchLength | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request, the engine's from here on. Raises ValueError for what can never run."""
@@ -91,30 +99,51 @@ class Engine:
         If a launch or a collection raises, the requests of that step end as aborted, all others go
         on with the next call, and the exception propagates; `take_failed` says whose requests.
         """
+        return self._counting_failures(self._step)
+
+    def collect(self) -> StepOutput:
+        """Collect the step under way, if there is one, and launch none: what `step` returns and raises."""
+        return self._counting_failures(self._collect_launched)
+
+    @property
+    def has_step_under_way(self) -> bool:
+        """Whether `collect` has something to collect."""
+        return self._launched is not None
+
+    @property
+    def death(self) -> str | None:
+        """Why no step is likely to succeed any more; None while one may."""
+        if self._num_failures < MAX_FAILURES:
+            return None
+        return f"{self._num_failures} steps failed in a row"
+
+    def take_failed(self) -> list[str]:
+        """Ids of the requests that steps which raised have ended since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _counting_failures(self, move_on: Callable[[], StepOutput]) -> StepOutput:
+        try:
+            output = move_on()
+        except Exception:
+            self._num_failures += 1
+            raise
+        if output.result is not None:  # the overlapped loop collects nothing at first
+            self._num_failures = 0
+        if self._launch_length is not None:
+            self.scheduler.decode_steps = self._launch_length.after(output)
+        return output
+
+    def _step(self) -> StepOutput:
         if self.runner.weights_changed():
             self.scheduler.begin_weight_epoch()
         if self.scheduler.failed:
             return self.scheduler.end_failed()
         return self._step_overlapped() if self.overlap else self._step_plain()
 
-    def collect(self) -> StepOutput:
-        """Collect the step under way, if there is one, and launch none: what `step` returns and raises."""
+    def _collect_launched(self) -> StepOutput:
         previous, self._launched = self._launched, None
         return StepOutput() if previous is None else self._collect(*previous)
-
-    @property
-    def decode_steps(self) -> int:
-        """Decode steps in one launch, at most. Between two steps it may be lowered, and raised again."""
-        return self.scheduler.decode_steps
-
-    @decode_steps.setter
-    def decode_steps(self, number: int) -> None:
-        self.scheduler.decode_steps = number
-
-    def take_failed(self) -> list[str]:
-        """Ids of the requests that steps which raised have ended since the last call."""
-        failed, self._failed = self._failed, []
-        return failed
 
     def _step_plain(self) -> StepOutput:
         step = self.scheduler.schedule()
@@ -166,6 +195,32 @@ class Engine:
         """The counters as of now."""
         return engine_stats(self.scheduler, self.runner.num_recompiles)
 
+    def look(
+        self, function: Callable[[Scheduler], T], replica: int | None = None
+    ) -> dict[int, Future[T]]:
+        """See `EngineVerbs`: there is one scheduler, and the number of its replica is 0."""
+        if replica not in (None, 0):
+            return {}
+        found: Future[T] = Future()
+        found.set_result(function(self.scheduler))
+        return {0: found}
+
+    def programs(self) -> list[Any]:
+        """A record of each program of the runner."""
+        runner: Any = self.runner
+        return runner.programs.records()
+
+    def shorten_launches(self) -> None:
+        """See `EngineVerbs`."""
+        self._launch_length = LaunchLength(self.scheduler.decode_steps)
+
+    def wait_until_warm(self) -> None:
+        """Until the runner has nothing left to compile."""
+        self.runner.wait_until_warm()
+
+    def close(self) -> None:
+        """It has no threads of its own."""
+
     def _wait(self) -> None:
         """There is nothing to do before a mask is there, or nothing at all."""
         if self.scheduler.failed:
@@ -173,7 +228,7 @@ class Engine:
         for sequence in self.scheduler.running:
             source = sequence.request.mask_source
             if sequence.waiting_for is WaitingFor.MASK and source is not None:
-                source.wait(_LONGEST_WAIT)
+                source.wait(LONGEST_WAIT)
                 return
         assert not self.scheduler.requests, "unfinished requests, but nothing to compute"
 

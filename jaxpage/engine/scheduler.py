@@ -66,6 +66,7 @@ class Scheduler:
         self.failed: list[Sequence] = []  # to be ended by `end_failed`
         self.counters = Counters()
         self._by_priority = policy == "priority"
+        self._num_slots = max_num_seqs
         self._free_slots = list(range(max_num_seqs, 0, -1))  # slot 0 is the null slot
         self._num_arrivals = 0
 
@@ -73,17 +74,23 @@ class Scheduler:
         """Queue a request. Raises ValueError, before anything changes, for what can never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        check_runnable(request, self.max_model_len, self.kv.pool, self.max_num_batched_tokens)
-        num_slots = len(self._free_slots) + len(self.running)
-        make = partial(new_sequence, max_model_len=self.max_model_len)
-        request.sequences = beam_scheduling.first_sequences(
-            request, make, self.kv, num_slots, self.max_num_batched_tokens
-        )
+        request.sequences = self.first_sequences(request)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         for sequence in request.sequences:
             insort(self.waiting, sequence, key=self._order)
+
+    def first_sequences(self, request: Request) -> list[Sequence]:
+        """Those with which a request would begin. Raises ValueError for what can never run.
+
+        Depends on sizes alone, and changes nothing: any thread may ask.
+        """
+        check_runnable(request, self.max_model_len, self.kv.pool, self.max_num_batched_tokens)
+        make = partial(new_sequence, max_model_len=self.max_model_len)
+        return beam_scheduling.first_sequences(
+            request, make, self.kv, self._num_slots, self.max_num_batched_tokens
+        )
 
     def schedule(self) -> ScheduledStep | None:
         """Plan a step for the caller to launch; None if there is nothing to do before `update`."""

@@ -25,6 +25,17 @@ def new_sequence(request: Request, index: int, max_model_len: int) -> Sequence:
     )
 
 
+def restart(request: Request) -> None:
+    """Make a request what it was when it was submitted: another engine is to answer it from its beginning."""
+    request.sequences = []
+    request.num_cached_tokens = request.num_cache_creation_tokens = 0
+    request.num_preemptions = request.num_scored_tokens = 0
+    request.first_scheduled_time = None
+    for source in (request.beams, request.mask_source):
+        if source is not None:
+            source.restart()
+
+
 def new_sibling(parent: Sequence, index: int) -> Sequence:
     """Continuation `index` of the request of `parent`, which has computed the prompt and what is forced behind it."""
     return Sequence(

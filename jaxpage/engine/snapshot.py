@@ -6,6 +6,7 @@ learn how they decide. Pictures are drawn elsewhere (`jaxpage.plots`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,13 @@ def take_snapshot(scheduler: Scheduler) -> KVSnapshot:
         parents=np.where(hashes > 0, parents, np.uint64(0)),
         hits=np.where(hashes > 0, hits, np.int32(0)),
     )
+
+
+def of_replica(replica: int, found: Mapping[int, KVSnapshot]) -> KVSnapshot:
+    """That of one replica. Raises ValueError if there is none."""
+    if replica not in found:
+        raise ValueError(f"there is no replica {replica!r}, or it has failed")
+    return found[replica]
 
 
 def _first_bytes(hashes: list[bytes | None]) -> np.ndarray:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpage.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """A snapshot of the engine. Totals are since start."""
+    """A snapshot of the engine, or of several together. Totals are since start."""
 
     num_running: int  # sequences that hold a request slot
     num_waiting: int  # sequences that do not
@@ -37,6 +39,8 @@ class EngineStats:
     num_disk_hit_blocks: int  # of those, read from `kv_offload_dir`
     num_blocks_swapped_out: int  # to host memory, evicted ones included
     num_blocks_swapped_in: int  # back from there
+    num_failed_replicas: int = 0  # taken out because step after step failed; in a part, 1 or 0
+    replicas: tuple[EngineStats, ...] = ()  # whose sum this is, if there are several
 
     @property
     def kv_waste(self) -> float:
@@ -66,4 +70,29 @@ def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
         num_blocks_swapped_out=tier.num_swapped_out if tier else 0,
         num_blocks_swapped_in=tier.num_swapped_in if tier else 0,
         **dataclasses.asdict(counters),
+    )
+
+
+def total(parts: Sequence[EngineStats]) -> EngineStats:
+    """What several engines count together. Tokens of a request that began anew are counted as often."""
+    names = [field.name for field in dataclasses.fields(EngineStats) if field.name != "replicas"]
+    numbers: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    usage = numbers["num_blocks_used"] / max(numbers["num_blocks"], 1)
+    numbers["kv_cache_usage"] = usage
+    return EngineStats(**numbers, replicas=tuple(parts))
+
+
+def of_failed(stats: EngineStats) -> EngineStats:
+    """The totals of an engine that computes nothing any more: it has no sequences and no blocks."""
+    return dataclasses.replace(
+        stats,
+        num_running=0,
+        num_waiting=0,
+        kv_cache_usage=0.0,
+        num_blocks=0,
+        num_blocks_used=0,
+        num_block_references=0,
+        num_allocated_slots=0,
+        num_unused_slots=0,
+        num_failed_replicas=1,
     )

@@ -6,7 +6,8 @@ ended there. Neither of them waits for the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxpage.plan import StepResult
@@ -28,6 +29,7 @@ class TextEnd(NamedTuple):
     index: int
     num_tokens: int  # of the output up to the end of the stop string
     num_dropped: int  # those that the same step sampled after it
+    replica: int = 0  # whose step that was
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,5 +51,25 @@ class StepOutput:
     ends: dict[int, SequenceEnd] = field(default_factory=dict)
     result: StepResult | None = None  # None: nothing was sampled
     # (request id, number of tokens, whole vocabulary): whose prompts the result scores, in the order of the plan
-    scored: list[tuple[str, int, bool]] = field(default_factory=list)
+    scored: Sequence[tuple[str | None, int, bool]] = field(default_factory=list)  # None: nobody's
     vocabulary_rows: list[int] = field(default_factory=list)  # of the plan
+    replica: int = 0  # which of several engines made the step
+    # Ids of requests that begin anew: what earlier steps said of them does not count any more.
+    restarted: list[str] = field(default_factory=list)
+
+    def without(self, request_ids: Collection[str]) -> StepOutput:
+        """The same, but nothing of some requests."""
+        kept = [i for i, name in enumerate(self.request_ids) if name not in request_ids]
+        return replace(
+            self,
+            request_ids=[self.request_ids[i] for i in kept],
+            indices=[self.indices[i] for i in kept],
+            token_ids=[self.token_ids[i] for i in kept],
+            rows=[self.rows[i] for i in kept],
+            ends={new: self.ends[old] for new, old in enumerate(kept) if old in self.ends},
+            # What is scored is found by its place.
+            scored=[
+                (None if name is None or name in request_ids else name, count, whole)
+                for name, count, whole in self.scored
+            ],
+        )

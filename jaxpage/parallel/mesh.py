@@ -23,16 +23,27 @@ def flat(mesh: Mesh) -> Mesh:
 
 def local_mesh(num_devices: int) -> Mesh:
     """The first devices of this process. Raises ValueError if it has fewer."""
-    devices = jax.local_devices()
-    if num_devices > len(devices):
+    (mesh,) = local_meshes(1, num_devices)
+    return mesh
+
+
+def local_meshes(num_meshes: int, num_devices: int) -> list[Mesh]:
+    """Meshes of `num_devices` devices each: the first ones of this process, the next ones, and so on.
+
+    Raises ValueError if there are too few.
+    """
+    devices, needed = jax.local_devices(), num_meshes * num_devices
+    if needed > len(devices):
+        several = f"data_parallel_size={num_meshes} times " if num_meshes > 1 else ""
         hint = ""
         if devices[0].platform == "cpu":
             hint = (
-                f"; XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}, set before jax starts, "
+                f"; XLA_FLAGS=--xla_force_host_platform_device_count={needed}, set before jax starts, "
                 "makes as many of a CPU"
             )
         raise ValueError(
-            f"tensor_parallel_size={num_devices}, but this process has {len(devices)} "
+            f"{several}tensor_parallel_size={num_devices}, but this process has {len(devices)} "
             f"{devices[0].device_kind} device(s){hint}"
         )
-    return tensor_mesh(devices[:num_devices])
+    starts = range(0, needed, num_devices)
+    return [tensor_mesh(devices[start : start + num_devices]) for start in starts]

@@ -69,6 +69,7 @@ class ProgramRecord:
     seconds: float = 0.0  # tracing, lowering and compiling, or loading
     executable: jax.stages.Compiled | None = None
     num_calls: int = 0  # since start
+    replica: int = 0  # whose program it is, with `data_parallel_size`
 
     @property
     def temp_bytes(self) -> int:

@@ -39,7 +39,8 @@ class Server:
     def of(cls, llm: AsyncLLM, options: ServerOptions) -> Server:
         """A server of this engine."""
         config = llm.config
-        limit = config.max_num_seqs + options.max_queued_requests
+        num_running = config.data_parallel_size * config.max_num_seqs
+        limit = num_running + options.max_queued_requests
         folder = Path(config.model)
         name = folder.name if folder.is_dir() else config.model
         names = options.served_model_name or (name, config.model)

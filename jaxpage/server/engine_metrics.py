@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpage.async_llm import AsyncLLM
 
 Read = Callable[[EngineStats], float]
+Sample = tuple[dict[str, str], float]  # further labels, value
 
 # Running and waiting are sequences, as in vLLM: a request of n counts n times.
 _GAUGES: dict[str, tuple[Read, str]] = {
@@ -28,6 +29,10 @@ _GAUGES: dict[str, tuple[Read, str]] = {
     "jaxpage:kv_cache_waste": (
         lambda s: s.kv_waste,
         "Share of the slots of KV blocks in use that hold nothing, 0 to 1.",
+    ),
+    "jaxpage:replica_up": (
+        lambda s: 1 - s.num_failed_replicas,
+        "Whether a replica answers requests: 0 once its steps failed one after another.",
     ),
 }
 _COUNTERS: dict[str, tuple[Read, str]] = {
@@ -82,49 +87,60 @@ _MEMORY = {
 
 
 class EngineMetrics:
-    """A collector of prometheus_client. `labels` go to all metrics."""
+    """A collector of prometheus_client. `labels` go to all metrics; "engine" is the number of the replica."""
 
     def __init__(self, llm: AsyncLLM, labels: Mapping[str, str]):
         self._llm = llm
         self._labels = labels
-        self._highest: dict[str, float] = {}  # of each counter
+        self._highest: dict[tuple[str, int], float] = {}  # of each counter of each replica
 
     def collect(self) -> Iterator[Metric]:
         """What a scrape gets."""
         stats = self._llm.stats()
+        parts = stats.replicas or (stats,)
         for name, (read, text) in _GAUGES.items():
-            yield self._gauge(name, text, read(stats))
+            yield self._gauge(name, text, [({}, read(part)) for part in parts])
         for name, (read, text) in _COUNTERS.items():
-            yield self._counter(name, text, self._ascending(name, read(stats)))
+            counts = self._ascending(name, [read(part) for part in parts])
+            yield self._counter(name, text, [[({}, count)] for count in counts])
         yield self._gauge(
             "vllm:num_requests_waiting_by_reason",
             "Sequences that wait to be scheduled, by why they do.",
-            stats.num_waiting,
-            reason="capacity",
+            [({"reason": "capacity"}, part.num_waiting) for part in parts],
         )
-        yield self._prompt_tokens_by_source(stats)
-        yield self._cache_config(stats)
-        yield from self._programs()
+        yield self._prompt_tokens_by_source(parts)
+        yield self._gauge(
+            "vllm:cache_config_info",
+            "Options of the KV cache.",
+            [(self._cache_config(part), 1) for part in parts],
+        )
+        yield from self._programs(len(parts))
         yield from self._memory()
 
-    def _ascending(self, name: str, value: float) -> float:
+    def _ascending(self, name: str, values: Sequence[float]) -> list[float]:
         """Tokens behind a stop string are counted until the text is read, but a counter that falls has started anew."""
-        self._highest[name] = max(value, self._highest.get(name, 0.0))
-        return self._highest[name]
+        for replica, value in enumerate(values):
+            key = (name, replica)
+            self._highest[key] = max(value, self._highest.get(key, 0.0))
+        return [self._highest[name, replica] for replica in range(len(values))]
 
-    def _prompt_tokens_by_source(self, stats: EngineStats) -> Metric:
-        found = CounterMetricFamily(
+    def _prompt_tokens_by_source(self, parts: Sequence[EngineStats]) -> Metric:
+        cached = [part.prefix_cache_hits for part in parts]
+        computed = [part.prompt_tokens - hits for part, hits in zip(parts, cached, strict=True)]
+        sources = {
+            source: self._ascending(source, counts)
+            for source, counts in (("local_compute", computed), ("local_cache_hit", cached))
+        }
+        return self._counter(
             "vllm:prompt_tokens_by_source",
             "Tokens of prompts that were scheduled, by where their KV came from.",
-            labels=[*self._labels, "source"],
+            [
+                [({"source": source}, counts[replica]) for source, counts in sources.items()]
+                for replica in range(len(parts))
+            ],
         )
-        cached = stats.prefix_cache_hits
-        sources = {"local_compute": stats.prompt_tokens - cached, "local_cache_hit": cached}
-        for source, count in sources.items():
-            found.add_metric([*self._labels.values(), source], self._ascending(source, count))
-        return found
 
-    def _cache_config(self, stats: EngineStats) -> Metric:
+    def _cache_config(self, stats: EngineStats) -> dict[str, str]:
         config = self._llm.config
         about = {
             "block_size": config.block_size,
@@ -136,31 +152,33 @@ class EngineMetrics:
             "num_gpu_blocks_override": config.num_gpu_blocks_override,
             "swap_space": config.swap_space,
         }
-        values = {name: str(value) for name, value in about.items()}
-        return self._gauge("vllm:cache_config_info", "Options of the KV cache.", 1, **values)
+        return {name: str(value) for name, value in about.items()}
 
-    def _programs(self) -> Iterator[Metric]:
+    def _programs(self, num_replicas: int) -> Iterator[Metric]:
         """A program that is not compiled yet has no origin."""
         records = self._llm.programs()
-        counts = GaugeMetricFamily(
+        counts: list[list[Sample]] = []
+        seconds: list[list[Sample]] = []
+        for replica in range(num_replicas):
+            own = [record for record in records if record.replica == replica]
+            by_origin = {o: [record for record in own if record.origin == o] for o in _ORIGINS}
+            counts.append([({"origin": o}, len(found)) for o, found in by_origin.items()])
+            missing = sum(record.origin is None for record in own)
+            counts[-1].append(({"origin": "pending"}, missing))
+            seconds.append(
+                [({"origin": o}, sum(r.seconds for r in found)) for o, found in by_origin.items()]
+            )
+        yield self._fill(
+            GaugeMetricFamily,
             "jaxpage:executables",
             "Programs, by origin: loaded as an executable, compiled through jax's cache, or compiled.",
-            labels=[*self._labels, "origin"],
+            counts,
         )
-        seconds = CounterMetricFamily(
+        yield self._counter(
             "jaxpage:compile_seconds",
             "Time spent on compiling or loading programs, summed over threads.",
-            labels=[*self._labels, "origin"],
+            seconds,
         )
-        for origin in _ORIGINS:
-            found = [record for record in records if record.origin == origin]
-            values = [*self._labels.values(), origin]
-            counts.add_metric(values, len(found))
-            seconds.add_metric(values, sum(record.seconds for record in found))
-        missing = sum(record.origin is None for record in records)
-        counts.add_metric([*self._labels.values(), "pending"], missing)
-        yield counts
-        yield seconds
 
     def _memory(self) -> Iterator[Metric]:
         """CPUs do not tell theirs."""
@@ -172,13 +190,24 @@ class EngineMetrics:
                     found.add_metric([*self._labels.values(), device], memory[key])
             yield found
 
-    def _gauge(self, name: str, text: str, value: float, **further: str) -> Metric:
-        labels = {**self._labels, **further}
-        found = GaugeMetricFamily(name, text, labels=[*labels])
-        found.add_metric([*labels.values()], value)
-        return found
+    def _gauge(self, name: str, text: str, values: Sequence[Sample]) -> Metric:
+        """One value for each replica."""
+        return self._fill(GaugeMetricFamily, name, text, [[value] for value in values])
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        found = CounterMetricFamily(name, text, labels=[*self._labels])
-        found.add_metric([*self._labels.values()], value)
+    def _counter(self, name: str, text: str, samples: Sequence[Sequence[Sample]]) -> Metric:
+        return self._fill(CounterMetricFamily, name, text, samples)
+
+    def _fill(
+        self,
+        family: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        samples: Sequence[Sequence[Sample]],
+    ) -> Metric:
+        """The metric with the samples of each replica, which have the same further labels."""
+        found = family(name, text, labels=[*self._labels, *samples[0][0][0]])
+        for replica, own in enumerate(samples):
+            labels = {**self._labels, "engine": str(replica)}
+            for further, value in own:
+                found.add_metric([*labels.values(), *further.values()], value)
         return found

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.async_llm import AsyncLLM
-from jaxpage.engine.activity import Activity, SequenceProgress, take_activity
+from jaxpage.async_llm import AsyncLLM, EngineDeadError
+from jaxpage.engine.activity import Activity, SequenceProgress, joined, take_activity
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats
 from jaxpage.plan import NULL_BLOCK
@@ -51,22 +51,28 @@ class EngineView:
         def look(scheduler: Scheduler) -> tuple[Activity, EngineStats]:
             return take_activity(scheduler, MAX_LISTED), self._llm.stats()
 
-        activity, stats = await self._llm.with_scheduler(look)
-        return await asyncio.to_thread(self._encode, activity, stats)
+        found = await self._llm.with_schedulers(look)
+        if not found:
+            raise EngineDeadError("all replicas have failed")
+        activities = [activity for activity, _ in found.values()]
+        *_, (_, stats) = found.values()
+        return await asyncio.to_thread(self._encode, activities, stats)
 
     def _took(self, task: asyncio.Task[bytes]) -> None:
         self._taking = None
         if not task.cancelled() and task.exception() is None:
             self._body, self._taken = task.result(), time.monotonic()
 
-    def _encode(self, activity: Activity, stats: EngineStats) -> bytes:
-        programs = [
-            {"name": p.name, "origin": p.origin, "calls": p.num_calls} for p in self._llm.programs()
-        ]
+    def _encode(self, activities: list[Activity], stats: EngineStats) -> bytes:
+        activity = joined(activities)
+        programs: dict[str, dict[str, Any]] = {}  # by name: replicas have the same
+        for p in self._llm.programs():
+            first = programs.setdefault(p.name, {"name": p.name, "origin": p.origin, "calls": 0})
+            first["calls"] += p.num_calls
         view = {
             "time": activity.time,  # seconds, from any origin
             "stats": dataclasses.asdict(stats),
-            "programs": programs,
+            "programs": list(programs.values()),
             **describe(activity),
         }
         return json.dumps(view, separators=(",", ":")).encode()
@@ -90,7 +96,7 @@ def describe(activity: Activity) -> dict[str, Any]:
             _listed(sequence, len(ids), int(np.count_nonzero(is_shared[ids])))
             for sequence, ids in zip(activity.running, tables, strict=False)
         ],
-        "waiting": [_listed(sequence, 0, 0) for sequence in activity.waiting],
+        "waiting": [_listed(sequence, 0, 0) for sequence in activity.waiting[:MAX_LISTED]],
         "pool": _shares(activity, kinds),
         "cells": _cells(kinds, owners[1:]),
     }

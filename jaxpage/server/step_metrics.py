@@ -22,15 +22,15 @@ class StepMetrics:
         # by program
         self._seconds: dict[str, Histogram] = {}
         self._fill: dict[str, Histogram] = {}
-        self._last_time = 0.0  # when a step was last collected
+        self._last_times: dict[int, float] = {}  # when a replica's step was last collected
 
     def took_step(self, step: StepOutput) -> None:
         """See `Observer`."""
         if step.result is None:
             return
         # A step is launched while the one before it still runs.
-        start = max(step.launch_time, self._last_time)
-        self._last_time = step.time
+        start = max(step.launch_time, self._last_times.get(step.replica, 0.0))
+        self._last_times[step.replica] = step.time
         self._num_tokens.observe(step.num_tokens)
         program = step.result.program
         if program not in self._seconds:

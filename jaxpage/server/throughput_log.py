@@ -56,7 +56,7 @@ class ThroughputLine:
             f"Avg generation throughput: {num_generated / seconds:.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
             f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, "
-            f"Prefix cache hit rate: {100 * self._hit_rate(stats):.1f}%"
+            f"Prefix cache hit rate: {100 * self._hit_rate(stats):.1f}%" + _replicas(stats)
         )
 
     def _hit_rate(self, stats: EngineStats) -> float:
@@ -68,3 +68,10 @@ class ThroughputLine:
         first = recent[0]
         num_queries = stats.prefix_cache_queries - first.prefix_cache_queries
         return (stats.prefix_cache_hits - first.prefix_cache_hits) / max(num_queries, 1)
+
+
+def _replicas(stats: EngineStats) -> str:
+    """Nothing, as long as all work."""
+    if not stats.num_failed_replicas:
+        return ""
+    return f", Failed replicas: {stats.num_failed_replicas} of {len(stats.replicas)}"

@@ -110,6 +110,11 @@ class GrammarMasks:
         deadline = min(self._grammar.deadline, time.monotonic() + seconds)
         self._compiler.wait(self._num_ended, deadline)
 
+    def restart(self) -> None:
+        """See `MaskSource`."""
+        self._continuations.clear()
+        self._errors.clear()
+
     def _read(self, index: int, output_token_ids: Sequence[int]) -> _Continuation | None:
         """Where a continuation is after these tokens, which begin with those that it was asked about before."""
         if index in self._errors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
@@ -98,9 +99,10 @@ def make_engine(
     store: FakeStore | None = None,
     windows: tuple[int | None, ...] = (None,),
     sends_plans: bool = False,
+    kind: type[Engine] = TextEngine,
     **options,
-) -> TextEngine:
-    """`options` are the scheduler's; sizes are generous unless told."""
+) -> Any:
+    """An engine of a `kind`. `options` are the scheduler's; sizes are generous unless told."""
     kv = KVCache(
         num_blocks,
         block_size,
@@ -121,7 +123,7 @@ def make_engine(
         windows=windows,
         sends_plans=sends_plans,
     )
-    return TextEngine(scheduler, runner, overlap=overlap)
+    return kind(scheduler, runner, overlap=overlap)
 
 
 def finish(engine: Engine) -> None:

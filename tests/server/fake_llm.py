@@ -27,6 +27,7 @@ class FakeProgram:
     name: str
     origin: str | None
     num_calls: int
+    replica: int = 0
 
 
 class FakeLLM:
@@ -45,7 +46,7 @@ class FakeLLM:
         self._num_requests = num_requests
         self._numbers = itertools.count()
 
-    async def with_scheduler(self, function: Callable[[Scheduler], T]) -> T:
+    async def with_schedulers(self, function: Callable[[Scheduler], T]) -> dict[int, T]:
         self.num_looks += 1
         if self.error is not None:
             raise self.error
@@ -53,7 +54,7 @@ class FakeLLM:
             self._add()
         for _ in range(5):
             self.engine.step()
-        return function(self.engine.scheduler)
+        return {0: function(self.engine.scheduler)}
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

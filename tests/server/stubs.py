@@ -18,7 +18,9 @@ from jaxpage.request import Request
 from jaxpage.runner.programs import ProgramRecord
 from jaxpage.sampling_params import SamplingParams
 
-NO_STATS = EngineStats(**{field.name: 0 for field in fields(EngineStats)})
+NO_STATS = EngineStats(
+    **{field.name: 0 for field in fields(EngineStats) if field.name != "replicas"}
+)
 
 
 class StubLLM:

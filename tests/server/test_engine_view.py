@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from jaxpage import SamplingParams
 from jaxpage.async_llm import EngineDeadError
-from jaxpage.engine.activity import Activity, SequenceProgress, take_activity
+from jaxpage.engine.activity import Activity, SequenceProgress, joined, take_activity
 from jaxpage.server.engine_view import MAX_CELLS, MAX_LISTED, EngineView, describe
 from tests.engine.harness import make_engine
 from tests.fakes import make_request
@@ -78,6 +78,23 @@ def test_sequences_that_were_swapped_out_say_so():
     view = view_of(engine)
     assert view["waiting"][0]["host_blocks"] > 0
     assert view["pool"]["host_blocks"] == 6 and view["pool"]["host_blocks_used"] > 0
+
+
+def test_replicas_are_shown_as_one_pool():
+    engines = [make_engine(num_blocks=12), make_engine(num_blocks=9)]
+    for number, engine in enumerate(engines):
+        engine.add(make_request(f"a#{number}", [number] * (5 + 4 * number), max_tokens=3))
+        engine.step()
+    first, second = (take_activity(engine.scheduler, MAX_LISTED) for engine in engines)
+    both = joined([first, second])
+    view = describe(both)
+    assert view["pool"]["blocks"] == 11 + 8 and view["pool"]["own"] == 2 + 3
+    assert [sequence["blocks"] for sequence in view["running"]] == [2, 3]
+    own = [describe(part)["cells"]["own"] for part in (first, second)]
+    assert view["cells"]["own"] == own[0] + own[1]
+    assert {-1, 0, 1} == set(view["cells"]["owners"])
+    assert both.references[1:] == first.references[1:] + second.references[1:]
+    assert joined([first]) is first
 
 
 def make_activity(num_blocks: int, num_running: int, blocks_each: int) -> Activity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,7 @@ from jaxpage.runner.programs import ProgramRecord
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.server.histogram import Histogram, one_two_five
 from jaxpage.server.metrics import Metrics
-from tests.server.stubs import Scrape, StubLLM, make_output, make_request, make_step, now
+from tests.server.stubs import NO_STATS, Scrape, StubLLM, make_output, make_request, make_step, now
 
 
 def make_metrics(**options):
@@ -212,6 +213,42 @@ def test_the_engines_numbers_are_read_when_scraped():
     assert found["jaxpage:kv_cache_waste"] == 0.25
     llm.tell(num_running=1)
     assert scrape(metrics)["vllm:num_requests_running"] == 1
+
+
+def test_each_replica_has_its_number():
+    llm, metrics = make_metrics()
+    parts = (
+        replace(NO_STATS, num_running=3, generation_tokens=10, prompt_tokens=5),
+        replace(NO_STATS, generation_tokens=7, num_failed_replicas=1),
+    )
+    llm.tell(num_running=3, generation_tokens=17, num_failed_replicas=1, replicas=parts)
+    llm.records = [
+        ProgramRecord(name="admit", origin="stored", seconds=0.5),
+        ProgramRecord(name="admit", origin="compiled", seconds=2.0, replica=1),
+    ]
+    found = scrape(metrics)
+    for name, values in {
+        "vllm:num_requests_running": [3, 0],
+        "vllm:generation_tokens_total": [10, 7],
+        "jaxpage:replica_up": [1, 0],
+    }.items():
+        assert found.label_values(name, "engine") == ["0", "1"]
+        assert [found[name, f"engine={i}"] for i in (0, 1)] == values
+    name = "vllm:prompt_tokens_by_source_total"
+    assert found[name, "source=local_compute", "engine=0"] == 5
+    assert found["jaxpage:executables", "origin=compiled", "engine=1"] == 1
+    assert found["jaxpage:compile_seconds_total", "origin=compiled", "engine=0"] == 0
+    assert found["vllm:cache_config_info", "engine=1"] == 1
+    families = [line for line in metrics.render().splitlines() if line.startswith(b"# TYPE")]
+    assert len(families) == len(set(families))
+
+
+def test_steps_of_replicas_overlap():
+    _, metrics = make_metrics()
+    for replica in (0, 1):
+        step = make_step(11.0 + replica / 4, {}, launched=10.5, num_tokens=6)
+        metrics.took_step(replace(step, replica=replica))
+    assert scrape(metrics)["jaxpage:step_time_seconds_sum", "program=decode R=2"] == 0.5 + 0.75
 
 
 def test_counters_never_fall():

@@ -34,6 +34,13 @@ def test_a_line_has_the_throughput_since_the_last_one():
     )
 
 
+def test_a_replica_that_has_failed_is_told():
+    line = ThroughputLine(NO_STATS, 100.0)
+    part = replace(NO_STATS, num_running=1)
+    stats = replace(part, num_failed_replicas=1, replicas=(part, NO_STATS))
+    assert (line.next(stats, 110.0) or "").endswith(", Failed replicas: 1 of 2")
+
+
 def test_there_is_one_more_line_when_all_has_come_to_rest():
     line, rest = ThroughputLine(NO_STATS, 0.0), replace(NO_STATS, generation_tokens=8)
     assert line.next(NO_STATS, 10.0) is None

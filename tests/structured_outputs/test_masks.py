@@ -68,6 +68,17 @@ def test_continuations_are_apart_and_may_be_asked_again(compiler, tokenizer):
     assert allowed(source, [b, b], 1) != {EOS}
 
 
+def test_a_request_that_begins_anew_is_asked_from_its_beginning(compiler, tokenizer):
+    source = make(compiler, {"choice": ["red", "green"]})
+    first = allowed(source, [])
+    token_id = next(iter(first))
+    allowed(source, [token_id])
+    assert source.mask(1, [EOS]) is None and source.error(1) is not None
+    source.restart()
+    assert allowed(source, []) == first == allowed(source, [], index=1)
+    assert source.error(1) is None
+
+
 def test_what_is_forced_and_what_is_not(compiler, tokenizer):
     schema = {"type": "object", "properties": {"some_key": {"type": "boolean"}}}
     schema |= {"required": ["some_key"], "additionalProperties": False}

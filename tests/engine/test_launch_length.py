@@ -1,8 +1,8 @@
-"""How many decode steps AsyncLLM has in a launch."""
+"""How many decode steps a launch has while others may come."""
 
 import numpy as np
 
-from jaxpage.async_llm.launch_length import LONGEST_LAUNCH, LaunchLength
+from jaxpage.engine.launch_length import LONGEST_LAUNCH, LaunchLength
 from jaxpage.engine.step_output import StepOutput
 from jaxpage.plan import StepResult
 

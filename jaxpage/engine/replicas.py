@@ -1,0 +1,366 @@
+"""Several engines on devices of their own behind the verbs of one: each request is answered by one of them.
+
+What this file knows: which replica has which request, and what becomes of it when that one fails. What it must never
+learn: how an engine steps (`replica`), how one is chosen (`routing`), what is computed.
+
+A replica fails when its steps do, one after another, or when anything else ends its thread. It is taken out then. Its
+requests, and those of any step that fails, begin anew on a replica that has not tried them yet, if nobody has seen a
+token of them; the others end.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from jaxpage.engine.engine import LONGEST_WAIT, Engine
+from jaxpage.engine.errors import EngineDeadError, StepFailedError
+from jaxpage.engine.replica import Replica, Report
+from jaxpage.engine.routing import Router
+from jaxpage.engine.scheduler import Scheduler
+from jaxpage.engine.sequences import restart
+from jaxpage.engine.stats import EngineStats, of_failed, total
+from jaxpage.engine.step_output import StepOutput, TextEnd
+from jaxpage.request import Request
+from jaxpage.sampling_params import RequestOutputKind
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Replicas that a request may be given to: it may be what makes them fail.
+MAX_TRIES = 3
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """A request that has not ended, and who answers it."""
+
+    request: Request
+    tried: list[int]  # numbers of replicas; the last one has it now
+    unfinished: set[int]  # indices of its sequences
+    has_answer: bool = False  # tokens of it were handed out since it began
+    has_text_end: bool = False  # some of its sequences were ended by their text
+
+    @property
+    def replica(self) -> int:
+        return self.tried[-1]
+
+    @property
+    def may_move(self) -> bool:
+        """Whether nobody would notice that it begins anew, and it is no suspect yet."""
+        unseen = (
+            not self.has_answer or self.request.params.output_kind is RequestOutputKind.FINAL_ONLY
+        )
+        return unseen and len(self.tried) < MAX_TRIES
+
+
+class Replicas:
+    """The verbs of `EngineVerbs`. Each engine belongs to a thread of its own from here on."""
+
+    def __init__(self, engines: Sequence[Engine]):
+        """Their requests and results must not depend on which of them computes."""
+        self._reports: SimpleQueue[Report] = SimpleQueue()
+        self._all = [Replica(i, engine, self._reports) for i, engine in enumerate(engines)]
+        self._live = dict(enumerate(self._all))
+        pools = [engine.scheduler.kv.pool for engine in engines]
+        self._router = Router(
+            len(engines),
+            block_size=pools[0].block_size if pools[0].enable_prefix_caching else 0,
+            max_blocks=sum(pool.num_blocks for pool in pools),
+        )
+        self._runs: dict[str, _Run] = {}
+        # For each replica, requests that have ended here, of which reports may still come.
+        self._forgotten = [Counter[str]() for _ in engines]
+        self._restarted: list[str] = []  # to be told with the next output
+        self._failed: list[str] = []
+        self._is_held = False
+        # The threads know their engines and not this object, so it can go while they run.
+        self._finalizer = weakref.finalize(self, _stop, self._all)
+
+    # Requests.
+
+    def add(self, request: Request) -> None:
+        """See `EngineVerbs`. Raises EngineDeadError if no replica is left."""
+        if request.request_id in self._runs:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        able, error = self._able(request, list(self._live))
+        if not able:
+            raise error or EngineDeadError(f"all {len(self._all)} replicas have failed")
+        run = _Run(request=request, tried=[], unfinished=set())
+        self._runs[request.request_id] = run
+        self._give(run, able)
+
+    def abort(self, request_id: str) -> Request | None:
+        """See `EngineVerbs`."""
+        run = self._runs.get(request_id)
+        if run is not None:
+            self._forget(run)
+        return run and run.request
+
+    def end_by_text(self, end: TextEnd) -> None:
+        """See `EngineVerbs`. What the replica that had a request before says of it does not count."""
+        self._all[end.replica].end_by_text(end)
+        run = self._runs.get(end.request_id)
+        if run is not None and run.replica == end.replica:
+            run.unfinished.discard(end.index)
+            run.has_text_end = True
+            if not run.unfinished:
+                self._forget(run)
+
+    def _able(
+        self, request: Request, replicas: Sequence[int]
+    ) -> tuple[list[int], ValueError | None]:
+        """Those of the replicas that can answer a request, and why another that works cannot."""
+        able, error = [], None
+        for number in replicas:
+            if self._all[number].error is not None:  # it is about to be taken out
+                continue
+            try:
+                self._all[number].engine.scheduler.first_sequences(request)
+            except ValueError as e:
+                error = e
+            else:
+                able.append(number)
+        return able, error
+
+    def _give(self, run: _Run, able: list[int]) -> None:
+        request = run.request
+        run.tried.append(self._router.choose(request, able))
+        run.unfinished = set(range(request.params.n if request.beams is None else 1))
+        run.has_answer = run.has_text_end = False
+        self._all[run.replica].add(request)
+
+    def _forget(self, run: _Run) -> None:
+        """A request has ended for another reason than that its replica says so."""
+        request_id = run.request.request_id
+        self._end(request_id)
+        self._forgotten[run.replica][request_id] += 1
+        self._all[run.replica].forget(request_id)
+
+    def _end(self, request_id: str) -> None:
+        del self._runs[request_id]
+        self._router.ended(request_id)
+
+    # Steps.
+
+    def step(self) -> StepOutput:
+        """What the next replica to report has gained. Replicas step without being asked, a little ahead.
+
+        Raises what a step raised, or StepFailedError for a replica that was taken out, if that ends any request, or
+        if it was the last one.
+        """
+        if self._is_held:
+            self._is_held = False
+            for replica in self._live.values():
+                replica.release()
+        return self._next()
+
+    def collect(self) -> StepOutput:
+        """What is still to be reported. No replica launches a step until `step` is called."""
+        if not self._is_held:
+            self._is_held = True
+            for replica in self._live.values():
+                replica.hold()
+        return self._next()
+
+    @property
+    def has_step_under_way(self) -> bool:
+        """See `EngineVerbs`."""
+        if not self._is_held or not all(r.has_done_all for r in self._live.values()):
+            return True
+        return bool(self._restarted) or not self._reports.empty()
+
+    def has_unfinished_requests(self) -> bool:
+        """See `EngineVerbs`."""
+        if self._runs or self._restarted:
+            return True
+        # In this order: what is idle has reported all.
+        return not all(r.is_idle for r in self._live.values()) or not self._reports.empty()
+
+    @property
+    def num_unfinished(self) -> int:
+        """See `EngineVerbs`."""
+        return len(self._runs)
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """See `EngineVerbs`."""
+        return list(self._runs)
+
+    def take_failed(self) -> list[str]:
+        """See `EngineVerbs`."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    @property
+    def death(self) -> str | None:
+        """See `EngineVerbs`: one replica is enough."""
+        return None if self._live else f"all {len(self._all)} replicas have failed"
+
+    def _next(self) -> StepOutput:
+        while True:
+            if self._restarted:
+                restarted, self._restarted = self._restarted, []
+                return StepOutput(restarted=restarted)
+            try:
+                report = self._reports.get(timeout=LONGEST_WAIT)
+            except Empty:
+                return StepOutput()
+            if report.output is not None:
+                return self._take(report.replica, report.output)
+            if report.forgotten is not None:
+                self._forgotten[report.replica] -= Counter([report.forgotten])
+            elif report.is_last:
+                self._take_out(report.replica, report.error)
+            elif report.error is not None:
+                logger.error(
+                    "a step of replica %d has failed", report.replica, exc_info=report.error
+                )
+                self._move([i for i in report.failed if self._has(report.replica, i)], report.error)
+
+    def _take(self, number: int, output: StepOutput) -> StepOutput:
+        """Take in what requests gained."""
+        self._all[number].take_one()
+        forgotten = self._forgotten[number]
+        names = {*output.request_ids, *(name for name, _, _ in output.scored if name is not None)}
+        stale = {name for name in names if name in forgotten or not self._has(number, name)}
+        if stale:
+            output = output.without(stale)
+        for request_id in output.request_ids:
+            run = self._runs[request_id]
+            if not run.has_answer:
+                run.has_answer = True
+                self._router.answered(request_id)
+        for entry in output.ends:
+            run = self._runs.get(output.request_ids[entry])
+            if run is None:  # all its sequences have ended, this one by its text before
+                continue
+            run.unfinished.discard(output.indices[entry])
+            if not run.unfinished:
+                # The replica may not have heard yet of a sequence whose text has ended, and say more of it.
+                self._forget(run) if run.has_text_end else self._end(run.request.request_id)
+        return output
+
+    def _has(self, number: int, request_id: str) -> bool:
+        run = self._runs.get(request_id)
+        return run is not None and run.replica == number
+
+    def _take_out(self, number: int, error: BaseException | None) -> None:
+        """The thread of a replica has ended."""
+        del self._live[number]
+        self._forgotten[number].clear()
+        if error is None:  # it was told to
+            return
+        logger.error(
+            "replica %d has failed and is taken out; %d of %d are left",
+            number,
+            len(self._live),
+            len(self._all),
+            exc_info=error,
+        )
+        failed = StepFailedError(f"replica {number} has failed and was taken out: {error!r}")
+        self._move([i for i in self._runs if self._has(number, i)], failed)
+
+    def _move(self, request_ids: list[str], error: BaseException) -> None:
+        """Begin requests anew elsewhere. Raises the error if any of them cannot."""
+        lost = []
+        for request_id in request_ids:
+            run = self._runs[request_id]
+            untried = [i for i in self._live if i not in run.tried] if run.may_move else []
+            able, _ = self._able(run.request, untried)
+            self._router.ended(request_id)
+            if able:
+                restart(run.request)
+                self._give(run, able)
+                self._restarted.append(request_id)
+            else:
+                del self._runs[request_id]
+                lost.append(request_id)
+        num_moved = len(request_ids) - len(lost)
+        if num_moved:
+            logger.warning("%d requests begin anew on other replicas", num_moved)
+        self._failed += lost
+        if lost or not self._live:
+            raise error
+
+    # The rest.
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """See `EngineVerbs`. Without `reset_running_requests`, False while any request is unfinished."""
+        if self._runs and not reset_running_requests:
+            return False
+
+        def reset(engine: Engine) -> bool:
+            return engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+        self._router.forget_prefixes()
+        return all(self._on_each(reset))
+
+    def save_prefix_cache(self) -> None:
+        """See `EngineVerbs`. All write to the same folder: equal blocks have equal names there."""
+        self._on_each(Engine.save_prefix_cache)
+
+    def look(
+        self, function: Callable[[Scheduler], T], replica: int | None = None
+    ) -> dict[int, Future[T]]:
+        """See `EngineVerbs`."""
+
+        def of(engine: Engine) -> Callable[[], T]:
+            return lambda: function(engine.scheduler)
+
+        chosen = [r for r in self._live.values() if replica in (None, r.number)]
+        return {r.number: r.call(of(r.engine)) for r in chosen}
+
+    def stats(self) -> EngineStats:
+        """The sum, and each part. Any thread may ask."""
+        parts = [of_failed(r.engine.stats()) if r.error else r.engine.stats() for r in self._all]
+        return total(parts)
+
+    def programs(self) -> list[Any]:
+        """Those of each replica, one after another. Any thread may ask."""
+        return [
+            replace(record, replica=replica.number)
+            for replica in self._all
+            for record in replica.engine.programs()
+        ]
+
+    def shorten_launches(self) -> None:
+        """See `EngineVerbs`."""
+        self._on_each(Engine.shorten_launches)
+
+    def wait_until_warm(self) -> None:
+        """See `EngineVerbs`."""
+        for replica in self._all:
+            replica.engine.wait_until_warm()
+
+    def close(self) -> None:
+        """See `EngineVerbs`."""
+        self._finalizer()
+
+    def _on_each(self, function: Callable[[Engine], T]) -> list[T]:
+        """What a function returns of each engine that works, called between two steps."""
+
+        def of(engine: Engine) -> Callable[[], T]:
+            return lambda: function(engine)
+
+        futures = [replica.call(of(replica.engine)) for replica in self._live.values()]
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            # One that has just failed will be taken out.
+            if error is not None and not isinstance(error, EngineDeadError):
+                raise error
+        return [f.result() for f, error in zip(futures, errors, strict=True) if error is None]
+
+
+def _stop(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.stop()
+    for replica in replicas:
+        replica.join()
