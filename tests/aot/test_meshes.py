@@ -46,8 +46,12 @@ def test_the_pool_stays_where_it_is_and_temporaries_are_bounded(found):
 
 def test_kernels_serve_attention_and_int8_products(found):
     for case, each in found:
-        # On an H200 a step with prompts has one for decoding rows and one for prompts.
-        assert each["attention_calls"] % FEW == 0 < each["attention_calls"], each
+        # An H200 copies the scales of two KV heads at once: with one on a device, attention of int8 is XLA's.
+        has_one_head = MODELS[case.model]["num_key_value_heads"] == case.num_devices
+        has_kernel = not (case.is_int8 and has_one_head and case.target == "h200:8")
+        # There a step with prompts has one for decoding rows and one for prompts.
+        assert each["attention_calls"] % FEW == 0, each
+        assert (each["attention_calls"] > 0) is has_kernel, each
         assert (each["product_calls"] > 0) is case.is_int8, each
 
 
