@@ -8,7 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.aot.exchange import Collective, seconds_of
+from jaxpage.aot.targets import Links
 from jaxpage.runner.memory import pool_bytes_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """The fastest that a decode step can be, in ms. Weights and KV are read once and every token is multiplied with
+    every parameter meanwhile; then devices exchange.
+    """
+
+    weights: float
+    kv: float
+    products: float
+    exchange: float
+
+    @property
+    def total(self) -> float:
+        return max(self.weights + self.kv, self.products) + self.exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +42,13 @@ class Estimate:
     num_tokens: int  # of the longest sequence that fits if it is alone, see `kv_groups`
     fits: bool  # one sequence of max_model_len
     batches: dict[int, int]  # length of sequences: how many at once, by memory
-    decode_ms: dict[tuple[int, int], float]  # (batch, length): the fastest a decode step can be
+    decode: dict[tuple[int, int], DecodeStep]  # by (batch, length)
     changes: tuple[str, ...]  # each of which would make it fit
 
 
 def estimate(measured: dict[str, Any]) -> Estimate:
     """The estimate for one target."""
-    config, chip = measured["config"], measured["chip"]
+    config = measured["config"]
     num_blocks = max(0, measured["num_blocks"] - 1)
     blocks = {int(n): count for n, count in measured["blocks"].items()}
     wanted = config["max_model_len"]
@@ -48,11 +66,23 @@ def estimate(measured: dict[str, Any]) -> Estimate:
         num_tokens=next((n for n, count in lengths if count <= num_blocks), 0),
         fits=fits,
         batches=batches,
-        decode_ms={
-            (batch, n): 1000 * _seconds(measured, chip, batch, batch * blocks[n])
-            for batch, n in cases
-        },
+        decode={(batch, n): decode_step(measured, batch, n) for batch, n in cases},
         changes=() if fits else _changes(measured, blocks[wanted]),
+    )
+
+
+def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep:
+    """Of `batch` sequences of `length` tokens, one of the lengths in `measured`."""
+    chip, num_devices, links = measured["chip"], measured["num_devices"], Links(**measured["links"])
+    kv_bytes = batch * measured["blocks"][str(length)] * measured["block_bytes"]
+    exchange = sum(
+        seconds_of(Collective(*each), batch, num_devices, links) for each in measured["exchange"]
+    )
+    return DecodeStep(
+        weights=1000 * measured["bytes_per_step"] / chip["bytes_per_second"],
+        kv=1000 * kv_bytes / chip["bytes_per_second"],
+        products=1000 * batch * measured["flops_per_token"] / chip["flops_per_second"],
+        exchange=1000 * exchange,
     )
 
 
@@ -62,13 +92,6 @@ def _pool_bytes(measured: dict[str, Any], weight_bytes: int) -> int:
         weight_bytes + measured["state_bytes"] + measured["temp_bytes"],
         utilization=measured["config"]["gpu_memory_utilization"],
     )
-
-
-def _seconds(measured: dict[str, Any], chip: dict[str, Any], batch: int, num_blocks: int) -> float:
-    """Roofline: weights and KV are read once, every token is multiplied with every parameter."""
-    num_bytes = measured["bytes_per_step"] + num_blocks * measured["block_bytes"]
-    flops = batch * measured["flops_per_token"]
-    return max(num_bytes / chip["bytes_per_second"], flops / chip["flops_per_second"])
 
 
 def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:

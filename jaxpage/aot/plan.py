@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -19,9 +19,15 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 
 from jaxpage.aot.estimate import Estimate, estimate
 from jaxpage.aot.process import Report, run
+from jaxpage.aot.replicas import RULE, Division, best, show_divisions, sizes_of
 from jaxpage.aot.targets import GIB, Target, parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.config import EngineConfig
+
+_HELP_OF_TP = (
+    "devices that share the weights and the heads; auto compares all numbers that divide the target, with replicas on "
+    f"the other devices, and names the best: {RULE}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +36,9 @@ class Plan:
 
     # a folder with config.json, or that file; no weights are read
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    target: str = "v6e:2x2"  # chip and topology: v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1, h200
-    tp: int = 1  # devices that share the weights and the heads
+    # chip and topology: v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1, h200, h200:8
+    target: str = "v6e:2x2"
+    tp: Annotated[int | Literal["auto"], tyro.conf.arg(help=_HELP_OF_TP)] = 1
     compare: tuple[str, ...] = ()  # further targets, for a table
     dtype: str = "auto"
     max_model_len: str | None = None  # None: what config.json says
@@ -47,18 +54,38 @@ class Plan:
 def main(plan: Plan) -> int:
     """Print an estimate for each target. Returns 0 if the model fits one of them, else 1. Raises ValueError."""
     targets = [parse_target(text) for text in dict.fromkeys((plan.target, *plan.compare))]
+    if plan.tp == "auto":
+        return _divide(plan, targets)
     for target in targets:
         _check(target, plan.tp)
-    found = [_measure(plan, target) for target in targets]
+    found = [_measure(plan, target, [plan.tp])[0] for target in targets]
     estimates = [estimate(measured) for measured in found]
-    if plan.json is not None:
-        whole = [m | {"estimate": _plain(e)} for m, e in zip(found, estimates, strict=True)]
-        plan.json.write_text(json.dumps(whole, indent=1) + "\n")
+    _keep(plan, found, estimates)
     if len(targets) == 1:
         print(show(found[0], estimates[0]))
     else:
         print(show_table(found, estimates))
     return 0 if any(each.fits for each in estimates) else 1
+
+
+def _divide(plan: Plan, targets: list[Target]) -> int:
+    """`--tp auto`: a table for each target, for which nothing is compiled. Returns 0 if the model fits one, else 1."""
+    for target in targets:
+        _check(target, 1)
+    tables = [
+        [Division(each) for each in _measure(plan, target, sizes_of(target.num_devices))]
+        for target in targets
+    ]
+    divisions = [each for table in tables for each in table]
+    _keep(plan, [each.measured for each in divisions], [each.estimate for each in divisions])
+    print("\n\n".join(show_divisions(table) for table in tables))
+    return 0 if any(best(table) for table in tables) else 1
+
+
+def _keep(plan: Plan, found: list[dict[str, Any]], estimates: list[Estimate]) -> None:
+    if plan.json is not None:
+        whole = [m | {"estimate": _plain(e)} for m, e in zip(found, estimates, strict=True)]
+        plan.json.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def _check(target: Target, num_devices: int) -> None:
@@ -71,10 +98,16 @@ def _check(target: Target, num_devices: int) -> None:
         raise ValueError(f"{target.name}: {missing}")
 
 
-def _measure(plan: Plan, target: Target) -> dict[str, Any]:
+def _measure(plan: Plan, target: Target, sizes: list[int]) -> list[dict[str, Any]]:
+    """With each of these numbers of devices."""
     names = {f.name for f in dataclasses.fields(EngineConfig)}
     options = {k: v for k, v in vars(plan).items() if k in names and v is not None}
-    request = {"target": target.name, "num_devices": plan.tp, "options": options}
+    request = {
+        "target": target.name,
+        "num_devices": sizes,
+        "options": options,
+        "compiles": plan.tp != "auto",
+    }
     with _progress(target.name) as on_report:
         return run("jaxpage.aot.worker", request, target, on_report=on_report)
 
@@ -103,6 +136,7 @@ def _progress(name: str) -> Iterator[Report]:
 def show(measured: dict[str, Any], estimated: Estimate) -> str:
     """The estimate for one target, as text."""
     chip, config = measured["chip"], measured["config"]
+    steps = estimated.decode
     devices = f"{measured['num_devices']} device{'s' * (measured['num_devices'] > 1)}"
     lines = [
         f"{measured['target']} ({chip['device_kind']}), {devices}, {chip['num_bytes'] / GIB:.1f} GiB each; "
@@ -122,14 +156,16 @@ def show(measured: dict[str, Any], estimated: Estimate) -> str:
         "",
         "sequences at once, by memory: "
         + ", ".join(f"{count} of {n} tokens" for n, count in estimated.batches.items()),
-        "fastest decode step (bytes over bandwidth, flops over peak): "
-        + ", ".join(f"{ms:.2f} ms at {b} x {n}" for (b, n), ms in estimated.decode_ms.items()),
+        "fastest decode step (bytes over bandwidth, flops over peak, exchange over links): "
+        + ", ".join(f"{step.total:.2f} ms at {b} x {n}" for (b, n), step in steps.items()),
+        *_exchange(measured, estimated),
         "",
         f"{'program':<18}{'compiled in':>12}{'temporaries':>14}  collectives",
     ]
     for program in measured["programs"]:
         collectives = ", ".join(
-            f"{found['count']} {name}" for name, found in program["collectives"].items()
+            f"{count} {kind} of {num_bytes / 2**20:.2f} MiB"
+            for kind, count, num_bytes in program["exchanges"]
         )
         lines.append(
             f"{program['name']:<18}{program['seconds']:>10.1f} s{program['temp_bytes'] / 2**20:>10.1f} MiB"
@@ -139,13 +175,24 @@ def show(measured: dict[str, Any], estimated: Estimate) -> str:
     return "\n".join(lines)
 
 
+def _exchange(measured: dict[str, Any], estimated: Estimate) -> list[str]:
+    if measured["num_devices"] == 1:
+        return []
+    links = measured["links"]
+    parts = ", ".join(f"{s.exchange:.2f} ms at {b} x {n}" for (b, n), s in estimated.decode.items())
+    return [
+        f"of that devices exchange for {parts}: {links['bytes_per_second'] / 1e9:.0f} GB/s of each device, "
+        f"{links['steps']} steps of {1e6 * links['seconds_per_step']:.1f} us"
+    ]
+
+
 def show_table(found: list[dict[str, Any]], estimates: list[Estimate]) -> str:
     """A table with a line for each target."""
     lines = [
         f"{'target':<14}{'fits':>6}{'weights':>10}{'KV GiB':>8}{'longest':>9}{'decode ms':>11}  else"
     ]
     for measured, estimated in zip(found, estimates, strict=True):
-        fastest = next(iter(estimated.decode_ms.values()))
+        fastest = next(iter(estimated.decode.values())).total
         lines.append(
             f"{measured['target']:<14}{'yes' if estimated.fits else 'no':>6}{estimated.weight_bytes / GIB:>10.2f}"
             f"{estimated.pool_bytes / GIB:>8.2f}{estimated.num_tokens:>9}{fastest:>11.2f}"
@@ -166,5 +213,7 @@ def _sentence(config: dict[str, Any], estimated: Estimate) -> str:
 
 def _plain(estimated: Estimate) -> dict[str, Any]:
     values = dataclasses.asdict(estimated)
-    values["decode_ms"] = [[*case, ms] for case, ms in estimated.decode_ms.items()]
+    del values["decode"]
+    values["decode_ms"] = [[*case, step.total] for case, step in estimated.decode.items()]
+    values["exchange_ms"] = [[*case, step.exchange] for case, step in estimated.decode.items()]
     return values

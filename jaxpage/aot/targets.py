@@ -1,4 +1,4 @@
-"""Chips to compile for: the numbers in their data sheets.
+"""Chips to compile for, and how they are linked: the numbers in their data sheets.
 
 Knows numbers and names. Must not know jax.
 """
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 GIB = 2**30
+_ICI_HOP = 1e-6  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +22,25 @@ class Chip:
     num_bytes: int  # memory that programs can have: what the TPUs' compiler allows, what jax takes of a GPU
     bytes_per_second: float  # of that memory
     flops_per_second: float  # products of bfloat16
+    link_bytes_per_second: float  # of one link between chips, in one direction
+    seconds_per_step: float  # from one chip of a ring to the next, however little is sent
+    seconds_per_call: float = 0.0  # of a collective, besides
+    ring_directions: int = 2  # in which a collective sends at a time
     devices_per_chip: int = 1
-    rank: int = 2  # numbers in a topology; 0: it has none, and is used alone
+    links_within_chip: int = 0  # so many links are as fast as what its devices are joined by
+    rank: int = (
+        2  # numbers in a topology; 0: it has none, any number of devices is joined by a switch
+    )
+    most_devices: int | None = None  # joined by that switch
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        # https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e, /tpu7x
+        # https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e, /tpu7x. They give the bandwidth of all links of a chip in
+        # both directions, 400, 1200, 800 and 1200 GB/s: four links in a 2D torus, six in a 3D one. The two halves of
+        # a TPU7x chip are joined by what is six times as fast as a link. A hop takes about a microsecond:
+        # https://jax-ml.github.io/scaling-book/sharding
         Chip(
             name="v5e",
             platform="tpu",
@@ -36,6 +48,8 @@ CHIPS = {
             num_bytes=int(15.75 * GIB),
             bytes_per_second=819e9,
             flops_per_second=197e12,
+            link_bytes_per_second=50e9,
+            seconds_per_step=_ICI_HOP,
         ),
         Chip(
             name="v5p",
@@ -44,6 +58,8 @@ CHIPS = {
             num_bytes=int(95.73 * GIB),
             bytes_per_second=2765e9,
             flops_per_second=459e12,
+            link_bytes_per_second=100e9,
+            seconds_per_step=_ICI_HOP,
             rank=3,
         ),
         Chip(
@@ -53,6 +69,8 @@ CHIPS = {
             num_bytes=int(31.24 * GIB),
             bytes_per_second=1640e9,
             flops_per_second=918e12,
+            link_bytes_per_second=100e9,
+            seconds_per_step=_ICI_HOP,
         ),
         Chip(
             name="tpu7x",
@@ -61,11 +79,16 @@ CHIPS = {
             num_bytes=int(94.74 * GIB),
             bytes_per_second=3690e9,
             flops_per_second=1153e12,
+            link_bytes_per_second=100e9,
+            seconds_per_step=_ICI_HOP,
             devices_per_chip=2,
+            links_within_chip=6,
             rank=3,
         ),
         # NVIDIA H200 SXM data sheet. Of the memory that its driver reports jax takes three quarters, unless
-        # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+        # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. NVLink has 900 GB/s in both directions; eight GPUs of an HGX
+        # board are joined by its switches. Latencies are those with which NCCL chooses its algorithms (a ring with
+        # the LL protocol, src/graph/tuning.cc).
         Chip(
             name="h200",
             platform="gpu",
@@ -73,10 +96,25 @@ CHIPS = {
             num_bytes=int(0.75 * 143_771 * 2**20),
             bytes_per_second=4800e9,
             flops_per_second=989e12,
+            link_bytes_per_second=450e9,
+            seconds_per_step=0.6e-6,
+            seconds_per_call=6.6e-6,
+            ring_directions=1,
             rank=0,
+            most_devices=8,
         ),
     )
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Of a device to the others with which it exchanges, in a ring through all of them."""
+
+    bytes_per_second: float  # that each device can send
+    steps: int  # until what a device sends is with all others
+    seconds_per_step: float
+    seconds_per_call: float
 
 
 @dataclass(frozen=True)
@@ -93,12 +131,37 @@ class Target:
         )
 
     @property
+    def num_chips(self) -> int:
+        return math.prod(self.topology)
+
+    @property
     def num_devices(self) -> int:
-        return math.prod(self.topology) * self.chip.devices_per_chip
+        return self.num_chips * self.chip.devices_per_chip
+
+    def links(self, num_devices: int) -> Links:
+        """Between the first `num_devices` devices.
+
+        A small slice is a mesh, no torus: a chip in its corner, for which all wait, has one link along each axis.
+        """
+        chip = self.chip
+        num_chips = -(-num_devices // chip.devices_per_chip)
+        if chip.rank == 0:
+            num_links = 1
+        elif num_chips == 1:
+            num_links = max(1, chip.links_within_chip)
+        else:
+            num_axes = sum(size > 1 for size in self.topology)
+            num_links = min(num_axes, num_chips.bit_length() - 1)
+        return Links(
+            bytes_per_second=num_links * chip.link_bytes_per_second,
+            steps=-(-(num_devices - 1) // chip.ring_directions),
+            seconds_per_step=chip.seconds_per_step,
+            seconds_per_call=chip.seconds_per_call,
+        )
 
 
 def parse_target(text: str) -> Target:
-    """ "v6e:2x2", "tpu7x:2x2x1" or "h200". Raises ValueError for anything else."""
+    """ "v6e:2x2", "tpu7x:2x2x1", "h200" or "h200:8". Raises ValueError for anything else."""
     name, _, topology = text.strip().lower().partition(":")
     if name not in CHIPS:
         raise ValueError(f"no chip {name!r}; known are {', '.join(CHIPS)}")
@@ -106,7 +169,8 @@ def parse_target(text: str) -> Target:
     if not topology and chip.rank == 0:
         return Target(chip, ())
     sizes = topology.split("x")
-    if len(sizes) != chip.rank or not all(size.isdigit() and int(size) > 0 for size in sizes):
-        example = ":".join([name, *(["x".join("221"[: chip.rank])] * bool(chip.rank))])
-        raise ValueError(f"{text!r} is no target of this chip; write it like {example}")
-    return Target(chip, tuple(map(int, sizes)))
+    most = chip.most_devices or math.inf
+    if len(sizes) == max(1, chip.rank) and all(s.isdigit() and 0 < int(s) <= most for s in sizes):
+        return Target(chip, tuple(map(int, sizes)))
+    example = f"{name}:{chip.most_devices or 'x'.join('221'[: chip.rank])}"
+    raise ValueError(f"{text!r} is no target of this chip; write it like {example}")

@@ -113,8 +113,10 @@ def _devices(target: Target) -> list:
     from jax._src import xla_bridge  # there is no public way to load the plugin without a GPU
 
     xla_bridge.discover_pjrt_plugins()
+    # One host, whose devices are joined by NVLink.
+    shape = f"1x1x{target.num_devices}"
     return topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", target_config=H200, topology="1x1x1"
+        platform="cuda", topology_name=shape, target_config=H200, topology=shape
     ).devices
 
 

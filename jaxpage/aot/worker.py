@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
+from jaxpage.aot.collectives import exchanges
+from jaxpage.aot.hlo import copies_of_size, kernel_calls
 from jaxpage.aot.process import Report, serve
+from jaxpage.aot.steps import exchange_of, most_temp_bytes
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.composition import executable_cache, size
@@ -88,11 +90,17 @@ def make_job(options: dict[str, Any], target: Target, num_devices: int) -> Compi
 
 
 def measure(
-    options: dict[str, Any], target: Target, num_devices: int, report: Report = lambda _: None
+    options: dict[str, Any],
+    target: Target,
+    num_devices: int,
+    report: Report = lambda _: None,
+    *,
+    compiles: bool = True,
 ) -> dict[str, Any]:
     """Everything that an estimate needs. Bytes and rates are those of one device. Raises ValueError.
 
     `report` gets {"compiling": names}, and {"compiled": name, "seconds": s} after each. Results are kept on disk.
+    Unless it `compiles`, the temporaries are those that no step was seen to exceed, and there are no programs.
     """
     job = make_job(options, target, num_devices)
     spec = job.spec
@@ -100,8 +108,13 @@ def measure(
     # Where the weights alone are too many there is nothing to compile.
     fits = _pool_bytes(spec, target, 0) > 0
     state_bytes = job.lowerings.state_bytes
-    programs = _remembered(job, partial(_compile_largest, job, report)) if fits else []
-    temp_bytes = largest_step_bytes(programs, config.decode_steps)
+    programs: list[dict[str, Any]] = []
+    temp_bytes = 0
+    if fits and compiles:
+        programs = _remembered(job, partial(_compile_largest, job, report))
+        temp_bytes = largest_step_bytes(programs, config.decode_steps)
+    elif fits:
+        temp_bytes = most_temp_bytes(spec)
     sized = size(
         spec,
         available=partial(_pool_bytes, spec, target),
@@ -117,6 +130,9 @@ def measure(
         "target_devices": target.num_devices,
         "config": _options_shown(config),
         "chip": dataclasses.asdict(target.chip),
+        "num_chips": target.num_chips,
+        "links": dataclasses.asdict(target.links(num_devices)),
+        "exchange": exchange_of(spec),
         "weight_bytes": sum(weights.values()),
         # Of an embedding that is not the head too, only the rows of the step's tokens are read.
         "bytes_per_step": sum(weights.values()) - embedding,
@@ -142,7 +158,7 @@ def compile_and_inspect(
     `lowering`: for a program that is none of the engine's own.
     """
     found = {"name": name, "temp_bytes": job.target.chip.num_bytes, "result_bytes": 0}
-    found |= {"alias_bytes": 0, "collectives": {}, "pool_copies": [], "kernels": []}
+    found |= {"alias_bytes": 0, "exchanges": [], "pool_copies": [], "kernels": []}
     start = time.perf_counter()
     try:
         with job.spec.on_target():
@@ -157,7 +173,7 @@ def compile_and_inspect(
         "temp_bytes": program.temp_bytes,
         "result_bytes": program.result_bytes,
         "alias_bytes": program.alias_bytes,
-        "collectives": collectives(text),
+        "exchanges": exchanges(text),
         "pool_copies": list(copies_of_size(text, job.pool_shapes)),
         "kernels": kernel_calls(text),
     }
@@ -286,9 +302,10 @@ def _shorter(max_model_len: int) -> list[int]:
     return lengths
 
 
-def _work(request: dict[str, Any], report: Report) -> dict[str, Any]:
+def _work(request: dict[str, Any], report: Report) -> list[dict[str, Any]]:
     target = parse_target(request["target"])
-    return measure(request["options"], target, request["num_devices"], report)
+    sizes, options, compiles = request["num_devices"], request["options"], request["compiles"]
+    return [measure(options, target, n, report, compiles=compiles) for n in sizes]
 
 
 if __name__ == "__main__":

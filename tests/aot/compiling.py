@@ -142,7 +142,7 @@ def _examine(
     program: Program, compiler: str, kept: evidence.Evidence, anew: bool
 ) -> dict[str, Any]:
     """`anew`: also what has a record."""
-    observer = hash_of_observer(program.look)
+    observer = hash_of_observer(program.look, *program.observers)
     try:
         lowered = program.lower()
         text = hash_of(lowered)

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Program:
     lower: Callable[[], jax.stages.Lowered]
     look: Callable[[jax.stages.Compiled, str], dict[str, Any]]
     is_refused: bool = False  # it cannot be compiled, and should not be
+    observers: tuple[ModuleType, ...] = ()  # further modules that `look` reads the text with
 
 
 def hash_of(lowered: jax.stages.Lowered) -> str:
@@ -45,14 +47,16 @@ def hash_of(lowered: jax.stages.Lowered) -> str:
     return _sha(*texts, repr(sorted(options)))
 
 
-def hash_of_observer(look: Callable[..., Any]) -> str:
-    """Of the code that reads what is compiled: what it found is worth nothing once it looks for something else."""
+def hash_of_observer(look: Callable[..., Any], *modules: ModuleType) -> str:
+    """Of the code that reads what is compiled, `modules` too: what it found is worth nothing once it looks for
+    something else.
+    """
     from jaxpage.aot import hlo
     from tests.aot import ptxas
 
     while isinstance(look, partial):
         look = look.func
-    sources = [inspect.getsource(each) for each in (hlo, ptxas, look)]
+    sources = [inspect.getsource(each) for each in (hlo, ptxas, look, *modules)]
     return _sha(*(_code(ast.parse(textwrap.dedent(source))) for source in sources))
 
 

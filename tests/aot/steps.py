@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
 from jaxpage.aot.targets import parse_target
 from tests.aot import ptxas
+from tests.aot.models import qwen2
 from tests.aot.program import Program
 
 if TYPE_CHECKING:
@@ -34,30 +35,11 @@ if TYPE_CHECKING:
 FEW = 2  # layers
 
 
-def _qwen2(size: int, mlp: int, heads: int, kv_heads: int, layers: int, **more) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": size,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": layers,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "dtype": "bfloat16",
-        "eos_token_id": 151645,
-    } | more
-
-
 # Those of Qwen2.5, as their config.json has them.
 MODELS = {
-    "0.5B": _qwen2(896, 4864, 14, 2, 24),
-    "3B": _qwen2(2048, 11008, 16, 2, 36),
-    "7B": _qwen2(3584, 18944, 28, 4, 28, vocab_size=152064, tie_word_embeddings=False),
+    "0.5B": qwen2(896, 4864, 14, 2, 24),
+    "3B": qwen2(2048, 11008, 16, 2, 36),
+    "7B": qwen2(3584, 18944, 28, 4, 28, vocab_size=152064, tie_word_embeddings=False),
 }
 
 

@@ -13,6 +13,7 @@ from jaxpage.aot.targets import Target, parse_target
 # Largest first, for two processes at a time.
 NAMES = (
     "steps",
+    "meshes",
     "quant_matmul",
     "paged_attention_tpu",
     "paged_attention_gpu",

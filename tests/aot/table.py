@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.aot.targets import CHIPS, parse_target
-from tests.aot import evidence, steps
+from tests.aot import evidence, meshes, steps
 from tests.aot.suites import calls
 
 README = Path(__file__).parents[2] / "jaxpage/aot/README.md"
@@ -63,7 +63,13 @@ def see(found: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
                 "manifest": manifest,
             }
         )
-    return {"kernels": kernels, "places": places}
+    on_meshes: dict[meshes.Case, list[str]] = {}
+    for target in meshes.TARGETS:
+        for each in found["meshes", target]:
+            case = meshes.case_of(target, each["name"])
+            on_meshes.setdefault(case, []).append(each["name"].removeprefix(f"{case.name} "))
+    cases = [(case, on_meshes[case]) for case in meshes.CASES]
+    return {"kernels": kernels, "places": places, "cases": cases}
 
 
 def render(seen: dict[str, Any]) -> str:
@@ -84,6 +90,11 @@ def render(seen: dict[str, Any]) -> str:
         total = f"{sum(map(sum, counts))} of {place['manifest']}"
         cells = [place["place"], place["attention"], *cells, total]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"| steps with {meshes.FEW} layers | model | programs |", "| --- | --- | --- |"]
+    for case, programs in seen["cases"]:
+        int8 = ", weights and KV in int8" if case.is_int8 else ""
+        where = f"{case.target} TP {case.num_devices}"
+        lines.append(f"| {where} | {case.model}{int8} | {', '.join(sorted(programs))} |")
     return "\n".join(lines) + "\n"
 
 

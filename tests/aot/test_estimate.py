@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.aot.estimate import estimate
+from jaxpage.aot.estimate import decode_step, estimate
 from jaxpage.aot.plan import show, show_table
 from jaxpage.aot.targets import CHIPS, parse_target
 
@@ -27,7 +27,8 @@ def measured(**changes):
         "max_num_seqs": 64,
         "gpu_memory_utilization": 0.9,
     }
-    program = {"name": "decode R=64", "seconds": 1.0, "collectives": {"all-reduce": {"count": 5}}}
+    program = {"name": "decode R=64", "seconds": 1.0, "exchanges": [["all-reduce", 5, 2**20]]}
+    links = {"bytes_per_second": 1e9, "steps": 1, "seconds_per_step": 1e-3, "seconds_per_call": 0.0}
     found = {
         "target": "chip:2x2",
         "attention": "kernel",
@@ -35,6 +36,8 @@ def measured(**changes):
         "target_devices": 4,
         "config": config | changes.pop("config", {}),
         "chip": chip,
+        "links": links,
+        "exchange": [],
         "weight_bytes": 4 * GB,
         "bytes_per_step": 3 * GB,
         "flops_per_token": 3 * GB,
@@ -64,10 +67,17 @@ def test_a_model_that_fits():
 
 def test_the_fastest_step_reads_weights_and_kv_once_or_multiplies_all_rows():
     estimated = estimate(measured())
-    assert estimated.decode_ms[1, 1000] == pytest.approx(3 + 0.01)
-    assert estimated.decode_ms[3, 100_000] == pytest.approx(3 + 3.0)
+    assert estimated.decode[1, 1000].total == pytest.approx(3 + 0.01)
+    assert estimated.decode[3, 100_000].total == pytest.approx(3 + 3.0)
     slow = measured(flops_per_token=10**12)
-    assert estimate(slow).decode_ms[64, 1000] == pytest.approx(64 * 10)
+    assert estimate(slow).decode[64, 1000].total == pytest.approx(64 * 10)
+
+
+def test_then_devices_exchange():
+    """5 sums of a KB a row: of two rows and two devices each sends 2 KB, twice in a step of a ms."""
+    step = decode_step(measured(num_devices=2, exchange=[["all-reduce", 5, 1000]]), 2, 1000)
+    assert step.exchange == pytest.approx(5 * (2 + 2e-3))
+    assert step.total == pytest.approx(3 + 2 * 0.01 + step.exchange)
 
 
 def test_what_does_not_fit_says_what_would():
@@ -95,10 +105,13 @@ def test_everything_is_shown():
         "3.54",
         "3799 of 1000000",
         "64 of 1000",
-        "5 all-reduce",
+        "5 all-reduce of 1.00 MiB",
         "It fits: 3",
     ):
         assert word in text
+    assert "of that devices exchange" not in text
+    shared = measured(num_devices=2, exchange=[["all-reduce", 5, 1000]])
+    assert "of that devices exchange for 10.01 ms at 1 x 1000" in show(shared, estimate(shared))
     short = measured(weight_bytes=7.5 * GB)
     assert "It does not fit" in show(short, estimate(short))
     table = show_table([facts, short], [estimate(facts), estimate(short)]).splitlines()
@@ -106,7 +119,8 @@ def test_everything_is_shown():
 
 
 @pytest.mark.parametrize(
-    ("text", "num_devices"), [("v6e:2x2", 4), ("V5E:2x4", 8), ("tpu7x:2x2x1", 8), ("h200", 1)]
+    ("text", "num_devices"),
+    [("v6e:2x2", 4), ("V5E:2x4", 8), ("tpu7x:2x2x1", 8), ("h200", 1), ("h200:8", 8)],
 )
 def test_targets_are_chips_and_topologies(text, num_devices):
     target = parse_target(text)
@@ -114,7 +128,7 @@ def test_targets_are_chips_and_topologies(text, num_devices):
 
 
 @pytest.mark.parametrize(
-    "text", ["v9:2x2", "v6e", "v6e:2", "v6e:2x2x1", "v6e:axb", "h200:8", "v6e:0x2"]
+    "text", ["v9:2x2", "v6e", "v6e:2", "v6e:2x2x1", "v6e:axb", "h200:16", "h200:2x4", "v6e:0x2"]
 )
 def test_other_targets_are_refused(text):
     with pytest.raises(ValueError, match="no chip|like"):

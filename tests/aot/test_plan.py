@@ -55,7 +55,7 @@ def test_one_device_of_two_kinds(config, kv_cache_dtype, capsys):
         quantised = kv_cache_dtype == "int8"  # a byte each, and scale and zero for 64 of them
         of_block = block_size * BLOCK_BYTES
         assert each["block_bytes"] == (of_block * 68 // 128 if quantised else of_block)
-        assert all(program["collectives"] == {} for program in each["programs"])
+        assert all(program["exchanges"] == [] for program in each["programs"])
         check_programs(each)
 
 
@@ -70,19 +70,31 @@ def test_four_devices_exchange_what_tensor_parallelism_needs_and_no_more(config)
     assert found["block_bytes"] == 128 * BLOCK_BYTES // 2
     embed, vocab, number = CONFIG["hidden_size"], CONFIG["vocab_size"], 2 * NUM_LAYERS + 1
 
-    def sums(num_tokens):
-        return {"all-reduce": {"count": number, "largest": num_tokens * embed}}
+    exchanges = {program["name"]: program["exchanges"] for program in found["programs"]}
+    assert exchanges["layers R=8"] == [["all-reduce", number, 8 * embed * 2]]
+    assert exchanges["forward T=64"] == [["all-reduce", number, 64 * embed * 2]]
+    logits, *sampled = exchanges["sample R=8"]
+    assert logits == ["all-to-all", 1, 8 * vocab // 4 * 4]
+    # Token, logprob, rank and the top logprobs of each row.
+    assert sum(count * num_bytes for _, count, num_bytes in sampled) == 8 * (3 + 2 * 20) * 4
+    reckoned = sum(count * num_bytes for _, count, num_bytes in found["exchange"])
+    assert 8 * reckoned == sum(
+        count * num_bytes
+        for name in ("layers R=8", "sample R=8")
+        for _, count, num_bytes in exchanges[name]
+    )
 
-    collectives = {program["name"]: program["collectives"] for program in found["programs"]}
-    assert collectives == {
-        "layers R=8": sums(8),
-        "forward T=64": sums(64),
-        "sample R=8": {
-            "all-to-all": {"count": 1, "largest": 8 * vocab // 4},
-            "all-gather": {"count": 1, "largest": 8 * 20},  # top logprobs
-            "all-reduce": {"count": 1, "largest": 8},
-        },
-    }
+
+def test_divisions_of_a_target_are_compared_without_a_compiler_at_work(config, capsys):
+    code, found = run(config, target="v5e:2x4", tp="auto", compare=("h200:2",))
+    assert code == 0
+    assert [(each["target"], each["num_devices"]) for each in found] == [
+        *(("v5e:2x4", n) for n in (1, 2, 4, 8)),
+        *(("h200:2", n) for n in (1, 2)),
+    ]
+    assert all(each["programs"] == [] and each["temp_bytes"] > 64 << 20 for each in found)
+    printed = capsys.readouterr()
+    assert printed.out.count("Best: --tp ") == 2 and "compil" not in printed.err
 
 
 def test_a_model_that_does_not_fit_is_told_by_the_exit_code(config, capsys):

@@ -1,0 +1,128 @@
+"""How to divide a target: how many devices share the weights, and so how many replicas of the model there are.
+
+`jaxpage plan --tp auto`. Pure arithmetic on estimates. Must not know compilers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxpage.aot.estimate import DecodeStep, Estimate, decode_step, estimate
+from jaxpage.aot.targets import GIB
+
+BATCH = 64  # of each replica, for comparison
+# Of the most tokens/s that a division gives: so many are enough to be taken for its shorter step.
+ENOUGH = 0.9
+RULE = (
+    f"the shortest decode step of one sequence, among those with {ENOUGH:.0%} of the most tokens/s "
+    "that all replicas together decode with as many sequences as fit"
+)
+
+
+@dataclass(frozen=True)
+class Division:
+    """A target with all its devices in replicas of `num_devices` each."""
+
+    measured: dict[str, Any]  # of one replica
+
+    @property
+    def num_devices(self) -> int:
+        return self.measured["num_devices"]
+
+    @property
+    def num_replicas(self) -> int:
+        return self.measured["target_devices"] // self.num_devices
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        return estimate(self.measured)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequences that are compared: 1,024, or the longest if that is shorter."""
+        return min(self.estimate.batches)
+
+    @property
+    def full_batch(self) -> int:
+        """Sequences that a replica decodes at once."""
+        return self.estimate.batches[self.length]
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """In the blocks of a replica."""
+        return self.estimate.num_blocks * self.measured["config"]["block_size"]
+
+    def step(self, batch: int) -> DecodeStep:
+        return decode_step(self.measured, batch, self.length)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all replicas with full batches."""
+        if self.full_batch == 0:
+            return 0.0
+        return self.num_replicas * self.full_batch / self.step(self.full_batch).total * 1000
+
+    @property
+    def tokens_per_second_per_chip(self) -> float:
+        return self.tokens_per_second / self.measured["num_chips"]
+
+
+def sizes_of(target_devices: int) -> list[int]:
+    """Numbers of devices that divide a target without rest."""
+    return [n for n in range(1, target_devices + 1) if target_devices % n == 0]
+
+
+def best(divisions: Iterable[Division]) -> Division | None:
+    """By RULE. None if no division holds a sequence of `max_model_len`."""
+    fitting = [each for each in divisions if each.estimate.fits]
+    if not fitting:
+        return None
+    enough = ENOUGH * max(each.tokens_per_second for each in fitting)
+    return min(
+        (each for each in fitting if each.tokens_per_second >= enough),
+        key=lambda each: each.step(1).total,
+    )
+
+
+def show_divisions(divisions: list[Division]) -> str:
+    """A table with a line for each, and the best of them."""
+    first = divisions[0]
+    length = first.length
+    lines = [
+        f"{first.measured['target']}, {first.measured['num_chips']} chips; decode steps at best, in ms (weights + KV + "
+        f"exchange), with sequences of {length} tokens",
+        "",
+        f"{'tp':>3}{'replicas':>10}{'fits':>6}{'weights':>9}{'KV tokens':>11}{'batch 1':>28}{f'batch {BATCH}':>28}"
+        f"{'full batch':>19}{'tokens/s per chip':>19}",
+    ]
+    lines += [_line(each) for each in divisions]
+    chosen = best(divisions)
+    wanted = first.measured["config"]["max_model_len"]
+    if chosen is None:
+        verdict = f"None fits: no sequence of max_model_len={wanted}."
+    else:
+        verdict = f"Best: --tp {chosen.num_devices}, {chosen.num_replicas} replica(s): {RULE}."
+    return "\n".join([*lines, "", verdict])
+
+
+def _line(division: Division) -> str:
+    found = division.estimate
+    cells = (
+        f"{division.num_devices:>3}{division.num_replicas:>10}{'yes' if found.fits else 'no':>6}"
+    )
+    cells += f"{found.weight_bytes / GIB:>9.2f}"
+    if not found.fits:
+        return f"{cells}{division.num_kv_tokens:>11,}"
+    full = f"{division.step(division.full_batch).total:.2f} at {division.full_batch}"
+    of_64 = _parts(division.step(BATCH)) if division.full_batch >= BATCH else "no room"
+    return (
+        f"{cells}{division.num_kv_tokens:>11,}{_parts(division.step(1)):>28}{of_64:>28}{full:>19}"
+        f"{division.tokens_per_second_per_chip:>19,.0f}"
+    )
+
+
+def _parts(step: DecodeStep) -> str:
+    return f"{step.total:.2f} ({step.weights:.2f} + {step.kv:.2f} + {step.exchange:.2f})"

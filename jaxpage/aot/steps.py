@@ -1,0 +1,63 @@
+"""What a step needs, and what devices exchange in it, from the shapes of an engine: nothing is compiled to know it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpage.aot.exchange import Collective
+from jaxpage.engine_spec import EngineSpec
+from jaxpage.parallel.sharding import TENSOR
+from jaxpage.weights.spec import ParamSpec, specs
+
+EMBEDDING = "model.embed_tokens.weight"
+MIB = 2**20
+
+
+def exchange_of(spec: EngineSpec) -> list[Collective]:
+    """What the devices exchange in a decode step: a sum after each product that is divided over its inputs, and after
+    the embedding; then their shares of the logits, and what was sampled.
+
+    XLA's own products are summed in float32 on GPUs. Those of int8 weights share the largest number of a row first.
+    Where query heads do not divide, XLA moves heads with padding besides, which is not counted.
+    """
+    if spec.mesh is None or spec.num_devices == 1:
+        return []
+    model, num_devices = spec.model.config, spec.num_devices
+    size, vocab = model.hidden_size, model.vocab_size
+    itemsize = jnp.dtype(model.dtype).itemsize
+    divided = {
+        path: each for path, each in specs(spec.model).items() if _is_divided(each, spec.mesh)
+    }
+    products = [each for each in divided.values() if each.axes[0] == "embed"]
+    num_int8 = sum(each.dtype == jnp.int8 for each in products)
+    product_itemsize = 4 if spec.hardware.platform == "gpu" else itemsize
+    sums = [
+        Collective("all-reduce", len(products), size * product_itemsize),
+        Collective("all-reduce", int(EMBEDDING in divided), size * itemsize),
+        Collective("all-reduce", num_int8, 4),
+    ]
+    found = [each for each in sums if each.count]
+    if vocab % num_devices == 0:
+        found.append(Collective("all-to-all", 1, 4 * vocab / num_devices))
+    # The token, its logprob and rank, and the most likely others.
+    sampled = 3 + 2 * spec.step_spec.num_top_logprobs
+    return [*found, Collective("all-gather", 1, 4 * sampled)]
+
+
+def most_temp_bytes(spec: EngineSpec) -> int:
+    """That a step was not seen to exceed, of any model or chip: some arrays of a device's share of the logits, and of
+    the widest layer's results for all tokens. XLA lets more of them live at once on a GPU, and what it gathers.
+    """
+    config, model, num_devices = spec.config, spec.model.config, spec.num_devices
+    is_gpu = spec.hardware.platform == "gpu"
+    logits = 4 * config.max_num_seqs * model.vocab_size // num_devices
+    mlp = 2 * config.max_num_batched_tokens * model.intermediate_size // num_devices
+    most = 10 * logits + (10 if is_gpu else 4) * mlp + model.num_layers * 2 * MIB
+    return most + (512 if is_gpu else 64) * MIB
+
+
+def _is_divided(parameter: ParamSpec, mesh: Mesh) -> bool:
+    where = parameter.sharding(mesh)
+    assert isinstance(where, NamedSharding)
+    return len(parameter.axes) == 2 and TENSOR in tuple(where.spec)
