@@ -69,6 +69,8 @@ _RANGES = {  # both ends included
     "decode_steps": (1, 1024),
     "max_logprobs": (-1, 2**20),
     "tensor_parallel_size": (1, 4096),
+    "nnodes": (1, 4096),
+    "node_rank": (0, 4095),
 }
 _NO_MODEL = "model must be a folder or a name on the Hugging Face hub, got {!r}"
 _FLAGS = (
@@ -112,6 +114,10 @@ class EngineConfig:
     # devices that share weights and KV heads; None: one, or all local ones if the weights do not fit on one
     tensor_parallel_size: int | None = None
     mesh: Any = None  # a `jax.sharding.Mesh` whose devices are taken, all for tensor parallelism
+    nnodes: int = 1  # hosts, each with a process of the same options
+    node_rank: int | None = None  # of this host, from 0; None: jax finds it, or 0 with `dist_init_addr`
+    # "HOST:PORT" of host 0, where the others find it; None: jax finds it, as on TPU VMs
+    dist_init_addr: str | None = None
     swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
     preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
     kv_offload_dir: str | None = None  # third tier: host blocks that give way are kept on disk
@@ -188,6 +194,7 @@ class EngineConfig:
         if self.swap_space == 0 and (self.preemption_mode == "swap" or self.kv_offload_dir):
             needs = "preemption_mode='swap'" if self.preemption_mode == "swap" else "kv_offload_dir"
             raise ValueError(f"{needs} needs host blocks; give swap_space too, in GiB")
+        self._check_hosts()
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):
@@ -206,6 +213,15 @@ class EngineConfig:
         overrides = self.override_generation_config
         if overrides is not None and not isinstance(overrides, dict):
             raise ValueError(f"override_generation_config must be a dict, got {overrides!r}")
+
+    def _check_hosts(self) -> None:
+        address, port = (self.dist_init_addr or "host:1").rpartition(":")[::2]
+        if not (address and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError(f"dist_init_addr must be HOST:PORT, got {self.dist_init_addr!r}")
+        if self.node_rank is not None and self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank={self.node_rank} is not one of nnodes={self.nnodes}")
+        if self.nnodes > 1 and self.kv_offload_dir is not None:
+            raise ValueError(f"kv_offload_dir works on one host, not with nnodes={self.nnodes}")
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -420,6 +436,11 @@ def resolve_cache_dir(value: str | None = None) -> str:
 def compiler_flags() -> str:
     """What the environment tells the compilers."""
     return " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")).strip()
+
+
+def hosts_secret() -> bytes:
+    """What the hosts of an engine prove to each other to know; b"" if the user has set nothing."""
+    return os.environ.get("JAXPAGE_HOSTS_SECRET", "").encode()
 
 
 def _is_int(value: Any) -> bool:

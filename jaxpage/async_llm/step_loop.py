@@ -16,6 +16,7 @@ from jaxpage.async_llm.errors import EngineDeadError, StepFailedError
 from jaxpage.async_llm.mailbox import Mailbox
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.step_output import StepOutput
+from jaxpage.hosts.errors import HostLostError
 from jaxpage.request import Request
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,10 @@ class StepLoop:
         self._is_stopped = True
         self._die(error)
 
+    def lose_hosts(self, error: Exception) -> None:
+        """Hosts of the engine are lost: nothing can be computed any more."""
+        self._die(EngineDeadError(str(error)))
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for what can never run, EngineDeadError if nothing runs any more."""
         if self.error is not None:
@@ -166,6 +171,11 @@ class StepLoop:
             self._sink.take(output)
 
     def _fail(self, error: Exception) -> None:
+        if isinstance(error, HostLostError):
+            logger.error("%s", error)
+            self._sink.fail(self._engine.take_failed(), EngineDeadError(str(error)))
+            self.lose_hosts(error)
+            return
         self._num_failures += 1
         logger.exception("a step has failed (%d in a row)", self._num_failures)
         failed = StepFailedError(f"the step that computed this request failed: {error}")
