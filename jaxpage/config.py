@@ -115,7 +115,9 @@ class EngineConfig:
     tensor_parallel_size: int | None = None
     mesh: Any = None  # a `jax.sharding.Mesh` whose devices are taken, all for tensor parallelism
     nnodes: int = 1  # hosts, each with a process of the same options
-    node_rank: int | None = None  # of this host, from 0; None: jax finds it, or 0 with `dist_init_addr`
+    node_rank: int | None = (
+        None  # of this host, from 0; None: jax finds it, or 0 with `dist_init_addr`
+    )
     # "HOST:PORT" of host 0, where the others find it; None: jax finds it, as on TPU VMs
     dist_init_addr: str | None = None
     swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
@@ -210,9 +212,9 @@ class EngineConfig:
             or callable(self.hf_overrides)
         ):
             raise ValueError(f"hf_overrides must be a dict or callable, got {self.hf_overrides!r}")
-        overrides = self.override_generation_config
-        if overrides is not None and not isinstance(overrides, dict):
-            raise ValueError(f"override_generation_config must be a dict, got {overrides!r}")
+        if not isinstance(self.override_generation_config, dict | None):
+            given = self.override_generation_config
+            raise ValueError(f"override_generation_config must be a dict, got {given!r}")
 
     def _check_hosts(self) -> None:
         address, port = (self.dist_init_addr or "host:1").rpartition(":")[::2]

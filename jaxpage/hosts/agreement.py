@@ -31,7 +31,9 @@ def check_same(hosts: Hosts, options: EngineConfig, spec: EngineSpec, *, flags: 
         | {name: text for name, text in spec.fingerprint().items() if name != "host"}
     )
 
-    mine = {name: re.sub(" at 0x[0-9a-f]+", "", text) for name, text in mine.items()}  # of functions
+    mine = {
+        name: re.sub(" at 0x[0-9a-f]+", "", text) for name, text in mine.items()
+    }  # of functions
 
     def decide(said: list[dict[str, Any]]) -> dict[str, Any]:
         found = differences(said)
@@ -44,9 +46,7 @@ def check_same(hosts: Hosts, options: EngineConfig, spec: EngineSpec, *, flags: 
 
 def smallest(hosts: Hosts, mine: dict[str, int]) -> dict[str, int]:
     """Of each number the smallest that a host has."""
-    return hosts.agree(
-        mine, lambda said: {name: min(each[name] for each in said) for name in mine}
-    )
+    return hosts.agree(mine, lambda said: {name: min(each[name] for each in said) for name in mine})
 
 
 def wait_for_all(hosts: Hosts) -> None:

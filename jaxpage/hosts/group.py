@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-import jax
-
 from jaxpage.hosts.errors import HostLostError
 from jaxpage.hosts.wire import Connection, Kind
 from jaxpage.runner.calls import Call
@@ -25,7 +23,9 @@ from jaxpage.runner.recording import LENGTH_BYTES, calls_frame, frame, parse
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 8.0  # a host that says nothing for so long is lost
-STUCK_SECONDS = 4.0  # what runs on the device without a lost host may never end: the process ends then
+STUCK_SECONDS = (
+    4.0  # what runs on the device without a lost host may never end: the process ends then
+)
 _STOP_SECONDS = 5.0  # for followers to end in order
 _LAST_ACT_SECONDS = 1.0
 _CAUSE_SECONDS = 2.0  # between a failed collective and the news that a host is lost
@@ -41,7 +41,9 @@ class Hosts:
         self.rank, self.num_hosts = rank, num_hosts
         self.failure: HostLostError | None = None
         self._connections = dict(connections)
-        self._arrived: dict[int, SimpleQueue[bytes | None]] = {r: SimpleQueue() for r in connections}
+        self._arrived: dict[int, SimpleQueue[bytes | None]] = {
+            r: SimpleQueue() for r in connections
+        }
         self._lock = threading.Lock()
         self._has_ended = threading.Event()  # in order, or by a failure
         self._stopping = False  # connections that end are no news any more
@@ -111,8 +113,8 @@ class Hosts:
             yield
 
     @contextlib.contextmanager
-    def reading(self, arrays: Iterable[jax.Array]) -> Iterator[None]:
-        """Once the arrays are computed. Does not wait for a host that is lost: raises HostLostError."""
+    def reading(self, arrays: Iterable[Any]) -> Iterator[None]:
+        """Once the arrays, jax's, are computed. Does not wait for a host that is lost: raises HostLostError."""
         with self._failing_together():
             start = time.monotonic()
             for array in arrays:
@@ -223,7 +225,9 @@ class Hosts:
 
     def _send(self, rank: int, values: dict[str, Any]) -> None:
         try:
-            self._connections[rank].send(Kind.DATA, frame("values", [], values=values)[LENGTH_BYTES:])
+            self._connections[rank].send(
+                Kind.DATA, frame("values", [], values=values)[LENGTH_BYTES:]
+            )
         except OSError as error:
             self.fail(f"host {rank} is lost: {error}")
             self._raise_if_lost()

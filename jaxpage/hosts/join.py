@@ -58,6 +58,7 @@ def join(options: EngineConfig) -> Hosts | None:
 def _initialize(options: EngineConfig) -> None:
     # Else the coordinator ends all processes when one is lost, and waits for all when one ends.
     jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     found = {}
     if options.dist_init_addr is not None:
         found = {

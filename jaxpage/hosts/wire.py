@@ -22,7 +22,9 @@ from jaxpage.hosts.errors import WireError
 MAGIC, VERSION = b"jaxpage", 1
 MAX_BYTES = 2**30  # of a body
 HANDSHAKE_SECONDS = 10.0
-SECRET_DIFFERS = "the two sides have different secrets; set JAXPAGE_HOSTS_SECRET to the same everywhere"
+SECRET_DIFFERS = (
+    "the two sides have different secrets; set JAXPAGE_HOSTS_SECRET to the same everywhere"
+)
 
 _HEADER = struct.Struct("<BQ16s")  # kind, length of the body, hash
 _HELLO = struct.Struct("<7sB32s")  # magic, version, challenge
@@ -153,7 +155,9 @@ def _read(sock: socket.socket, size: int) -> bytes:
     view, num_read = memoryview(buffer), 0
     while num_read < size:
         count = sock.recv_into(view[num_read:])
+        if count == 0 and num_read == 0:
+            raise WireError("its connection has ended")
         if count == 0:
-            raise WireError(f"the connection ended {size - num_read} bytes too early")
+            raise WireError(f"its connection ended {size - num_read} bytes too early")
         num_read += count
     return bytes(buffer)

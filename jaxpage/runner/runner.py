@@ -85,7 +85,6 @@ class Runner:
     ):
         self._spec = step_spec
         self.pool_spec = pool_spec
-        self.buckets = buckets
         self._lowerings = Lowerings(
             model,
             buckets=buckets,
@@ -126,6 +125,11 @@ class Runner:
         self.programs.wait()
 
     @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The padded sizes of steps."""
+        return tuple(self._buckets.values())
+
+    @property
     def groups(self) -> KVGroups:
         """The KV-cache groups of the model's layers."""
         return self._spec.groups
@@ -146,7 +150,9 @@ class Runner:
         changed = any(seen() is not leaf for seen, leaf in zip(self._seen, leaves, strict=True))
         if changed:
             if self.other_hosts is not None:
-                raise RuntimeError("parameters were replaced on one host of several; the others have the old ones")
+                raise RuntimeError(
+                    "parameters were replaced on one host of several; the others have the old ones"
+                )
             self._seen = [weakref.ref(leaf) for leaf in leaves]  # weak: the trainer's to free
             if self.recorder is not None:
                 self.recorder.weights_changed()

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.hosts.host import Job
@@ -70,16 +71,23 @@ def free_port() -> int:
 
 @contextmanager
 def cluster(
-    job: Job, num_hosts: int = 2, *, num_devices: int = 1, **environment: str
+    job: Job,
+    num_hosts: int = 2,
+    *,
+    num_devices: int = 1,
+    own: Mapping[int, dict[str, Any]] = MappingProxyType({}),
+    secrets: Sequence[str] = (),
 ) -> Iterator[list[Host]]:
-    """Hosts with the same job, the leader first."""
+    """Hosts with the same job, the leader first. `own`: further options of some of them; `secrets`: of each."""
     address = f"127.0.0.1:{free_port()}"
     hosts = [
         Host(
             "tests.hosts.host",
-            job.to_json(nnodes=num_hosts, node_rank=rank, dist_init_addr=address),
+            job.to_json(
+                nnodes=num_hosts, node_rank=rank, dist_init_addr=address, **own.get(rank, {})
+            ),
             num_devices=num_devices,
-            **environment,
+            JAXPAGE_HOSTS_SECRET=secrets[rank] if secrets else "",
         )
         for rank in range(num_hosts)
     ]

@@ -37,9 +37,7 @@ class Job:
 
 def answers(outputs) -> list:
     """Tokens and log-probabilities of all continuations."""
-    return [
-        [list(c.token_ids), c.cumulative_logprob] for output in outputs for c in output.outputs
-    ]
+    return [[list(c.token_ids), c.cumulative_logprob] for output in outputs for c in output.outputs]
 
 
 def batch(number: int) -> tuple[list[dict], list[SamplingParams]]:
@@ -64,7 +62,14 @@ def main(job: Job) -> None:
         say({"error": str(error)})
         raise
     stats = llm.stats()
-    say({"preemptions": stats.num_preemptions, "swapped in": stats.num_blocks_swapped_in})
+    llm.wait_until_warm()
+    say(
+        {
+            "preemptions": stats.num_preemptions,
+            "swapped in": stats.num_blocks_swapped_in,
+            "origins": sorted({program.origin for program in llm.programs()}),
+        }
+    )
 
 
 def say(what: dict[str, Any]) -> None:

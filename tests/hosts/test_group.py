@@ -18,8 +18,6 @@ from jaxpage.runner.recording import parse, read_calls
 from tests.hosts.pairs import connections, group
 
 
-
-
 @pytest.fixture
 def exits(monkeypatch):
     """What would have ended this process."""

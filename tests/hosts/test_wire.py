@@ -107,8 +107,6 @@ def test_another_version_and_another_program_are_refused(said, message):
             connect(there, SECRET, 1, timeout=5.0)
 
 
-
-
 @pytest.mark.parametrize("where", [0, 1, 12, 26])
 def test_a_changed_byte_is_noticed(hosts, where):
     """Of the kind, the length, the checksum, the body."""
