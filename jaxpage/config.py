@@ -115,10 +115,8 @@ class EngineConfig:
     tensor_parallel_size: int | None = None
     mesh: Any = None  # a `jax.sharding.Mesh` whose devices are taken, all for tensor parallelism
     nnodes: int = 1  # hosts, each with a process of the same options
-    node_rank: int | None = (
-        None  # of this host, from 0; None: jax finds it, or 0 with `dist_init_addr`
-    )
-    # "HOST:PORT" of host 0, where the others find it; None: jax finds it, as on TPU VMs
+    node_rank: int = 0  # of this host, from 0, beside `dist_init_addr`
+    # "HOST:PORT" of host 0, where the others find it; None: jax finds it and the ranks, as on TPU VMs
     dist_init_addr: str | None = None
     swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
     preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
@@ -212,16 +210,19 @@ class EngineConfig:
             or callable(self.hf_overrides)
         ):
             raise ValueError(f"hf_overrides must be a dict or callable, got {self.hf_overrides!r}")
-        if not isinstance(self.override_generation_config, dict | None):
-            given = self.override_generation_config
+        if not isinstance(given := self.override_generation_config, dict | None):
             raise ValueError(f"override_generation_config must be a dict, got {given!r}")
 
     def _check_hosts(self) -> None:
         address, port = (self.dist_init_addr or "host:1").rpartition(":")[::2]
         if not (address and port.isdecimal() and 0 < int(port) < 2**16):
             raise ValueError(f"dist_init_addr must be HOST:PORT, got {self.dist_init_addr!r}")
-        if self.node_rank is not None and self.node_rank >= self.nnodes:
-            raise ValueError(f"node_rank={self.node_rank} is not one of nnodes={self.nnodes}")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"node_rank={self.node_rank} is not below nnodes={self.nnodes}; ranks begin with 0"
+            )
+        if self.node_rank and self.dist_init_addr is None:
+            raise ValueError("node_rank needs dist_init_addr; without it jax finds the ranks")
         if self.nnodes > 1 and self.kv_offload_dir is not None:
             raise ValueError(f"kv_offload_dir works on one host, not with nnodes={self.nnodes}")
 

@@ -41,7 +41,7 @@ def join(options: EngineConfig) -> Hosts | None:
     rank, num_hosts = jax.process_index(), jax.process_count()
     if num_hosts != options.nnodes:
         raise ValueError(f"nnodes={options.nnodes}, but jax has found {num_hosts} processes")
-    if options.node_rank not in (None, rank):
+    if options.dist_init_addr is not None and options.node_rank != rank:
         raise ValueError(f"node_rank={options.node_rank}, but jax has given this process {rank}")
     store, address = distributed.global_state.client, distributed.global_state.coordinator_address
     if store is None or address is None:
@@ -65,7 +65,7 @@ def _initialize(options: EngineConfig) -> None:
             "coordinator_address": options.dist_init_addr,
             "coordinator_bind_address": options.dist_init_addr,
             "num_processes": options.nnodes,
-            "process_id": options.node_rank or LEADER,
+            "process_id": options.node_rank,
             "cluster_detection_method": "deactivate",
         }
     jax.distributed.initialize(
