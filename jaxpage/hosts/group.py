@@ -182,6 +182,7 @@ class Hosts:
             threading.Thread(target=_tell, args=(connection, reason), daemon=True).start()
         if self._is_inside:
             threading.Thread(target=self._end_if_stuck, args=(entered,), daemon=True).start()
+        threading.Thread(target=_end_with_main_thread, daemon=True).start()
 
     def exit_if_lost(self) -> None:
         """At exit: without all hosts, jax's own shutdown waits for those that are lost."""
@@ -281,6 +282,14 @@ def _tell(connection: Connection, reason: str) -> None:
     with contextlib.suppress(OSError):
         connection.send(Kind.FAILED, reason.encode())
     connection.close()
+
+
+def _end_with_main_thread() -> None:
+    """At exit Python waits for programs that are being compiled, which nobody needs any more."""
+    while threading.main_thread().is_alive():
+        time.sleep(0.2)
+    time.sleep(STUCK_SECONDS)
+    _exit(None)
 
 
 def _exit(failure: HostLostError | None, last_act: Callable[[], None] = lambda: None) -> None:
