@@ -77,6 +77,7 @@ def cluster(
     num_devices: int = 1,
     own: Mapping[int, dict[str, Any]] = MappingProxyType({}),
     secrets: Sequence[str] = (),
+    **environment: str,
 ) -> Iterator[list[Host]]:
     """Hosts with the same job, the leader first. `own`: further options of some of them; `secrets`: of each."""
     address = f"127.0.0.1:{free_port()}"
@@ -88,6 +89,7 @@ def cluster(
             ),
             num_devices=num_devices,
             JAXPAGE_HOSTS_SECRET=secrets[rank] if secrets else "",
+            **environment,
         )
         for rank in range(num_hosts)
     ]
@@ -98,9 +100,11 @@ def cluster(
             host.close()
 
 
-def run(job: Job, num_hosts: int, *, num_devices: int = 1, seconds: float = 600) -> list[dict]:
+def run(
+    job: Job, num_hosts: int, *, num_devices: int = 1, seconds: float = 600, **environment: str
+) -> list[dict]:
     """What the leader says, when all have ended in order."""
-    with cluster(job, num_hosts, num_devices=num_devices) as hosts:
+    with cluster(job, num_hosts, num_devices=num_devices, **environment) as hosts:
         for host in hosts:
             assert host.exit_code(seconds) == 0, host.errors()
         return hosts[0].said()

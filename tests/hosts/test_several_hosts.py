@@ -57,10 +57,9 @@ PRESSURE = {"num_gpu_blocks_override": 24, "max_num_seqs": 4}
 @pytest.mark.parametrize(
     ("num_hosts", "num_devices", "num_requests"),
     [
-        pytest.param(2, 1, 24, marks=pytest.mark.slow),
+        pytest.param(2, 1, 200, marks=pytest.mark.slow),
         pytest.param(2, 2, 24, marks=pytest.mark.deep),
         pytest.param(4, 1, 24, marks=pytest.mark.deep),
-        pytest.param(2, 1, 200, marks=pytest.mark.deep),
     ],
 )
 def test_mixed_requests_under_pressure(model, num_hosts, num_devices, num_requests):
@@ -135,6 +134,7 @@ def test_another_secret_is_told_on_both_sides(model):
 @pytest.mark.slow
 def test_an_equal_start_finds_its_programs(model, tmp_path):
     job = Job(model=model, batches=1, options={"compilation_cache_dir": str(tmp_path)})
-    first, second = run(job, 2), run(job, 2)
+    # What comes from jax's own cache is not stored.
+    first, second = (run(job, 2, JAX_ENABLE_COMPILATION_CACHE="false") for _ in range(2))
     assert_same(answered(first), answered(second))
     assert second[-1]["origins"] == ["stored"]
