@@ -69,6 +69,11 @@ def spec_of_this_machine(options: EngineConfig) -> EngineSpec:
         check_hosts(mesh, options.nnodes)
         return _spec_on(options, flat(mesh))
     if options.nnodes > 1:
+        if jax.process_count() != options.nnodes:
+            raise ValueError(
+                f"nnodes={options.nnodes}, but this process sees {jax.process_count()}; only LLM, AsyncLLM "
+                "and the commands that make one work with several hosts"
+            )
         return _spec_on(options, mesh_of_hosts(wanted))
     if wanted is not None and wanted > 1:
         return _spec_on(options, local_mesh(wanted))
