@@ -6,7 +6,6 @@ secret of the user's, if there is one, is mixed into the key, and never sent.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import secrets
@@ -101,9 +100,9 @@ def _listen(host: str, num_hosts: int, store) -> dict[int, Connection]:
                 ) from None
             try:
                 rank, connection = accept(sock, _secret(key), timeout=SILENCE_SECONDS)
-            except PermissionError:
+            except PermissionError as error:
                 sock.close()
-                raise
+                raise ValueError(str(error)) from None
             except OSError as error:
                 sock.close()
                 logger.warning("a connection from %s was refused: %s", address[0], error)
@@ -120,9 +119,11 @@ def _call_leader(rank: int, store) -> Connection:
         raise RuntimeError(f"the leader does not answer at {host}:{port}: {error}") from None
     try:
         return connect(sock, _secret(key), rank, timeout=SILENCE_SECONDS)
+    except PermissionError as error:
+        sock.close()
+        raise ValueError(str(error)) from None
     except WireError as error:
-        with contextlib.suppress(OSError):
-            sock.close()
+        sock.close()
         raise RuntimeError(f"no connection to the leader at {host}:{port}: {error}") from None
 
 
