@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from logging import DEBUG, INFO
 from pathlib import Path
@@ -20,7 +21,13 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.checkpoint_config import default_sampling, eos_token_ids, load_generation_config
-from jaxpage.composition import executable_cache, size_from_cache, specs_of_this_machine
+from jaxpage.composition import (
+    executable_cache,
+    size_from_cache,
+    spec_of_this_machine,
+    specs_of_this_machine,
+    with_sizes,
+)
 from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
@@ -28,13 +35,16 @@ from jaxpage.engine.padding import Padding
 from jaxpage.engine.replicas import Replicas
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec
+from jaxpage.hosts.agreement import check_same, smallest, wait_for_all
+from jaxpage.hosts.group import Hosts
+from jaxpage.hosts.join import join
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.host_memory import HostMemory, content_shapes, content_shardings
 from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
-from jaxpage.runner.recording import record_to
+from jaxpage.runner.recording import parse, read_calls, record_to
 from jaxpage.runner.runner import Runner
 from jaxpage.start_up_log import log_engine, log_ready, log_replicas
 from jaxpage.tokenizer import load_tokenizer
@@ -52,6 +62,9 @@ _NOT_REPLAYED = (
     "reasoning_config",
     "structured_outputs_config",
     "mesh",
+    "nnodes",
+    "node_rank",
+    "dist_init_addr",
 )
 _SIZES = ("num_gpu_blocks_override", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 
@@ -69,6 +82,7 @@ class Built:
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # the first is EOS proper, the others are further stop ids
     default_sampling: dict[str, Any]
+    hosts: Hosts | None = None  # the other ones of this engine
 
 
 def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
@@ -79,14 +93,29 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     """
     _print_unless_configured()
     start = time.perf_counter()
+    hosts = join(options)
+    if hosts is not None:
+        # Exit functions run in the reverse order of their registration: these before jax's own.
+        atexit.register(hosts.exit_if_lost)
+        if not hosts.is_leader:
+            _follow(hosts, options)
+            raise SystemExit(0)
+        atexit.register(hosts.stop)
+    with nullcontext() if hosts is None else hosts.starting():
+        return _build(options, hosts, start=start, use_tqdm=use_tqdm)
+
+
+def _build(options: EngineConfig, hosts: Hosts | None, *, start: float, use_tqdm: bool) -> Built:
     options = options.with_local_files()
     specs = specs_of_this_machine(options)
+    if hosts is not None:
+        check_same(hosts, options, specs[0], flags=compiler_flags())
     given = specs[0].config
     generation_config = load_generation_config(given)
     tokenizer = None if given.skip_tokenizer_init else load_tokenizer(given.tokenizer)
     log_replicas(specs)
     parts = [
-        _build_one(options, spec, use_tqdm=use_tqdm, is_first=i == 0)
+        _build_one(options, spec, hosts=hosts, use_tqdm=use_tqdm, is_first=i == 0)
         for i, spec in enumerate(specs)
     ]
     sized = [spec for spec, _ in parts]
@@ -99,7 +128,6 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     )
     engine = parts[0][1] if len(parts) == 1 else Replicas([engine for _, engine in parts])
     if config.kv_offload_dir is not None:
-        # Exit functions run in the reverse order of their registration: this one before jax's own.
         atexit.register(_save_prefix_cache, weakref.ref(engine))
     vocab_size = model.config.vocab_size
     eos = eos_token_ids(sized[0].hf_config, generation_config, tokenizer)
@@ -112,22 +140,54 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
         # Tokenizers may know more ids than the model; those it can never sample.
         eos_token_ids=tuple(i for i in eos if i < vocab_size),
         default_sampling=default_sampling(generation_config),
+        hosts=hosts,
     )
 
 
+def _follow(hosts: Hosts, options: EngineConfig) -> None:
+    """Do as the leader does until it ends."""
+    with hosts.starting():
+        options = options.with_local_files()
+        spec = spec_of_this_machine(options)
+        check_same(hosts, options, spec, flags=compiler_flags())
+        _, runner = make_runner(spec, hosts=hosts)
+        runner.warmup()
+        wait_for_all(hosts)
+
+    def execute(body: bytes) -> None:
+        _, metadata, arrays = parse(body)
+        runner.execute(read_calls(metadata, arrays))
+
+    hosts.follow(execute)
+    logger.info("the leader has ended")
+    # While the leader is there: jax would end this process with an error after it.
+    jax.distributed.shutdown()
+    hosts.leave()
+
+
 def _build_one(
-    options: EngineConfig, spec: EngineSpec, *, use_tqdm: bool, is_first: bool
+    options: EngineConfig,
+    spec: EngineSpec,
+    *,
+    hosts: Hosts | None,
+    use_tqdm: bool,
+    is_first: bool,
 ) -> tuple[EngineSpec, Engine]:
     """The sized spec of an engine, and the engine, warm enough for a first prompt. Replicas are alike: the first one
     tells in the log what they are.
     """
-    sized, runner = make_runner(spec, use_tqdm=use_tqdm, log_level=INFO if is_first else DEBUG)
+    level = INFO if is_first else DEBUG
+    sized, runner = make_runner(spec, use_tqdm=use_tqdm, log_level=level, hosts=hosts)
     config = sized.config
     if config.record_calls is not None:
         runner.recorder = record_to(config.record_calls, _recording_header(options, config))
         weakref.finalize(runner, runner.recorder.close)
     scheduler = _make_scheduler(config, runner, on_cpu=sized.device.platform == "cpu")
     runner.warmup()
+    if hosts is not None:
+        wait_for_all(hosts)
+        runner.other_hosts = hosts
+        weakref.finalize(runner, hosts.stop).atexit = False
     return sized, Engine(scheduler, runner, overlap=config.async_scheduling)
 
 
@@ -137,9 +197,12 @@ def _common_config(configs: list[ResolvedConfig]) -> ResolvedConfig:
 
 
 def make_runner(
-    spec: EngineSpec, *, use_tqdm: bool = True, log_level: int = INFO
+    spec: EngineSpec, *, use_tqdm: bool = True, log_level: int = INFO, hosts: Hosts | None = None
 ) -> tuple[EngineSpec, Runner]:
-    """The spec with its weights loaded and its pool sized, and a runner of it, not warm yet. Raises ValueError."""
+    """The spec with its weights loaded and its pool sized, and a runner of it, not warm yet. Raises ValueError.
+
+    With other `hosts` sizes are those of the smallest.
+    """
     config, model = spec.config, spec.model
     use_persistent_cache(config.compilation_cache_dir)
     if config.load_format == "dummy":
@@ -147,7 +210,7 @@ def make_runner(
     else:
         load(model, config.model, mesh=spec.mesh, use_tqdm=use_tqdm and config.use_tqdm_on_load)
     slow_products = spec.transform_weights()
-    sized, runner = _size_runner(spec)
+    sized, runner = _size_runner(spec, hosts)
     if config.fit_max_model_len:
         _check_same_ropes(sized)
     log_engine(sized, slow_products, level=log_level)
@@ -167,13 +230,13 @@ def _print_unless_configured() -> None:
         logger.setLevel(INFO)
 
 
-def _size_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
+def _size_runner(spec: EngineSpec, hosts: Hosts | None) -> tuple[EngineSpec, Runner]:
     """The spec with its pool sized, and a runner of it. The weights are in place: what they take is measured."""
     cache = executable_cache(spec, flags=compiler_flags(), devices=spec.devices)
 
     def available(temp_bytes: int) -> int:
         return pool_bytes(
-            spec.devices,
+            spec.local_devices,
             utilization=spec.config.gpu_memory_utilization,
             temp_bytes=temp_bytes,
             share_of_free=spec.config.cache_max_entry_count,
@@ -181,6 +244,13 @@ def _size_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
 
     _check_room(spec, spec.num_blocks_given or 0)
     sized = size_from_cache(spec, cache, available)
+    if hosts is not None:
+        sizes = {
+            "num_blocks": sized.pool.num_blocks,
+            "max_num_batched_tokens": sized.config.max_num_batched_tokens,
+            "max_model_len": sized.config.max_model_len,
+        }
+        sized = with_sizes(spec, **smallest(hosts, sizes))
     _check_room(sized, sized.pool.num_blocks)
     store = cache.store(sized)
     reason = None if store is None else store.why_empty()
@@ -201,9 +271,9 @@ def _size_runner(spec: EngineSpec) -> tuple[EngineSpec, Runner]:
 
 def _check_room(spec: EngineSpec, num_blocks: int) -> None:
     check_room(
-        spec.devices,
+        spec.local_devices,
         pool_bytes=num_blocks * spec.block_bytes,
-        host_bytes=int(spec.config.swap_space * 2**30),
+        host_bytes=int(spec.config.swap_space * 2**30) // spec.config.nnodes,
     )
 
 

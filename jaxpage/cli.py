@@ -23,6 +23,7 @@ import tyro
 from jaxpage import __version__
 from jaxpage.config import EngineConfig
 from jaxpage.flags import ChatEngineFlags, EngineFlags, Model, SamplingFlags, ServerFlags
+from jaxpage.hosts.errors import HostLostError
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.terminal import read_line_shown
 
@@ -179,6 +180,8 @@ def serve(flags: Serve) -> None:
     from jaxpage.server import run
 
     options = _engine_options(flags.model, flags.engine)
+    if flags.engine.node_rank:
+        AsyncLLM(**options)  # does not return: host 0 serves
     if flags.replicas < 1 or (flags.replicas > 1 and flags.backend is None):
         raise ValueError(
             f"--replicas {flags.replicas} needs --backend ray, and at least 1; "
@@ -317,6 +320,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError) as e:
         print(f"jaxpage: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
+    except HostLostError as e:
+        print(f"jaxpage: {e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return code or 0

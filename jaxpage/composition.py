@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.ops.attention import max_blocks
-from jaxpage.parallel.mesh import flat, local_mesh, local_meshes
+from jaxpage.parallel.mesh import check_hosts, flat, local_mesh, local_meshes, mesh_of_hosts
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.fingerprint import machine_fingerprint
 from jaxpage.runner.memory import check_fits, size_pool
@@ -74,7 +74,7 @@ def spec_of_this_machine(options: EngineConfig) -> EngineSpec:
     """The shapes of an engine on devices of this process. Raises ValueError for what cannot be served.
 
     The devices of `options.mesh`; or the first `options.tensor_parallel_size`; or the first, or all of them if the
-    weights are too many for one.
+    weights are too many for one. With several hosts: as many of each, `options.tensor_parallel_size` together, or all.
     """
     mesh, wanted = options.mesh, options.tensor_parallel_size
     if mesh is not None:
@@ -82,7 +82,15 @@ def spec_of_this_machine(options: EngineConfig) -> EngineSpec:
             raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
         if wanted not in (None, mesh.size):
             raise ValueError(f"tensor_parallel_size={wanted}, but mesh has {mesh.size} devices")
+        check_hosts(mesh, options.nnodes)
         return _spec_on(options, flat(mesh))
+    if options.nnodes > 1:
+        if jax.process_count() != options.nnodes:
+            raise ValueError(
+                f"nnodes={options.nnodes}, but this process sees {jax.process_count()}; only LLM, AsyncLLM "
+                "and the commands that make one work with several hosts"
+            )
+        return _spec_on(options, mesh_of_hosts(wanted))
     if wanted is not None and wanted > 1:
         return _spec_on(options, local_mesh(wanted))
     spec = _spec_on(options, None)
@@ -98,7 +106,10 @@ def spec_of_this_machine(options: EngineConfig) -> EngineSpec:
 
 
 def _spec_on(options: EngineConfig, mesh: Mesh | None) -> EngineSpec:
-    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    if mesh is None:
+        device = jax.local_devices()[0]
+    else:
+        device = mesh.local_devices[0] if options.nnodes > 1 else mesh.devices.flat[0]
     return make_engine_spec(options, device=device, mesh=mesh)
 
 
@@ -171,10 +182,22 @@ def size(
             max_model_len=max_model_len,
             available=num_blocks * bytes_per_block,
         )
-    config = dataclasses.replace(
-        config,
-        num_gpu_blocks_override=max(2, num_blocks),  # fewer are no pool, but an estimate may ask
+    return with_sizes(
+        spec,
+        num_blocks=num_blocks,
         max_num_batched_tokens=footprint.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+def with_sizes(
+    spec: EngineSpec, *, num_blocks: int, max_num_batched_tokens: int, max_model_len: int
+) -> EngineSpec:
+    """`spec` with the blocks of its pool, and token limits."""
+    config = dataclasses.replace(
+        spec.config,
+        num_gpu_blocks_override=max(2, num_blocks),  # fewer are no pool, but an estimate may ask
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
     )
     return dataclasses.replace(spec, config=config).with_blocks(num_blocks)

@@ -70,6 +70,8 @@ _RANGES = {  # both ends included
     "max_logprobs": (-1, 2**20),
     "tensor_parallel_size": (1, 4096),
     "data_parallel_size": (1, 4096),
+    "nnodes": (1, 4096),
+    "node_rank": (0, 4095),
 }
 _NO_MODEL = "model must be a folder or a name on the Hugging Face hub, got {!r}"
 _FLAGS = (
@@ -115,6 +117,10 @@ class EngineConfig:
     # engines side by side, each on as many devices of its own; see `engine.replicas`
     data_parallel_size: int = 1
     mesh: Any = None  # a `jax.sharding.Mesh` whose devices are taken, all for tensor parallelism
+    nnodes: int = 1  # hosts, each with a process of the same options
+    node_rank: int = 0  # of this host, from 0, beside `dist_init_addr`
+    # "HOST:PORT" of host 0, where the others find it; None: jax finds it and the ranks, as on TPU VMs
+    dist_init_addr: str | None = None
     swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
     preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
     kv_offload_dir: str | None = None  # third tier: host blocks that give way are kept on disk
@@ -184,6 +190,7 @@ class EngineConfig:
         if not (_is_number(self.swap_space) and 0 <= self.swap_space < 2**20):
             raise ValueError(f"swap_space must be a number of GiB, got {self.swap_space!r}")
         self._check_combinations()
+        self._check_hosts()
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):
@@ -199,9 +206,25 @@ class EngineConfig:
             or callable(self.hf_overrides)
         ):
             raise ValueError(f"hf_overrides must be a dict or callable, got {self.hf_overrides!r}")
-        overrides = self.override_generation_config
-        if overrides is not None and not isinstance(overrides, dict):
-            raise ValueError(f"override_generation_config must be a dict, got {overrides!r}")
+        if not isinstance(given := self.override_generation_config, dict | None):
+            raise ValueError(f"override_generation_config must be a dict, got {given!r}")
+
+    def _check_hosts(self) -> None:
+        address, port = (self.dist_init_addr or "host:1").rpartition(":")[::2]
+        if not (address and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError(f"dist_init_addr must be HOST:PORT, got {self.dist_init_addr!r}")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"node_rank={self.node_rank} is not below nnodes={self.nnodes}; ranks begin with 0"
+            )
+        if self.node_rank and self.dist_init_addr is None:
+            raise ValueError("node_rank needs dist_init_addr; without it jax finds the ranks")
+        if self.nnodes > 1 and self.kv_offload_dir is not None:
+            raise ValueError(f"kv_offload_dir works on one host, not with nnodes={self.nnodes}")
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size} works on one host, not with nnodes={self.nnodes}"
+            )
 
     def _check_combinations(self) -> None:
         if self.cache_max_entry_count is not None and self.gpu_memory_utilization != 0.92:
@@ -432,6 +455,11 @@ def resolve_cache_dir(value: str | None = None) -> str:
 def compiler_flags() -> str:
     """What the environment tells the compilers."""
     return " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")).strip()
+
+
+def hosts_secret() -> bytes:
+    """What the hosts of an engine prove to each other to know; b"" if the user has set nothing."""
+    return os.environ.get("JAXPAGE_HOSTS_SECRET", "").encode()
 
 
 def _is_int(value: Any) -> bool:

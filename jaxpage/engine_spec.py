@@ -66,6 +66,13 @@ class EngineSpec:
         return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
 
     @property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """Those of this host."""
+        if self.mesh is None or self.config.nnodes == 1:
+            return self.devices
+        return tuple(self.mesh.local_devices)
+
+    @property
     def num_devices(self) -> int:
         return len(self.devices)
 
@@ -172,7 +179,7 @@ class EngineSpec:
     def fingerprint(self) -> dict[str, str]:
         """Name -> text of all that its programs depend on besides the machine; see `runner.program_store`."""
         parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(self.model).items()]
-        return {
+        facts = {
             "model": repr(self.model.config),
             "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
             "KV pool": repr(self.pool),
@@ -182,6 +189,9 @@ class EngineSpec:
             # An executable names the devices that it runs on.
             "devices": ", ".join(str(device.id) for device in self.devices),
         }
+        if self.config.nnodes > 1:
+            facts["host"] = str(jax.process_index())
+        return facts
 
 
 def make_engine_spec(

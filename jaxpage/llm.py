@@ -48,7 +48,11 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any):
-        """Raises ValueError or TypeError for options that cannot be had."""
+        """Raises ValueError or TypeError for options that cannot be had.
+
+        With `nnodes` it returns on host 0 only. On the others it does what host 0 says, and raises SystemExit(0) when
+        that has ended.
+        """
         from jaxpage.build import build
 
         self._start(build(EngineConfig.from_options(model=model, **options)))

@@ -18,9 +18,9 @@ from jaxpage.reasoning import with_parser
 _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "one process computes the model, on as many devices as tensor_parallel_size and data_parallel_size say": {
         "pipeline_parallel_size": (1,),
-        **dict.fromkeys(("data_parallel_size_local", "nnodes"), (1,)),
+        "data_parallel_size_local": (1,),
         **dict.fromkeys(("prefill_context_parallel_size", "decode_context_parallel_size"), (1,)),
-        **dict.fromkeys(("node_rank", "data_parallel_rank", "data_parallel_start_rank"), (0,)),
+        **dict.fromkeys(("data_parallel_rank", "data_parallel_start_rank"), (0,)),
         **dict.fromkeys(("data_parallel_hybrid_lb", "data_parallel_external_lb"), (False,)),
         **dict.fromkeys(("data_parallel_multi_port_external_lb", "enable_hc_sp"), (False,)),
         **dict.fromkeys(("enable_expert_parallel", "enable_elastic_ep", "enable_eplb"), (False,)),

@@ -25,9 +25,10 @@ def fake_built(
     default_sampling=None,
     fail_collect=(),
     num_replicas: int = 1,
+    hosts=None,
     **options,
 ) -> Any:
-    """`fail_collect`: see `FakeRunner`, of the first replica; `options` are the engine's."""
+    """`fail_collect`: see `FakeRunner`, of the first replica; `hosts`: the other ones; `options` are the engine's."""
     options = {"model": folder, "max_model_len": MAX_MODEL_LEN, "block_size": 4} | options
     config = EngineConfig(**options).resolve(hf_config, platform="cpu")
     engines = [
@@ -42,6 +43,7 @@ def fake_built(
         vocab_size=512,
         eos_token_ids=(EOS,),
         default_sampling=default_sampling or {},
+        hosts=hosts,
     )
 
 

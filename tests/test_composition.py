@@ -8,7 +8,7 @@ import json
 import jax
 import pytest
 
-from jaxpage.composition import executable_cache, size, size_from_cache
+from jaxpage.composition import executable_cache, size, size_from_cache, spec_of_this_machine
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import make_engine_spec
 from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
@@ -100,3 +100,8 @@ def test_an_unknown_architecture_is_refused_before_anything_else(tmp_path, archi
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=f"{architecture} is not supported; supported are"):
         make_spec(str(tmp_path), max_model_len=None)
+
+
+def test_several_hosts_are_no_matter_of_one_process(path):
+    with pytest.raises(ValueError, match="nnodes=2, but this process sees 1"):
+        spec_of_this_machine(EngineConfig(model=str(path), nnodes=2))

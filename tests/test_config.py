@@ -220,7 +220,7 @@ def test_nothing_is_left_to_interpret():
     unset |= {"preemption_mode", "kv_offload_dir", "revision", "tokenizer_revision", "download_dir"}
     unset |= {"hf_overrides", "override_generation_config", "hf_token", "record_calls"}
     unset |= {"reasoning_config", "structured_outputs_config", "tool_call_parser", "mesh"}
-    unset |= {"hf_config_path"}
+    unset |= {"hf_config_path", "dist_init_addr"}
     unset |= {"tensor_parallel_size"}  # whoever knows the devices decides
     assert left == unset | {"load_format", "generation_config"}
     for name in {f.name for f in dataclasses.fields(config)} - {"hf_token"}:
@@ -466,3 +466,23 @@ def test_public_names_are_there_and_no_others():
         assert getattr(jaxpage, name).__name__ == aliases.get(name, name)
     with pytest.raises(AttributeError, match="LMM"):
         _ = jaxpage.LMM
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnodes": 0}, "nnodes must be an int in 1"),
+        (
+            {"nnodes": 2, "node_rank": 2, "dist_init_addr": "h:1"},
+            "node_rank=2 is not below nnodes=2",
+        ),
+        ({"nnodes": 2, "node_rank": 1}, "node_rank needs dist_init_addr"),
+        ({"nnodes": 2, "dist_init_addr": "10.0.0.1"}, "must be HOST:PORT, got '10.0.0.1'"),
+        ({"nnodes": 2, "dist_init_addr": ":80"}, "must be HOST:PORT"),
+        ({"nnodes": 2, "kv_offload_dir": "f", "swap_space": 1}, "kv_offload_dir works on one host"),
+        ({"nnodes": 2, "data_parallel_size": 2}, "data_parallel_size=2 works on one host"),
+    ],
+)
+def test_options_of_hosts_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(model="m", **options)

@@ -45,7 +45,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **options: Any):
-        """Raises ValueError or TypeError for options that cannot be had."""
+        """Raises ValueError or TypeError for options that cannot be had. With `nnodes` see `LLM`."""
         self._build(EngineConfig.from_options(model=model, **options))
 
     @classmethod

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from jaxpage.engine.errors import EngineDeadError, StepFailedError
 from jaxpage.engine.step_output import StepOutput
 from jaxpage.engine.verbs import EngineVerbs
+from jaxpage.hosts.errors import HostLostError
 from jaxpage.mailbox import Mailbox
 from jaxpage.request import Request
 
@@ -114,6 +115,10 @@ class StepLoop:
         self._is_stopped = True
         self._die(error)
 
+    def lose_hosts(self, error: Exception) -> None:
+        """Hosts of the engine are lost: nothing can be computed any more."""
+        self._die(EngineDeadError(str(error)))
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for what can never run, EngineDeadError if nothing runs any more."""
         if self.error is not None:
@@ -173,6 +178,11 @@ class StepLoop:
             self._sink.take(output)
 
     def _fail(self, error: Exception) -> None:
+        if isinstance(error, HostLostError):
+            logger.error("%s", error)
+            self._sink.fail(self._engine.take_failed(), EngineDeadError(str(error)))
+            self.lose_hosts(error)
+            return
         logger.exception("a step has failed")
         failed = StepFailedError(f"the step that computed this request failed: {error}")
         self._sink.fail(self._engine.take_failed(), failed)

@@ -54,6 +54,9 @@ class Tasks:
         ]
         for thread in self._threads:
             thread.start()
+        if built.hosts is not None:
+            lose = self.steps.lose_hosts
+            built.hosts.when_lost(lambda error: self.steps.post(lambda: lose(error)))
 
     def with_inputs(self, function: Callable[[InputProcessor], T]) -> Future[T]:
         """Call a function in the input thread, which alone uses the input processor."""

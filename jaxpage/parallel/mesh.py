@@ -21,6 +21,33 @@ def flat(mesh: Mesh) -> Mesh:
     return tensor_mesh(list(mesh.devices.flat))
 
 
+def mesh_of_hosts(num_devices: int | None) -> Mesh:
+    """Devices of all processes, equally many of each: the first of each, or all. Raises ValueError."""
+    by_host = [jax.local_devices(process_index=i) for i in range(jax.process_count())]
+    total = sum(map(len, by_host))
+    each, rest = divmod(num_devices or total, len(by_host))
+    if rest or any(len(devices) < each for devices in by_host):
+        counts = ", ".join(str(len(devices)) for devices in by_host)
+        raise ValueError(
+            f"tensor_parallel_size={num_devices or total} cannot be shared evenly by {len(by_host)} hosts "
+            f"with {counts} devices"
+        )
+    return tensor_mesh([device for devices in by_host for device in devices[:each]])
+
+
+def check_hosts(mesh: Mesh, num_hosts: int) -> None:
+    """Raise ValueError unless the mesh has devices of each process of `num_hosts`; of one alone, no others."""
+    if jax.process_count() == 1:
+        return
+    wanted = set(range(num_hosts)) if num_hosts > 1 else {jax.process_index()}
+    found = {device.process_index for device in mesh.devices.flat}
+    if found != wanted:
+        raise ValueError(
+            f"mesh has devices of the processes {sorted(found)}, but with nnodes={num_hosts} "
+            f"it must have some of {sorted(wanted)}"
+        )
+
+
 def local_mesh(num_devices: int) -> Mesh:
     """The first devices of this process. Raises ValueError if it has fewer."""
     (mesh,) = local_meshes(1, num_devices)

@@ -91,10 +91,10 @@ def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepProg
 def fitting_buckets(buckets: Sequence[Bucket], plan: StepPlan) -> list[Bucket]:
     """Those that hold the plan's tokens, smallest first. Raises ValueError if none does (a bug in the scheduler's
     limits). Rows that sample later, and those of which more is wanted than a token, need the hidden states that
-    `forward` keeps.
+    `forward` keeps; and only `forward` takes embeddings.
     """
     tokens, rows = plan.total_tokens, plan.num_rows
-    at_once = all(plan.samples) and not plan.vocabulary_rows
+    at_once = all(plan.samples) and not plan.vocabulary_rows and not plan.input_embeds
     decode = tokens == rows and max(plan.num_tokens) == 1 and at_once
     fitting = [
         bucket

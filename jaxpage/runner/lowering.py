@@ -148,7 +148,14 @@ class Lowerings:
         if name not in self._no_embeds:
             arrays = [np.zeros(x.shape, x.dtype) for x in self.embeds[name]]
             places = [x.sharding for x in self.embeds[name]]
-            self._no_embeds[name] = tuple(jax.device_put(arrays, places))
+            if self._mesh is not None and self._mesh.is_multi_process:
+                # To put an array on devices of other hosts, jax compares it with theirs first.
+                self._no_embeds[name] = tuple(
+                    jax.make_array_from_callback(array.shape, place, array.__getitem__)
+                    for array, place in zip(arrays, places, strict=True)
+                )
+            else:
+                self._no_embeds[name] = tuple(jax.device_put(arrays, places))
         return self._no_embeds[name]
 
     def _embeds(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:

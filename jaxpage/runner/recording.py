@@ -56,10 +56,11 @@ def frames(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any], list[np.ndarra
         body = file.read(length)
         if len(body) < length:
             return
-        yield _parse(body)
+        yield parse(body)
 
 
-def _parse(body: bytes) -> tuple[str, dict[str, Any], list[np.ndarray]]:
+def parse(body: bytes) -> tuple[str, dict[str, Any], list[np.ndarray]]:
+    """(kind, metadata, arrays) of a frame without its length. Raises ValueError for what is none."""
     try:
         size = int.from_bytes(body[:8], "little")
         metadata = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["frame"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -27,6 +28,7 @@ from jaxpage.runner.buckets import Bucket, StepPrograms, fitting_programs, start
 from jaxpage.runner.calls import Call
 from jaxpage.runner.host_memory import HostMemory
 from jaxpage.runner.lowering import Lowerings
+from jaxpage.runner.other_hosts import OtherHosts
 from jaxpage.runner.pack import pack, pack_stores, padded, unpack_stores
 from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import CompilationCounter, Programs
@@ -83,7 +85,6 @@ class Runner:
     ):
         self._spec = step_spec
         self.pool_spec = pool_spec
-        self.buckets = buckets
         self._lowerings = Lowerings(
             model,
             buckets=buckets,
@@ -98,6 +99,7 @@ class Runner:
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
         self.recorder: CallRecorder | None = None  # whoever sets it gets all calls from then on
+        self.other_hosts: OtherHosts | None = None  # they execute all calls too; set after `warmup`
         self._num_launches = 0
         self._counter = CompilationCounter()
         self.programs = Programs(self._lowerings.programs, store)
@@ -123,6 +125,11 @@ class Runner:
         self.programs.wait()
 
     @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The padded sizes of steps."""
+        return tuple(self._buckets.values())
+
+    @property
     def groups(self) -> KVGroups:
         """The KV-cache groups of the model's layers."""
         return self._spec.groups
@@ -142,13 +149,22 @@ class Runner:
         leaves = self._leaves()
         changed = any(seen() is not leaf for seen, leaf in zip(self._seen, leaves, strict=True))
         if changed:
+            if self.other_hosts is not None:
+                raise RuntimeError(
+                    "parameters were replaced on one host of several; the others have the old ones"
+                )
             self._seen = [weakref.ref(leaf) for leaf in leaves]  # weak: the trainer's to free
             if self.recorder is not None:
                 self.recorder.weights_changed()
         return changed
 
     def recover(self) -> bool:
-        """After a failed step: allocate pool and state anew if they went with it, and tell so."""
+        """After a failed step: allocate pool and state anew if they went with it, and tell so.
+
+        With other hosts nothing is left to recover: a step that fails ends the engine on all.
+        """
+        if self.other_hosts is not None:
+            return False
         try:
             jax.block_until_ready((self._kv_pool, self._state))  # raises if deleted or poisoned
         except Exception:
@@ -179,7 +195,7 @@ class Runner:
         self._num_launches += 1
         sampled, executed = None, Executed()
         hidden: list[jax.Array] = []  # of `forward`, in pieces
-        with self._counter.watching():
+        with self._counter.watching(), self._everywhere(step):
             for call in step:
                 self.programs.num_calls[call.program] += 1
                 if call.program == calls.SCORE:
@@ -200,10 +216,20 @@ class Runner:
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step and bring its result to the host. Blocks here, and only here."""
-        result = to_host(launched)
+        with self._computed(launched.result):
+            result = to_host(launched)
         if self.recorder is not None:
             self.recorder.result(launched.number, result)
         return result
+
+    def _everywhere(self, step: list[Call]) -> AbstractContextManager[None]:
+        return nullcontext() if self.other_hosts is None else self.other_hosts.executing(step)
+
+    def _computed(self, result: Executed) -> AbstractContextManager[None]:
+        if self.other_hosts is None:
+            return nullcontext()
+        leaves = jax.tree.leaves((result.sampled, result.scores, result.vocabulary))
+        return self.other_hosts.reading([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
 
     def _choose(self, plan: StepPlan) -> StepPrograms:
         """The smallest programs that hold the plan and are ready."""

@@ -16,6 +16,7 @@ from jaxpage import RequestOutputKind, SamplingParams
 from jaxpage.async_llm import AsyncLLM, EngineDeadError, StepFailedError
 from jaxpage.async_llm.streams import merge_deltas
 from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.hosts.errors import HostLostError
 from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from jaxpage.tokenizer import load_tokenizer
 from tests.fake_device import EOS, MAX_MODEL_LEN, NUM_BLOCKS, fake_built
@@ -391,6 +392,49 @@ def test_a_step_that_fails_ends_its_requests_and_others_go_on(make_one, overlap,
 
     asyncio.run(run())
     assert "a step has failed" in caplog.text
+
+
+class FakeHosts:
+    """Other hosts of an engine, one of which is lost when the test says so."""
+
+    def when_lost(self, callback):
+        self.lose = callback
+
+
+def test_a_lost_host_is_the_end_while_nothing_runs(make_one):
+    hosts = FakeHosts()
+    llm = make_one(hosts=hosts)
+
+    async def run():
+        await collect(llm, [5, 6], long())
+        hosts.lose(HostLostError("host 1 is lost"))
+        await until(lambda: llm.errored)
+        with pytest.raises(EngineDeadError, match="host 1 is lost"):
+            await llm.check_health()
+        with pytest.raises(EngineDeadError, match="host 1 is lost"):
+            await collect(llm, [5], long())
+
+    asyncio.run(run())
+
+
+def test_a_step_without_all_hosts_is_the_end(make_one, monkeypatch):
+    """At once: it need not fail three times."""
+    llm = make_one(hosts=FakeHosts())
+
+    def lost(launched):
+        raise HostLostError("host 1 is lost")
+
+    monkeypatch.setattr(llm._tasks.engine.runner, "collect", lost)
+
+    async def run():
+        results = await asyncio.gather(
+            *(collect(llm, [5, i], long()) for i in range(9)), return_exceptions=True
+        )
+        assert all("host 1 is lost" in str(r) for r in results)
+        assert {type(r) for r in results} == {EngineDeadError}
+
+    asyncio.run(run())
+    assert llm.errored
 
 
 def test_step_after_step_failing_is_the_end(make_one, caplog):

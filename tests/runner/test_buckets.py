@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 
 from jaxpage.plan import StepPlan
@@ -51,6 +52,14 @@ def test_default_cpu_configuration():
     first, then = start_order(buckets)
     assert first == ["forward T=256", "sample R=8"]
     assert then[:4] == ["decode R=8", "decode R=256", "forward T=2048", "sample R=256"]
+
+
+def test_a_lone_embedding_is_no_decode_step():
+    """The last position of a prompt of embeddings may be alone in a step."""
+    buckets = make_buckets(max_num_seqs=8, max_num_batched_tokens=64)
+    lone = plan([1])
+    lone.input_embeds.append((0, np.zeros((1, 4), np.float32)))
+    assert [b.decode for b in fitting_buckets(buckets, lone)] == [False] * 2
 
 
 def test_fill_is_the_share_of_tokens_that_are_no_padding():
