@@ -98,7 +98,7 @@ def _add_calls(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
-        raise ApiError(501, "embeddings are not served: this model generates text")
+        raise ApiError(400, "embeddings are not served: this model generates text")
 
 
 async def answer(

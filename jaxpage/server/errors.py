@@ -23,7 +23,6 @@ _TYPES = {
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     500: "InternalServerError",
-    501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 _FIELD = re.compile(r"(?:prompt \d+ of \d+: )?(?:the )?([a-z_]+)\b")

@@ -48,8 +48,14 @@ class OpenModel(BaseModel):
             logger.warning(
                 "fields without effect in a %s: %s",
                 type(self).__name__,
-                ", ".join(sorted(self.model_extra)),
+                _named(sorted(self.model_extra)),
             )
+
+
+def _named(names: list[str]) -> str:
+    """Names of the client's choice for the log: on one line, and not many."""
+    shown = [n if n.isidentifier() and len(n) <= 64 else ascii(n[:64]) for n in names[:10]]
+    return ", ".join(shown) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 class StreamOptions(OpenModel):
