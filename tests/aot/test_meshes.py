@@ -5,6 +5,7 @@ What devices exchange is asserted by kind, number and bytes, and that `jaxpage p
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 
@@ -17,6 +18,7 @@ from tests.aot.models import MODELS
 pytestmark = pytest.mark.aot
 
 MOVE = re.compile(r" (?:slice|copy)-(?:start|done)\(")
+ARRAY = re.compile(r"\b[a-z]+(\d+)\[([\d,]+)\]")
 NUM_TOP_LOGPROBS = 20
 SAMPLED_BYTES = 4 * (3 + 2 * NUM_TOP_LOGPROBS)  # token, logprob, rank, and the most likely others
 
@@ -40,8 +42,15 @@ def test_the_pool_stays_where_it_is_and_temporaries_are_bounded(found):
     for _, each in found:
         assert each["alias_bytes"] >= each["pool_bytes"] + each["state_bytes"], each
         # An array that is small enough XLA may move to VMEM and back: scales, and a pool of a few hundred blocks.
-        assert [line for line in each["pool_copies"] if not MOVE.search(line)] == [], each
+        assert [line for line in each["pool_copies"] if not is_small_move(line)] == [], each
         assert each["temp_bytes"] < each["most_temp_bytes"], each
+
+
+def is_small_move(line: str) -> bool:
+    array = ARRAY.search(line)
+    assert array is not None, line
+    num_bytes = int(array[1]) // 8 * math.prod(map(int, array[2].split(",")))
+    return MOVE.search(line) is not None and num_bytes < 2**25
 
 
 def test_kernels_serve_attention_and_int8_products(found):
