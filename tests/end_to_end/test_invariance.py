@@ -90,10 +90,16 @@ def assert_nothing_leaked(llm):
     assert llm.reset_prefix_cache()
 
 
-def test_few_requests_alone_and_among_others_in_small_blocks_and_chunks_preempted(path):
+@pytest.mark.parametrize(
+    "num_devices", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))]
+)
+def test_few_requests_alone_and_among_others_in_small_blocks_and_chunks_preempted(
+    num_devices, path
+):
     """Some of the circumstances below at once, compiled quickly."""
     prompts, params = workload(10)
     sizes = dict(max_num_seqs=8, block_size=4, num_gpu_blocks_override=64)
+    sizes["tensor_parallel_size"] = num_devices
     with checkpoints.few_programs():
         llm = make_llm(path, **sizes, max_num_batched_tokens=16, max_model_len=192)
     alone = [
