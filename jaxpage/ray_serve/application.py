@@ -29,7 +29,7 @@ def application(
         health_check_period_s=2,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
-        ray_actor_options=actor_options(ray.cluster_resources(), config.tensor_parallel_size),
+        ray_actor_options=actor_options(ray.cluster_resources(), config),
         **more,
     )(Engine)
     front = serve.deployment(

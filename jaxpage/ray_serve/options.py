@@ -41,12 +41,14 @@ def for_replicas(options: ServerOptions) -> ServerOptions:
     )
 
 
-def actor_options(cluster: Mapping[str, float], tensor_parallel_size: int | None) -> dict[str, Any]:
-    """What Ray is to reserve for a replica: as many of the cluster's devices as share its weights.
+def actor_options(cluster: Mapping[str, float], config: EngineConfig) -> dict[str, Any]:
+    """What Ray is to reserve for a replica: as many of the cluster's devices as it computes on.
 
-    `cluster`: resources by Ray's names, "TPU" being chips.
+    `cluster`: resources by Ray's names, "TPU" being chips. Raises ValueError for an engine of several hosts.
     """
-    num_devices = tensor_parallel_size or 1
+    if config.nnodes > 1:
+        raise ValueError(f"nnodes={config.nnodes}: with Ray each replica has one host; leave it out")
+    num_devices = (config.tensor_parallel_size or 1) * config.data_parallel_size
     if cluster.get("TPU"):
         return {"num_cpus": 1, "resources": {"TPU": num_devices}}
     if cluster.get("GPU"):

@@ -59,16 +59,25 @@ def test_keys_are_read_where_the_file_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "size", "expected"),
+    ("cluster", "sizes", "expected"),
     [
-        ({"CPU": 8.0}, 2, {"num_cpus": 1}),
-        ({"CPU": 8.0, "GPU": 8.0}, None, {"num_cpus": 1, "num_gpus": 1}),
-        ({"CPU": 8.0, "GPU": 8.0}, 4, {"num_cpus": 1, "num_gpus": 4}),
-        ({"CPU": 8.0, "TPU": 8.0}, 4, {"num_cpus": 1, "resources": {"TPU": 4}}),
+        ({"CPU": 8.0}, {"tensor_parallel_size": 2}, {"num_cpus": 1}),
+        ({"CPU": 8.0, "GPU": 8.0}, {}, {"num_cpus": 1, "num_gpus": 1}),
+        ({"CPU": 8.0, "GPU": 8.0}, {"tensor_parallel_size": 4}, {"num_cpus": 1, "num_gpus": 4}),
+        (
+            {"CPU": 8.0, "TPU": 8.0},
+            {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            {"num_cpus": 1, "resources": {"TPU": 4}},
+        ),
     ],
 )
-def test_a_replica_has_the_devices_that_share_its_weights(cluster, size, expected):
-    assert actor_options(cluster, size) == expected
+def test_a_replica_has_the_devices_that_it_computes_on(cluster, sizes, expected):
+    assert actor_options(cluster, EngineConfig(model="m", **sizes)) == expected
+
+
+def test_an_engine_of_several_hosts_is_no_replica():
+    with pytest.raises(ValueError, match="nnodes=2: with Ray each replica has one host"):
+        actor_options({"CPU": 8.0}, EngineConfig(model="m", nnodes=2))
 
 
 def packaged_yaml() -> dict:
