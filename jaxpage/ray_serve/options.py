@@ -47,7 +47,9 @@ def actor_options(cluster: Mapping[str, float], config: EngineConfig) -> dict[st
     `cluster`: resources by Ray's names, "TPU" being chips. Raises ValueError for an engine of several hosts.
     """
     if config.nnodes > 1:
-        raise ValueError(f"nnodes={config.nnodes}: with Ray each replica has one host; leave it out")
+        raise ValueError(
+            f"nnodes={config.nnodes}: with Ray each replica has one host; leave it out"
+        )
     num_devices = (config.tensor_parallel_size or 1) * config.data_parallel_size
     if cluster.get("TPU"):
         return {"num_cpus": 1, "resources": {"TPU": num_devices}}
