@@ -36,7 +36,7 @@ from jaxpage.engine.replicas import Replicas
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.hosts.agreement import check_same, smallest, wait_for_all
-from jaxpage.hosts.group import Hosts
+from jaxpage.hosts.group import Hosts, end_with_main_thread
 from jaxpage.hosts.join import join
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
@@ -97,6 +97,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     if hosts is not None:
         # Exit functions run in the reverse order of their registration: these before jax's own.
         atexit.register(hosts.exit_if_lost)
+        hosts.when_lost(end_with_main_thread)
         if not hosts.is_leader:
             _follow(hosts, options)
             raise SystemExit(0)

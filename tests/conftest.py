@@ -11,13 +11,16 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+MANY_MAPS = 30_000  # of memory
 _DEVICE_MARKERS = ("gpu", "tpu")
 _MARKERS_TO_ASK_FOR = (*_DEVICE_MARKERS, "aot", "browser", "deep", "ray")
 
@@ -149,6 +152,18 @@ def fresh_cache():
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs_in_memory():
+    """XLA:CPU maps the code of each program on its own, and Linux ends a process with more than 65,530 maps."""
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -182,7 +182,6 @@ class Hosts:
             threading.Thread(target=_tell, args=(connection, reason), daemon=True).start()
         if self._is_inside:
             threading.Thread(target=self._end_if_stuck, args=(entered,), daemon=True).start()
-        threading.Thread(target=_end_with_main_thread, daemon=True).start()
 
     def exit_if_lost(self) -> None:
         """At exit: without all hosts, jax's own shutdown waits for those that are lost."""
@@ -284,12 +283,17 @@ def _tell(connection: Connection, reason: str) -> None:
     connection.close()
 
 
-def _end_with_main_thread() -> None:
-    """At exit Python waits for programs that are being compiled, which nobody needs any more."""
-    while threading.main_thread().is_alive():
-        time.sleep(0.2)
-    time.sleep(STUCK_SECONDS)
-    _exit(None)
+def end_with_main_thread(failure: HostLostError) -> None:
+    """For `Hosts.when_lost`: at exit Python waits for programs that are being compiled, which nobody needs any more."""
+
+    def end() -> None:
+        while threading.main_thread().is_alive():
+            time.sleep(0.2)
+        time.sleep(STUCK_SECONDS)
+        _exit(None)
+
+    del failure  # whoever waits for the engine is told
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _exit(failure: HostLostError | None, last_act: Callable[[], None] = lambda: None) -> None:
