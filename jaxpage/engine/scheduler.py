@@ -17,13 +17,12 @@ from __future__ import annotations
 from bisect import insort
 from functools import partial
 
-from jaxpage.engine import beam_scheduling
+from jaxpage.engine import beam_scheduling, sequences
 from jaxpage.engine.collect import collect, collect_failed
 from jaxpage.engine.counters import Counters, count_first_scheduling
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import NO_PADDING, Padding
 from jaxpage.engine.scheduled_step import ScheduledStep
-from jaxpage.engine.sequences import check_runnable, cut_output, new_sequence, new_sibling
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence
@@ -49,16 +48,10 @@ class Scheduler:
         padding: Padding = NO_PADDING,
     ):
         """Raises ValueError for limits below 1, or no room for a token of prompt and a token of answer."""
-        if min(max_num_seqs, max_num_batched_tokens, max_model_len - 1, decode_steps) < 1:
-            raise ValueError(
-                f"{max_num_seqs=}, {max_num_batched_tokens=}, {decode_steps=} must be at least 1, "
-                f"and {max_model_len=} at least 2"
-            )
-        if policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy {policy!r} is neither 'fcfs' nor 'priority'")
-        self.kv = kv
+        limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
+        sequences.check_limits(*limits, policy)
+        self.kv, self.max_model_len = kv, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
@@ -82,14 +75,12 @@ class Scheduler:
             insort(self.waiting, sequence, key=self._order)
 
     def first_sequences(self, request: Request) -> list[Sequence]:
-        """Those with which a request would begin. Raises ValueError for what can never run.
-
-        Depends on sizes alone, and changes nothing: any thread may ask.
-        """
-        check_runnable(request, self.max_model_len, self.kv.pool, self.max_num_batched_tokens)
-        make = partial(new_sequence, max_model_len=self.max_model_len)
+        """Those with which a request would begin; any thread may ask. Raises ValueError for what can never run."""
+        max_query_len = self.max_num_batched_tokens
+        sequences.check_runnable(request, self.max_model_len, self.kv.pool, max_query_len)
+        make = partial(sequences.new_sequence, max_model_len=self.max_model_len)
         return beam_scheduling.first_sequences(
-            request, make, self.kv, self._num_slots, self.max_num_batched_tokens
+            request, make, self.kv, self._num_slots, max_query_len
         )
 
     def schedule(self) -> ScheduledStep | None:
@@ -124,7 +115,7 @@ class Scheduler:
         request = self.requests.get(end.request_id)
         if request is not None and not request.sequences[end.index].finished:
             sequence = request.sequences[end.index]
-            cut_output(sequence, end.num_tokens)
+            sequences.cut_output(sequence, end.num_tokens)
             self._remove([sequence])
 
     def end_failed(self) -> StepOutput:
@@ -186,14 +177,13 @@ class Scheduler:
 
     def _make_room(self, step: ScheduledStep, sequence: Sequence, end: int) -> bool:
         """Have a running sequence grow, and preempt others until it can. False if it was preempted itself."""
-        # Asked anew after each victim: it may have been the other owner of a shared block.
-        while True:
-            reserve = beam_scheduling.num_reserved_blocks(self.kv, sequence)
-            if self.kv.grow(step.plan, sequence, end, reserve=reserve):
-                return True
+        # What is reserved, too: a victim may have been the other owner of a shared block.
+        reserved = partial(beam_scheduling.num_reserved_blocks, self.kv, sequence)
+        while not self.kv.grow(step.plan, sequence, end, reserve=reserved()):
             self._preempt_last()
             if not sequence.slot:
                 return False
+        return True
 
     def _preempt_last(self, *, swap: bool = True) -> None:
         """Back to waiting, with its tokens. Its KV is swapped out, still found in the cache, or recomputed.
@@ -244,9 +234,8 @@ class Scheduler:
 
         One that finds no slot waits like any other and later finds the prompt in the cache, or computes it.
         """
-        request = parent.request
-        siblings = [new_sibling(parent, index) for index in range(1, request.params.n)]
-        request.sequences += siblings
+        siblings = [sequences.new_sibling(parent, i) for i in range(1, parent.request.params.n)]
+        parent.request.sequences += siblings
         for sibling in siblings:
             if self._free_slots:
                 step.add_sibling(parent, sibling, self._free_slots.pop())
@@ -258,8 +247,7 @@ class Scheduler:
         for sequence in ended:
             sequence.num_in_flight = 0  # what it still has under way is thrown away
             self.kv.release(sequence)
-            if sequence.slot:
-                self._free_slot(sequence)
+            self._free_slot(sequence)
             request = sequence.request
             if request.finished and self.requests.pop(request.request_id, None) is not None:
                 self.counters.num_requests_finished += 1
@@ -267,5 +255,6 @@ class Scheduler:
         self.waiting = [s for s in self.waiting if s.finish_reason is None]
 
     def _free_slot(self, sequence: Sequence) -> None:
-        self._free_slots.append(sequence.slot)
+        if sequence.slot:
+            self._free_slots.append(sequence.slot)
         sequence.slot = 0

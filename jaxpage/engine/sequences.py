@@ -47,6 +47,26 @@ def new_sibling(parent: Sequence, index: int) -> Sequence:
     )
 
 
+def check_limits(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    decode_steps: int,
+    policy: str,
+) -> None:
+    """Raise ValueError for limits with which no sequence could run, and for a policy that there is not.
+
+    The shortest sequence has a token of prompt and a token of answer.
+    """
+    if min(max_num_seqs, max_num_batched_tokens, max_model_len - 1, decode_steps) < 1:
+        raise ValueError(
+            f"{max_num_seqs=}, {max_num_batched_tokens=}, {decode_steps=} must be at least 1, "
+            f"and {max_model_len=} at least 2"
+        )
+    if policy not in ("fcfs", "priority"):
+        raise ValueError(f"policy {policy!r} is neither 'fcfs' nor 'priority'")
+
+
 def check_runnable(
     request: Request, max_model_len: int, pool: BlockPool, max_query_len: int
 ) -> None:
