@@ -1,0 +1,87 @@
+"""What the engine and a model family exchange about pictures: plain values and two protocols, all on the host.
+
+Knows neither jax nor any family. A processor turns pixels into a `Picture` and a prompt into an `Expanded` one; a
+`VisionConfig` turns a `Picture` into the arrays that the family's encoder takes (`pictures.encode`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    Pixels = np.ndarray | Image
+else:
+    # Image: any mode. Array: [height, width, 3], uint8, or floating point in 0 .. 1.
+    Pixels = "np.ndarray | PIL.Image.Image"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One picture or one video, ready for the encoder."""
+
+    patches: np.ndarray  # float32[P, patch_values], in the encoder's order
+    grid: tuple[int, int, int]  # (frames, height, width) in patches; their product is P
+    num_tokens: int  # embeddings that the encoder makes of it = placeholders in the prompt
+    # Of the decoded pixels and of everything the processor was told; 32 bytes.
+    content_hash: bytes
+    second_per_grid: float | None = None  # of videos: seconds from one row of frames to the next
+    kind: str = "image"  # or "video"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expanded:
+    """A prompt whose pictures have their placeholders."""
+
+    # Each picture's placeholder repeated `num_tokens` times, with what the family puts around it.
+    token_ids: list[int]
+    # (first placeholder, number of placeholders) of each picture, ascending.
+    spans: tuple[tuple[int, int], ...]
+    positions: np.ndarray | None  # int32[3, T] of families with mrope, else None: 0 .. T - 1
+    next_position: int  # of the first generated token; it is T where positions are None
+
+
+class PictureProcessor(Protocol):
+    """A family's preparation of pictures and prompts. Without state; safe to call from several threads."""
+
+    def image(self, pixels: Pixels) -> Picture:
+        """Resize, normalise and cut into patches. Raises ValueError for sizes that the family refuses."""
+        ...
+
+    def video(self, frames: Sequence[Pixels], *, fps: float) -> Picture:
+        """The same of frames sampled `fps` times a second. Raises ValueError; also where the family has no videos."""
+        ...
+
+    def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> Expanded:
+        """Give the pictures, in the order of the prompt, their placeholders.
+
+        The prompt has one placeholder for each, or already all of them. Raises ValueError if numbers or kinds do
+        not match.
+        """
+        ...
+
+
+class VisionConfig(Protocol):
+    """What is known of a family's encoder without its weights. Hashable."""
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch, the last axis of `Picture.patches`."""
+        ...
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that become one embedding. Padded sizes must be multiples of it."""
+        ...
+
+    def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
+        """What `pictures.encode.encode` takes for one picture, padded to `padded_patches` patches.
+
+        Names, shapes and dtypes depend on `padded_patches` only. Raises ValueError if the picture has more patches.
+        """
+        ...
