@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxpage.pictures.border import Picture
+
 NULL_BLOCK = 0  # never allocated; takes the writes of padding
 NULL_SLOT = 0  # request slot of padding rows; live sequences have slots 1 .. max_num_seqs
 
@@ -84,6 +86,12 @@ class StepPlan:
     forced_tokens: list[tuple[int, int, list[int]]] = field(default_factory=list)
     # (row, [k, E]): embeddings that stand for the row's first k tokens of this step.
     input_embeds: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    # (picture, int32[num_tokens]): encoded into these rows of the picture cache, before the rows of the step run
+    encodes: list[tuple[Picture, np.ndarray]] = field(default_factory=list)
+    # (row, offset, int32[k] rows of the picture cache): embeddings that stand for k of the row's tokens of this step
+    picture_tokens: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    # (row, int32[3, k]): rotary positions of the row's first k tokens of this step; see `PromptPictures`
+    positions: list[tuple[int, np.ndarray]] = field(default_factory=list)
     # (row, first of its tokens in this step, what comes after that and the next ones, whether the log-probabilities of
     # the whole vocabulary are wanted there)
     prompt_scores: list[tuple[int, int, list[int], bool]] = field(default_factory=list)
@@ -164,7 +172,7 @@ def plan_from_bytes(data: bytes) -> StepPlan:
     return plan
 
 
-_PLAN_TYPES = {cls.__name__: cls for cls in (StepPlan, Admission, BlockTransfers)}
+_PLAN_TYPES = {cls.__name__: cls for cls in (StepPlan, Admission, BlockTransfers, Picture)}
 
 
 def _encode(value: Any, arrays: dict[str, np.ndarray]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.reasoning import ReasoningTokens
 from jaxpage.sampling_params import SamplingParams
 
@@ -39,6 +40,8 @@ class WaitingFor(enum.Enum):
     MASK = enum.auto()
     # the token that it samples, on which its next mask depends, is in flight
     TOKEN = enum.auto()
+    # the next token is a picture's, which cannot be encoded in this step
+    PICTURE = enum.auto()
 
 
 class MaskSource(Protocol):
@@ -100,6 +103,9 @@ class Request:
     slot_fields: Mapping[str, Any] = field(default_factory=dict)
     # [T, E]; stands in for the prompt's token ids (which are then all 0)
     prompt_embeds: np.ndarray | None = None
+    pictures: PromptPictures | None = (
+        None  # whose embeddings stand in for some of the prompt's tokens
+    )
     # The log-probabilities of every token are wanted where it samples: more than a step says of its own.
     wants_vocabulary: bool = False
     scores_prompt: bool = False  # the log-probabilities of the prompt's tokens are wanted

@@ -16,6 +16,8 @@ import numpy as np
 
 from jaxpage.engine.beams import Beams
 from jaxpage.engine.engine import Engine
+from jaxpage.pictures.border import Expanded, Picture
+from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.plan import (
     NULL_BLOCK,
     NULL_SLOT,
@@ -34,9 +36,10 @@ VOCAB_SIZE = 13
 def make_request(request_id: str, prompt: list[int] | np.ndarray, **kwargs) -> Request:
     """A request without text; `prompt` has token ids, or embeddings [T, E].
 
-    `salt`, `priority`, `eos`, `seed`, `features`, `mask_source` are the request's own, the rest params.
+    `salt`, `priority`, `eos`, `seed`, `features`, `mask_source`, `pictures` are the request's own, the rest params.
     """
-    own = {name: kwargs.pop(name) for name in ("features", "mask_source") if name in kwargs}
+    names = ("features", "mask_source", "pictures")
+    own = {name: kwargs.pop(name) for name in names if name in kwargs}
     salt, priority = kwargs.pop("salt", None), kwargs.pop("priority", 0)
     eos, seed = frozenset(kwargs.pop("eos", ())), kwargs.pop("seed", 0)
     params = SamplingParams(**kwargs)
@@ -68,6 +71,7 @@ def slot_fields(request: Request) -> dict[str, Any]:
         "is_beam": request.beams is not None,
         "is_masked": request.mask_source is not None,
         "embeds": request.prompt_embeds,
+        "pictures": picture_places(request.pictures),
     }
 
 
@@ -193,11 +197,46 @@ def extend_digest(digest: int, token: Hashable) -> int:
     return hash((digest, token))
 
 
-def inputs(token_ids: list[int], embeds: np.ndarray | None) -> list[Hashable]:
-    """What the model is given for these tokens, the first of which embeddings may stand for."""
-    if embeds is None:
-        return list(token_ids)
-    return [("embedding", *row.tolist()) for row in embeds] + list(token_ids[len(embeds) :])
+def picture_places(pictures: PromptPictures | None) -> list[tuple[bytes, int, int]]:
+    """(content hash, first token, number of tokens) of each picture."""
+    places = [] if pictures is None else zip(pictures.pictures, pictures.spans, strict=True)
+    return [(picture.content_hash, *span) for picture, span in places]
+
+
+def inputs(
+    token_ids: list[int],
+    embeds: np.ndarray | None,
+    pictures: Sequence[tuple[bytes, int, int]] = (),
+) -> list[Hashable]:
+    """What the model is given for these tokens, for some of which embeddings may stand."""
+    given: list[Hashable] = list(token_ids)
+    if embeds is not None:
+        given[: len(embeds)] = [("embedding", *row.tolist()) for row in embeds]
+    for content_hash, first, number in pictures:
+        given[first : first + number] = [(content_hash, i) for i in range(number)]
+    return given
+
+
+def make_pictures(prompt: list[int], *spans: tuple[int, int, int]) -> PromptPictures:
+    """Pictures that stand in a prompt, of (first token, number of tokens, which one it is)."""
+    pictures = [
+        Picture(
+            patches=np.full((number, 1), content, np.float32),
+            grid=(1, 1, number),
+            num_tokens=number,
+            content_hash=b"%032d" % content,
+        )
+        for _, number, content in spans
+    ]
+    return PromptPictures.of(
+        Expanded(
+            token_ids=list(prompt),
+            spans=tuple((first, number) for first, number, _ in spans),
+            positions=None,
+            next_position=len(prompt),
+        ),
+        pictures,
+    )
 
 
 def next_token(digest: int, *, seed: int, index: int, banned: frozenset[int]) -> int:
@@ -214,7 +253,8 @@ def expected_output(
     """Tokens, finish and stop reason by a loop that knows nothing of blocks, steps or batches."""
     params, detokenizer = request.params, FakeDetokenizer(request)
     digest, output = 0, []
-    for token in inputs(request.prompt_token_ids, request.prompt_embeds):
+    places = picture_places(request.pictures)
+    for token in inputs(request.prompt_token_ids, request.prompt_embeds, places):
         digest = extend_digest(digest, token)
     max_len = max_model_len
     if params.max_tokens is not None:
@@ -389,6 +429,9 @@ class FakeRunner:
         # (block, offset) -> (group, digest), and host block -> offset -> the same
         self._content: dict[tuple[int, int], tuple[int, int]] = {}
         self._host: dict[int, dict[int, tuple[int, int]]] = {}
+        # The picture cache: row -> (content hash, which of its embeddings)
+        self._picture_rows: dict[int, tuple[bytes, int]] = {}
+        self.encoded: list[bytes] = []  # content hashes, in order
         self._under_way: list[tuple[int, StepResult]] = []
         self.num_launches = 0
         self._broken = False
@@ -420,6 +463,7 @@ class FakeRunner:
         self._slots.clear()
         self._content.clear()
         self._host.clear()
+        self._picture_rows.clear()
 
     def launch(self, plan: StepPlan) -> int:
         handle, self.num_launches = self.num_launches, self.num_launches + 1
@@ -432,6 +476,7 @@ class FakeRunner:
         self.plans.append(plan)
         self._apply_transfers(plan)
         self._apply_updates(plan)
+        self._encode(plan)
         self._check_rows(plan)
         # A step that will turn out to have failed spoils what it writes, and the step built on it.
         self._broken = any(x in self.fail_collect for x, _ in [*self._under_way, (handle, None)])
@@ -453,10 +498,34 @@ class FakeRunner:
         first_late = plan.num_rows - plan.num_late_rows
         assert not any(plan.num_tokens[first_late:]) and all(plan.samples[first_late:])
         decodes = all(count == 1 for count in plan.num_tokens) and all(plan.samples)
-        plain = not (plan.admissions or plan.masks or plan.input_embeds)
+        plain = not (plan.admissions or plan.masks or plan.input_embeds or plan.picture_tokens)
         assert plan.num_steps == 1 or (decodes and plain)
 
+    def _encode(self, plan: StepPlan) -> None:
+        for picture, rows in plan.encodes:
+            assert 0 not in rows and len(set(rows.tolist())) == len(rows) == picture.num_tokens
+            self._picture_rows.update(
+                {row: (picture.content_hash, i) for i, row in enumerate(rows.tolist())}
+            )
+            self.encoded.append(picture.content_hash)
+
+    def _check_pictures(self, plan: StepPlan) -> None:
+        """Each token that a picture stands for reads the embedding that is its own, no other token reads any."""
+        read: dict[tuple[int, int], tuple[bytes, int]] = {}
+        for row, offset, rows in plan.picture_tokens:
+            for i, picture_row in enumerate(rows.tolist()):
+                assert (row, offset + i) not in read
+                read[row, offset + i] = self._picture_rows[picture_row]
+        wanted = {}
+        for row, slot_id in enumerate(plan.slots):
+            start, end = plan.starts[row], plan.starts[row] + plan.num_tokens[row]
+            for content_hash, first, number in self._slots[slot_id].admission.fields["pictures"]:
+                for position in range(max(start, first), min(end, first + number)):
+                    wanted[row, position - start] = (content_hash, position - first)
+        assert read == wanted
+
     def _check_rows(self, plan: StepPlan) -> None:
+        self._check_pictures(plan)
         embeds = dict(plan.input_embeds)
         assert len(embeds) == len(plan.input_embeds)
         for row, slot_id in enumerate(plan.slots):
@@ -501,7 +570,8 @@ class FakeRunner:
             }
             assert len(admission.block_tables) == len(self.windows)
             slot = _Slot(admission, tables)
-            tokens = inputs(admission.token_ids, admission.fields["embeds"])
+            fields = admission.fields
+            tokens = inputs(admission.token_ids, fields["embeds"], fields["pictures"])
             for token_id, token in zip(admission.token_ids, tokens, strict=True):
                 slot.append(token_id, token)
             self._slots[admission.slot] = slot

@@ -27,6 +27,10 @@ RAISED: dict[tuple[str, str], tuple[int, str]] = {
     ("parameters", "pallas_kernels/paged_attention/tpu.py:paged_attention"): (14, _CONTRACT),
     ("fields", "jaxpage/config.py:EngineConfig"): (50, "vLLM's options under their names"),
     ("lines", "jaxpage/config.py"): (490, "one subject: those options, and what follows from them"),
+    ("attributes on self", "jaxpage/engine/scheduler.py:Scheduler"): (
+        16,
+        "three queues, two caches, the limits of a step",
+    ),
     ("parameters", "jaxpage/llm.py:LLM.chat"): (14, _VLLM),
     ("parameters", "jaxpage/prompts.py:parse_chat"): (9, _VLLM),
 }

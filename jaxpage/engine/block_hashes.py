@@ -58,13 +58,17 @@ def extra_keys(request: Request, start: int, end: int) -> tuple[str, ...]:
         keys.append(f"salt {request.cache_salt}")
     if request.prompt_embeds is not None and start < len(request.prompt_embeds):
         keys.append(f"embeds {_hash_array(request.prompt_embeds[start:end])}")
+    if request.pictures is not None:
+        for picture, first, _ in request.pictures.within(start, end):
+            keys.append(f"picture {picture.content_hash.hex()} {first - start}")
     return tuple(keys)
 
 
 def extend_hashes(sequence: Sequence, count: int, block_size: int, weight_epoch: int) -> None:
     """Complete `sequence.block_hashes` to its first `count` blocks."""
     hashes, tokens, request = sequence.block_hashes, sequence.token_ids, sequence.request
-    has_keys = request.cache_salt is not None or request.prompt_embeds is not None
+    sources = (request.cache_salt, request.prompt_embeds, request.pictures)
+    has_keys = any(source is not None for source in sources)
     for start in range(len(hashes) * block_size, count * block_size, block_size):
         end = start + block_size
         parent = hashes[-1] if hashes else root_hash(weight_epoch)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.picture_cache import PictureCache
 from jaxpage.engine.sequences import append_forced, next_mask
+from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.plan import Admission, StepPlan
 from jaxpage.request import Request, Sequence, WaitingFor
 
@@ -20,6 +22,7 @@ class ScheduledStep:
     """`sequences[i]` is the one of the plan's row i."""
 
     kv: KVCache
+    pictures: PictureCache
     # Tokens in flight are computed before the mask for what comes next is known, and sampled from later.
     samples_late: bool = True
     plan: StepPlan = field(default_factory=StepPlan)
@@ -56,6 +59,8 @@ class ScheduledStep:
         if request.prompt_embeds is not None and count and start < len(request.prompt_embeds):
             embeds = request.prompt_embeds[start:end]
             plan.input_embeds.append((len(plan.slots), embeds))
+        if request.pictures is not None:
+            self._place_pictures(request.pictures, start, end)
         if samples and request.mask_source is not None:
             if append_forced(sequence):
                 samples, known = False, known + sequence.num_unsent_tokens
@@ -89,10 +94,13 @@ class ScheduledStep:
         self.add_row(sibling, known, 0, known)
 
     def may_advance(self, sequence: Sequence) -> bool:
-        """Whether a sequence that waits has tokens to compute now, because they are forced.
+        """Whether a sequence that waits has tokens to compute now, because they are forced, or may be a picture's.
 
         If its mask is there instead, a row is planned that samples from what an earlier step computed.
         """
+        if sequence.waiting_for is WaitingFor.PICTURE:
+            sequence.waiting_for = None  # `reach` says whether it has to wait again
+            return True
         if sequence.waiting_for is not WaitingFor.MASK:
             return False
         if append_forced(sequence):
@@ -104,6 +112,15 @@ class ScheduledStep:
             sequence.waiting_for = None if self.samples_late else WaitingFor.TOKEN
             sequence.num_in_flight += 1
         return False
+
+    def reach(self, sequence: Sequence, start: int, count: int) -> int:
+        """How many of `count` tokens from `start` it may compute now; it waits for a picture if that is none."""
+        if sequence.request.pictures is None:
+            return count
+        count = self.pictures.reach(self.plan, sequence, start, count)
+        if not count:
+            sequence.waiting_for = WaitingFor.PICTURE
+        return count
 
     def append_late_rows(self) -> None:
         """Call it when all other rows are there."""
@@ -127,7 +144,7 @@ class ScheduledStep:
         return (
             plan.num_tokens.count(1) == plan.num_rows
             and not (self.admitted or self.has_beams or plan.masks or plan.input_embeds)
-            and not plan.vocabulary_rows
+            and not (plan.vocabulary_rows or plan.picture_tokens or plan.positions)
             and all(plan.samples)
         )
 
@@ -150,6 +167,15 @@ class ScheduledStep:
                 self.plan.forced_tokens.append((sequence.slot, start, sequence.token_ids[start:]))
                 sequence.num_unsent_tokens = 0
         return self.plan
+
+    def _place_pictures(self, pictures: PromptPictures, start: int, end: int) -> None:
+        """Have pictures stand for those of the tokens `start .. end` of the row to come that are theirs."""
+        row = len(self.plan.slots)
+        for picture, first, number in pictures.within(start, end):
+            seen = self.pictures.rows(picture)[max(start - first, 0) : min(end - first, number)]
+            self.plan.picture_tokens.append((row, max(first - start, 0), seen))
+        if pictures.positions is not None and start < min(end, pictures.positions.shape[1]):
+            self.plan.positions.append((row, pictures.positions[:, start:end]))
 
     def _score(self, request: Request, start: int, end: int) -> None:
         """Have the prompt's tokens scored that follow on `start .. end` of the row to come, and were not yet."""

@@ -22,6 +22,7 @@ from jaxpage.engine.collect import collect, collect_failed
 from jaxpage.engine.counters import Counters, count_first_scheduling
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import NO_PADDING, Padding
+from jaxpage.engine.picture_cache import PictureCache
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepResult
@@ -51,6 +52,9 @@ class Scheduler:
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
         sequences.check_limits(*limits, policy)
         self.kv, self.max_model_len = kv, max_model_len
+        self.pictures = PictureCache(
+            1, budget=0
+        )  # of models that see, whoever builds it sets another
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
         self.requests: dict[str, Request] = {}  # the unfinished ones
@@ -71,6 +75,7 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
+        self.pictures.add(request)
         for sequence in request.sequences:
             insort(self.waiting, sequence, key=self._order)
 
@@ -78,6 +83,7 @@ class Scheduler:
         """Those with which a request would begin; any thread may ask. Raises ValueError for what can never run."""
         max_query_len = self.max_num_batched_tokens
         sequences.check_runnable(request, self.max_model_len, self.kv.pool, max_query_len)
+        self.pictures.check(request)
         make = partial(sequences.new_sequence, max_model_len=self.max_model_len)
         return beam_scheduling.first_sequences(
             request, make, self.kv, self._num_slots, max_query_len
@@ -85,8 +91,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan a step for the caller to launch; None if there is nothing to do before `update`."""
-        step = ScheduledStep(self.kv, self.samples_late)
+        step = ScheduledStep(self.kv, self.pictures, self.samples_late)
         self.kv.begin_plan()
+        self.pictures.begin_plan()
         self._admit(step, self._plan_running(step))
         for sequence in step.admitted:
             insort(self.running, sequence, key=self._order)
@@ -138,6 +145,7 @@ class Scheduler:
         requests = dict.fromkeys(s.request.request_id for step in steps for s in step.sequences)
         ended = [request for i in requests if (request := self.abort(i)) is not None]
         self.kv.invalidate(self.waiting)  # last: sequences that end leave their blocks in the cache
+        self.pictures.forget_all()
         return ended
 
     def preempt_all(self) -> None:
@@ -145,10 +153,12 @@ class Scheduler:
         while self.running:
             self._preempt_last(swap=False)
         self.kv.invalidate(self.waiting)
+        self.pictures.forget_all()
 
     def begin_weight_epoch(self) -> None:
         """The weights change now: KV of before is not for sequences admitted from here on."""
         self.kv.begin_weight_epoch((*self.running, *self.waiting))
+        self.pictures.forget_all()
 
     def _order(self, sequence: Sequence) -> tuple[int, int, int]:
         request = sequence.request
@@ -170,6 +180,8 @@ class Scheduler:
             end = start + count
             if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last
+            if not (count := step.reach(sequence, start, count)):
+                continue
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             budget -= count
@@ -193,6 +205,7 @@ class Scheduler:
         victim = self.running.pop()
         if not (swap and self.kv.swap_out(victim)):
             self.kv.release(victim)
+        self.pictures.release(victim)
         self._free_slot(victim)
         victim.waiting_for = None
         insort(self.waiting, victim, key=self._order)
@@ -208,14 +221,20 @@ class Scheduler:
         max_query_len = self.max_num_batched_tokens
         waiting = (len(sequence.token_ids) for sequence in self.waiting[: len(self._free_slots)])
         budget = self.padding.budget(max_query_len - budget, budget, waiting)
-        while self.waiting and self._free_slots and budget > 0:
-            sequence = self.waiting[0]
-            if not (
-                beam_scheduling.may_enter(self.kv, sequence, len(self._free_slots), max_query_len)
-                and self.kv.admit(sequence, self.kv.find(sequence), max_query_len)
+        index = 0
+        while index < len(self.waiting) and self._free_slots and budget > 0:
+            sequence = self.waiting[index]
+            if not beam_scheduling.may_enter(
+                self.kv, sequence, len(self._free_slots), max_query_len
             ):
                 break
-            del self.waiting[0]
+            found = self.kv.find(sequence)
+            if not self.pictures.may_begin(sequence, found.num_tokens):
+                index += 1  # its picture comes next, and cannot be encoded now; others need not wait for that
+                continue
+            if not self.kv.admit(sequence, found, max_query_len):
+                break
+            del self.waiting[index]
             sequence.slot = self._free_slots.pop()
             for sibling in beam_scheduling.siblings(sequence):
                 self.waiting.remove(sibling)
@@ -224,7 +243,7 @@ class Scheduler:
             start, known = sequence.num_computed_tokens, len(sequence.token_ids)
             count_first_scheduling(self.counters, self.kv.pool, sequence.request, start)
             step.admitted.append(sequence)
-            count = min(known - start, budget)
+            count = step.reach(sequence, start, min(known - start, budget))
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             budget -= count
@@ -247,9 +266,11 @@ class Scheduler:
         for sequence in ended:
             sequence.num_in_flight = 0  # what it still has under way is thrown away
             self.kv.release(sequence)
+            self.pictures.release(sequence)
             self._free_slot(sequence)
             request = sequence.request
             if request.finished and self.requests.pop(request.request_id, None) is not None:
+                self.pictures.remove(request)
                 self.counters.num_requests_finished += 1
         self.running = [s for s in self.running if s.finish_reason is None]
         self.waiting = [s for s in self.waiting if s.finish_reason is None]

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
+from jaxpage.engine.picture_cache import PictureCache
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.output_processor import OutputProcessor
@@ -99,6 +100,7 @@ def make_engine(
     store: FakeStore | None = None,
     windows: tuple[int | None, ...] = (None,),
     sends_plans: bool = False,
+    picture_rows: int = 0,
     kind: type[Engine] = TextEngine,
     **options,
 ) -> Any:
@@ -114,6 +116,9 @@ def make_engine(
     )
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
     scheduler = Scheduler(kv, **(limits | options))
+    scheduler.pictures = PictureCache(
+        picture_rows + 1, budget=(limits | options)["max_num_batched_tokens"]
+    )
     runner = FakeRunner(
         num_blocks,
         block_size,
@@ -170,9 +175,21 @@ def assert_consistent(engine: Engine) -> None:
     swapped = [s for s in scheduler.waiting if s.host_tables]
     assert not any(s.num_computed_tokens for s in scheduler.waiting if not s.host_tables)
     assert_tier_consistent(scheduler, swapped)
+    assert_pictures_consistent(scheduler)
     for queue in (scheduler.running, scheduler.waiting):
         assert not any(s.finished for s in queue)
         assert queue == sorted(queue, key=scheduler._order)
+
+
+def assert_pictures_consistent(scheduler: Scheduler) -> None:
+    """Each row of the picture cache is free or one picture's; only running sequences are halfway through one."""
+    cache = scheduler.pictures
+    taken = [row for rows in cache._rows.values() for row in rows.tolist()]
+    assert sorted(taken + cache._free) == list(range(1, cache.num_rows + 1))
+    assert set(cache._halfway) <= set(scheduler.running)
+    assert set(cache._halfway.values()) <= set(cache._rows)
+    requests = [r for r in scheduler.requests.values() if r.pictures is not None]
+    assert cache._wanted == Counter(h for r in requests for h in r.pictures.content_hashes)
 
 
 def count_blocks(tables_of_sequences) -> Counter[int]:

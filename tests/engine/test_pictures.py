@@ -1,0 +1,202 @@
+"""Pictures in prompts, on the host: encoded once, in the launch that needs them, and part of the keys of their blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxpage.request import WaitingFor
+from tests.engine.harness import assert_expected, finish, make_engine, run
+from tests.fakes import make_pictures, make_request
+
+PROMPT = [1, 2, *[0] * 9, 3, 4, 5]  # a picture of 9 tokens from the third on
+
+
+def seeing(request_id, *spans, prompt=PROMPT, **options):
+    """A request with pictures, of (first token, number of tokens, which one it is)."""
+    return make_request(request_id, prompt, pictures=make_pictures(prompt, *spans), **options)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [1, 4, 1000])
+def test_a_picture_is_encoded_once_whatever_the_chunks(budget, overlap):
+    engine = make_engine(
+        picture_rows=9, max_num_batched_tokens=budget, overlap=overlap, decode_steps=4
+    )
+    request = seeing("a", (2, 9, 1), max_tokens=9, ignore_eos=True)
+    run(engine, request)
+    assert_expected(engine, request)
+    assert len(engine.runner.encoded) == 1 == engine.stats().num_encoded_pictures
+
+
+def test_plans_with_pictures_can_be_sent():
+    engine = make_engine(picture_rows=20, sends_plans=True, max_num_batched_tokens=5)
+    request = seeing("a", (2, 4, 1), (8, 3, 2), max_tokens=3)
+    run(engine, request)
+    assert_expected(engine, request)
+
+
+def test_several_requests_with_one_picture_encode_it_once_and_beside_text():
+    engine = make_engine(picture_rows=20, enable_prefix_caching=False)
+    requests = [seeing(str(i), (2, 9, 1), max_tokens=4, n=1 + i % 2) for i in range(3)]
+    requests += [make_request(f"text {i}", PROMPT, max_tokens=4) for i in range(2)]
+    run(engine, *requests)
+    assert_expected(engine, *requests)
+    assert len(engine.runner.encoded) == 1
+
+
+def cached_tokens(*spans, first=(2, 9, 1)) -> int:
+    """Of a prompt with pictures, after one with `first` was answered by the same engine."""
+    engine = make_engine(picture_rows=20)
+    run(engine, seeing("first", first, max_tokens=2))
+    request = seeing("second", *spans, max_tokens=2)
+    run(engine, request)
+    assert_expected(engine, request)
+    return request.num_cached_tokens
+
+
+def test_only_the_same_picture_in_the_same_place_shares_blocks():
+    assert cached_tokens((2, 9, 1)) == 12
+    assert cached_tokens((2, 9, 2)) == 0
+    assert cached_tokens((3, 9, 1)) == 0
+    assert cached_tokens((5, 6, 1)) == 0
+    assert cached_tokens() == 0, "placeholders without a picture are other tokens"
+    assert cached_tokens((4, 7, 2), first=(4, 7, 1)) == 4
+
+
+def test_a_prompt_wholly_in_the_prefix_cache_does_not_encode():
+    engine = make_engine(picture_rows=12)
+    run(engine, seeing("a", (2, 9, 1), max_tokens=2))
+    run(engine, seeing("b", (4, 9, 2), prompt=[*PROMPT, 1, 2], max_tokens=2))
+    assert len(engine.runner.encoded) == 2  # the second took the rows of the first
+    again = seeing("c", (2, 9, 1), max_tokens=2)
+    run(engine, again)
+    assert_expected(engine, again)
+    assert again.num_cached_tokens == 12 and len(engine.runner.encoded) == 2
+
+
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_preempted_ones_are_answered_alike_and_not_encoded_again(
+    preemption_mode, enable_prefix_caching
+):
+    engine = make_engine(
+        num_blocks=11,
+        num_host_blocks=20,
+        preemption_mode=preemption_mode,
+        enable_prefix_caching=enable_prefix_caching,
+        picture_rows=27,
+        max_num_batched_tokens=6,
+    )
+    requests = [seeing(str(i), (2, 9, i), max_tokens=16, seed=i) for i in range(3)]
+    run(engine, *requests)
+    assert_expected(engine, *requests)
+    assert engine.stats().num_preemptions > 0
+    assert max(Counter(engine.runner.encoded).values()) == 1
+
+
+def test_a_picture_beyond_the_budget_waits_and_holds_up_nobody():
+    engine = make_engine(picture_rows=30, max_num_batched_tokens=12)
+    first = seeing("first", (0, 8, 1), prompt=[0] * 9, max_tokens=6, ignore_eos=True)
+    second = seeing("second", (0, 8, 2), prompt=[0] * 9, max_tokens=3)
+    text = make_request("text", [1, 2], max_tokens=3, ignore_eos=True)
+    for request in (first, second, text):
+        engine.add(request)
+    engine.step()  # 8 of 12 embeddings are encoded: no second picture in this step
+    assert len(engine.runner.encoded) == 1
+    assert [s.request.request_id for s in engine.scheduler.waiting] == ["second"]
+    assert len(text.sequences[0].token_ids) == 3
+    finish(engine)
+    assert_expected(engine, first, second, text)
+
+
+def test_a_running_sequence_waits_for_its_next_picture_in_a_state_of_its_own():
+    engine = make_engine(picture_rows=30, max_num_batched_tokens=12)
+    first = seeing("first", (0, 8, 1), (8, 8, 2), prompt=[0] * 17, max_tokens=6)
+    second = seeing("second", (1, 8, 3), prompt=[3, *[0] * 8, 4], max_tokens=3)
+    engine.add(first)
+    engine.add(second)
+    found = []
+    for _ in range(3):
+        engine.step()
+        (sequence,) = second.sequences
+        found.append((sequence.num_computed_tokens, sequence.waiting_for))
+    # Each step encodes one of the three, as two are more than its budget.
+    assert found == [(1, None), (1, WaitingFor.PICTURE), (10, None)]
+    finish(engine)
+    assert_expected(engine, first, second)
+
+
+def test_what_a_sequence_is_halfway_through_is_not_evicted():
+    engine = make_engine(picture_rows=10, max_num_batched_tokens=8, block_size=2)
+    large = seeing("large", (0, 10, 1), prompt=[0] * 11, max_tokens=2)
+    text = make_request("text", [1, 2], max_tokens=9, ignore_eos=True)
+    other = seeing("other", (0, 6, 2), prompt=[0] * 7, max_tokens=2)
+    for request in (text, large, other):
+        engine.add(request)
+    finish(engine)
+    assert_expected(engine, large, text, other)
+    assert len(engine.runner.encoded) == 2
+
+
+def test_a_picture_that_never_fits_is_refused():
+    engine = make_engine(picture_rows=8)
+    with pytest.raises(ValueError, match="9 embeddings.*holds 8"):
+        engine.add(seeing("a", (2, 9, 1)))
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_failed_launch_leaves_nothing_that_counts_as_encoded():
+    engine = make_engine(picture_rows=20, fail_launch=(0,))
+    lost = seeing("lost", (2, 9, 1), max_tokens=2)
+    engine.add(lost)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    request = seeing("a", (2, 9, 1), max_tokens=2)
+    run(engine, request)
+    assert_expected(engine, request)
+
+
+def test_new_weights_encode_anew():
+    engine = make_engine(picture_rows=20, enable_prefix_caching=False)
+    for request_id in "ab":
+        run(engine, seeing(request_id, (2, 9, 1), max_tokens=2))
+        engine.scheduler.begin_weight_epoch()
+    assert len(engine.runner.encoded) == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_workload(seed):
+    """Small caches, few blocks, chunks, overlap, host blocks: each token reads its own embedding, and nothing hangs."""
+    rng = np.random.default_rng(seed)
+    engine = make_engine(
+        num_blocks=int(rng.integers(18, 40)),
+        block_size=int(rng.integers(2, 5)),
+        num_host_blocks=int(rng.integers(0, 2)) * 20,
+        preemption_mode=[None, "swap", "recompute"][rng.integers(3)],
+        picture_rows=int(rng.integers(7, 20)),
+        max_num_batched_tokens=int(rng.integers(3, 20)),
+        max_num_seqs=int(rng.integers(1, 5)),
+        max_model_len=26,
+        overlap=bool(rng.integers(2)),
+        decode_steps=int(rng.integers(1, 4)),
+    )
+    requests = []
+    for i in range(10):
+        prompt, spans = [], []
+        for _ in range(int(rng.integers(0, 4))):
+            prompt += rng.integers(0, 13, rng.integers(0, 3)).tolist()
+            number = int(rng.integers(1, 6))
+            spans.append((len(prompt), number, 10 * number + int(rng.integers(3))))
+            prompt += [0] * number
+        prompt += rng.integers(0, 13, rng.integers(0 if prompt else 1, 3)).tolist()
+        params = {"max_tokens": int(rng.integers(1, 7)), "n": int(rng.integers(1, 3)), "seed": i}
+        requests.append(seeing(str(i), *spans, prompt=prompt, **params))
+    for request in requests:
+        engine.add(request)
+        if rng.integers(2):
+            engine.step()
+    finish(engine)
+    assert_expected(engine, *requests)
