@@ -32,6 +32,7 @@ class PromptPictures:
             raise ValueError(
                 f"the spans {expanded.spans} are not those of pictures of {wanted} tokens"
             )
+        order = sorted(range(len(wanted)), key=lambda i: expanded.spans[i][0])
         offset, positions = expanded.next_position - len(expanded.token_ids), expanded.positions
         if positions is not None:
             regular = np.arange(positions.shape[1], dtype=np.int32) + offset
@@ -39,8 +40,8 @@ class PromptPictures:
             count = int(others[-1]) + 1 if len(others) else 0
             positions = np.ascontiguousarray(positions[:, :count], np.int32)
         return cls(
-            pictures=tuple(pictures),
-            spans=tuple(expanded.spans),
+            pictures=tuple(pictures[i] for i in order),
+            spans=tuple(expanded.spans[i] for i in order),
             positions=positions,
             position_offset=offset,
         )

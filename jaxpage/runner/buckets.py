@@ -94,7 +94,8 @@ def fitting_buckets(buckets: Sequence[Bucket], plan: StepPlan) -> list[Bucket]:
     `forward` keeps; and only `forward` takes embeddings.
     """
     tokens, rows = plan.total_tokens, plan.num_rows
-    at_once = all(plan.samples) and not plan.vocabulary_rows and not plan.input_embeds
+    embeds = plan.input_embeds or plan.picture_tokens or plan.positions
+    at_once = all(plan.samples) and not plan.vocabulary_rows and not embeds
     decode = tokens == rows and max(plan.num_tokens) == 1 and at_once
     fitting = [
         bucket

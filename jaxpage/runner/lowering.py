@@ -29,6 +29,7 @@ from jaxpage.runner.calls import (
     VOCABULARY,
     WRITE,
 )
+from jaxpage.runner.encoder import abstract_inputs, encode_name
 from jaxpage.runner.host_memory import (
     content_shapes,
     content_shardings,
@@ -107,7 +108,10 @@ class Lowerings:
             SCORE: score_layout(step_spec.num_scored),
             VOCABULARY: vocabulary_layout(),
         }
-        self.layouts |= {b.name: step_layout(b, num_groups=groups, **sizes) for b in buckets}
+        self.layouts |= {
+            b.name: step_layout(b, num_groups=groups, pictures=step_spec.pictures, **sizes)
+            for b in buckets
+        }
         # By `forward` program: what goes up for a step with embeddings.
         self.embeds: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
             b.name: self._embeds(b.num_tokens) for b in buckets if not b.decode
@@ -123,6 +127,10 @@ class Lowerings:
             name = sample_name(rows)
             self.layouts[name] = rows_layout(rows)
             self.programs[name] = partial(self._lower_sample, self.layouts[name])
+        picture_sizes = () if step_spec.pictures is None else step_spec.pictures.sizes
+        encoders = {encode_name(n): partial(self._lower_encode, n) for n in picture_sizes}
+        self.encoders = tuple(encoders)  # names of programs
+        self.programs |= encoders
         self.programs |= {SCORE: self._lower_score, VOCABULARY: self._lower_vocabulary}
         if moves_blocks:
             self.programs |= {READ: self._lower_read, WRITE: self._lower_write}
@@ -186,6 +194,18 @@ class Lowerings:
         results = self._places(self._state, None)
         return jax.jit(partial(self._step.sample, layout), donate_argnums=1, **results).lower(
             self._leaves, self._state, self._integers(layout.size)
+        )
+
+    def _lower_encode(self, size: int) -> jax.stages.Lowered:
+        pictures = self._spec.pictures
+        assert pictures is not None
+        inputs = abstract_inputs(pictures.vision, size)
+        program = partial(self._step.encode, tuple(inputs))
+        return jax.jit(program, donate_argnums=1, **self._places(self._state)).lower(
+            self._leaves,
+            self._state,
+            self._integers(size // pictures.vision.patches_per_token),
+            *_structs(list(inputs.values()), self._mesh),
         )
 
     def _lower_score(self) -> jax.stages.Lowered:

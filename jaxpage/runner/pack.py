@@ -1,7 +1,7 @@
 """From a plan to the calls that carry it out. Pure: NumPy in, NumPy out; knows no device.
 
 The calls of a plan, in order: block contents move between device, host and disk; sequences are admitted; forced tokens
-are appended; masks are set; then the step, either `decode`, or `forward` and `sample` with what is scored in between.
+are appended; masks are set; pictures are encoded; then the step, either `decode`, or `forward` and `sample` with what is scored in between.
 Rows that an earlier step computed are in `sample` alone.
 """
 
@@ -31,14 +31,21 @@ from jaxpage.runner.calls import (
     VOCABULARY_ROWS,
     Call,
 )
+from jaxpage.runner.encoder import pack_encode, pack_picture_tokens, picture_fields
 from jaxpage.runner.layout import Field, Layout
 from jaxpage.runner.slots import pack_admission, words_of
+from jaxpage.runner.spec import PictureSpec
 
 Other = TypeVar("Other")
 
 
 def step_layout(
-    bucket: Bucket, *, block_size: int, decode_steps: int, num_groups: int = 1
+    bucket: Bucket,
+    *,
+    block_size: int,
+    decode_steps: int,
+    num_groups: int = 1,
+    pictures: PictureSpec | None = None,
 ) -> Layout:
     """What goes up for one step of a bucket.
 
@@ -57,6 +64,7 @@ def step_layout(
             Field("update_blocks", (num_updates,)),
             Field("copy_sources", (num_groups * rows,)),  # padding: the null block onto itself
             Field("copy_destinations", (num_groups * rows,)),
+            *picture_fields(None if bucket.decode else pictures, bucket.num_tokens),
         )
     )
 
@@ -110,11 +118,19 @@ def vocabulary_layout() -> Layout:
     return Layout((*rows_layout(VOCABULARY_ROWS).fields, Field("num")))
 
 
-def pack(plan: StepPlan, programs: StepPrograms, layouts: dict[str, Layout]) -> list[Call]:
+def pack(
+    plan: StepPlan,
+    programs: StepPrograms,
+    layouts: dict[str, Layout],
+    pictures: PictureSpec | None = None,
+) -> list[Call]:
     """The calls of a plan. `programs` of its step hold its tokens and rows; `layouts` are those of all programs."""
     calls = [] if plan.transfers is None else list(_transfers(plan.transfers))
     calls += [Call(ADMIT, (pack_admission(a, layouts[ADMIT]),)) for a in plan.admissions]
     calls += [*_forced_tokens(plan, layouts), *_masks(plan, layouts)]
+    for picture, rows in plan.encodes:
+        assert pictures is not None, "a picture for a model that takes none"
+        calls.append(pack_encode(picture, rows, pictures))
     if programs.bucket is not None:
         packed = _pack_step(plan, layouts[programs.bucket.name])
         calls.append(Call(programs.bucket.name, (packed, *_embeds(plan, programs.bucket))))
@@ -148,6 +164,9 @@ def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
         copies = np.asarray(plan.block_copies, np.int32)
         layout.view(buffer, "copy_sources")[: len(copies)] = copies[:, 0]
         layout.view(buffer, "copy_destinations")[: len(copies)] = copies[:, 1]
+    if plan.picture_tokens or plan.positions:
+        row_starts = np.cumsum([0, *plan.num_tokens])
+        pack_picture_tokens(layout.views(buffer), row_starts, plan.picture_tokens, plan.positions)
     return buffer
 
 

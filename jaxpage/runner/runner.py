@@ -116,7 +116,10 @@ class Runner:
         first, then = start_order(self.buckets)
         moving = [calls.READ, calls.WRITE] if self.host_memory is not None else []
         small = [calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS]
-        self.programs.start([*small, *first, *then, *moving, calls.SCORE, calls.VOCABULARY])
+        encoders = self._lowerings.encoders
+        self.programs.start(
+            [*small, *first, *then, *encoders, *moving, calls.SCORE, calls.VOCABULARY]
+        )
         self._allocate()
         self.programs.wait_for([[calls.ADMIT, *first]])
 
@@ -175,7 +178,8 @@ class Runner:
     def launch(self, plan: StepPlan) -> Launched:
         """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
         programs = self._choose(plan)
-        result = self.execute(pack(plan, programs, self._lowerings.layouts))
+        step = pack(plan, programs, self._lowerings.layouts, self._spec.pictures)
+        result = self.execute(step)
         assert result.sampled is not None, "a step ends with decode or sample"
         return Launched(
             plan.num_steps,
@@ -250,6 +254,9 @@ class Runner:
             self._state = program(self._state, *buffers)
             return None
         leaves, bucket = self._leaves(), self._buckets.get(name)
+        if name in self._lowerings.encoders:
+            self._state = program(leaves, self._state, *buffers)
+            return None
         if bucket is None:
             self._state, result = program(leaves, self._state, *buffers)
             return result

@@ -24,6 +24,14 @@ from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
 
 
+POSITION_OFFSET = "position_offset"
+
+
+def has_positions(spec: StepSpec) -> bool:
+    """Whether tokens have rotary positions that are not their index."""
+    return spec.pictures is not None and spec.pictures.has_positions
+
+
 def admission_layout(spec: StepSpec) -> Layout:
     """What goes up once when a sequence takes a request slot: its number, and every field that the host sets."""
     num_groups = len(spec.groups.windows)
@@ -41,6 +49,8 @@ def admission_layout(spec: StepSpec) -> Layout:
                 Field(f.name, f.shape(spec.vocab_size), f.dtype, f.fill)
                 for f in fields_of(spec.processors)
             ),
+            # rotary position of a token behind the prompt's pictures, less its index
+            *([Field(POSITION_OFFSET)] if has_positions(spec) else []),
         )
     )
 
@@ -72,6 +82,9 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     state["finished"] = jnp.zeros(spec.num_slots, jnp.bool_).at[NULL_SLOT].set(True)
     # the last hidden state of the slot's sequence that `forward` computed, for `sample`
     state["hidden"] = jnp.zeros((spec.num_slots, spec.hidden_size), words_of(spec.dtype))
+    if spec.pictures is not None:  # see `runner.encoder`
+        rows = spec.pictures.num_rows
+        state["pictures"] = jnp.zeros((rows, spec.hidden_size), words_of(spec.dtype))
     return state
 
 

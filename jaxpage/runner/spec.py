@@ -7,7 +7,27 @@ from dataclasses import dataclass
 from jax.typing import DTypeLike
 
 from jaxpage.kv_groups import KVGroups
+from jaxpage.pictures.border import VisionConfig
 from jaxpage.sampling.fields import Processors
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureSpec:
+    """How pictures become embeddings on the device, and where these are kept: the picture cache."""
+
+    vision: VisionConfig
+    sizes: tuple[int, ...]  # padded numbers of patches, ascending
+    num_rows: int  # of the cache, the null row included
+    has_positions: bool  # tokens have three rotary positions, which are not their index
+
+    def size_for(self, num_patches: int) -> int:
+        """The smallest size that holds so many patches. Raises ValueError if none does."""
+        size = next((size for size in self.sizes if size >= num_patches), None)
+        if size is None:
+            raise ValueError(
+                f"a picture has {num_patches} patches, the largest encoder takes {self.sizes[-1]}"
+            )
+        return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +48,4 @@ class StepSpec:
     num_scored: int  # C, tokens of prompts that are scored at a time
     prompt_embeds: bool = False  # `forward` takes embeddings in the place of tokens
     processors: Processors = ()  # of logits, by the engine's user
+    pictures: PictureSpec | None = None  # of models that take pictures

@@ -28,8 +28,9 @@ from jaxpage.parallel.rows import deal_rows, pad_rows
 from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.encoder import encode_into, with_pictures
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.slots import words_of
+from jaxpage.runner.slots import POSITION_OFFSET, has_positions, words_of
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import Scores, score
@@ -157,6 +158,18 @@ class Step:
         _, kv_pool, state, result = lax.while_loop(more, one_more, carry)
         return kv_pool, state, result
 
+    def encode(
+        self,
+        names: tuple[str, ...],
+        leaves: list[jax.Array],
+        state: RequestState,
+        destinations: jax.Array,
+        *inputs: jax.Array,
+    ) -> RequestState:
+        """One picture, as the encoder's inputs of these names, into rows of the picture cache."""
+        model, given = self._model(leaves), dict(zip(names, inputs, strict=True))
+        return encode_into(state, model, destinations, given, self.spec.dtype)
+
     def _begin(
         self,
         layout: Layout,
@@ -201,6 +214,11 @@ class Step:
             words, where = embeds
             values = lax.bitcast_convert_type(words, self.spec.dtype)
             inputs = replace(inputs, embeds=values, is_embed=where)
+        if self.spec.pictures is not None and not bucket.decode:
+            inputs = with_pictures(inputs, state, rows["picture_rows"], self.spec.dtype)
+        if has_positions(self.spec):
+            positions = _rotary_positions(state, rows, bucket, batch.positions)
+            inputs = replace(inputs, positions=positions)
         hidden = self._model(leaves).hidden_states(inputs)
         return attention.kv_pool, batch, hidden
 
@@ -312,6 +330,17 @@ def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpe
         slot_mappings=jnp.where(valid[None], slot_mappings, NULL_BLOCK * spec.block_size),
         block_tables=jnp.moveaxis(state["block_tables"][slots], 1, 0),
     )
+
+
+def _rotary_positions(
+    state: RequestState, rows: Rows, bucket: Bucket, indices: jax.Array
+) -> jax.Array:
+    """int32[3, T], or int32[T] where all three are the same: those that went up, else indices plus their offset."""
+    token_row = _token_rows(rows["num_tokens"], bucket)
+    later = indices + state[POSITION_OFFSET][rows["slots"]][token_row]
+    if bucket.decode:
+        return later
+    return jnp.where(rows["positions"] < 0, later, rows["positions"])
 
 
 def _append(

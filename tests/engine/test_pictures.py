@@ -1,4 +1,4 @@
-"""Pictures in prompts, on the host: encoded once, in the launch that needs them, and part of the keys of their blocks."""
+"""Pictures in prompts, on the host: encoded once, in the launch that needs them, and part of their blocks' keys."""
 
 from __future__ import annotations
 
