@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxpage.models.rope import Rope, layer_ropes
+from jaxpage.pictures.border import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,6 +53,7 @@ class ModelConfig:
     logits_soft_cap: float | None = None
     embedding_scale: float | None = None
     initializer_range: float = 0.02  # standard deviation of dummy weights
+    vision: VisionConfig | None = None  # of the model's `visual`, if it takes pictures
 
 
 def decoder_config(
@@ -94,7 +96,7 @@ def decoder_config(
         "max_model_len": length,
         "norm_eps": hf.rms_norm_eps,
         "activation": activation,
-        "tie_word_embeddings": bool(hf.tie_word_embeddings),
+        "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "windows": windows,
         "ropes": layer_ropes(hf, layer_types, head_dim=head_dim, max_model_len=length),
         "attention_scale": head_dim**-0.5,

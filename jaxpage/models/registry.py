@@ -5,15 +5,27 @@ Knows families; must not know devices, meshes or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config, gemma3_text_config
-from jaxpage.models.sources import Source, fused_projections, same_name, same_names, text_part
+from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
+from jaxpage.models.sources import (
+    Source,
+    fused_projections,
+    same_name,
+    same_names,
+    text_part,
+    with_visual,
+)
+from jaxpage.pictures.border import PictureProcessor
+from jaxpage.pictures.qwen2_5_vl import qwen2_5_vl_processor
+from jaxpage.pictures.settings import read_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +41,9 @@ class Family:
     weight_map: Callable[[ModelConfig], dict[str, Source]] = same_names
     # A checkpoint's name of a tensor -> ours; None: it belongs to a part that is not served.
     tensor_name: Callable[[str], str | None] = same_name
+    # Makes the processor of families that take pictures: (hf, settings, *, tokenizer, options). Their ModelConfig has a
+    # `vision`, their model a `visual`.
+    processor: Callable[..., PictureProcessor] | None = None
 
 
 REGISTRY: dict[str, Family] = {
@@ -41,6 +56,13 @@ REGISTRY: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        config_from_hf=qwen2_5_vl_config,
+        module=qwen2_5_vl,
+        weight_map=merger_names,
+        tensor_name=with_visual,
+        processor=qwen2_5_vl_processor,
+    ),
     "Qwen2ForCausalLM": Family(config_from_hf=partial(decoder_config, qkv_bias=True)),
     "Qwen3ForCausalLM": Family(config_from_hf=partial(decoder_config, qk_norm=True)),
 }
@@ -75,3 +97,21 @@ def weight_map(config: ModelConfig) -> dict[str, Source]:
 def tensor_name(config: ModelConfig, name: str) -> str | None:
     """The name under which the family looks for a checkpoint's tensor; None if it does not use it."""
     return REGISTRY[config.architecture].tensor_name(name)
+
+
+def picture_processor(
+    hf_config: PretrainedConfig,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> PictureProcessor | None:
+    """The processor of a checkpoint's pictures; None if its family takes none.
+
+    folder: where the checkpoint's settings are. `options` come before them, under transformers' names (vLLM's
+    `mm_processor_kwargs`). Raises ValueError for settings and options that cannot be served.
+    """
+    make = family(hf_config).processor
+    if make is None:
+        return None
+    return make(hf_config, read_settings(folder), tokenizer=tokenizer, options=options)

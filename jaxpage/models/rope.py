@@ -141,6 +141,11 @@ def _powers(base: float, dim: int) -> np.ndarray:
     return (np.float64(np.float32(base)) ** exponents.astype(np.float64)).astype(np.float32)
 
 
+def frequencies(theta: float, dim: int) -> tuple[float, ...]:
+    """`Rope.inv_freq` of `dim` dimensions: 1 / theta ** (0/dim, 2/dim, ...)."""
+    return tuple((1 / _powers(theta, dim)).tolist())
+
+
 def _default(p: dict[str, Any], dim: int, lengths: _Lengths) -> _Frequencies:
     return 1 / _powers(p["rope_theta"], dim), 1.0
 

@@ -52,6 +52,20 @@ def text_part(name: str) -> str | None:
     return None if name.startswith(_OTHER_PREFIXES) else name
 
 
+_WITH_VISUAL_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
+
+
+def with_visual(name: str) -> str:
+    """Of a model whose encoder stands beside the decoder, as in released checkpoints: `visual.` and `model.`.
+
+    transformers 5 has both in its `model.`.
+    """
+    for theirs, ours in _WITH_VISUAL_PREFIXES.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
 def fused_projections(config: ModelConfig) -> dict[str, Source]:
     """Phi-3: rows of q, k and v in `qkv_proj`, of gate and up in `gate_up_proj`."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Pixels = np.ndarray | Image
 else:
-    # Image: any mode. Array: [height, width, 3], uint8, or floating point in 0 .. 1.
+    # An image of any mode; transparency is put on white. An array: uint8[height, width, 3].
     Pixels = "np.ndarray | PIL.Image.Image"
 
 
@@ -40,7 +40,7 @@ class Expanded:
 
     # Each picture's placeholder repeated `num_tokens` times, with what the family puts around it.
     token_ids: list[int]
-    # (first placeholder, number of placeholders) of each picture, ascending.
+    # (first placeholder, number of placeholders) of each picture, in the order of the pictures.
     spans: tuple[tuple[int, int], ...]
     positions: np.ndarray | None  # int32[3, T] of families with mrope, else None: 0 .. T - 1
     next_position: int  # of the first generated token; it is T where positions are None
@@ -58,10 +58,9 @@ class PictureProcessor(Protocol):
         ...
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> Expanded:
-        """Give the pictures, in the order of the prompt, their placeholders.
+        """Give the pictures their placeholders. Those of one kind come in the order of the prompt.
 
-        The prompt has one placeholder for each, or already all of them. Raises ValueError if numbers or kinds do
-        not match.
+        The prompt has one placeholder for each, or already all of them. Raises ValueError if the numbers do not match.
         """
         ...
 

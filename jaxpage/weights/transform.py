@@ -46,7 +46,8 @@ def quantize(
     model: CausalLM,
     choose: Callable[[QuantizedWeight, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]],
 ) -> set[str]:
-    """Round the weight of every linear layer to int8 in place, one scale per output; embedding and norms stay.
+    """Round the weight of every linear layer of the decoder to int8 in place, one scale per output; embedding and norms
+    stay, and so does a vision tower, which is small and loses more by it.
 
     `choose` says what computes products with such a weight, whose axes and units it is told. Returns the reasons why
     that is not the platform's kernel, where it is not. A tied head becomes a layer of its own: the embedding must stay
@@ -65,8 +66,8 @@ def quantize(
         head.weight.set_value(embedding.get_value())
         model.lm_head = nnx.data(head)
     reasons = set()
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear):
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Linear) and path[:1] != ("visual",):
             metadata = module.weight.get_metadata()
             choice = choose(_quantize(module), metadata["axes"], metadata["units"])
             module.matmul_kernel = choice.chosen

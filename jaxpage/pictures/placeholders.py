@@ -1,0 +1,59 @@
+"""Placeholders in prompts: one for each picture becomes as many as it has embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxpage.pictures.border import Picture
+
+
+def expand_placeholders(
+    token_ids: list[int], pictures: Sequence[Picture], ids: Mapping[str, int]
+) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    """The prompt with all placeholders, and (first, number) of those of each picture.
+
+    `ids`: the placeholder of each kind. The pictures of one kind come in the order of the prompt, which has one
+    placeholder for each picture, or already all of them. Raises ValueError if the numbers do not match.
+    """
+    for picture in pictures:
+        if picture.kind not in ids:
+            raise ValueError(f"the model takes no {picture.kind}s, only {', '.join(ids)}s")
+    once = {kind: _is_short(token_ids, pictures, kind, ids[kind]) for kind in ids}
+    kinds = {token_id: kind for kind, token_id in ids.items()}
+    waiting = {kind: [i for i, p in enumerate(pictures) if p.kind == kind] for kind in ids}
+    spans: list[tuple[int, int]] = [(0, 0)] * len(pictures)
+    expanded: list[int] = []
+    index = 0
+    while index < len(token_ids):
+        token_id = token_ids[index]
+        kind = kinds.get(token_id)
+        if kind is None:
+            expanded.append(token_id)
+            index += 1
+            continue
+        which = waiting[kind].pop(0)
+        length = pictures[which].num_tokens
+        taken = 1 if once[kind] else length
+        if token_ids[index : index + taken] != [token_id] * taken:
+            raise ValueError(
+                f"{kind} {which} has {length} embeddings, but fewer placeholders (token {token_id}) stand "
+                f"together from token {index} of the prompt on; give one placeholder for each {kind}"
+            )
+        spans[which] = (len(expanded), length)
+        expanded += [token_id] * length
+        index += taken
+    return expanded, tuple(spans)
+
+
+def _is_short(token_ids: list[int], pictures: Sequence[Picture], kind: str, token_id: int) -> bool:
+    """Whether the prompt has one placeholder for each picture of a kind, and not all."""
+    found = token_ids.count(token_id)
+    lengths = [picture.num_tokens for picture in pictures if picture.kind == kind]
+    if found == len(lengths):
+        return True
+    if found == sum(lengths):
+        return False
+    raise ValueError(
+        f"the prompt has {found} placeholders for {kind}s (token {token_id}), but there are {len(lengths)} {kind}s; "
+        f"give one placeholder for each, or one for each of their {sum(lengths)} embeddings"
+    )

@@ -1,0 +1,115 @@
+"""The shape of Qwen2.5-VL's encoder, and a picture as its inputs: windows, places, padding. Host memory only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpage.pictures.border import Picture
+
+PADDING = -1  # the window and the frame of padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVisionConfig:
+    """A vision tower whose layers attend within windows, but for some that attend within frames."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    activation: str
+    in_channels: int
+    patch_size: int  # pixels
+    frames_per_patch: int
+    merge_size: int  # patches a side that become one embedding
+    window_size: int  # pixels a side
+    full_attention_layers: tuple[int, ...]
+    rope_theta: float
+    initializer_range: float
+
+    @property
+    def patch_values(self) -> int:
+        return self.in_channels * self.frames_per_patch * self.patch_size**2
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge_size**2
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def window_side(self) -> int:
+        """Embeddings a side of a window."""
+        return self.window_size // self.merge_size // self.patch_size
+
+    @property
+    def window_patches(self) -> int:
+        """Patches of a window that is whole; those at the right and lower edge have fewer."""
+        return self.window_side**2 * self.patches_per_token
+
+    def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
+        """Patches in the order of windows, so that each window is one run.
+
+        patches float32[P, patch_values]; places int32[2, P], each patch's row and column; windows and frames int32[P],
+        which patches attend to each other; order int32[P / patches_per_token], where each embedding stands.
+        """
+        num_patches, group = len(picture.patches), self.patches_per_token
+        if padded_patches % group or padded_patches < num_patches:
+            raise ValueError(
+                f"a {picture.kind} of {num_patches} patches cannot be padded to {padded_patches}; the number must be a "
+                f"multiple of {group} and not below"
+            )
+        windows, order = self._windows(picture.grid)  # of each embedding; embeddings by window
+        patch_order = (order[:, None] * group + np.arange(group)).reshape(-1)
+        patches = np.zeros((padded_patches, self.patch_values), np.float32)
+        np.take(picture.patches, patch_order, axis=0, out=patches[:num_patches])
+        rows, columns, frames = self._places(picture.grid)
+        places = np.zeros((2, padded_patches), np.int32)
+        places[:, :num_patches] = rows[patch_order], columns[patch_order]
+        back = np.arange(padded_patches // group, dtype=np.int32)
+        back[order] = np.arange(len(order))
+        return {
+            "patches": patches,
+            "places": places,
+            "windows": _padded(np.repeat(windows[order], group), padded_patches),
+            "frames": _padded(frames[patch_order], padded_patches),
+            "order": back,
+        }
+
+    def _windows(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """The window of each embedding, int[N], and the embeddings by window, int[N]."""
+        num_frames, height, width = (
+            grid[0],
+            grid[1] // self.merge_size,
+            grid[2] // self.merge_size,
+        )
+        side = self.window_side
+        across = -(-width // side)
+        down = -(-height // side)
+        rows, columns = np.arange(height) // side, np.arange(width) // side
+        within = rows[:, None] * across + columns
+        windows = (np.arange(num_frames)[:, None, None] * (down * across) + within).reshape(-1)
+        return windows, np.argsort(windows, kind="stable")
+
+    def _places(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Row, column and frame of each patch, int[P], in the order of `Picture.patches`."""
+        num_frames, height, width = grid
+        merge = self.merge_size
+        blocks = (height // merge, merge, width // merge, merge)
+        rows = np.arange(height).reshape(blocks[0], 1, merge, 1)
+        columns = np.arange(width).reshape(1, blocks[2], 1, merge)
+        shape = (blocks[0], blocks[2], merge, merge)
+        rows, columns = (np.broadcast_to(x, shape).reshape(-1) for x in (rows, columns))
+        frames = np.repeat(np.arange(num_frames), height * width)
+        return np.tile(rows, num_frames), np.tile(columns, num_frames), frames
+
+
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    padded = np.full(size, PADDING, np.int32)
+    padded[: len(values)] = values
+    return padded
