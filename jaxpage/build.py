@@ -32,6 +32,7 @@ from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import Padding
+from jaxpage.engine.picture_cache import PictureCache
 from jaxpage.engine.replicas import Replicas
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec
@@ -40,6 +41,7 @@ from jaxpage.hosts.group import Hosts, end_with_main_thread
 from jaxpage.hosts.join import join
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
+from jaxpage.pictures.border import PictureProcessor
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.host_memory import HostMemory, content_shapes, content_shardings
 from jaxpage.runner.memory import check_room, pool_bytes
@@ -83,6 +85,8 @@ class Built:
     eos_token_ids: tuple[int, ...]  # the first is EOS proper, the others are further stop ids
     default_sampling: dict[str, Any]
     hosts: Hosts | None = None  # the other ones of this engine
+    picture_processor: PictureProcessor | None = None  # of models that take pictures
+    most_patches: int = 0  # of a picture
 
 
 def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
@@ -114,6 +118,12 @@ def _build(options: EngineConfig, hosts: Hosts | None, *, start: float, use_tqdm
     given = specs[0].config
     generation_config = load_generation_config(given)
     tokenizer = None if given.skip_tokenizer_init else load_tokenizer(given.tokenizer)
+    processor = registry.picture_processor(
+        specs[0].hf_config,
+        given.hf_config_path or given.model,
+        tokenizer=tokenizer,
+        options=given.mm_processor_kwargs,
+    )
     log_replicas(specs)
     parts = [
         _build_one(options, spec, hosts=hosts, use_tqdm=use_tqdm, is_first=i == 0)
@@ -142,6 +152,8 @@ def _build(options: EngineConfig, hosts: Hosts | None, *, start: float, use_tqdm
         eos_token_ids=tuple(i for i in eos if i < vocab_size),
         default_sampling=default_sampling(generation_config),
         hosts=hosts,
+        picture_processor=processor,
+        most_patches=0 if sized[0].picture_spec is None else sized[0].picture_spec.sizes[-1],
     )
 
 
@@ -184,6 +196,10 @@ def _build_one(
         runner.recorder = record_to(config.record_calls, _recording_header(options, config))
         weakref.finalize(runner, runner.recorder.close)
     scheduler = _make_scheduler(config, runner, on_cpu=sized.device.platform == "cpu")
+    if sized.picture_spec is not None:
+        scheduler.pictures = PictureCache(
+            sized.picture_spec.num_rows, budget=config.max_num_batched_tokens
+        )
     runner.warmup()
     if hosts is not None:
         wait_for_all(hosts)

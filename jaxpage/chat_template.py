@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from jaxpage.pictures.messages import MediaPart
+
 if TYPE_CHECKING:
     from jinja2 import nodes
 
@@ -72,6 +74,11 @@ def _normalise(message: Any, *, wants_parts: bool) -> dict[str, Any]:
     if wants_parts and message["role"] != "tool":  # templates expect tools to answer in text
         plain["content"] = parts
     else:
+        if any(isinstance(part, MediaPart) for part in parts):
+            raise ValueError(
+                "the chat template expects text alone, but the message has a picture; give a chat_template that "
+                "iterates over the content, in messages of the user"
+            )
         plain["content"] = "\n".join(part["text"] for part in parts)
     if message["role"] == "assistant":
         if message.get("tool_calls"):
@@ -97,6 +104,8 @@ def _text_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _text_part(part: Any) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if isinstance(part, MediaPart):
+        return part
     if not isinstance(part, Mapping) or part.get("type", "text") not in _TEXT_TYPES:
         raise ValueError(f"only text can be in a message, got {part!r}")
     if not isinstance(part.get("text"), str):

@@ -233,6 +233,6 @@ def measured_step_memory(spec: EngineSpec, bucket: Bucket) -> int:
     with spec.on_target():
         programs = [
             compile_program(name, lowerings.programs[name])
-            for name in bucket.programs(bucket.num_rows)
+            for name in (*bucket.programs(bucket.num_rows), *lowerings.encoders[-1:])
         ]
     return lowerings.state_bytes + step_bytes(programs)

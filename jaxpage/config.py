@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.hub import is_url, local_folder, small_files
+from jaxpage.pictures.options import check_picture_options
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
 from jaxpage.sampling.processors import check_processors
 from jaxpage.structured_outputs.config import (
@@ -74,6 +75,14 @@ _RANGES = {  # both ends included
     "node_rank": (0, 4095),
 }
 _NO_MODEL = "model must be a folder or a name on the Hugging Face hub, got {!r}"
+_PATHS = (
+    *("model", "tokenizer", "hf_config_path", "chat_template", "record_calls"),
+    "allowed_local_media_path",
+)
+_DICTS = (
+    *("hf_overrides", "override_generation_config"),
+    *("limit_mm_per_prompt", "mm_processor_kwargs"),
+)
 _FLAGS = (
     "skip_tokenizer_init",
     "enable_prefix_caching",
@@ -142,6 +151,14 @@ class EngineConfig:
     # compiled programs; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
     compilation_cache_dir: str | None = None
     enable_prompt_embeds: bool = False  # prompts may be {"prompt_embeds": array [T, E]}
+    # pictures of a kind in a prompt: {"image": 4, "video": 1}; None: 999 of each
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    # how pictures are prepared, before what the checkpoint says: {"max_pixels": 1003520}
+    mm_processor_kwargs: dict[str, Any] | None = None
+    # on the device, for pictures that are encoded; None: 256 MB, less if prompts are short; "2G" works too
+    mm_encoder_cache_bytes: int | str | None = None
+    allowed_local_media_path: str = ""  # file:// URLs of pictures below this folder are read
+    allowed_media_domains: tuple[str, ...] = ()  # hosts from which URLs of pictures are fetched
     # every launch goes to this file, see `jaxpage replay`; it holds the token ids of prompts and answers, but no text
     record_calls: str | None = None
     enforce_eager: bool = False  # compile a program at its first use, not before the first request
@@ -158,12 +175,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_cache_dtype"):
             object.__setattr__(self, name, _dtype_name(getattr(self, name)))
-        for name in ("model", "tokenizer", "hf_config_path", "chat_template", "record_calls"):
+        for name in _PATHS:
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
-        for name in ("hf_overrides", "override_generation_config"):
+        for name in _DICTS:
             if getattr(self, name) == {}:
                 object.__setattr__(self, name, None)
+        object.__setattr__(self, "allowed_media_domains", tuple(self.allowed_media_domains))
         object.__setattr__(self, "logits_processors", check_processors(self.logits_processors))
         reasoning = to_reasoning_config(self.reasoning_config)
         if self.structured_outputs_config is not None:
@@ -195,8 +213,12 @@ class EngineConfig:
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):
             _parse_count("max_model_len", self.max_model_len)
-        if self.kv_cache_memory_bytes is not None:
-            _parse_count("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
+        for name in ("kv_cache_memory_bytes", "mm_encoder_cache_bytes"):
+            if getattr(self, name) is not None:
+                _parse_count(name, getattr(self, name))
+        check_picture_options(
+            self.limit_mm_per_prompt, self.mm_processor_kwargs, self.allowed_media_domains
+        )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -314,6 +336,8 @@ class EngineConfig:
             "block_size": self.block_size or _BLOCK_SIZES[platform],
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes
             and _parse_count("kv_cache_memory_bytes", self.kv_cache_memory_bytes),
+            "mm_encoder_cache_bytes": self.mm_encoder_cache_bytes
+            and _parse_count("mm_encoder_cache_bytes", self.mm_encoder_cache_bytes),
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens or default_tokens,
             "compilation_cache_dir": resolve_cache_dir(self.compilation_cache_dir),
@@ -368,6 +392,7 @@ class ResolvedConfig(EngineConfig):
     max_model_len: int = field()
     block_size: int = field()
     kv_cache_memory_bytes: int | None = None
+    mm_encoder_cache_bytes: int | None = None
     max_num_seqs: int = field()
     max_num_batched_tokens: int = field()
     compilation_cache_dir: str = field()

@@ -28,9 +28,10 @@ from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, make_buckets
+from jaxpage.runner.encoder import make_picture_spec
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
-from jaxpage.runner.spec import StepSpec
+from jaxpage.runner.spec import PictureSpec, StepSpec
 from jaxpage.weights.spec import ParamSpec, specs
 from jaxpage.weights.transform import join_projections, quantize
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
@@ -112,6 +113,22 @@ class EngineSpec:
             num_scored=min(_MOST_SCORED, self.buckets[-1].num_rows),
             processors=config.logits_processors,
             prompt_embeds=config.enable_prompt_embeds,
+            pictures=self.picture_spec,
+        )
+
+    @cached_property
+    def picture_spec(self) -> PictureSpec | None:
+        """The encoder and its cache, of models that take pictures."""
+        config, model = self.config, self.model.config
+        if model.vision is None:
+            return None
+        return make_picture_spec(
+            model.vision,
+            row_bytes=model.hidden_size * jnp.dtype(model.dtype).itemsize,
+            cache_bytes=config.mm_encoder_cache_bytes,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            has_positions=any(rope.sections is not None for rope in model.ropes),
         )
 
     def transform_weights(self) -> set[str]:

@@ -38,6 +38,8 @@ class EngineFlags(EngineConfig):
     # what begins and ends reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     reasoning_config: JsonDict = None
     structured_outputs_config: JsonDict = None
+    limit_mm_per_prompt: JsonDict = None  # pictures in a prompt: {"image": 4, "video": 1}
+    mm_processor_kwargs: JsonDict = None  # how pictures are prepared: {"max_pixels": 1003520}
     logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
     mesh: tyro.conf.Suppress[Any] = None  # a Python object

@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.chat_outputs import ChatFormat, chat_format
+from jaxpage.chat_template import check_conversations
+from jaxpage.pictures.border import Picture
+from jaxpage.pictures.messages import has_media, pictures_of
+from jaxpage.pictures.reader import PictureReader
+from jaxpage.pictures.sources import sources_of
 from jaxpage.prompts import (
     EmbedsForm,
     Limits,
@@ -52,6 +57,7 @@ class InputProcessor:
             has_tokenizer=built.tokenizer is not None,
             embeds=_embeds_form(built),
         )
+        self.pictures = _picture_reader(built)  # None: the model takes none
         self.eos_token_ids = built.eos_token_ids  # the first is EOS proper
         self._config = built.config
         self._default_sampling = built.default_sampling
@@ -85,20 +91,48 @@ class InputProcessor:
     ) -> list[Prompt]:
         """One prompt or many, as ids. Raises ValueError for what is no prompt."""
         options, length = _without_truncation(tokenization_kwargs)
-        return self._truncated(parse(prompts, self.tokenizer, options), length)
+        parsed = parse(prompts, self.tokenizer, options)
+        return self._truncated([self._with_media(prompt) for prompt in parsed], length)
 
     def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
         """One conversation or many, rendered; `options` are those of `prompts.parse_chat`. Raises ValueError."""
         template = options.pop("chat_template", None) or self._config.chat_template
         tokenization, length = _without_truncation(options.pop("tokenization_kwargs", None))
+        loaded = [self._loaded(conversation) for conversation in check_conversations(messages)]
         prompts = parse_chat(
-            messages,
+            loaded,
             self.tokenizer,
             chat_template=template,
             tokenization_kwargs=tokenization,
             **options,
         )
-        return self._truncated(prompts, length)
+        seen = [
+            self._expanded(prompt, pictures_of(conversation))
+            for prompt, conversation in zip(prompts, loaded, strict=True)
+        ]
+        return self._truncated(seen, length)
+
+    def _loaded(self, conversation: Sequence[Any]) -> Sequence[Any]:
+        """The conversation with its pictures loaded; of models that take none, what renders it refuses them."""
+        if self.pictures is None or not has_media(conversation):
+            return conversation
+        return self.pictures.load(conversation)
+
+    def _with_media(self, prompt: Prompt) -> Prompt:
+        """The prompt with its "multi_modal_data" as pictures."""
+        if prompt.media is None:
+            return prompt
+        if self.pictures is None:
+            raise ValueError('"multi_modal_data" is not for this model, which takes text only')
+        pictures = self.pictures.of_prompt(prompt.media)
+        return self._expanded(dataclasses.replace(prompt, media=None), pictures)
+
+    def _expanded(self, prompt: Prompt, pictures: Sequence[Picture]) -> Prompt:
+        """The prompt with the placeholders of its pictures."""
+        if self.pictures is None or not pictures:
+            return prompt
+        token_ids, placed = self.pictures.expand(prompt.token_ids, pictures)
+        return dataclasses.replace(prompt, token_ids=token_ids, pictures=placed)
 
     def _truncated(self, prompts: list[Prompt], length: int | None) -> list[Prompt]:
         return [p if length is None else truncate(p, length, self.limits) for p in prompts]
@@ -212,12 +246,16 @@ class InputProcessor:
             priority=priority,
             cache_salt=prompt.cache_salt,
             prompt_embeds=self._rounded(prompt),
+            pictures=prompt.pictures,
             mask_source=self._mask_source(prompt, params),
         )
         self._say_what_is_scored(request)
         processors = self._config.logits_processors
         request.features = features_of(request, processors)
         request.slot_fields = slot_fields_of(request, self.limits.vocab_size, processors)
+        if prompt.pictures is not None and prompt.pictures.positions is not None:
+            offset = {"position_offset": prompt.pictures.position_offset}
+            request.slot_fields = dict(request.slot_fields) | offset
         return request
 
     def _say_what_is_scored(self, request: Request) -> None:
@@ -293,6 +331,19 @@ def _embeds_form(built: Built) -> EmbedsForm | None:
         return None
     model = built.model.config
     return EmbedsForm(model.hidden_size, np.dtype(model.dtype))
+
+
+def _picture_reader(built: Built) -> PictureReader | None:
+    if built.picture_processor is None:
+        return None
+    config = built.config
+    return PictureReader(
+        processor=built.picture_processor,
+        sources=sources_of(config.allowed_local_media_path, config.allowed_media_domains),
+        limit_mm_per_prompt=config.limit_mm_per_prompt,
+        most_patches=built.most_patches,
+        most_tokens=config.max_model_len,
+    )
 
 
 def derive_seed(engine_seed: int, number: int) -> int:

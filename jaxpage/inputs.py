@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NotRequired, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
+
+
+class MultiModalData(TypedDict, total=False):
+    """Pictures of a prompt, which has a placeholder for each: images of PIL, or arrays uint8 [height, width, 3].
+
+    A video is an array [frames, height, width, 3] or a list of frames; or a tuple of that and {"fps": how many of them
+    were taken of a second}, 2 unless it says so.
+    """
+
+    image: Any  # one, or a list of them
+    video: Any
 
 
 class TextPrompt(TypedDict):
     """A text, which the tokenizer makes ids of."""
 
     prompt: str
+    multi_modal_data: NotRequired[MultiModalData]
     cache_salt: NotRequired[str]  # prompts of different salts share no cached KV
 
 
@@ -19,6 +31,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    multi_modal_data: NotRequired[MultiModalData]
     cache_salt: NotRequired[str]
 
 

@@ -15,11 +15,12 @@ import ml_dtypes
 import numpy as np
 
 from jaxpage.chat_template import CONTENT_FORMATS, check_conversations, render
+from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.sampling.constraints import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import load_chat_template
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data")
 _TOKENIZER_OPTIONS = ("add_special_tokens", "truncation", "max_length")
 
 
@@ -31,6 +32,8 @@ class Prompt:
     text: str | None = None
     cache_salt: str | None = None  # prompts of different salts share no cached KV
     embeds: np.ndarray | None = None  # [T, E] in the place of T tokens, whose ids are 0 then
+    media: Any = None  # "multi_modal_data" that nobody has looked at
+    pictures: PromptPictures | None = None  # in the place of some of the tokens
 
 
 class EmbedsForm(NamedTuple):
@@ -92,13 +95,14 @@ def _parse_one(prompt: Any) -> Prompt:
             f"a prompt with {', '.join(map(repr, unknown))} is not supported; a dict may have "
             f"{', '.join(_PROMPT_KEYS)}"
         )
-    text, ids, embeds, salt = (prompt.get(key) for key in _PROMPT_KEYS)
+    text, ids, embeds, salt, media = (prompt.get(key) for key in _PROMPT_KEYS)
     if text is None and ids is None and embeds is None:
         raise ValueError(
             f'a prompt needs "prompt", "prompt_token_ids" or "prompt_embeds", got {dict(prompt)!r}'
         )
-    if embeds is not None and (text is not None or ids is not None):
-        raise ValueError('"prompt_embeds" stand alone: leave "prompt" and "prompt_token_ids" out')
+    if embeds is not None and not (text is None and ids is None and media is None):
+        others = '"prompt", "prompt_token_ids" and "multi_modal_data"'
+        raise ValueError(f'"prompt_embeds" stand alone: leave {others} out')
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"prompt" must be a str, got {text!r}; ids go into "prompt_token_ids"')
     if salt is not None and (not isinstance(salt, str) or not salt):
@@ -109,7 +113,7 @@ def _parse_one(prompt: Any) -> Prompt:
     token_ids = [] if ids is None else _to_ids(ids)
     if ids is not None and not token_ids:
         raise ValueError("a prompt must have at least one token, prompt_token_ids is empty")
-    return Prompt(token_ids=token_ids, text=text, cache_salt=salt)
+    return Prompt(token_ids=token_ids, text=text, cache_salt=salt, media=media or None)
 
 
 def _to_embeds(embeds: Any) -> np.ndarray:
@@ -219,6 +223,8 @@ def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
             f"truncate_prompt_tokens={length} is more than max_model_len={limits.max_model_len}"
         )
     length = limits.max_model_len - 1 if length == -1 else length
+    if prompt.pictures is not None and length < len(prompt.token_ids):
+        raise ValueError("truncate_prompt_tokens would cut a prompt with pictures; make it shorter")
     embeds = None if prompt.embeds is None else prompt.embeds[-length:]
     return replace(prompt, token_ids=prompt.token_ids[-length:], embeds=embeds)
 

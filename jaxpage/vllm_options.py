@@ -62,10 +62,9 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "pooler_config": (),
         "io_processor_plugin": (),
     },
-    "prompts are text, token ids or embeddings": {
+    "prompts are text, token ids, embeddings or pictures": {
         "enable_mm_embeds": (False,),
         "mm_encoder_only": (False,),
-        "mm_processor_kwargs": (),
     },
     "KV stays in this process": {
         **dict.fromkeys(("kv_transfer_config", "kv_events_config", "ec_transfer_config"), ()),
@@ -173,10 +172,10 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "use_v2_block_manager": None,
     "num_lookahead_slots": 0,
     # Images, sounds, adapters, grammars: of no use without what is refused above or per request.
-    **dict.fromkeys(("limit_mm_per_prompt", "media_io_kwargs", "allowed_media_domains"), None),
+    "media_io_kwargs": None,
     **dict.fromkeys(("mm_encoder_attn_backend", "mm_encoder_attn_dtype"), None),
     **dict.fromkeys(("mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path"), None),
-    **dict.fromkeys(("video_pruning_rate", "ec_manager_config", "allowed_local_media_path"), None),
+    **dict.fromkeys(("video_pruning_rate", "ec_manager_config"), None),
     **dict.fromkeys(("language_model_only", "interleave_mm_strings", "skip_mm_profiling"), False),
     **dict.fromkeys(("disable_chunked_mm_input", "enable_mm_processor_stats"), False),
     "mm_processor_cache_gb": 4,

@@ -23,6 +23,7 @@ from jaxpage.async_llm.tasks import Prepare, Tasks
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import RequestOutput
+from jaxpage.pictures.messages import has_media
 from jaxpage.prompts import Prompt
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
@@ -203,6 +204,7 @@ class AsyncLLM:
             params = sampling_params or inputs.default_params()
             return prompts[0], chat_format.params(params, tools, tool_choice), chat_format
 
+        messages = await self.load_media(messages)
         prompt, params, chat_format = await self.with_inputs(render)
         outputs = self.generate(prompt, params, request_id, priority=priority)
         async with contextlib.aclosing(outputs):
@@ -244,6 +246,16 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their last outputs say so. Unknown and finished ids are ignored."""
         self._tasks.abort([request_id] if isinstance(request_id, str) else list(request_id))
+
+    async def load_media(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """A conversation with its pictures read and prepared, in a thread of their own: URLs may take long.
+
+        One without pictures, or of a model that takes none, is returned as it is. Raises ValueError.
+        """
+        reader = self._tasks.inputs.pictures
+        if reader is None or not has_media(messages):
+            return messages
+        return await asyncio.to_thread(reader.load, messages)
 
     async def with_inputs(self, function: Callable[[InputProcessor], T]) -> T:
         """Call a function in the thread of the input processor: what is slow to tokenise or to render goes there."""

@@ -1,8 +1,8 @@
 """From a plan to the calls that carry it out. Pure: NumPy in, NumPy out; knows no device.
 
 The calls of a plan, in order: block contents move between device, host and disk; sequences are admitted; forced tokens
-are appended; masks are set; pictures are encoded; then the step, either `decode`, or `forward` and `sample` with what is scored in between.
-Rows that an earlier step computed are in `sample` alone.
+are appended; masks are set; pictures are encoded; then the step, either `decode`, or `forward` and `sample` with what
+is scored in between. Rows that an earlier step computed are in `sample` alone.
 """
 
 from __future__ import annotations

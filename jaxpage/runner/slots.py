@@ -23,7 +23,6 @@ from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
 
-
 POSITION_OFFSET = "position_offset"
 
 

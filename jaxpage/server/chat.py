@@ -60,6 +60,7 @@ class ChatCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         body.warn_of_unknown()
         server.check_model(body.model)
+        body = await server.with_media(body)
         batch, rendered = await server.start(
             caller, lambda inputs: render(server, body, inputs), priority=body.priority
         )

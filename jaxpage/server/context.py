@@ -15,11 +15,13 @@ from jaxpage.server.batch import Asked, Batch, Caller, InFlight
 from jaxpage.server.errors import ApiError
 from jaxpage.server.metrics import Metrics
 from jaxpage.server.options import ServerOptions
+from jaxpage.server.protocol.chat import TemplateFields
 from jaxpage.server.response_store import ResponseStore
 from jaxpage.server.usage import Usage
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Asked)
+B = TypeVar("B", bound=TemplateFields)
 
 
 @dataclass(kw_only=True)
@@ -87,6 +89,10 @@ class Server:
             raise ValueError(
                 f"stop has {num_stops} strings, the limit is {self.options.max_stop_strings}"
             )
+
+    async def with_media(self, body: B) -> B:
+        """A body whose messages have their pictures loaded. Raises ValueError."""
+        return body.model_copy(update={"messages": await self.llm.load_media(body.messages)})
 
     async def with_inputs(self, function: Callable[[InputProcessor], T]) -> T:
         """What needs the tokenizer, in the thread that has it."""

@@ -19,6 +19,8 @@ def router(server: Server) -> APIRouter:
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeCompletion | TokenizeChat) -> dict[str, Any]:
         server.check_model(body.model)
+        if isinstance(body, TokenizeChat):
+            body = await server.with_media(body)
         return await server.with_inputs(lambda inputs: _tokenize(server, body, inputs))
 
     @routes.post("/detokenize")

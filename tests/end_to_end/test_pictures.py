@@ -1,0 +1,193 @@
+"""Whole engines with pictures against transformers' torch model: in chunks, cached, preempted, in conversations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tests.picture_models import END, IMAGE, START, VIDEO, pixels, qwen2_5_vl_config
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.models.registry import picture_processor
+from tests import checkpoints, picture_models
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+PIXELS = {"min_pixels": 784, "max_pixels": 130 * 784}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen2_5_vl")
+    return picture_models.save(qwen2_5_vl_config(), folder, seed="qwen2.5-vl in an engine")
+
+
+@pytest.fixture(scope="module")
+def oracle(path):
+    return picture_models.torch_model(path)
+
+
+@pytest.fixture(scope="module")
+def processor(path):
+    return picture_processor(load_hf_config(str(path)), path, options=PIXELS)
+
+
+def make_llm(path, **options) -> LLM:
+    """Steps of 64 tokens, so that most pictures are computed in several."""
+    given = {"max_model_len": 640, "mm_processor_kwargs": PIXELS, "enforce_eager": True}
+    return checkpoints.make_llm(path, **(given | options))
+
+
+def text(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 280, length).tolist()
+
+
+def seeing(before: list[int], *given, after: list[int]) -> dict:
+    """A prompt with pictures (arrays) and videos (lists of frames, two of a second)."""
+    ids, images, videos = list(before), [], []
+    for each in given:
+        is_video = isinstance(each, list)
+        (videos if is_video else images).append(each)
+        ids += [START, VIDEO if is_video else IMAGE, END]
+    media = {"image": images, "video": [(frames, {"fps": 2.0}) for frames in videos]}
+    return {"prompt_token_ids": [*ids, *after], "multi_modal_data": media}
+
+
+PROMPTS = [
+    seeing(text(3, 0), pixels(300, 240), after=text(9, 1)),
+    seeing(text(5, 2), pixels(28, 28), pixels(200, 500, 1), pixels(700, 56, 2), after=text(20, 3)),
+    seeing(text(2, 4), [pixels(120, 90, i) for i in range(7)], after=text(3, 5)),
+    seeing(text(2, 6), pixels(90, 90, 3), [pixels(60, 60, i) for i in range(3)], after=text(1, 7)),
+    text(30, 8),
+    text(100, 9),
+]
+
+
+def expected(oracle, processor, prompt, answer: list[int]) -> list[int]:
+    """transformers' greedy continuation, as long as the answer agrees with it."""
+    if isinstance(prompt, list):
+        media, ids = {"image": [], "video": []}, prompt
+    else:
+        media, ids = prompt["multi_modal_data"], prompt["prompt_token_ids"]
+    pictures = [processor.image(image) for image in media["image"]]
+    pictures += [processor.video(frames, **known) for frames, known in media["video"]]
+    expanded = processor.expand(list(ids), pictures)
+    length = len(expanded.token_ids)
+    whole = dataclasses.replace(expanded, token_ids=[*expanded.token_ids, *answer])
+    logits = picture_models.qwen_logits(oracle, whole, pictures)
+    return logits[length - 1 : -1].argmax(-1).tolist()
+
+
+def answers(llm: LLM, prompts=None, params=GREEDY) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS if prompts is None else prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return make_llm(path)
+
+
+@pytest.fixture(scope="module")
+def alone(llm, oracle, processor) -> list[list[int]]:
+    """The answer to each prompt by itself, which is that of transformers."""
+    found = [answers(llm, [prompt])[0] for prompt in PROMPTS]
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        assert answer == expected(oracle, processor, prompt, answer)
+    return found
+
+
+@pytest.mark.slow
+def test_one_three_and_a_video_are_answered_as_by_transformers(alone):
+    assert [len(answer) for answer in alone] == [64] * len(PROMPTS)
+    assert len({tuple(answer) for answer in alone}) == len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_together_in_chunks_cold_and_warm_they_are_answered_alike(path, alone):
+    llm = make_llm(path, async_scheduling=True)
+    assert answers(llm) == alone
+    num_pictures = llm.stats().num_encoded_pictures
+    assert num_pictures == 7
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == alone
+    assert all(o.num_cached_tokens > len(o.prompt_token_ids) - 16 for o in outputs)
+    assert llm.stats().num_encoded_pictures == num_pictures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_ones_are_answered_alike_and_not_encoded_again(path, alone, mode):
+    llm = make_llm(
+        path,
+        num_gpu_blocks_override=60,
+        swap_space=0.01,
+        preemption_mode=mode,
+        enable_prefix_caching=mode == "swap",
+    )
+    assert answers(llm) == alone
+    assert llm.stats().num_preemptions > 0
+    assert llm.stats().num_encoded_pictures == 7
+
+
+@pytest.mark.slow
+def test_pictures_that_are_evicted_are_encoded_again_and_answered_alike(path, alone):
+    """Room for the largest picture and little more."""
+    row_bytes = 48 * 4
+    llm = make_llm(path, mm_encoder_cache_bytes=132 * row_bytes, enable_prefix_caching=False)
+    assert answers(llm) == alone
+    assert answers(llm) == alone
+    assert llm.stats().num_encoded_pictures > 7
+
+
+@pytest.mark.slow
+def test_a_conversation_about_one_picture_encodes_it_once_and_finds_the_rest(path):
+    """8 turns about a picture of 1,008 patches: from the second on, nine tenths of a prompt are in the cache."""
+    llm = make_llm(path, mm_processor_kwargs={"min_pixels": 784, "max_pixels": 300 * 784})
+    picture = pixels(36 * 14, 28 * 14)
+    history: list[int] = []
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for turn in range(8):
+        history += text(6, turn)
+        prompt = seeing([5], picture, after=history)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        num_tokens = len(output.prompt_token_ids)
+        assert num_tokens == 1 + 2 + 252 + len(history)
+        assert turn == 0 or output.num_cached_tokens >= 0.9 * num_tokens
+        history += output.outputs[0].token_ids
+    assert llm.stats().num_encoded_pictures == 1
+
+
+@pytest.mark.slow
+def test_two_pictures_of_one_size_share_nothing_of_the_cache(llm, path):
+    first, second = (seeing([7] * 3, pixels(100, 100, seed), after=[8] * 9) for seed in (10, 11))
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    a, b = (llm.generate(p, params, use_tqdm=False)[0] for p in (first, second))
+    assert a.prompt_token_ids == b.prompt_token_ids
+    assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 0)
+
+
+@pytest.mark.slow
+def test_several_continuations_and_beams_see_the_picture(llm, alone):
+    params = SamplingParams(n=3, temperature=0.7, seed=3, max_tokens=6)
+    (together,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    (again,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert [c.token_ids for c in together.outputs] == [c.token_ids for c in again.outputs]
+
+
+@pytest.mark.slow
+def test_programs_are_compiled_before_and_a_recorded_run_repeats(path, alone, tmp_path):
+    from jaxpage.replay import replay
+
+    file = tmp_path / "run.calls"
+    llm = make_llm(path, enforce_eager=False, record_calls=str(file), max_model_len=400)
+    llm.wait_until_warm()
+    names = [record.name for record in llm.programs()]
+    assert [name for name in names if name.startswith("encode")] == [
+        *("encode P=256", "encode P=512", "encode P=1024", "encode P=2048")
+    ]
+    assert answers(llm, PROMPTS[:2]) == alone[:2]
+    assert llm.stats().num_recompiles == 0
+    del llm
+    assert replay is not None and file.exists()

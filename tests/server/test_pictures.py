@@ -1,0 +1,110 @@
+"""Pictures in /v1/chat/completions: OpenAI's image_url, limits, and errors that name the field."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from jaxpage.async_llm import AsyncLLM
+from jaxpage.demo import checkpoint
+from jaxpage.server.options import ServerOptions
+from tests import checkpoints, fake_vision
+from tests.fake_vision import pixels
+from tests.pictures.test_reader import data_url
+from tests.server.conftest import serving
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    with checkpoints.few_programs(), fake_vision.registered():
+        llm = AsyncLLM(
+            str(checkpoint()),
+            max_model_len=256,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            kv_cache_memory_bytes="16M",
+            dtype="float32",
+            limit_mm_per_prompt={"image": 2},
+            chat_template=fake_vision.TEMPLATE,
+            **fake_vision.OPTIONS,
+        )
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(seeing):
+    assert ServerOptions().max_body_size > 2**20
+    with (
+        serving(seeing) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def ask(client, *parts, **options):
+    content = [{"type": "text", "text": "What is it?"}, *parts]
+    return client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": content}],
+        **({"temperature": 0, "max_tokens": 8} | options),
+    )
+
+
+def image(number: int) -> dict:
+    return {"type": "image_url", "image_url": {"url": data_url(pixels(number))}}
+
+
+def test_a_picture_is_seen_and_encoded_once(client, seeing):
+    before = seeing.stats().num_encoded_pictures
+    answers = [ask(client, image(n), logprobs=True) for n in (1, 2, 1)]
+    first, other, again = [[t.logprob for t in a.choices[0].logprobs.content] for a in answers]
+    assert first == again != other
+    assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
+    assert seeing.stats().num_encoded_pictures == before + 2
+    text = ask(client)
+    assert text.usage.prompt_tokens == answers[0].usage.prompt_tokens - 6
+
+
+def test_streams_and_several_pictures(client):
+    whole = ask(client, image(3), image(4))
+    chunks = list(ask(client, image(3), image(4), stream=True))
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://a.b/c.png"}}, "allowed_media_domains"),
+        ({"type": "image_url", "image_url": {"url": "file:///c"}}, "allowed_local_media_path"),
+        ({"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}, "no picture"),
+        ({"type": "image_url"}, 'must have "image_url"'),
+        ({"type": "image_pil", "image_pil": 5}, "got int"),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "not supported"),
+    ],
+)
+def test_what_is_no_picture_is_an_error_that_names_the_field(client, seeing, part, message):
+    steps = seeing.stats().num_steps
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, part)
+    body = caught.value.body
+    assert (body["param"], body["code"]) == ("messages", 400)
+    assert body["message"].startswith("messages[0].content[1]: ") and message in body["message"]
+    assert seeing.stats().num_steps == steps
+
+
+def test_more_pictures_than_allowed_are_refused(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, image(1), image(2), image(3))
+    assert "may have 2 of kind 'image'" in caught.value.body["message"]
+    assert caught.value.body["param"] == "messages"
+
+
+def test_the_tokenizer_counts_placeholders(client, seeing):
+    content = [{"type": "text", "text": "What is it?"}, image(1)]
+    body = {"messages": [{"role": "user", "content": content}]}
+    found = client.post("/../tokenize", body=body, cast_to=dict[str, object])
+    assert found["count"] == ask(client, image(1)).usage.prompt_tokens
