@@ -79,8 +79,8 @@ _PATHS = (
     *("model", "tokenizer", "hf_config_path", "chat_template", "record_calls"),
     "allowed_local_media_path",
 )
-_DICTS = (
-    *("hf_overrides", "override_generation_config"),
+_EMPTY = (  # mean that nothing is asked for
+    *("hf_overrides", "override_generation_config", "allowed_local_media_path"),
     *("limit_mm_per_prompt", "mm_processor_kwargs"),
 )
 _FLAGS = (
@@ -157,7 +157,7 @@ class EngineConfig:
     mm_processor_kwargs: dict[str, Any] | None = None
     # on the device, for pictures that are encoded; None: 256 MB, less if prompts are short; "2G" works too
     mm_encoder_cache_bytes: int | str | None = None
-    allowed_local_media_path: str = ""  # file:// URLs of pictures below this folder are read
+    allowed_local_media_path: str | None = None  # file: URLs of pictures below this folder are read
     allowed_media_domains: tuple[str, ...] = ()  # hosts from which URLs of pictures are fetched
     # every launch goes to this file, see `jaxpage replay`; it holds the token ids of prompts and answers, but no text
     record_calls: str | None = None
@@ -178,8 +178,8 @@ class EngineConfig:
         for name in _PATHS:
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
-        for name in _DICTS:
-            if getattr(self, name) == {}:
+        for name in _EMPTY:
+            if getattr(self, name) in ({}, ""):
                 object.__setattr__(self, name, None)
         object.__setattr__(self, "allowed_media_domains", tuple(self.allowed_media_domains))
         object.__setattr__(self, "logits_processors", check_processors(self.logits_processors))

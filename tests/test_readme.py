@@ -19,6 +19,7 @@ from jaxpage import EngineConfig, cli
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.demo import checkpoint
 from jaxpage.server.options import ServerOptions
+from tests import fake_vision
 from tests.server.conftest import serving
 
 ROOT = Path(__file__).parent.parent
@@ -180,6 +181,8 @@ def running_server(block: str) -> Iterator[str]:
 # Instead of a model that must be downloaded.
 SMALL = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8",
+    '"Qwen/Qwen2.5-VL-3B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8, "
+    f"chat_template={fake_vision.TEMPLATE!r}, **{fake_vision.OPTIONS!r}",
     "LLM(str(checkpoint()))": "LLM(str(checkpoint()), enforce_eager=True, max_num_seqs=8)",
     "hidden_size = 896": "hidden_size = 192",
 }
@@ -197,7 +200,7 @@ def test_code_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for theirs, ours in SMALL.items():
         block = block.replace(theirs, ours)
-    with running_server(block) as block:
+    with running_server(block) as block, fake_vision.registered():
         exec(compile(ast.parse(block), "README.md", "exec"), {"__name__": "__main__"})
     for recording in tmp_path.iterdir():
         assert cli.main(["replay", recording.name]) == 0

@@ -26,8 +26,10 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
 
     Raises ValueError for what is no picture, and for one that is damaged or too large.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError:
+        raise ValueError("pictures need Pillow: pip install 'jaxpage[vision]'") from None
     if len(data) > max_bytes:
         raise ValueError(f"the file has {len(data)} bytes, more than the {max_bytes} that are read")
     try:

@@ -168,6 +168,6 @@ def _left(deadline: float) -> float:
     return seconds
 
 
-def sources_of(local_path: str, domains: Sequence[str]) -> MediaSources:
+def sources_of(local_path: str | None, domains: Sequence[str]) -> MediaSources:
     """Those of an engine's options `allowed_local_media_path` and `allowed_media_domains`."""
-    return MediaSources(local_path=local_path, domains=tuple(domains))
+    return MediaSources(local_path=local_path or "", domains=tuple(domains))
