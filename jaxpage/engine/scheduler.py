@@ -180,8 +180,10 @@ class Scheduler:
             end = start + count
             if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last
-            if not (count := step.reach(sequence, start, count)):
-                continue
+            if sequence.request.pictures is not None:
+                count = step.reach(sequence, start, count)
+                if not count:
+                    continue
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             budget -= count

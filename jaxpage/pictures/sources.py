@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import http.client
 import ipaddress
 import os
 import socket
 import ssl
 import stat
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,6 +102,10 @@ class MediaSources:
             allowed = ", ".join(self.domains) or "none"
             raise ValueError(f"the host {host!r} is not among allowed_media_domains: {allowed}")
         connection = _connect(parts, host, deadline, only_public=is_redirect)
+        # A timeout of the socket is for one read: somebody who sends a byte now and then would never meet it.
+        timer = threading.Timer(_left(deadline), _hang_up, [connection.sock])
+        timer.daemon = True
+        timer.start()
         try:
             target = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
             connection.request(
@@ -110,20 +116,19 @@ class MediaSources:
                 return b"", urljoin(url, response.headers.get("Location") or "")
             if response.status != 200:
                 raise ValueError(f"{url[:80]!r} answers with status {response.status}")
-            return self._body(response, connection, deadline), None
+            data = self._body(response)
+            _left(deadline)  # what ends because it took too long is not whole
+            return data, None
         finally:
+            timer.cancel()
             connection.close()
 
-    def _body(
-        self, response: http.client.HTTPResponse, connection: _Connection, deadline: float
-    ) -> bytes:
+    def _body(self, response: http.client.HTTPResponse) -> bytes:
         self._check(response.length or 0)
         data = bytearray()
         while piece := response.read1(_PIECE):
             data += piece
             self._check(len(data))
-            if connection.sock is not None:  # http.client lets go of it when the answer is whole
-                connection.sock.settimeout(_left(deadline))
         return bytes(data)
 
     def _check(self, num_bytes: int) -> None:
@@ -154,6 +159,11 @@ def _connect(parts: SplitResult, host: str, deadline: float, *, only_public: boo
         sock.close()
         raise
     return _Connection(host, port, sock)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _is_public(address: str) -> bool:

@@ -14,7 +14,11 @@ from jaxpage.models.registry import picture_processor
 from jaxpage.replay import replay
 from tests import checkpoints, picture_models
 
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+# Tokens that stand for pictures in a prompt, and do not in an answer: transformers would miss the pictures.
+NEVER = range(START, VIDEO + 1)
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=64, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -100.0)
+)
 PIXELS = {"min_pixels": 784, "max_pixels": 130 * 784}
 
 
@@ -76,7 +80,8 @@ def expected(oracle, processor, prompt, answer: list[int]) -> list[int]:
     expanded = processor.expand(list(ids), pictures)
     length = len(expanded.token_ids)
     whole = dataclasses.replace(expanded, token_ids=[*expanded.token_ids, *answer])
-    logits = picture_models.qwen_logits(oracle, whole, pictures)
+    logits = picture_models.qwen_logits(oracle, whole, pictures).copy()
+    logits[:, NEVER] -= 100
     return logits[length - 1 : -1].argmax(-1).tolist()
 
 
