@@ -11,7 +11,6 @@ import binascii
 import contextlib
 import http.client
 import ipaddress
-import os
 import socket
 import ssl
 import stat
@@ -72,10 +71,10 @@ class MediaSources:
         try:
             path = Path(unquote(parts.path)).resolve()  # where links lead to
             if not path.is_relative_to(root):
-                raise ValueError(f"{path} is not below allowed_local_media_path={self.local_path}")
+                raise ValueError(f"{url[:80]!r} is not below allowed_local_media_path")
+            if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for its writer
+                raise ValueError(f"{url[:80]!r} is no file")
             with path.open("rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise ValueError(f"{path} is no file")
                 data = file.read(self.max_bytes + 1)
         except OSError as error:
             raise ValueError(f"{url[:80]!r} cannot be read: {error.strerror or error}") from None
@@ -167,7 +166,8 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 def _is_public(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_global
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return (getattr(found, "ipv4_mapped", None) or found).is_global
 
 
 def _left(deadline: float) -> float:

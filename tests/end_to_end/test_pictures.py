@@ -183,6 +183,12 @@ def test_several_continuations_and_beams_see_the_picture(llm, alone):
 
 
 @pytest.mark.slow
+def test_two_devices_answer_as_one(path, alone):
+    llm = make_llm(path, tensor_parallel_size=2)
+    assert answers(llm, PROMPTS[:2]) == alone[:2]
+
+
+@pytest.mark.slow
 def test_programs_are_compiled_before_and_a_recorded_run_repeats(path, alone, tmp_path):
     file = tmp_path / "run.calls"
     llm = make_llm(path, enforce_eager=False, record_calls=str(file), max_model_len=400)

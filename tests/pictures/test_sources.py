@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.server
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -97,9 +98,10 @@ def test_files_are_read_below_the_allowed_folder_only(tmp_path):
     ):
         with pytest.raises(ValueError, match="is not below allowed_local_media_path"):
             sources.read(f"file://{path}")
-    for path in (f"{allowed}/none.png", f"{allowed}"):
-        with pytest.raises(ValueError, match="cannot be read"):
-            sources.read(f"file://{path}")
+    os.mkfifo(allowed / "pipe")
+    for name, message in (("none.png", "cannot be read"), ("", "no file"), ("pipe", "no file")):
+        with pytest.raises(ValueError, match=message):
+            sources.read(f"file://{allowed}/{name}")
     with pytest.raises(ValueError, match="of this machine"):
         sources.read(f"file://elsewhere{allowed}/a b.png")
     with pytest.raises(ValueError, match="more than the 100 bytes"):
