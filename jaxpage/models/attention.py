@@ -39,9 +39,11 @@ class DenseAttention:
     Differentiable.
     """
 
-    def __init__(self, positions: jax.Array):
+    def __init__(self, positions: jax.Array, pictures: jax.Array | None = None):
         # int32[..., T], ascending: a token sees those of lower or equal position.
         self.positions = positions
+        # int32[..., T]: which picture a token is of, -1 if none. Tokens of one picture see each other (Gemma 3).
+        self.pictures = pictures
 
     def __call__(
         self,
@@ -63,6 +65,9 @@ class DenseAttention:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         query, key = self.positions[..., :, None], self.positions[..., None, :]
         visible = key <= query
+        if self.pictures is not None:
+            of_query, of_key = self.pictures[..., :, None], self.pictures[..., None, :]
+            visible |= (of_query == of_key) & (of_query >= 0)
         if window is not None:
             visible &= key > query - window
         scores = jnp.where(visible[..., None, None, :, :], scores, -jnp.inf)

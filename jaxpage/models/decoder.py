@@ -162,14 +162,22 @@ class Decoder(nnx.Module):
         if config.embedding_scale is not None:
             # Rounded to the model's dtype first: the weights were trained with that.
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        deeper: list[jax.Array] = []  # what is added to the outputs of the first layers
         if inputs.embeds is not None and inputs.is_embed is not None:
-            x = jnp.where(inputs.is_embed[..., None], inputs.embeds, x)
+            is_embed = inputs.is_embed[..., None]
+            embeds, num_parts = inputs.embeds, inputs.embeds.shape[-1] // x.shape[-1]
+            if num_parts > 1:
+                embeds, *deeper = jnp.split(embeds, num_parts, axis=-1)
+            x = jnp.where(is_embed, embeds, x)
+            deeper = [jnp.where(is_embed, each, 0) for each in deeper]
         ropes = dict.fromkeys(config.ropes)
         positions = inputs.positions
         three = positions.ndim > inputs.token_ids.ndim
         rotations = {rope: rope.angles(positions, x.dtype, three=three) for rope in ropes}
-        for layer, rope in zip(self.layers, config.ropes, strict=True):
+        for index, (layer, rope) in enumerate(zip(self.layers, config.ropes, strict=True)):
             x = layer(x, rotations[rope], inputs.attention)
+            if index < len(deeper):
+                x += deeper[index]
         return self.norm(x)
 
 

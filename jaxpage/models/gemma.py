@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (text): norms before and after each half of a layer, norm weights counted from 1,
+"""Gemma 2 and 3: norms before and after each half of a layer, norm weights counted from 1,
 scaled embeddings.
 
 The rest is the shared decoder. Knows transformers' names of Gemma's options; must not know
@@ -16,6 +16,9 @@ from jaxpage.models.attention import Attention
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import MLP, CausalLM, Rotation, SelfAttention, hidden_norm
 from jaxpage.models.layers import OffsetRMSNorm
+from jaxpage.models.siglip import SiglipTower
+from jaxpage.models.vision import PictureLM
+from jaxpage.pictures.gemma3 import SiglipConfig, siglip_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,6 +46,13 @@ def gemma(config: ModelConfig) -> CausalLM:
     return CausalLM(config, layer=GemmaLayer, norm=OffsetRMSNorm)
 
 
+def gemma_with_pictures(config: ModelConfig) -> PictureLM:
+    """A Gemma 3 with its vision tower."""
+    assert isinstance(config.vision, SiglipConfig)
+    visual = SiglipTower(config.vision, config.dtype)
+    return PictureLM(config, visual, layer=GemmaLayer, norm=OffsetRMSNorm)
+
+
 def gemma2_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
@@ -61,12 +71,20 @@ def gemma3_config(
 
 
 def gemma3_text_config(
-    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of the text part of a Gemma3ForConditionalGeneration."""
-    architecture = (hf.architectures or ["?"])[0]
+    facts["architecture"] = (hf.architectures or ["?"])[0]
     text = hf.get_text_config()
-    return _gemma_config(text, dtype, max_model_len, qk_norm=True, architecture=architecture)
+    return _gemma_config(text, dtype, max_model_len, qk_norm=True, **facts)
+
+
+def gemma3_pictures_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Gemma3ForConditionalGeneration."""
+    vision = siglip_config(hf)
+    return gemma3_text_config(hf, dtype=dtype, max_model_len=max_model_len, vision=vision)
 
 
 def _gemma_config(

@@ -22,5 +22,6 @@ class ForwardInput:
     attention: Attention
     # [..., T, E] in the model's dtype: these stand where `is_embed`, bool[..., T], is set. They are what the first
     # layer gets, so they are not scaled as token embeddings are in some families (Hugging Face's `inputs_embeds`).
+    # [..., T, n * E]: the first E values do so, and the others are added to what layers 0, 1, ... give (Qwen3-VL).
     embeds: jax.Array | None = None
     is_embed: jax.Array | None = None

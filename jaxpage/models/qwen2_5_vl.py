@@ -1,32 +1,35 @@
 """Qwen2.5-VL: a vision tower that attends within windows, before the decoder of Qwen2.
 
-Attribute paths are the checkpoint's names. The tower is the same on every device of a mesh: it is small beside the
-decoder, and a picture passes it once. Knows transformers' names of the options.
+Attribute paths are the checkpoint's names. Knows transformers' names of the options.
 
 Letters: P patches, E dim of the tower, H heads, D head dim, F MLP dim.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.config import ACTIVATIONS, ModelConfig, decoder_config
-from jaxpage.models.layers import (
-    ACTIVATION_FUNCTIONS,
-    Linear,
-    Normal,
-    RMSNorm,
-    matmul,
-    param,
-)
-from jaxpage.models.rope import Rope, frequencies, rotate
+from jaxpage.models.config import ModelConfig, decoder_config
+from jaxpage.models.layers import ACTIVATION_FUNCTIONS, RMSNorm
 from jaxpage.models.sources import Source
-from jaxpage.models.vision import PictureLM, attend_near, attend_within
-from jaxpage.pictures.qwen_vision import QwenVisionConfig
+from jaxpage.models.vision import (
+    Attend,
+    PatchProjection,
+    PictureLM,
+    RotaryAttention,
+    attend_near,
+    attend_within,
+    axial_angles,
+    check_embeddings,
+    check_tower,
+    linear,
+)
+from jaxpage.pictures.qwen_vision import Qwen25VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,81 +38,34 @@ _NORM_EPS = 1e-6  # fixed in transformers too
 _MROPE_SECTION = [16, 24, 24]  # where config.json has none
 
 
-def linear(config: QwenVisionConfig, dtype: jnp.dtype, shape: tuple[int, int]) -> Linear:
-    """A layer [out, in] of the tower, with bias."""
-    init = Normal(config.initializer_range)
-    return Linear(shape, axes=("embed", "embed"), bias=True, init=init, dtype=dtype)
-
-
-def norm(config: QwenVisionConfig, dtype: jnp.dtype) -> RMSNorm:
+def norm(config: Qwen25VisionConfig, dtype: jnp.dtype) -> RMSNorm:
     """A norm of patches."""
     return RMSNorm(config.hidden_size, axis="embed", eps=_NORM_EPS, dtype=dtype)
-
-
-class PatchProjection(nnx.Module):
-    """A convolution whose stride is its kernel, as a product."""
-
-    def __init__(self, config: QwenVisionConfig, dtype: jnp.dtype):
-        side = config.patch_size
-        shape = (config.hidden_size, config.in_channels, config.frames_per_patch, side, side)
-        init = Normal(config.initializer_range)
-        self.weight = param(shape, axes=("embed",) * 5, init=init, dtype=dtype)
-
-    def __call__(self, patches: jax.Array) -> jax.Array:
-        """[P, C * frames * side * side] -> [P, E]"""
-        weight = self.weight[...]
-        product = matmul(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1))
-        return product.astype(weight.dtype)
 
 
 class PatchEmbedding(nnx.Module):
     """The first layer of the tower; a module for the sake of the checkpoint's names."""
 
-    def __init__(self, config: QwenVisionConfig, dtype: jnp.dtype):
-        self.proj = PatchProjection(config, dtype)
+    def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
+        side = config.patch_size
+        shape = (config.hidden_size, config.in_channels, config.frames_per_patch, side, side)
+        stddev = config.initializer_range
+        self.proj = PatchProjection(shape, bias=False, stddev=stddev, dtype=dtype)
 
     def __call__(self, patches: jax.Array) -> jax.Array:
         return self.proj(patches)
 
 
-class VisionAttention(nnx.Module):
-    """Attention within a window, or within a frame."""
-
-    def __init__(self, config: QwenVisionConfig, dtype: jnp.dtype, *, full: bool):
-        size = config.hidden_size
-        self.config, self.full = config, full
-        self.qkv = linear(config, dtype, (3 * size, size))
-        self.proj = linear(config, dtype, (size, size))
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
-        windows: jax.Array,
-        frames: jax.Array,
-    ) -> jax.Array:
-        config = self.config
-        qkv = self.qkv(x).reshape(x.shape[0], 3, config.num_heads, config.head_dim)
-        # Angles of a picture's rows and columns are small numbers apart: rotated in float32, as transformers does.
-        q, k = (rotate(qkv[:, i].astype(jnp.float32), *rotation).astype(x.dtype) for i in (0, 1))
-        scale = config.head_dim**-0.5
-        if self.full:
-            out = attend_within(q, k, qkv[:, 2], frames, scale=scale)
-        else:
-            longest = config.window_patches
-            out = attend_near(q, k, qkv[:, 2], windows, scale=scale, longest=longest)
-        return self.proj(out.reshape(x.shape))
-
-
 class VisionMLP(nnx.Module):
     """down(activation(gate(x)) * up(x))"""
 
-    def __init__(self, config: QwenVisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
         size, inner = config.hidden_size, config.intermediate_size
+        stddev = config.initializer_range
         self.activation = config.activation
-        self.gate_proj = linear(config, dtype, (inner, size))
-        self.up_proj = linear(config, dtype, (inner, size))
-        self.down_proj = linear(config, dtype, (size, inner))
+        self.gate_proj = linear((inner, size), stddev=stddev, dtype=dtype)
+        self.up_proj = linear((inner, size), stddev=stddev, dtype=dtype)
+        self.down_proj = linear((size, inner), stddev=stddev, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = ACTIVATION_FUNCTIONS[self.activation](self.gate_proj(x))
@@ -119,31 +75,29 @@ class VisionMLP(nnx.Module):
 class VisionBlock(nnx.Module):
     """Attention and MLP, each after a norm and beside a residual."""
 
-    def __init__(self, config: QwenVisionConfig, dtype: jnp.dtype, *, full: bool):
+    def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
+        size, stddev = config.hidden_size, config.initializer_range
         self.norm1 = norm(config, dtype)
-        self.attn = VisionAttention(config, dtype, full=full)
+        self.attn = RotaryAttention(size, config.num_heads, stddev=stddev, dtype=dtype)
         self.norm2 = norm(config, dtype)
         self.mlp = VisionMLP(config, dtype)
 
     def __call__(
-        self,
-        x: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
-        windows: jax.Array,
-        frames: jax.Array,
+        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
     ) -> jax.Array:
-        x = x + self.attn(self.norm1(x), rotation, windows, frames)
+        x = x + self.attn(self.norm1(x), rotation, attend)
         return x + self.mlp(self.norm2(x))
 
 
 class PatchMerger(nnx.Module):
     """Neighbouring patches, joined, to one embedding of the decoder."""
 
-    def __init__(self, config: QwenVisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
         size = config.hidden_size * config.patches_per_token
+        stddev = config.initializer_range
         self.ln_q = norm(config, dtype)
-        self.inner = linear(config, dtype, (size, size))
-        self.outer = linear(config, dtype, (config.out_hidden_size, size))
+        self.inner = linear((size, size), stddev=stddev, dtype=dtype)
+        self.outer = linear((config.out_hidden_size, size), stddev=stddev, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[P, E] -> [P / patches_per_token, E of the decoder]"""
@@ -151,16 +105,13 @@ class PatchMerger(nnx.Module):
         return self.outer(ACTIVATION_FUNCTIONS["gelu"](self.inner(joined)))
 
 
-class QwenVisionTower(nnx.Module):
-    """The encoder of Qwen2.5-VL; its inputs are those of `QwenVisionConfig.encoder_inputs`."""
+class Qwen25VisionTower(nnx.Module):
+    """The encoder of Qwen2.5-VL; its inputs are those of `Qwen25VisionConfig.encoder_inputs`."""
 
-    def __init__(self, config: QwenVisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
         self.config = config
-        full = config.full_attention_layers
         self.patch_embed = PatchEmbedding(config, dtype)
-        self.blocks = nnx.List(
-            [VisionBlock(config, dtype, full=index in full) for index in range(config.depth)]
-        )
+        self.blocks = nnx.List([VisionBlock(config, dtype) for _ in range(config.depth)])
         self.merger = PatchMerger(config, dtype)
 
     def __call__(
@@ -172,24 +123,20 @@ class QwenVisionTower(nnx.Module):
         frames: jax.Array,
         order: jax.Array,
     ) -> jax.Array:
+        config = self.config
         x = self.patch_embed(patches)
-        rotation = _rope(self.config).angles(places, jnp.dtype(jnp.float32), three=True)
-        for block in self.blocks:
-            x = block(x, rotation, windows, frames)
+        rotation = axial_angles(places, theta=config.rope_theta, head_dim=config.head_dim)
+        near = partial(attend_near, segments=windows, longest=config.window_patches)
+        within = partial(attend_within, segments=frames)
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotation, within if index in config.full_attention_layers else near)
         return self.merger(x)[order]
-
-
-def _rope(config: QwenVisionConfig) -> Rope:
-    """Half of the frequencies turn by a patch's row, the others by its column."""
-    half = config.head_dim // 2
-    one = frequencies(config.rope_theta, half)
-    return Rope((*one, *one), sections=(0,) * len(one) + (1,) * len(one))
 
 
 def qwen2_5_vl(config: ModelConfig) -> PictureLM:
     """A Qwen2.5-VL."""
-    assert isinstance(config.vision, QwenVisionConfig)
-    return PictureLM(config, QwenVisionTower(config.vision, config.dtype))
+    assert isinstance(config.vision, Qwen25VisionConfig)
+    return PictureLM(config, Qwen25VisionTower(config.vision, config.dtype))
 
 
 def qwen2_5_vl_config(
@@ -199,11 +146,7 @@ def qwen2_5_vl_config(
     text = hf.get_text_config()
     text.rope_parameters.setdefault("mrope_section", _MROPE_SECTION)
     vision = _vision_config(hf.vision_config)
-    if vision.out_hidden_size != text.hidden_size:
-        raise ValueError(
-            f"the vision tower makes embeddings of {vision.out_hidden_size} values, the decoder has "
-            f"{text.hidden_size}; correct config.json"
-        )
+    check_embeddings(vision.out_hidden_size, text)
     return decoder_config(
         text,
         dtype=dtype,
@@ -215,17 +158,9 @@ def qwen2_5_vl_config(
     )
 
 
-def _vision_config(hf: PretrainedConfig) -> QwenVisionConfig:
-    if hf.hidden_act not in ACTIVATIONS:
-        raise ValueError(
-            f"the vision tower has activation {hf.hidden_act!r}; supported are {', '.join(ACTIVATIONS)}"
-        )
-    if hf.hidden_size % (4 * hf.num_heads):
-        raise ValueError(
-            f"the vision tower has {hf.num_heads} heads for hidden_size {hf.hidden_size}; the size of a head "
-            "must be a multiple of 4"
-        )
-    return QwenVisionConfig(
+def _vision_config(hf: PretrainedConfig) -> Qwen25VisionConfig:
+    check_tower(hf)
+    return Qwen25VisionConfig(
         depth=hf.depth,
         hidden_size=hf.hidden_size,
         num_heads=hf.num_heads,

@@ -13,18 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config, gemma3_text_config
+from jaxpage.models.gemma import (
+    gemma,
+    gemma2_config,
+    gemma3_config,
+    gemma3_pictures_config,
+    gemma3_text_config,
+    gemma_with_pictures,
+)
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
+from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config
 from jaxpage.models.sources import (
     Source,
     fused_projections,
     same_name,
     same_names,
+    text_and_pictures,
     text_part,
     with_visual,
 )
 from jaxpage.pictures.border import PictureProcessor
-from jaxpage.pictures.qwen2_5_vl import qwen2_5_vl_processor
+from jaxpage.pictures.gemma3 import gemma3_processor
+from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor, qwen3_vl_processor
 from jaxpage.pictures.settings import read_settings
 
 if TYPE_CHECKING:
@@ -44,14 +54,25 @@ class Family:
     # Makes the processor of families that take pictures: (hf, settings, *, tokenizer, options). Their ModelConfig has a
     # `vision`, their model a `visual`.
     processor: Callable[..., PictureProcessor] | None = None
+    # The same checkpoints with their encoder, where only the dense call takes pictures so far.
+    dense_pictures: Family | None = None
 
 
 REGISTRY: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(config_from_hf=gemma2_config, module=gemma),
     "Gemma3ForCausalLM": Family(config_from_hf=gemma3_config, module=gemma),
-    # Released Gemma 3 of 4B and more; images are not served.
+    # Released Gemma 3 of 4B and more. Pictures are not served: the tokens of one see each other, and paged attention
+    # is causal.
     "Gemma3ForConditionalGeneration": Family(
-        config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part
+        config_from_hf=gemma3_text_config,
+        module=gemma,
+        tensor_name=text_part,
+        dense_pictures=Family(
+            config_from_hf=gemma3_pictures_config,
+            module=gemma_with_pictures,
+            tensor_name=text_and_pictures,
+            processor=gemma3_processor,
+        ),
     ),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
@@ -65,6 +86,12 @@ REGISTRY: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(config_from_hf=partial(decoder_config, qkv_bias=True)),
     "Qwen3ForCausalLM": Family(config_from_hf=partial(decoder_config, qk_norm=True)),
+    "Qwen3VLForConditionalGeneration": Family(
+        config_from_hf=qwen3_vl_config,
+        module=qwen3_vl,
+        tensor_name=with_visual,
+        processor=qwen3_vl_processor,
+    ),
 }
 
 
@@ -77,26 +104,41 @@ def family(hf_config: PretrainedConfig) -> Family:
     return REGISTRY[name]
 
 
-def build(hf_config: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None) -> CausalLM:
+def build(
+    hf_config: PretrainedConfig,
+    *,
+    dtype: Any,
+    max_model_len: int | None = None,
+    dense_pictures: bool = False,
+) -> CausalLM:
     """The abstract model of a config: parameters are `jax.ShapeDtypeStruct`s of `dtype`, nothing is
     allocated.
+
+    `dense_pictures`: with its encoder, also where steps cannot take pictures (`Family.dense_pictures`).
 
     `max_model_len` (default: the config's `max_position_embeddings`) fixes the RoPE of some types,
     see `rope`. Fill the model with `weights.load.load` or `weights.dummy.initialise`. Raises
     ValueError for what is not supported.
     """
     chosen = family(hf_config)
+    if dense_pictures:
+        chosen = chosen.dense_pictures or chosen
     return chosen.module(chosen.config_from_hf(hf_config, dtype=dtype, max_model_len=max_model_len))
 
 
 def weight_map(config: ModelConfig) -> dict[str, Source]:
     """Path -> place in the checkpoint, of parameters that are not the tensor of their own name."""
-    return REGISTRY[config.architecture].weight_map(config)
+    return _family_of(config).weight_map(config)
 
 
 def tensor_name(config: ModelConfig, name: str) -> str | None:
     """The name under which the family looks for a checkpoint's tensor; None if it does not use it."""
-    return REGISTRY[config.architecture].tensor_name(name)
+    return _family_of(config).tensor_name(name)
+
+
+def _family_of(config: ModelConfig) -> Family:
+    found = REGISTRY[config.architecture]
+    return found if config.vision is None else found.dense_pictures or found
 
 
 def picture_processor(

@@ -52,6 +52,17 @@ def text_part(name: str) -> str | None:
     return None if name.startswith(_OTHER_PREFIXES) else name
 
 
+def text_and_pictures(name: str) -> str | None:
+    """The same with the tower and its projector as `visual.`; a head of the tower that nothing uses is None."""
+    name = name.removeprefix("model.") if name.startswith(_OTHER_PREFIXES) else name
+    if name.startswith("multi_modal_projector."):
+        return f"visual.{name}"
+    if name.startswith("vision_tower."):
+        inner = name.removeprefix("vision_tower.").removeprefix("vision_model.")
+        return None if inner.startswith("head.") else f"visual.{inner}"
+    return text_part(name)
+
+
 _WITH_VISUAL_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
 
 

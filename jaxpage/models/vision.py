@@ -1,23 +1,35 @@
-"""What vision towers share: attention within segments, and a language model that has a tower.
+"""What vision towers share: layers, attention within segments, and a language model that has a tower.
+
+A tower is the same on every device of a mesh: it is small beside the decoder, and a picture passes it once.
 
 Letters: P patches, H heads, D head dim.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.config import ModelConfig
+from jaxpage.models.config import ACTIVATIONS, ModelConfig
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.layers import Constant, Linear, Normal, matmul, param
+from jaxpage.models.rope import Rope, frequencies, rotate
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Scores of a query tile against all keys: 4 million of them a head, so that 16 heads take 256 MB.
 _MOST_SCORES = 2**22
 _MOST_QUERIES = 512
 _NOBODY = -2  # the segment of what lies beyond either end
+
+Attend = Callable[
+    ..., jax.Array
+]  # (q, k, v, *, scale): `attend_within` or `attend_near` of some segments
 
 
 class PictureLM(CausalLM):
@@ -26,6 +38,95 @@ class PictureLM(CausalLM):
     def __init__(self, config: ModelConfig, visual: nnx.Module, **parts: Any):
         super().__init__(config, **parts)
         self.visual = visual
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation times the weight plus the bias, in float32, then back to x's dtype."""
+
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = param((size,), axes=("embed",), init=Constant(1.0), dtype=dtype)
+        self.bias = param((size,), axes=("embed",), init=Constant(0.0), dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        values = x.astype(jnp.float32)
+        values = values - values.mean(axis=-1, keepdims=True)
+        variance = jnp.mean(values * values, axis=-1, keepdims=True)
+        weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+        return (values * jax.lax.rsqrt(variance + self.eps) * weight + bias).astype(x.dtype)
+
+
+class PatchProjection(nnx.Module):
+    """A convolution whose stride is its kernel, [out, channels, ...], as a product."""
+
+    def __init__(self, shape: tuple[int, ...], *, bias: bool, stddev: float, dtype: jnp.dtype):
+        axes = ("embed",) * len(shape)
+        self.weight = param(shape, axes=axes, init=Normal(stddev), dtype=dtype)
+        offset = param(shape[:1], axes=axes[:1], init=Constant(0.0), dtype=dtype)
+        self.bias = offset if bias else None
+
+    def __call__(self, patches: jax.Array) -> jax.Array:
+        """[P, values of a patch] -> [P, out] in the dtype of the weight."""
+        weight = self.weight[...]
+        product = matmul(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1))
+        if self.bias is not None:
+            product += self.bias[...].astype(product.dtype)
+        return product.astype(weight.dtype)
+
+
+def linear(shape: tuple[int, int], *, stddev: float, dtype: jnp.dtype) -> Linear:
+    """A layer [out, in] with bias, the same on every device."""
+    return Linear(shape, axes=("embed", "embed"), bias=True, init=Normal(stddev), dtype=dtype)
+
+
+class RotaryAttention(nnx.Module):
+    """Attention of patches that turn by their row and column. Which see each other is an argument."""
+
+    def __init__(self, size: int, num_heads: int, *, stddev: float, dtype: jnp.dtype):
+        self.num_heads = num_heads
+        self.qkv = linear((3 * size, size), stddev=stddev, dtype=dtype)
+        self.proj = linear((size, size), stddev=stddev, dtype=dtype)
+
+    def __call__(
+        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> jax.Array:
+        qkv = self.qkv(x).reshape(x.shape[0], 3, self.num_heads, -1)
+        # In float32, as transformers does.
+        q, k = (rotate(qkv[:, i].astype(jnp.float32), *rotation).astype(x.dtype) for i in (0, 1))
+        out = attend(q, k, qkv[:, 2], scale=q.shape[-1] ** -0.5)
+        return self.proj(out.reshape(x.shape))
+
+
+def axial_angles(places: jax.Array, *, theta: float, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32[P, 1, head_dim / 2], of int32[2, P] rows and columns.
+
+    Half of the frequencies turn by a patch's row, the others by its column.
+    """
+    one = frequencies(theta, head_dim // 2)
+    rope = Rope((*one, *one), sections=(0,) * len(one) + (1,) * len(one))
+    return rope.angles(places, jnp.dtype(jnp.float32), three=True)
+
+
+def check_tower(hf: PretrainedConfig) -> None:
+    """Of a tower with `RotaryAttention`. Raises ValueError for what cannot be served."""
+    if hf.hidden_act not in ACTIVATIONS:
+        raise ValueError(
+            f"the vision tower has activation {hf.hidden_act!r}; supported are {', '.join(ACTIVATIONS)}"
+        )
+    if hf.hidden_size % (4 * hf.num_heads):
+        raise ValueError(
+            f"the vision tower has {hf.num_heads} heads for hidden_size {hf.hidden_size}; the size of a head "
+            "must be a multiple of 4"
+        )
+
+
+def check_embeddings(size: int, text: PretrainedConfig) -> None:
+    """Raises ValueError if a tower makes embeddings of another size than the decoder's."""
+    if size != text.hidden_size:
+        raise ValueError(
+            f"the vision tower makes embeddings of {size} values, the decoder has {text.hidden_size}; correct "
+            "config.json"
+        )
 
 
 def attend_within(

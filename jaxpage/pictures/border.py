@@ -78,6 +78,11 @@ class VisionConfig(Protocol):
         """Patches that become one embedding. Padded sizes must be multiples of it."""
         ...
 
+    @property
+    def embedding_size(self) -> int:
+        """Values of an embedding: the decoder's hidden_size, or a multiple of it (`ForwardInput.embeds`)."""
+        ...
+
     def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
         """What `pictures.encode.encode` takes for one picture, padded to `padded_patches` patches.
 

@@ -15,7 +15,7 @@ class VisionEncoder(Protocol):
 
     def __call__(self, *, patches: jax.Array, **indices: jax.Array) -> jax.Array:
         """patches float32[P, patch_values] and integer arrays, the `encoder_inputs` of one padded picture, to
-        [P // patches_per_token, E] in the model's dtype, in the order of the placeholders.
+        [P // patches_per_token, embedding_size] in the model's dtype, in the order of the placeholders.
 
         Rows from the picture's `num_tokens` on belong to padding; they are finite and mean nothing. Padding does
         not change the others.

@@ -51,6 +51,62 @@ def llama3(size: int, mlp: int, heads: int, layers: int) -> dict[str, Any]:
     }
 
 
+# Qwen2.5-VL-3B-Instruct.
+QWEN2_5_VL_3B = qwen2(2048, 11008, 16, 2, 36) | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "max_position_embeddings": 128000,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+}
+# The encoder of Gemma 3, the same for 4B, 12B and 27B, and as much of the decoder as a config needs.
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131072,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+
 MODELS = {
     "Llama-3.1-8B": llama3(4096, 14336, 32, 32),
     "Qwen2.5-0.5B": qwen2(896, 4864, 14, 2, 24),

@@ -18,6 +18,7 @@ NAMES = (
     "paged_attention_tpu",
     "paged_attention_gpu",
     "grouped_matmul",
+    "vision",
     "block_copy",
     "kv_write",
     "sampling",

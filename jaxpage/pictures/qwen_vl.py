@@ -1,4 +1,4 @@
-"""Qwen2.5-VL on the host: pictures and videos to patches, prompts with mrope positions, and the encoder's inputs.
+"""Qwen2.5-VL and Qwen3-VL on the host: pictures and videos to patches, prompts with mrope positions.
 
 Sizes, rounding and order of patches are those of transformers' Qwen2VLImageProcessor and Qwen2VLVideoProcessor, which
 have no form for videos that works without torchvision. Knows no array on a device.
@@ -59,11 +59,12 @@ class QwenPreparation:
         """
         grid_height, grid_width = self.grid(*frames[0].shape[:2])
         size, merge, depth = self.patch_size, self.merge_size, self.frames_per_patch
-        ready = [resized(f, grid_height * size, grid_width * size, self.resample) for f in frames]
+        height, width = grid_height * size, grid_width * size
+        ready = [self.normalisation(resized(f, height, width, self.resample)) for f in frames]
         ready += [ready[-1]] * (-len(ready) % depth)
         grid = (len(ready) // depth, grid_height, grid_width)
         blocks = (grid_height // merge, merge, size, grid_width // merge, merge, size)
-        values = self.normalisation(np.stack(ready)).reshape(grid[0], depth, *blocks, 3)
+        values = np.stack(ready).reshape(grid[0], depth, *blocks, 3)
         # To frames, row and column of blocks, row and column within a block; then channel, frame, row and column.
         values = values.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
         return values.reshape(math.prod(grid), -1), grid
@@ -95,19 +96,23 @@ def smart_resize(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen25VLProcessor:
-    """The `PictureProcessor` of Qwen2.5-VL."""
+class QwenVLProcessor:
+    """The `PictureProcessor` of both."""
 
     images: QwenPreparation
-    videos: QwenPreparation
+    videos: QwenPreparation | None  # None: not served
     image_token_id: int
     video_token_id: int
-    tokens_per_second: float
+    tokens_per_second: float  # of videos
 
     def image(self, pixels: Pixels) -> Picture:
-        return self._picture([rgb(pixels)], self.images, kind="image", fps=None)
+        return _picture([rgb(pixels)], self.images, kind="image", fps=None)
 
     def video(self, frames: Sequence[Pixels], *, fps: float) -> Picture:
+        if self.videos is None:
+            raise ValueError(
+                "videos are not supported for this model; give some frames as pictures"
+            )
         arrays = [rgb(frame) for frame in frames]
         if not 1 <= len(arrays) <= _MOST_FRAMES:
             raise ValueError(
@@ -119,10 +124,12 @@ class Qwen25VLProcessor:
         if len(shapes) > 1:
             sizes = ", ".join(sorted(f"{width}x{height}" for height, width, _ in shapes))
             raise ValueError(f"the frames of a video have sizes {sizes}; they must have one size")
-        return self._picture(arrays, self.videos, kind="video", fps=fps)
+        return _picture(arrays, self.videos, kind="video", fps=fps)
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> Expanded:
-        ids = {"image": self.image_token_id, "video": self.video_token_id}
+        ids = {"image": self.image_token_id}
+        if self.videos is not None:
+            ids["video"] = self.video_token_id
         expanded, spans = expand_placeholders(token_ids, pictures, ids)
         positions, following = mrope_positions(
             len(expanded),
@@ -135,18 +142,19 @@ class Qwen25VLProcessor:
             token_ids=expanded, spans=spans, positions=positions, next_position=following
         )
 
-    def _picture(
-        self, frames: list[np.ndarray], how: QwenPreparation, *, kind: str, fps: float | None
-    ) -> Picture:
-        patches, grid = how.patches(frames)
-        return Picture(
-            patches=patches,
-            grid=grid,
-            num_tokens=math.prod(grid) // how.merge_size**2,
-            content_hash=content_hash(frames, "qwen2_5_vl", kind, fps, how),
-            second_per_grid=None if fps is None else how.frames_per_patch / fps,
-            kind=kind,
-        )
+
+def _picture(
+    frames: list[np.ndarray], how: QwenPreparation, *, kind: str, fps: float | None
+) -> Picture:
+    patches, grid = how.patches(frames)
+    return Picture(
+        patches=patches,
+        grid=grid,
+        num_tokens=math.prod(grid) // how.merge_size**2,
+        content_hash=content_hash(frames, "qwen_vl", kind, fps, how),
+        second_per_grid=None if fps is None else how.frames_per_patch / fps,
+        kind=kind,
+    )
 
 
 def qwen2_5_vl_processor(
@@ -155,25 +163,47 @@ def qwen2_5_vl_processor(
     *,
     tokenizer: Any = None,
     options: Mapping[str, Any] | None = None,
-) -> Qwen25VLProcessor:
+) -> QwenVLProcessor:
     """The processor of a Qwen2_5_VLConfig; `options`: `min_pixels` and `max_pixels` in place of the checkpoint's.
 
     Raises ValueError for options and settings that cannot be served.
     """
     del tokenizer
+    told = _checked(options)
+    return QwenVLProcessor(
+        images=_preparation(hf, settings.image | told, _IMAGE_PIXELS),
+        videos=_preparation(hf, settings.video | told, _VIDEO_PIXELS),
+        image_token_id=hf.image_token_id,
+        video_token_id=hf.video_token_id,
+        tokens_per_second=hf.vision_config.tokens_per_second,
+    )
+
+
+def qwen3_vl_processor(
+    hf: PretrainedConfig,
+    settings: ProcessorSettings,
+    *,
+    tokenizer: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> QwenVLProcessor:
+    """The same of a Qwen3VLConfig. Videos are not served: their frames stand apart in the prompt, each after a time."""
+    del tokenizer
+    return QwenVLProcessor(
+        images=_preparation(hf, settings.image | _checked(options), _IMAGE_PIXELS),
+        videos=None,
+        image_token_id=hf.image_token_id,
+        video_token_id=hf.video_token_id,
+        tokens_per_second=0.0,
+    )
+
+
+def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     unknown = sorted(set(options or {}) - set(_OPTIONS))
     if unknown:
         raise ValueError(
             f"options of the picture processor: {', '.join(unknown)} unknown; known are {', '.join(_OPTIONS)}"
         )
-    options = dict(options or {})
-    return Qwen25VLProcessor(
-        images=_preparation(hf, settings.image | options, _IMAGE_PIXELS),
-        videos=_preparation(hf, settings.video | options, _VIDEO_PIXELS),
-        image_token_id=hf.image_token_id,
-        video_token_id=hf.video_token_id,
-        tokens_per_second=hf.vision_config.tokens_per_second,
-    )
+    return dict(options or {})
 
 
 def _preparation(

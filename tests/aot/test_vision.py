@@ -1,0 +1,30 @@
+"""Vision towers compiled for devices that are not there: their memory grows with the patches, not with their square."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.aot.compiling import missing, seen
+from tests.aot.vision import CASES, TARGETS
+
+pytestmark = pytest.mark.aot
+
+EMBEDDING_BYTES = {"qwen2_5_vl": 2 * 2048 // 4, "gemma3": 2 * 2560 // 16}  # of a patch
+HEADS = 16
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_towers_compile_and_scores_are_made_tile_by_tile(target):
+    if reason := missing(target):
+        pytest.skip(reason)
+    programs = {each["name"]: each for each in seen("vision", target).programs}
+    assert set(programs) == set(CASES)
+    for name, (_, num_patches) in CASES.items():
+        found = programs[name]
+        assert found["collectives"] == {}
+        assert found["output_bytes"] == pytest.approx(
+            num_patches * EMBEDDING_BYTES[name.split("-")[0]], rel=0.05
+        )
+        # All scores of 16,384 patches are 17 GB.
+        assert found["temp_bytes"] < 200e6 + 80_000 * num_patches, (name, found)
+        assert found["temp_bytes"] < max(200e6, 0.3 * 4 * HEADS * num_patches**2), (name, found)

@@ -1,0 +1,118 @@
+"""Gemma 3 with pictures, in the dense call, against transformers' torch model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.models.attention import DenseAttention
+from jaxpage.models.inputs import ForwardInput
+from jaxpage.models.registry import build, picture_processor
+from jaxpage.pictures.encode import encode
+from jaxpage.pictures.gemma3 import gemma3_processor
+from jaxpage.pictures.settings import read_settings
+from jaxpage.weights.load import load
+from tests import picture_models
+from tests.picture_models import GEMMA_BEGIN, GEMMA_IMAGE, gemma3_config, pixels
+
+NEWLINES = {"\n": 11, "\n\n": 12}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma3")
+    return picture_models.save(gemma3_config(), folder, seed="gemma 3 with pictures")
+
+
+@pytest.fixture(scope="module")
+def oracle(path):
+    return picture_models.torch_model(path)
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    hf_config = load_hf_config(str(path))
+    return load(build(hf_config, dtype="float32", dense_pictures=True), path, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def pictures(path):
+    tokenizer = type("Newlines", (), {"get_vocab": lambda self: NEWLINES})()
+    hf_config = load_hf_config(str(path))
+    processor = gemma3_processor(hf_config, read_settings(path), tokenizer=tokenizer)
+    return processor, [processor.image(pixels(90, 150, seed=seed)) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def encoded(model):
+    program = jax.jit(lambda inputs: encode(model, **inputs))
+
+    def embeddings(picture, padded_patches: int = 64) -> np.ndarray:
+        inputs = model.config.vision.encoder_inputs(picture, padded_patches)
+        return np.asarray(program(inputs))[: picture.num_tokens]
+
+    return embeddings
+
+
+def pixel_values(picture) -> np.ndarray:
+    """float32[3, 56, 56] of its patches."""
+    blocks = picture.patches.reshape(4, 4, 2, 2, 3, 7, 7).transpose(4, 0, 2, 5, 1, 3, 6)
+    return blocks.reshape(3, 56, 56)
+
+
+@pytest.mark.slow
+def test_embeddings_are_those_of_transformers_whatever_the_padding(oracle, pictures, encoded):
+    import torch
+
+    for picture in pictures[1][:2]:
+        with torch.no_grad():
+            values = torch.tensor(pixel_values(picture))[None]
+            expected = oracle.model.get_image_features(values).pooler_output[0].numpy()
+        assert expected.std() > 0.3
+        for padded in (64, 80):
+            found = encoded(picture, padded)
+            np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 3])
+def test_logits_are_those_of_transformers(oracle, model, pictures, encoded, number):
+    import torch
+
+    processor, own = pictures[0], pictures[1][:number]
+    between = [GEMMA_BEGIN, 7, 8]
+    prompt = processor.expand([5, 6, *between * number, 9], own)
+    token_ids = np.array(prompt.token_ids)
+    kinds = torch.tensor(token_ids == GEMMA_IMAGE).int()[None]
+    with torch.no_grad():
+        values = torch.tensor(np.stack([pixel_values(picture) for picture in own]))
+        ids = torch.tensor(token_ids)[None]
+        expected = oracle(input_ids=ids, pixel_values=values, token_type_ids=kinds).logits[0]
+
+    size = len(token_ids)
+    embeds, of_picture = np.zeros((size, 32), np.float32), np.full(size, -1, np.int32)
+    for index, ((first, length), picture) in enumerate(zip(prompt.spans, own, strict=True)):
+        embeds[first : first + length] = encoded(picture)
+        of_picture[first : first + length] = index
+    positions = jnp.arange(size, dtype=jnp.int32)
+
+    inputs = ForwardInput(
+        token_ids=jnp.array(token_ids),
+        positions=positions,
+        attention=DenseAttention(positions, jnp.array(of_picture)),
+        embeds=jnp.array(embeds),
+        is_embed=jnp.array(of_picture >= 0),
+    )
+    found = np.asarray(model.logits(model.hidden_states(inputs)))
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-4, rtol=0)
+
+
+def test_steps_refuse_pictures(path):
+    """Until paged attention can see the rest of a picture, the registry has no processor for it, and no tower."""
+    hf_config = load_hf_config(str(path))
+    assert picture_processor(hf_config, path) is None
+    model = build(hf_config, dtype="float32")
+    assert model.config.vision is None and not hasattr(model, "visual")

@@ -1,0 +1,196 @@
+"""Tiny checkpoints of models that take pictures, made by transformers and torch, and torch's own answers to them.
+
+Random and seeded; weights, norms and biases are spread wide enough that a mistake anywhere shows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+
+from jaxpage.pictures.border import Expanded, Picture
+
+VOCAB_SIZE = 300
+IMAGE, VIDEO, START, END = 290, 291, 288, 289  # tokens of Qwen2.5-VL and Qwen3-VL here
+
+
+def qwen2_5_vl_config(**vision: Any) -> transformers.PretrainedConfig:
+    """Three layers in the tower, of which the second attends within frames; `vision` on top."""
+    tower = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    }
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [2, 2, 2],
+        },
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=tower | vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=True,
+    )
+
+
+def qwen3_vl_config(**vision: Any) -> transformers.PretrainedConfig:
+    """Four layers in the tower, of which two reach the decoder; a table of 6 x 6 places. `vision` on top."""
+    tower = {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2],
+        "patch_size": 16,
+    }
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [2, 2, 2],
+            "mrope_interleaved": True,
+        },
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return transformers.Qwen3VLConfig(
+        text_config=text,
+        vision_config=tower | vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+
+
+GEMMA_IMAGE, GEMMA_BEGIN, GEMMA_END = 293, 294, 295
+
+
+def gemma3_config(**vision: Any) -> transformers.PretrainedConfig:
+    """A picture of 8 x 8 patches becomes 16 embeddings; a window is shorter than a picture. `vision` on top."""
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "image_size": 56,
+        "patch_size": 7,
+        "vision_use_head": False,
+    }
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 72,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "max_position_embeddings": 512,
+        "query_pre_attn_scalar": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config=tower | vision,
+        mm_tokens_per_image=16,
+        image_token_index=GEMMA_IMAGE,
+        boi_token_index=GEMMA_BEGIN,
+        eoi_token_index=GEMMA_END,
+    )
+
+
+def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) -> Path:
+    """Write a random model of a config for pictures and text."""
+    import torch
+
+    torch.manual_seed(zlib.crc32(seed.encode()))
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in name or "ln_q" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif "embed_tokens" in name or "position_embedding" in name or "pos_embed" in name:
+                parameter.normal_(0, 0.3)
+            else:
+                size = parameter[0].numel() if parameter.ndim > 1 else parameter.numel()
+                parameter.normal_(0, size**-0.5)
+    model.save_pretrained(path)
+    return Path(path)
+
+
+def torch_model(path: str | Path) -> Any:
+    """transformers' model, float32, with eager attention."""
+    import torch
+
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def pixels(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """uint8[height, width, 3]: waves of some wavelengths, and noise."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = [np.sin(x / rng.uniform(3, 30) + y / rng.uniform(3, 30)) for _ in range(3)]
+    noise = rng.normal(0, 0.2, (height, width, 3))
+    return np.clip(128 + 90 * (np.stack(waves, axis=-1) + noise), 0, 255).astype(np.uint8)
+
+
+def qwen_logits(model: Any, prompt: Expanded, pictures: list[Picture]) -> np.ndarray:
+    """float32[T, V] of transformers' Qwen2.5-VL or Qwen3-VL, which places the tokens itself."""
+    import torch
+
+    token_ids = torch.tensor([prompt.token_ids])
+    kinds = (token_ids == IMAGE).int() + 2 * (token_ids == VIDEO).int()
+    given: dict[str, Any] = {}
+    for kind, values, grids in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        own = [picture for picture in pictures if picture.kind == kind]
+        if own:
+            given[values] = torch.tensor(np.concatenate([p.patches for p in own]))
+            given[grids] = torch.tensor([p.grid for p in own])
+        if own and kind == "video":
+            given["second_per_grid_ts"] = torch.tensor([p.second_per_grid for p in own])
+    with torch.no_grad():
+        return model(input_ids=token_ids, mm_token_type_ids=kinds, **given).logits[0].numpy()
