@@ -124,7 +124,7 @@ class EngineSpec:
             return None
         return make_picture_spec(
             model.vision,
-            row_bytes=model.hidden_size * jnp.dtype(model.dtype).itemsize,
+            row_bytes=model.vision.embedding_size * jnp.dtype(model.dtype).itemsize,
             cache_bytes=config.mm_encoder_cache_bytes,
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,

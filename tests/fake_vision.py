@@ -39,8 +39,9 @@ TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True)
 class FakeVision:
-    """Four patches, of one pixel each, become an embedding."""
+    """Four patches, of one pixel each, become an embedding of the demo's model."""
 
+    embedding_size: int
     patch_values: int = 3
     patches_per_token: int = 4
 
@@ -96,7 +97,7 @@ def _processor(*_: Any, **__: Any) -> FakeProcessor:
 def registered() -> Iterator[None]:
     """Engines that are built meanwhile, with OPTIONS, are of this family."""
     family = Family(
-        config_from_hf=partial(decoder_config, qkv_bias=True, vision=FakeVision()),
+        config_from_hf=partial(decoder_config, qkv_bias=True, vision=FakeVision(192)),
         module=lambda config: PictureLM(config, FakeTower(config)),
         processor=_processor,
     )

@@ -1,8 +1,8 @@
 """Pictures on the device: encoded into the picture cache, and from there in the place of tokens.
 
-The picture cache is the array "pictures" of the request state, [rows, E] in words; row 0 is the null row. An encoder
-program writes the embeddings of one picture to the rows that the plan says; `forward` reads those of its tokens. Which
-row is whose is the engine's to know.
+The picture cache is the array "pictures" of the request state, [rows, embedding size] in words; row 0 is the null row.
+An encoder program writes the embeddings of one picture to the rows that the plan says; `forward` reads those of its
+tokens. Which row is whose is the engine's to know.
 """
 
 from __future__ import annotations
@@ -133,8 +133,10 @@ def with_pictures(
     found, seen = lax.bitcast_convert_type(state["pictures"][rows], dtype), rows > 0
     if inputs.embeds is None or inputs.is_embed is None:
         return replace(inputs, embeds=found, is_embed=seen)
+    missing = found.shape[1] - inputs.embeds.shape[1]  # where embeddings go to several layers
+    others = jnp.pad(inputs.embeds, ((0, 0), (0, missing)))
     return replace(
         inputs,
-        embeds=jnp.where(seen[:, None], found, inputs.embeds),
+        embeds=jnp.where(seen[:, None], found, others),
         is_embed=inputs.is_embed | seen,
     )

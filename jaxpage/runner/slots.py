@@ -82,8 +82,8 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     # the last hidden state of the slot's sequence that `forward` computed, for `sample`
     state["hidden"] = jnp.zeros((spec.num_slots, spec.hidden_size), words_of(spec.dtype))
     if spec.pictures is not None:  # see `runner.encoder`
-        rows = spec.pictures.num_rows
-        state["pictures"] = jnp.zeros((rows, spec.hidden_size), words_of(spec.dtype))
+        shape = (spec.pictures.num_rows, spec.pictures.vision.embedding_size)
+        state["pictures"] = jnp.zeros(shape, words_of(spec.dtype))
     return state
 
 

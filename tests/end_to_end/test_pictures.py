@@ -6,13 +6,21 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.picture_models import END, IMAGE, START, VIDEO, pixels, qwen2_5_vl_config
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.registry import picture_processor
 from jaxpage.replay import replay
 from tests import checkpoints, picture_models
+from tests.picture_models import (
+    END,
+    IMAGE,
+    START,
+    VIDEO,
+    pixels,
+    qwen2_5_vl_config,
+    qwen3_vl_config,
+)
 
 # Tokens that stand for pictures in a prompt, and do not in an answer: transformers would miss the pictures.
 NEVER = range(START, VIDEO + 1)
@@ -180,6 +188,17 @@ def test_several_continuations_and_beams_see_the_picture(llm, alone):
     (together,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
     (again,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
     assert [c.token_ids for c in together.outputs] == [c.token_ids for c in again.outputs]
+
+
+@pytest.mark.slow
+def test_pictures_that_reach_several_layers_are_answered_as_by_transformers(tmp_path):
+    """Qwen3-VL, whose embeddings are longer than the decoder's."""
+    path = picture_models.save(qwen3_vl_config(), tmp_path, seed="qwen3-vl in an engine")
+    prompts = [*PROMPTS[:2], PROMPTS[4]]
+    processor = picture_processor(load_hf_config(str(path)), path, options=PIXELS)
+    oracle = picture_models.torch_model(path)
+    for prompt, answer in zip(prompts, answers(make_llm(path), prompts), strict=True):
+        assert answer == expected(oracle, processor, prompt, answer)
 
 
 @pytest.mark.slow

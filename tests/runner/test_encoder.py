@@ -26,7 +26,7 @@ from tests.fake_vision import FakeProcessor, FakeVision, pixels
 
 def make_spec(*, has_positions: bool = True, cache_bytes: int | None = None, length: int = 300):
     return make_picture_spec(
-        FakeVision(),
+        FakeVision(4),
         row_bytes=32,
         cache_bytes=cache_bytes,
         max_model_len=length,
@@ -57,7 +57,7 @@ def test_a_picture_is_padded_and_its_padding_goes_to_the_null_row():
     rows, patches = call.buffers
     assert rows.tolist() == [9, 3, 4, 5, 6, 7] + [0] * 58
     assert patches.shape == (256, 3) and not patches[24:].any()
-    (shape,) = abstract_inputs(FakeVision(), 256).values()
+    (shape,) = abstract_inputs(FakeVision(4), 256).values()
     assert (shape.shape, shape.dtype) == (patches.shape, patches.dtype)
 
 
@@ -130,5 +130,5 @@ def test_a_token_of_a_picture_is_no_decode_step():
 
 
 def test_the_encoder_is_lowered_from_shapes():
-    inputs = abstract_inputs(FakeVision(), 512)
+    inputs = abstract_inputs(FakeVision(4), 512)
     assert inputs == {"patches": jax.ShapeDtypeStruct((512, 3), np.float32)}
