@@ -87,7 +87,8 @@ class LLM:
         """Answer each prompt; results in the order of the prompts, final ones whatever `output_kind`.
 
         A prompt is a str, a list of ids, or a dict with "prompt", "prompt_token_ids" or
-        "prompt_embeds" (an array [T, E], with `enable_prompt_embeds`) and optionally "cache_salt";
+        "prompt_embeds" (an array [T, E], with `enable_prompt_embeds`) and optionally "cache_salt",
+        and "multi_modal_data" for models that take pictures (`inputs.MultiModalData`);
         `prompts` is one or a list of them (a list of ids is one).
         `sampling_params` is one for all, one for each, or None for `get_default_sampling_params()`.
         `tokenization_kwargs` go to the tokenizer. Raises ValueError before anything runs if any
@@ -118,6 +119,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of messages.
 
+        For models that take pictures, parts of a content may be `image_url`, `image_pil`, `image` or `video`.
         Completions have `content`, `reasoning` and `tool_calls` besides their text. `tool_choice`: "auto", "none" (the
         model is not told of `tools`), "required" (the answer is calls), or {"type": "function", "function": {"name":
         ...}} for a call of that tool; arguments of the last two always fit the tool's parameters.
