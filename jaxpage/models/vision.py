@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Scores of a query tile against all keys: 4 million of them a head, so that 16 heads take 256 MB.
 _MOST_SCORES = 2**22
 _MOST_QUERIES = 512
+_MOST_NEAR = 4096  # queries of short segments that are taken at once
 _NOBODY = -2  # the segment of what lies beyond either end
 
 Attend = Callable[
@@ -158,16 +159,30 @@ def attend_near(
     num_patches = q.shape[0]
     if num_patches <= 3 * longest:
         return attend_within(q, k, v, segments, scale=scale)
-    queries, keys, values = (_tiles(x, longest, 0) for x in (q, k, v))
-    of_queries = _tiles(segments, longest, _NOBODY)
-    out = jax.vmap(_attend, in_axes=(0, 0, 0, 0, 0, None))(
-        queries,
-        _with_neighbours(keys, 0),
-        _with_neighbours(values, 0),
-        of_queries,
-        _with_neighbours(of_queries, _NOBODY),
-        scale,
-    )
+    num_tiles = -(-num_patches // longest)
+    at_once = min(num_tiles, max(_MOST_NEAR // longest, 1))
+    num_turns = -(-num_tiles // at_once)
+
+    def tiles(x: jax.Array, fill: int) -> jax.Array:
+        """[1 + num_turns * at_once + 1, longest, ...]"""
+        after = (num_turns * at_once + 1) * longest - num_patches
+        padding = [(longest, after)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding, constant_values=fill).reshape(-1, longest, *x.shape[1:])
+
+    queries, keys, values, of_all = tiles(q, 0), tiles(k, 0), tiles(v, 0), tiles(segments, _NOBODY)
+    attend = jax.vmap(_attend, in_axes=(0, 0, 0, 0, 0, None))
+
+    def one_turn(first: jax.Array | int) -> jax.Array:
+        def own(x: jax.Array, offset: int = 1) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, first + offset, at_once)
+
+        def near(x: jax.Array) -> jax.Array:
+            return jnp.concatenate([own(x, offset) for offset in range(3)], axis=1)
+
+        return attend(own(queries), near(keys), near(values), own(of_all), near(of_all), scale)
+
+    turns = jnp.arange(num_turns, dtype=jnp.int32) * at_once
+    out = one_turn(0) if num_turns == 1 else jax.lax.map(one_turn, turns)
     return out.reshape(-1, *q.shape[1:])[:num_patches]
 
 
@@ -194,11 +209,3 @@ def _tiles(x: jax.Array, tile: int, fill: int) -> jax.Array:
     missing = -x.shape[0] % tile
     padding = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, padding, constant_values=fill).reshape(-1, tile, *x.shape[1:])
-
-
-def _with_neighbours(tiles: jax.Array, fill: int) -> jax.Array:
-    """[tiles, tile, ...] to [tiles, 3 * tile, ...]: with the tile before and the one after."""
-    edge = jnp.full_like(tiles[:1], fill)
-    before = jnp.concatenate([edge, tiles[:-1]])
-    after = jnp.concatenate([tiles[1:], edge])
-    return jnp.concatenate([before, tiles, after], axis=1)

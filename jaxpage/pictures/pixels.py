@@ -55,8 +55,8 @@ class Normalisation:
     """(pixel * scale - mean) / std, by channel."""
 
     scale: float
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """float32[..., 3] of uint8[..., 3], rounded in the order in which transformers rounds."""
@@ -70,5 +70,5 @@ def content_hash(frames: Sequence[np.ndarray], *told: Any) -> bytes:
     """32 bytes of uint8[h, w, 3] frames and of what the processor was `told`, values with a stable repr."""
     digest = hashlib.sha256(repr((told, [frame.shape for frame in frames])).encode())
     for frame in frames:
-        digest.update(np.ascontiguousarray(frame))
+        digest.update(np.ascontiguousarray(frame).data)
     return digest.digest()

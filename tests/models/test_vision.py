@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpage.models import vision
 from jaxpage.models.registry import build
 from jaxpage.models.vision import attend_near, attend_within
 from tests import picture_models
@@ -34,7 +35,9 @@ def test_configs_that_cannot_be_served_are_refused(make, change, message):
         build(config, dtype="float32", dense_pictures=True)
 
 
-def test_attention_in_tiles_sees_exactly_its_segment():
+@pytest.mark.parametrize("most_near", [16, 4096])
+def test_attention_in_tiles_sees_exactly_its_segment(most_near, monkeypatch):
+    monkeypatch.setattr(vision, "_MOST_NEAR", most_near)
     rng = np.random.default_rng(0)
     lengths = [8, 1, 5, 8, 3, 8, 8, 2, 7]  # longest 8
     segments = np.repeat(np.arange(len(lengths)), lengths)
