@@ -41,7 +41,7 @@ class PictureLM(CausalLM):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / deviation times the weight plus the bias, in float32, then back to x's dtype."""
+    """(x - mean) / deviation times the weight plus the bias, in float32, then back to x's dtype. x: [P, E]."""
 
     def __init__(self, size: int, *, eps: float, dtype: jnp.dtype):
         self.eps = eps
@@ -52,7 +52,7 @@ class LayerNorm(nnx.Module):
         values = x.astype(jnp.float32)
         values = values - values.mean(axis=-1, keepdims=True)
         variance = jnp.mean(values * values, axis=-1, keepdims=True)
-        weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+        weight, bias = (p[...].astype(jnp.float32)[None] for p in (self.weight, self.bias))
         return (values * jax.lax.rsqrt(variance + self.eps) * weight + bias).astype(x.dtype)
 
 
@@ -70,7 +70,7 @@ class PatchProjection(nnx.Module):
         weight = self.weight[...]
         product = matmul(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1))
         if self.bias is not None:
-            product += self.bias[...].astype(product.dtype)
+            product += self.bias[...].astype(product.dtype)[None]
         return product.astype(weight.dtype)
 
 

@@ -203,7 +203,13 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValueError(
             f"options of the picture processor: {', '.join(unknown)} unknown; known are {', '.join(_OPTIONS)}"
         )
-    return dict(options or {})
+    told = dict(options or {})
+    least, most = told.get("min_pixels"), told.get("max_pixels")
+    if least is not None and most is not None and least > most:
+        raise ValueError(
+            f"min_pixels is {least} and max_pixels {most}; the first must not be larger"
+        )
+    return told
 
 
 def _preparation(
@@ -225,12 +231,13 @@ def _preparation(
     size = told.get("size") or {}
     min_pixels = told.get("min_pixels") or size.get("shortest_edge") or pixels[0]
     max_pixels = told.get("max_pixels") or size.get("longest_edge") or pixels[1]
-    if not 0 < min_pixels <= max_pixels:
+    if min(min_pixels, max_pixels) < 1:
         raise ValueError(
-            f"min_pixels is {min_pixels} and max_pixels {max_pixels}; they must be positive and in this order"
+            f"min_pixels is {min_pixels} and max_pixels {max_pixels}; give numbers above 0"
         )
     return QwenPreparation(
-        min_pixels=min_pixels,
+        # A user may give but one, and for images and videos alike, whose other limits differ.
+        min_pixels=min(min_pixels, max_pixels),
         max_pixels=max_pixels,
         patch_size=shape[0],
         frames_per_patch=shape[1],

@@ -21,14 +21,13 @@ SPECIAL = {"<img>": GEMMA_IMAGE, "<boi>": GEMMA_BEGIN, "<eoi>": GEMMA_END}
 
 @pytest.fixture(scope="module")
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Letters, and runs of up to six newlines, which join as byte pairs do."""
+    """Letters, and runs of up to eight newlines, which join in every way, as in Gemma's vocabulary."""
     names = ["<pad>", *"abcdefgh \n"]
     vocabulary = {name: index for index, name in enumerate(names)}
     merges = []
-    for length in range(2, 7):
+    for length in range(2, 9):
         vocabulary["\n" * length] = len(vocabulary)
-        merges.append(("\n" * (length - 1), "\n"))
-    merges += [("\n" * 2, "\n" * 2), ("\n" * 4, "\n" * 2)]
+        merges += [("\n" * (length - n), "\n" * n) for n in range(1, length)]
     while len(vocabulary) < GEMMA_IMAGE:
         vocabulary[f"unused{len(vocabulary)}"] = len(vocabulary)
     vocabulary |= SPECIAL
@@ -66,7 +65,8 @@ def theirs(tokenizer) -> TheirProcessor:
 def test_pixels_are_those_of_transformers(make, theirs, height, width):
     array = pixels(height, width)
     picture = make().image(array)
-    expected = theirs.image_processor(array, return_tensors="np")["pixel_values"][0]
+    image = Image.fromarray(array)
+    expected = theirs.image_processor(image, return_tensors="np")["pixel_values"][0]
     # Blocks of 2 x 2 patches, then patches, then channels: where each of our patches stands in theirs.
     found = picture.patches.reshape(4, 4, 2, 2, 3, 7, 7).transpose(4, 0, 2, 5, 1, 3, 6)
     np.testing.assert_array_equal(found.reshape(3, 56, 56), expected)

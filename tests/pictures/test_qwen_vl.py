@@ -44,7 +44,7 @@ def theirs(images) -> tuple[np.ndarray, np.ndarray]:
 def test_patches_are_those_of_transformers(small, height, width):
     array = pixels(height, width)
     picture = small.image(array)
-    patches, grids = theirs([array])
+    patches, grids = theirs([Image.fromarray(array)])
     assert picture.grid == tuple(grids[0])
     assert picture.num_tokens == math.prod(picture.grid) // 4
     np.testing.assert_array_equal(picture.patches, patches)
@@ -89,6 +89,7 @@ def test_a_checkpoint_says_how_pictures_are_prepared(tmp_path):
     made = processor(tmp_path, min_pixels=784)
     assert (made.images.max_pixels, made.videos.max_pixels) == (6272, 9408)
     assert (made.images.min_pixels, made.videos.min_pixels) == (784, 784)
+    assert processor(tmp_path, max_pixels=800).videos.min_pixels == 800  # not above the largest
 
 
 def test_files_and_options_that_cannot_be_served_are_refused(tmp_path):
@@ -96,6 +97,8 @@ def test_files_and_options_that_cannot_be_served_are_refused(tmp_path):
         processor(tmp_path, fps=2)
     with pytest.raises(ValueError, match="min_pixels is 800 and max_pixels 700"):
         processor(tmp_path, min_pixels=800, max_pixels=700)
+    with pytest.raises(ValueError, match="max_pixels -1; give numbers above 0"):
+        processor(tmp_path, max_pixels=-1)
     file = tmp_path / "preprocessor_config.json"
     for text, message in (
         ("{", "cannot be read as JSON"),
