@@ -24,7 +24,7 @@ from jaxpage.pictures.border import Expanded, Picture
 from jaxpage.pictures.pixels import content_hash, rgb
 from jaxpage.pictures.placeholders import expand_placeholders
 
-PLACEHOLDER = 0
+PLACEHOLDER, VIDEO_PLACEHOLDER = 0, 1900
 NAME = "FakeSeeing"
 OPTIONS = {"hf_overrides": {"architectures": [NAME]}, "load_format": "dummy"}
 # As Hugging Face's templates of models that see.
@@ -82,7 +82,7 @@ class FakeProcessor:
         return dataclasses.replace(whole, kind="video", second_per_grid=1 / fps)
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> Expanded:
-        ids = {"image": PLACEHOLDER, "video": 1}
+        ids = {"image": PLACEHOLDER, "video": VIDEO_PLACEHOLDER}
         expanded, spans = expand_placeholders(token_ids, pictures, ids)
         return Expanded(
             token_ids=expanded, spans=spans, positions=None, next_position=len(expanded)

@@ -52,9 +52,7 @@ class Scheduler:
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
         sequences.check_limits(*limits, policy)
         self.kv, self.max_model_len = kv, max_model_len
-        self.pictures = PictureCache(
-            1, budget=0
-        )  # of models that see, whoever builds it sets another
+        self.pictures = PictureCache(1, budget=0)  # whoever builds a model that sees sets another
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
         self.requests: dict[str, Request] = {}  # the unfinished ones

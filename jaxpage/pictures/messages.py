@@ -108,7 +108,7 @@ def _is_one_video(value: Any) -> bool:
     """An array [frames, ...], frames in a list, or one of these with what is known of it."""
     if isinstance(value, tuple):
         return len(value) == 2 and isinstance(value[1], Mapping | None)
-    return not isinstance(value, list) or _is_frame(value[0] if value else None)
+    return not isinstance(value, list) or bool(value and _is_frame(value[0]))
 
 
 def _is_frame(value: Any) -> bool:

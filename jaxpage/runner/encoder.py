@@ -27,7 +27,7 @@ from jaxpage.runner.spec import PictureSpec
 from jaxpage.sampling.fields import RequestState
 
 SMALLEST_PATCHES = 256
-MOST_PATCHES = 16384  # of one picture: 1792 x 1792 pixels in patches of 14 x 14
+MOST_PATCHES = 65536  # of one picture: 3584 x 3584 pixels in patches of 14 x 14
 CACHE_BYTES = 256 << 20  # of the picture cache, unless the user says
 
 

@@ -169,6 +169,16 @@ def test_new_weights_encode_anew():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_workload(seed):
+    answer_anything(seed)
+
+
+@pytest.mark.deep
+def test_any_workload_in_2_000_examples():
+    for seed in range(2000):
+        answer_anything(seed)
+
+
+def answer_anything(seed: int) -> None:
     """Small caches, few blocks, chunks, overlap, host blocks: each token reads its own embedding, and nothing hangs."""
     rng = np.random.default_rng(seed)
     engine = make_engine(

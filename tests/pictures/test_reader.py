@@ -17,7 +17,7 @@ from jaxpage.input_processor import InputProcessor
 from jaxpage.pictures.border import Expanded
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.tokenizer import load_tokenizer
-from tests.fake_vision import PLACEHOLDER, TEMPLATE, FakeProcessor, pixels
+from tests.fake_vision import PLACEHOLDER, TEMPLATE, VIDEO_PLACEHOLDER, FakeProcessor, pixels
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,11 @@ def test_placeholders_of_a_prompt_are_expanded(inputs):
     text = "a <|endoftext|> b <|endoftext|>"
     images = [Image.fromarray(pixels(1)), pixels(2, 2, 4)]
     (prompt,) = inputs.parse({"prompt": text, "multi_modal_data": {"image": images}})
-    assert prompt.pictures.spans == ((1, 6), (prompt.token_ids.index(0, 8), 2))
+    ids = prompt.token_ids
+    assert prompt.pictures.spans == ((ids.index(0), 6), (len(ids) - 2, 2))
     assert prompt.token_ids.count(PLACEHOLDER) == 8
     (request,) = inputs.requests([prompt])
-    assert request.pictures is prompt.pictures
-    assert request.params.max_tokens == 128 - len(prompt.token_ids)
+    assert request.pictures is prompt.pictures and request.prompt_token_ids == ids
 
 
 def test_one_picture_needs_no_list_and_token_ids_do_as_well(inputs):
@@ -91,7 +91,7 @@ def test_one_picture_needs_no_list_and_token_ids_do_as_well(inputs):
     ],
 )
 def test_videos_are_arrays_or_frames(inputs, video):
-    given = {"prompt_token_ids": [7, 1], "multi_modal_data": {"video": video}}
+    given = {"prompt_token_ids": [7, VIDEO_PLACEHOLDER], "multi_modal_data": {"video": video}}
     (prompt,) = inputs.parse(given)
     (picture,) = prompt.pictures.pictures
     assert (picture.kind, picture.grid) == ("video", (1, 8, 6))
@@ -193,7 +193,9 @@ def test_numbers_and_sizes_are_limited(tokenizer):
     with pytest.raises(ValueError, match="image 1: .*may have 1 of kind 'image'.*limit_mm"):
         parse(few, pixels(1), pixels(2))
     with pytest.raises(ValueError, match="may have 0 of kind 'video'"):
-        few.parse({"prompt_token_ids": [1], "multi_modal_data": {"video": [pixels(1)]}})
+        few.parse(
+            {"prompt_token_ids": [VIDEO_PLACEHOLDER], "multi_modal_data": {"video": [pixels(1)]}}
+        )
     with pytest.raises(ValueError, match="32 patches, the largest encoder takes 24.*max_pixels"):
         parse(make_inputs(tokenizer, most_patches=24), pixels(1, 4, 8))
     with pytest.raises(ValueError, match="pictures take 128 tokens, max_model_len is 128"):

@@ -38,7 +38,7 @@ def make_spec(*, has_positions: bool = True, cache_bytes: int | None = None, len
 def test_sizes_are_powers_of_two_up_to_the_longest_prompt():
     assert make_spec(length=300).sizes == (256, 512, 1024, 2048)
     assert make_spec(length=40).sizes == (256,)
-    assert make_spec(length=10**6).sizes[-1] == 16384
+    assert make_spec(length=10**6).sizes[-1] == 65536
     assert make_spec().size_for(257) == 512
     with pytest.raises(ValueError, match="2049 patches, the largest encoder takes 2048"):
         make_spec().size_for(2049)

@@ -41,7 +41,7 @@ def seeing():
 def client(seeing):
     assert ServerOptions().max_body_size > 2**20
     with (
-        serving(seeing) as url,
+        serving(seeing, served_model_name=("demo",)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
