@@ -10,7 +10,6 @@ from tests.aot.vision import CASES, TARGETS
 pytestmark = pytest.mark.aot
 
 EMBEDDING_BYTES = {"qwen2_5_vl": 2 * 2048 // 4, "gemma3": 2 * 2560 // 16}  # of a patch
-HEADS = 16
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -26,5 +25,4 @@ def test_towers_compile_and_scores_are_made_tile_by_tile(target):
             num_patches * EMBEDDING_BYTES[name.split("-")[0]], rel=0.05
         )
         # All scores of 16,384 patches are 17 GB.
-        assert found["temp_bytes"] < 200e6 + 80_000 * num_patches, (name, found)
-        assert found["temp_bytes"] < max(200e6, 0.3 * 4 * HEADS * num_patches**2), (name, found)
+        assert found["temp_bytes"] < 100e6 + 60_000 * num_patches, (name, found)
