@@ -47,6 +47,7 @@ def expected(llm: LLM, prompt: list[int], params: SamplingParams, number: int) -
     request = SimpleNamespace(
         prompt_token_ids=prompt,
         prompt_embeds=None,
+        pictures=None,
         mask_source=None,
         params=params,
         seed=derive_seed(0, number) if params.seed is None else params.seed,
