@@ -92,7 +92,7 @@ def test_what_sizing_measured_is_kept(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["MixtralForCausalLM", "Qwen2_5_VLForConditionalGeneration"]
+    "architecture", ["MixtralForCausalLM", "Qwen2VLForConditionalGeneration"]
 )
 def test_an_unknown_architecture_is_refused_before_anything_else(tmp_path, architecture):
     """Even where config.json lacks what a known one would be asked for, here the length of sequences."""

@@ -47,6 +47,7 @@ def expected(llm: LLM, prompt: list[int], params: SamplingParams, number: int) -
     request = SimpleNamespace(
         prompt_token_ids=prompt,
         prompt_embeds=None,
+        pictures=None,
         mask_source=None,
         params=params,
         seed=derive_seed(0, number) if params.seed is None else params.seed,
@@ -144,7 +145,7 @@ BAD = {
     "too long": ([5] * 64, {}, "64 tokens, max_model_len is 64"),
     "unknown id": ([5, 512], {}, r"512, the vocabulary has ids 0\.\.511"),
     "negative id": ({"prompt_token_ids": [-1]}, {}, "-1"),
-    "images": ({"prompt": "a", "multi_modal_data": {}}, {}, "multi_modal_data"),
+    "images": ({"prompt": "a", "multi_modal_data": {"image": [1]}}, {}, "multi_modal_data"),
     "salt": ({"prompt": "a", "cache_salt": ""}, {}, "cache_salt"),
     "stop id": ([5], {"stop_token_ids": [512]}, "stop_token_ids has 512"),
     "allowed id": ([5], {"allowed_token_ids": [600]}, "allowed_token_ids has 600"),

@@ -131,7 +131,7 @@ def _part_reader(read: Callable[[str], bytes]) -> Callable[[Mapping[str, Any]], 
         kind = part["type"]
         if kind in _REFUSED:
             raise ValueError(f"{kind} is not supported; give pictures, or a video as its frames")
-        value = part.get(kind)
+        value: Any = part.get(kind)
         if value is None:
             raise ValueError(f'a part of type {kind!r} must have "{kind}"')
         if kind == "video":

@@ -147,7 +147,7 @@ def _connect(parts: SplitResult, host: str, deadline: float, *, only_public: boo
     """To one of the host's addresses. The first URL may lead to any, as its host was allowed by name."""
     port = parts.port or _PORTS[parts.scheme]
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    address = found[0][4][:2]
+    address = (str(found[0][4][0]), port)
     if only_public and not all(_is_public(str(info[4][0])) for info in found):
         raise ValueError(f"a redirect leads to {host!r}, whose address {address[0]} is not public")
     sock = socket.create_connection(address, timeout=_left(deadline))

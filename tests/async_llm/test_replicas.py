@@ -60,6 +60,7 @@ def expected(prompt: list[int], params: SamplingParams) -> list[list[int]]:
     request = SimpleNamespace(
         prompt_token_ids=prompt,
         prompt_embeds=None,
+        pictures=None,
         mask_source=None,
         params=params,
         seed=params.seed,

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.registry import picture_processor
 from jaxpage.replay import replay
@@ -195,6 +195,10 @@ def test_several_continuations_and_beams_see_the_picture(llm, alone):
     (together,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
     (again,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
     assert [c.token_ids for c in together.outputs] == [c.token_ids for c in again.outputs]
+    beams = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
+    found = [llm.beam_search(prompt, beams)[0].sequences[0].tokens for prompt in PROMPTS[:2]]
+    llm.reset_prefix_cache()
+    assert [llm.beam_search(p, beams)[0].sequences[0].tokens for p in PROMPTS[:2]] == found
 
 
 @pytest.mark.slow
