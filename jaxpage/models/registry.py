@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config, gemma3_text_config
-from jaxpage.models.sources import Source, fused_projections, same_name, same_names, text_part
+from jaxpage.models.sources import (
+    Naming,
+    Source,
+    fused_projections,
+    same_name,
+    same_names,
+    text_part,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,7 +58,10 @@ def family(hf_config: PretrainedConfig) -> Family:
     name = (hf_config.architectures or [f"none (model_type {hf_config.model_type!r})"])[0]
     if name not in REGISTRY:
         supported = ", ".join(REGISTRY)
-        raise ValueError(f"architecture {name} is not supported; supported are {supported}")
+        raise ValueError(
+            f"architecture {name} is not supported; supported are {supported}. Models that embed or classify "
+            "texts are for LLM and jaxpage serve"
+        )
     return REGISTRY[name]
 
 
@@ -75,3 +85,9 @@ def weight_map(config: ModelConfig) -> dict[str, Source]:
 def tensor_name(config: ModelConfig, name: str) -> str | None:
     """The name under which the family looks for a checkpoint's tensor; None if it does not use it."""
     return REGISTRY[config.architecture].tensor_name(name)
+
+
+def naming_of(config: ModelConfig) -> Naming:
+    """Both of the above for one model."""
+    found = REGISTRY[config.architecture]
+    return Naming(tensor_name=found.tensor_name, weight_map=found.weight_map(config))
