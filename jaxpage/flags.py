@@ -38,6 +38,7 @@ class EngineFlags(EngineConfig):
     # what begins and ends reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     reasoning_config: JsonDict = None
     structured_outputs_config: JsonDict = None
+    pooler_config: JsonDict = None  # how texts are pooled, if not as the checkpoint says
     logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
     mesh: tyro.conf.Suppress[Any] = None  # a Python object

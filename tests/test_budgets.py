@@ -25,7 +25,7 @@ RAISED: dict[tuple[str, str], tuple[int, str]] = {
     ("parameters", "pallas_kernels/paged_attention/reference.py:paged_attention"): (9, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/gpu.py:paged_attention"): (12, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/tpu.py:paged_attention"): (14, _CONTRACT),
-    ("fields", "jaxpage/config.py:EngineConfig"): (50, "vLLM's options under their names"),
+    ("fields", "jaxpage/config.py:EngineConfig"): (53, "vLLM's options under their names"),
     ("lines", "jaxpage/config.py"): (490, "one subject: those options, and what follows from them"),
     ("parameters", "jaxpage/llm.py:LLM.chat"): (14, _VLLM),
     ("parameters", "jaxpage/prompts.py:parse_chat"): (9, _VLLM),

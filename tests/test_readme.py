@@ -180,6 +180,7 @@ def running_server(block: str) -> Iterator[str]:
 # Instead of a model that must be downloaded.
 SMALL = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8",
+    '"Qwen/Qwen3-Embedding-0.6B"': f"{str(checkpoint())!r}, runner='pooling', enforce_eager=True",
     "LLM(str(checkpoint()))": "LLM(str(checkpoint()), enforce_eager=True, max_num_seqs=8)",
     "hidden_size = 896": "hidden_size = 192",
 }
