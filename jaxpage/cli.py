@@ -198,10 +198,8 @@ def serve(flags: Serve) -> None:
     bound = run.bind(flags.server)
     flags.server.keys()  # a file that cannot be read is told now
     config = EngineConfig.from_options(**options)
-    if pools(config):
-        run.run(AsyncPooler(config), flags.server, bound)
-        return
-    run.run(AsyncLLM.from_engine_args(config), flags.server, bound)
+    llm = AsyncPooler(config) if pools(config) else AsyncLLM.from_engine_args(config)
+    run.run(llm, flags.server, bound)
 
 
 def generate(flags: Generate) -> None:

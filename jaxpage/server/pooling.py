@@ -47,7 +47,8 @@ def make_pooling_app(llm: AsyncPooler, options: ServerOptions) -> tuple[FastAPI,
     app = empty_app(server)
     app.include_router(operation.router(server))
     app.include_router(tokens.router(server))
-    _add_calls(app, server, llm)
+    _add_calls_of_texts(app, server, llm)
+    _add_calls_of_pairs(app, server, llm)
     _add_refusals(app, llm.facts)
     add_checks(app, server)
     return app, server
@@ -78,37 +79,27 @@ def _as_any(value: Any) -> Any:
     return value
 
 
-def _add_calls(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
-    async def respond(
-        body: PoolingFields,
-        request: Request,
-        num_texts: int,
-        prepare: Callable[[Pooler], Work],
-        make: Callable[[Outputs], Body],
-    ) -> Response:
-        return await _respond(server, llm, _Call(body, request, num_texts, prepare, make))
-
+def _add_calls_of_texts(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         def prepare(pooler: Pooler) -> Work:
-            prompts = _prompts(pooler, body, body.prompt_name)
-            return pooler.embed(prompts, body.params())
+            return pooler.embed(_prompts(pooler, body, body.prompt_name), body.params())
 
         def make(outputs: Outputs) -> Body:
             found = [output.outputs.embedding for output in outputs]
             return {"data": _items("embedding", "embedding", found, body.encoding_format)}
 
-        return await respond(body, request, _num_inputs(body), prepare, make)
+        return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
 
     @app.post("/classify")
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        def make(outputs: Outputs) -> Body:
-            return {"data": [_class(i, o.outputs.probs, llm.facts) for i, o in enumerate(outputs)]}
-
         def prepare(pooler: Pooler) -> Work:
             return pooler.classify(_prompts(pooler, body), body.params())
 
-        return await respond(body, request, _num_inputs(body), prepare, make)
+        def make(outputs: Outputs) -> Body:
+            return {"data": [_class(i, o.outputs.probs, llm.facts) for i, o in enumerate(outputs)]}
+
+        return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
 
     @app.post("/pooling")
     async def pooling(body: PoolingRequest, request: Request) -> Response:
@@ -120,39 +111,40 @@ def _add_calls(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
             found = [output.outputs.data for output in outputs]
             return {"data": _items("pooling", "data", found, body.encoding_format)}
 
-        return await respond(body, request, _num_inputs(body), prepare, make)
+        return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
 
+
+def _add_calls_of_pairs(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
     @app.post("/score")
     @app.post("/v1/score")
     async def score(body: ScoreRequest, request: Request) -> Response:
         first, second = body.pair()
+        num_texts = len(second) if isinstance(second, list) else 1
+
+        def prepare(pooler: Pooler) -> Work:
+            return pooler.score(first, second, body.params())
 
         def make(outputs: Outputs) -> Body:
-            found = [output.outputs.score for output in outputs]
+            scores = [output.outputs.score for output in outputs]
             return {
-                "data": [{"index": i, "object": "score", "score": s} for i, s in enumerate(found)]
+                "data": [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]
             }
 
-        return await respond(
-            body,
-            request,
-            len(second) if isinstance(second, list) else 1,
-            lambda pooler: pooler.score(first, second, body.params()),
-            make,
-        )
+        return await _respond(server, llm, _Call(body, request, num_texts, prepare, make))
 
     @app.post("/rerank")
     @app.post("/v1/rerank")
     @app.post("/v2/rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
         texts = body.texts()
-        return await respond(
-            body,
-            request,
-            len(texts),
-            lambda pooler: pooler.score(body.query, texts, body.params()),
-            lambda outputs: {"results": _ranked(texts, outputs, body.top_n)},
-        )
+
+        def prepare(pooler: Pooler) -> Work:
+            return pooler.score(body.query, texts, body.params())
+
+        def make(outputs: Outputs) -> Body:
+            return {"results": _ranked(texts, outputs, body.top_n)}
+
+        return await _respond(server, llm, _Call(body, request, len(texts), prepare, make))
 
 
 _PREFIXES = {
