@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from jaxpage.inputs import TextPrompt, TokensPrompt
     from jaxpage.llm import LLM
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxpage.pooling.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from jaxpage.pooling.params import PoolerConfig, PoolingParams
     from jaxpage.reasoning import ReasoningConfig
     from jaxpage.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxpage.structured_outputs import (
@@ -47,6 +58,16 @@ _HOME = {
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
+    "ClassificationOutput": "pooling.outputs",
+    "ClassificationRequestOutput": "pooling.outputs",
+    "EmbeddingOutput": "pooling.outputs",
+    "EmbeddingRequestOutput": "pooling.outputs",
+    "PoolingOutput": "pooling.outputs",
+    "PoolingRequestOutput": "pooling.outputs",
+    "ScoringOutput": "pooling.outputs",
+    "ScoringRequestOutput": "pooling.outputs",
+    "PoolerConfig": "pooling.params",
+    "PoolingParams": "pooling.params",
 }
 
 __all__ = [
@@ -57,17 +78,27 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
     "GuidedDecodingParams",
     "KVSnapshot",
     "Logprob",
+    "PoolerConfig",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "ReasoningConfig",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StepFailedError",
     "StructuredOutputsConfig",
     "StructuredOutputsParams",

@@ -96,6 +96,10 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     arithmetic before the compilation.
     """
     _print_unless_configured()
+    if options.runner == "pooling":
+        raise ValueError(
+            'runner="pooling" is for LLM and jaxpage serve; this engine generates text'
+        )
     start = time.perf_counter()
     hosts = join(options)
     if hosts is not None:

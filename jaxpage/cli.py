@@ -45,6 +45,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   replay           run a recording of LLM(record_calls=FILE) again and compare
   doctor           say what is installed, which devices are there, and what they can run
   bench accuracy   measure what quantised KV pools cost in accuracy
+  bench embed      time embeddings of short texts, beside sentence-transformers
   bench latency    time one batch of requests
   bench offline    compare offline throughput with other engines
   bench memory     measure waste of KV memory, and what the prefix cache costs
@@ -56,7 +57,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   bench suite      check and measure everything that has a bar, on an H200
 """
 BENCHES = (
-    *("accuracy", "latency", "memory", "offline", "sampling", "scheduler"),
+    *("accuracy", "embed", "latency", "memory", "offline", "sampling", "scheduler"),
     *("serve", "startup", "step", "suite"),
 )
 
@@ -177,6 +178,8 @@ def complete(flags: Complete) -> None:
 def serve(flags: Serve) -> None:
     """Answer OpenAI's API over HTTP. Raises ValueError."""
     from jaxpage.async_llm import AsyncLLM
+    from jaxpage.pooling.async_pooler import AsyncPooler
+    from jaxpage.pooling.choose import pools
     from jaxpage.server import run
 
     options = _engine_options(flags.model, flags.engine)
@@ -194,7 +197,9 @@ def serve(flags: Serve) -> None:
         return
     bound = run.bind(flags.server)
     flags.server.keys()  # a file that cannot be read is told now
-    run.run(AsyncLLM(**options), flags.server, bound)
+    config = EngineConfig.from_options(**options)
+    llm = AsyncPooler(config) if pools(config) else AsyncLLM.from_engine_args(config)
+    run.run(llm, flags.server, bound)
 
 
 def generate(flags: Generate) -> None:

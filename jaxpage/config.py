@@ -61,6 +61,8 @@ _CHOICES = {
     "quantization": ("None", "int8"),
     "load_format": ("auto", "safetensors", "dummy"),
     "logprobs_mode": tuple(_LOGPROBS_MODES),
+    "runner": ("auto", "generate", "pooling"),
+    "convert": ("auto", "none", "embed", "classify"),
 }
 _RANGES = {  # both ends included
     "block_size": (1, 4096),
@@ -168,6 +170,9 @@ class EngineConfig:
     logprobs_mode: str = "raw"
     # further parts of the sampler, compiled into every step: `jaxpage.sampling.fields.SamplerFeature`s
     logits_processors: tuple[Any, ...] = ()
+    runner: str = "auto"  # or "generate", or "pooling": vectors of texts, see `jaxpage.pooling`
+    convert: str = "auto"  # what is made of a model that generates: "embed", "classify" or "none"
+    pooler_config: Any = None  # a `PoolerConfig` or a dict of it; None: as the checkpoint says
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()

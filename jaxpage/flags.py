@@ -40,6 +40,7 @@ class EngineFlags(EngineConfig):
     structured_outputs_config: JsonDict = None
     limit_mm_per_prompt: JsonDict = None  # pictures in a prompt: {"image": 4, "video": 1}
     mm_processor_kwargs: JsonDict = None  # how pictures are prepared: {"max_pixels": 1003520}
+    pooler_config: JsonDict = None  # how texts are pooled, if not as the checkpoint says
     logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
     mesh: tyro.conf.Suppress[Any] = None  # a Python object

@@ -25,6 +25,7 @@ from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import InputProcessor
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
 from jaxpage.outputs import RequestOutput
+from jaxpage.pooling.calls import PoolingCalls
 from jaxpage.prompts import Prompt
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 UseTqdm = bool | Callable[..., tqdm]
 
 
-class LLM:
+class LLM(PoolingCalls):
     """An engine and its tokenizer. `options` are those of `EngineConfig`, under vLLM's names.
 
     `generate` and `chat` answer a batch; `add_request` and `step` drive the same engine step by
@@ -54,8 +55,13 @@ class LLM:
         that has ended.
         """
         from jaxpage.build import build
+        from jaxpage.pooling.choose import pools
 
-        self._start(build(EngineConfig.from_options(model=model, **options)))
+        config = EngineConfig.from_options(model=model, **options)
+        if pools(config):
+            self._start_pooling(config)
+        else:
+            self._start(build(config))
 
     @classmethod
     def from_built(cls, built: Built) -> LLM:

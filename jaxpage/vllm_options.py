@@ -55,13 +55,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "allow_deprecated_quantization": (False,),
         "kv_cache_dtype_skip_layers": (),
     },
-    "models generate text and nothing else": {
-        "runner": ("auto", "generate"),
-        "convert": ("auto", "none"),
-        "task": ("auto", "generate"),
-        "pooler_config": (),
-        "io_processor_plugin": (),
-    },
+    "outputs are those of jaxpage's own verbs": {"io_processor_plugin": ()},
     "prompts are text, token ids, embeddings or pictures": {
         "enable_mm_embeds": (False,),
         "mm_encoder_only": (False,),
@@ -229,6 +223,13 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 }
 
 # LMDeploy's `quant_policy` -> the `kv_cache_dtype` that it means, the name proper first.
+# Older vLLM's `task` -> what it says now.
+_TASKS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("auto", "generate"), {}),
+    **dict.fromkeys(("embed", "embedding"), {"runner": "pooling", "convert": "embed"}),
+    "classify": {"runner": "pooling", "convert": "classify"},
+    **dict.fromkeys(("score", "reward"), {"runner": "pooling"}),
+}
 QUANT_POLICY = {
     0: ("auto",),
     4: ("int4",),
@@ -250,6 +251,10 @@ def translate(options: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, 
     for name, value in options.items():
         if name == "quant_policy":
             ours["kv_cache_dtype"] = _kv_cache_dtype(value, options.get("kv_cache_dtype"))
+        elif name == "task":
+            if value not in (None, *_TASKS):
+                raise ValueError(f"task must be one of {', '.join(_TASKS)}, got {value!r}")
+            ours |= _TASKS[value or "auto"]
         elif name == "kv_offloading_size":
             if value is not None:
                 ours["swap_space"] = value

@@ -25,8 +25,8 @@ RAISED: dict[tuple[str, str], tuple[int, str]] = {
     ("parameters", "pallas_kernels/paged_attention/reference.py:paged_attention"): (9, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/gpu.py:paged_attention"): (12, _CONTRACT),
     ("parameters", "pallas_kernels/paged_attention/tpu.py:paged_attention"): (14, _CONTRACT),
-    ("fields", "jaxpage/config.py:EngineConfig"): (55, "vLLM's options under their names"),
-    ("lines", "jaxpage/config.py"): (510, "one subject: those options, and what follows from them"),
+    ("fields", "jaxpage/config.py:EngineConfig"): (58, "vLLM's options under their names"),
+    ("lines", "jaxpage/config.py"): (530, "one subject: those options, and what follows from them"),
     ("attributes on self", "jaxpage/engine/scheduler.py:Scheduler"): (
         16,
         "three queues, two caches, the limits of a step",

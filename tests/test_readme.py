@@ -183,6 +183,7 @@ SMALL = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8",
     '"Qwen/Qwen2.5-VL-3B-Instruct"': f"{str(checkpoint())!r}, enforce_eager=True, max_num_seqs=8, "
     f"chat_template={fake_vision.TEMPLATE!r}, **{fake_vision.OPTIONS!r}",
+    '"Qwen/Qwen3-Embedding-0.6B"': f"{str(checkpoint())!r}, runner='pooling', enforce_eager=True",
     "LLM(str(checkpoint()))": "LLM(str(checkpoint()), enforce_eager=True, max_num_seqs=8)",
     "hidden_size = 896": "hidden_size = 192",
 }

@@ -24,6 +24,7 @@ from jaxpage.models.gemma import (
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
 from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config
 from jaxpage.models.sources import (
+    Naming,
     Source,
     fused_projections,
     same_name,
@@ -100,7 +101,10 @@ def family(hf_config: PretrainedConfig) -> Family:
     name = (hf_config.architectures or [f"none (model_type {hf_config.model_type!r})"])[0]
     if name not in REGISTRY:
         supported = ", ".join(REGISTRY)
-        raise ValueError(f"architecture {name} is not supported; supported are {supported}")
+        raise ValueError(
+            f"architecture {name} is not supported; supported are {supported}. Models that embed or classify "
+            "texts are for LLM and jaxpage serve"
+        )
     return REGISTRY[name]
 
 
@@ -134,6 +138,13 @@ def weight_map(config: ModelConfig) -> dict[str, Source]:
 def tensor_name(config: ModelConfig, name: str) -> str | None:
     """The name under which the family looks for a checkpoint's tensor; None if it does not use it."""
     return _family_of(config).tensor_name(name)
+
+
+def naming_of(config: ModelConfig) -> Naming:
+    """Both of the above for one model."""
+    return Naming(
+        tensor_name=_family_of(config).tensor_name, weight_map=_family_of(config).weight_map(config)
+    )
 
 
 def _family_of(config: ModelConfig) -> Family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpage.models.config import ModelConfig
@@ -93,3 +94,11 @@ def fused_projections(config: ModelConfig) -> dict[str, Source]:
         for i in range(config.num_layers)
         for part, (fused, start, stop) in parts.items()
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """How a checkpoint's tensors become parameters: `tensor_name` as in `registry.Family`, and `weight_map` made."""
+
+    tensor_name: Callable[[str], str | None]
+    weight_map: dict[str, Source]

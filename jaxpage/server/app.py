@@ -41,6 +41,19 @@ from jaxpage.server.tracing import trace_headers
 
 def make_app(server: Server) -> FastAPI:
     """An ASGI application for one server."""
+    app = empty_app(server)
+    app.include_router(operation.router(server))
+    app.include_router(tokens.router(server))
+    app.include_router(response_routes.router(server))
+    app.include_router(admin.router(server))
+    app.include_router(page_router(server.llm))
+    _add_calls(app, server)
+    add_checks(app, server)
+    return app
+
+
+def empty_app(server: Server) -> FastAPI:
+    """An application that reports errors, and has no routes yet."""
     app = FastAPI(
         title="jaxpage", version=__version__, docs_url=None, redoc_url=None,
         exception_handlers={
@@ -52,12 +65,11 @@ def make_app(server: Server) -> FastAPI:
         },
     )  # fmt: skip
     app.state.server = server
-    app.include_router(operation.router(server))
-    app.include_router(tokens.router(server))
-    app.include_router(response_routes.router(server))
-    app.include_router(admin.router(server))
-    app.include_router(page_router(server.llm))
-    _add_calls(app, server)
+    return app
+
+
+def add_checks(app: FastAPI, server: Server) -> None:
+    """What every request goes through: sizes, keys, metrics, the log."""
     options = server.options
     app.add_middleware(BodyLimit, max_size=options.max_body_size)
     app.add_middleware(
@@ -76,7 +88,6 @@ def make_app(server: Server) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    return app
 
 
 def _add_calls(app: FastAPI, server: Server) -> None:

@@ -19,9 +19,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from jaxpage.async_llm import AsyncLLM
+from jaxpage.pooling.async_pooler import AsyncPooler
 from jaxpage.server.app import make_app
 from jaxpage.server.context import Server
 from jaxpage.server.options import ServerOptions
+from jaxpage.server.pooling import make_pooling_app
 from jaxpage.server.throughput_log import log_throughput
 from jaxpage.server.tracing import Traces
 
@@ -46,14 +48,14 @@ def bind(options: ServerOptions) -> socket.socket:
     return bound
 
 
-def run(llm: AsyncLLM, options: ServerOptions, bound: socket.socket) -> None:
+def run(llm: AsyncLLM | AsyncPooler, options: ServerOptions, bound: socket.socket) -> None:
     """Serve until a signal ends it."""
     http = make_http(llm, options)
     with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
         runner.run(http.serve(sockets=[bound]))
 
 
-def make_http(llm: AsyncLLM, options: ServerOptions) -> HttpServer:
+def make_http(llm: AsyncLLM | AsyncPooler, options: ServerOptions) -> HttpServer:
     """Everything but the socket."""
     app, server = make_service(llm, options)
     config = uvicorn.Config(
@@ -69,8 +71,12 @@ def make_http(llm: AsyncLLM, options: ServerOptions) -> HttpServer:
     return HttpServer(config, server)
 
 
-def make_service(llm: AsyncLLM, options: ServerOptions) -> tuple[FastAPI, Server]:
+def make_service(llm: AsyncLLM | AsyncPooler, options: ServerOptions) -> tuple[FastAPI, Server]:
     """The application, and what it serves. Its lifespan warms the engine up, and at last shuts it down."""
+    if isinstance(llm, AsyncPooler):
+        app, server = make_pooling_app(llm, options)
+        app.router.lifespan_context = _lifespan(server, None)
+        return app, server
     server = Server.of(llm, options)
     traces = None
     if options.otlp_traces_endpoint is not None:

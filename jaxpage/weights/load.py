@@ -16,15 +16,17 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.registry import tensor_name, weight_map
-from jaxpage.models.sources import Source
+from jaxpage.models.pooling_model import PoolingModel
+from jaxpage.models.registry import naming_of
+from jaxpage.models.sources import Naming, Source
 from jaxpage.weights.orbax import find_tree
 from jaxpage.weights.restore import restore
 from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
 from jaxpage.weights.spec import FLOATS, ParamSpec, listed, specs, variables
 
-Model = TypeVar("Model", bound=CausalLM)
+Model = TypeVar("Model", bound=CausalLM | PoolingModel)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_COMPARED = 4096  # at a time, so that comparing the head of a tied model takes little memory
@@ -38,7 +40,12 @@ _QUANTISED_NAMES = {
 
 
 def load(
-    model: Model, folder: str | Path, *, mesh: Mesh | None = None, use_tqdm: bool = True
+    model: Model,
+    folder: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    use_tqdm: bool = True,
+    naming: Naming | None = None,
 ) -> Model:
     """`model`, abstract or filled, with the weights in `folder`, cast to the declared dtypes;
     returned for chaining.
@@ -47,11 +54,13 @@ def load(
     bucket, gs://... Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor; of
     Orbax, 64 MiB or a sixteenth of all. Raises ValueError, and leaves the model as it was, if the checkpoint has
     missing, surplus or misshaped tensors, is quantised, or is damaged.
+
+    `naming`: of models that `registry` does not know, which are read from safetensors only.
     """
     tree = find_tree(folder)
-    if tree is not None:
+    if tree is not None and isinstance(model, CausalLM):
         return restore(model, tree, mesh=mesh, use_tqdm=use_tqdm)
-    stored, sources = open_safetensors(model, folder)
+    stored, sources = open_safetensors(model, folder, naming)
     targets = variables(model)
     total = sum(
         stored[s.tensor].num_bytes for s in {s.tensor: s for s in sources.values()}.values()
@@ -73,16 +82,20 @@ def load(
 
 
 def open_safetensors(
-    model: CausalLM, folder: str | Path
+    model: CausalLM | PoolingModel, folder: str | Path, naming: Naming | None = None
 ) -> tuple[dict[str, StoredTensor], dict[str, Source]]:
     """The tensors of a checkpoint by name, and where each parameter stands in them. Raises as `load` does."""
+    config = model.config
+    if naming is None:
+        assert isinstance(config, ModelConfig)
+        naming = naming_of(config)
     stored = {
         name: tensor
         for theirs, tensor in open_checkpoint(folder).items()
-        if (name := tensor_name(model.config, theirs)) is not None
+        if (name := naming.tensor_name(theirs)) is not None
     }
     _check_not_quantised(Path(folder), stored)
-    wanted, renamed = specs(model), weight_map(model.config)
+    wanted, renamed = specs(model), naming.weight_map
     sources = {path: renamed.get(path, Source(path)) for path in wanted}
     _check_names(sources.values(), stored, tied=_HEAD not in wanted)
     for path, spec in wanted.items():

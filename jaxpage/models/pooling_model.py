@@ -1,0 +1,182 @@
+"""Models that say something of whole texts: tokens to hidden states, one vector a text, and what a head makes of it.
+
+Knows encoders and decoders as modules. Must not know checkpoints, prompts or activations: it returns raw numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.models.decoder import Decoder
+from jaxpage.models.encoder import LayerNorm
+from jaxpage.models.inputs import ForwardInput
+from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Linear, Normal
+from jaxpage.models.token_batch import RowAttention, TokenBatch
+
+Does = Literal["embed", "classify", "token_classify"]
+PoolingType = Literal["CLS", "LAST", "MEAN"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingModelConfig:
+    """What is known of a pooling model besides its layers."""
+
+    architecture: str
+    does: Does
+    pooling: PoolingType  # which vector of a text the head gets
+    vocab_size: int
+    hidden_size: int
+    dtype: jnp.dtype
+    longest: int  # tokens of the longest text
+    num_labels: int  # of the head; 0: there is none
+    is_causal: bool
+    # a pair of texts is one sequence, as the tokenizer joins them; otherwise one text after the other
+    joins_pairs: bool
+    layers: str  # the description of the encoder or decoder, for whoever compares programs
+    initializer_range: float = 0.02
+
+
+class TanhHead(nnx.Module):
+    """out(tanh(dense(x))): BERT and RoBERTa."""
+
+    def __init__(self, config: PoolingModelConfig):
+        size = config.hidden_size
+        self.dense, self.out = _linear(config, size), _linear(config, config.num_labels)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(jnp.tanh(self.dense(x)))
+
+
+class NormedHead(nnx.Module):
+    """out(norm(activation(dense(x)))): ModernBERT."""
+
+    def __init__(
+        self,
+        config: PoolingModelConfig,
+        *,
+        activation: str,
+        eps: float,
+        bias: bool,
+        norm_bias: bool,
+    ):
+        self.activation = activation
+        size = config.hidden_size
+        self.dense = _linear(config, size, bias=bias)
+        self.norm = LayerNorm(size, eps=eps, bias=norm_bias, dtype=jnp.dtype(jnp.float32))
+        self.out = _linear(config, config.num_labels)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.norm(ACTIVATION_FUNCTIONS[self.activation](self.dense(x))))
+
+
+class LinearHead(nnx.Module):
+    """out(x): classifiers of tokens, and decoders."""
+
+    def __init__(self, config: PoolingModelConfig, *, bias: bool):
+        self.out = _linear(config, config.num_labels, bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(x)
+
+
+class RewardHead(nnx.Module):
+    """out(relu(dense(x))): reward models of the Qwen2 family."""
+
+    def __init__(self, config: PoolingModelConfig):
+        self.dense = _linear(config, config.hidden_size)
+        self.out = _linear(config, config.num_labels)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(jax.nn.relu(self.dense(x)))
+
+
+Head = TanhHead | NormedHead | LinearHead | RewardHead
+
+
+class Projection(nnx.Module):
+    """A Dense module of sentence-transformers: activation(linear(x))."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool, activation: str | None):
+        self.activation = activation  # "tanh"; None: none
+        self.linear = _float32_linear(size_in, size_out, bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.linear(x)
+        return jnp.tanh(x) if self.activation == "tanh" else x
+
+
+def _linear(config: PoolingModelConfig, size_out: int, *, bias: bool = True) -> Linear:
+    return _float32_linear(config.hidden_size, size_out, bias=bias, std=config.initializer_range)
+
+
+def _float32_linear(size_in: int, size_out: int, *, bias: bool, std: float = 0.02) -> Linear:
+    """Heads are float32 whatever the model's dtype is: they cost nothing, and scores are close to each other."""
+    return Linear(
+        (size_out, size_in),
+        axes=("embed", "embed"),
+        bias=bias,
+        init=Normal(std),
+        dtype=jnp.dtype(jnp.float32),
+    )
+
+
+class DecoderStates(nnx.Module):
+    """A decoder's hidden states of whole texts, without a KV cache."""
+
+    def __init__(self, decoder: Decoder, *, is_causal: bool):
+        self.decoder, self.is_causal = decoder, is_causal
+
+    def __call__(self, batch: TokenBatch) -> jax.Array:
+        """[B, L, E] in the model's dtype, after the final norm."""
+        attention = RowAttention(batch, causal=self.is_causal)
+        return self.decoder(
+            ForwardInput(token_ids=batch.token_ids, positions=batch.positions, attention=attention)
+        )
+
+
+class PoolingModel(nnx.Module):
+    """Layers, pooling, projections and head; without a head it makes embeddings."""
+
+    def __init__(self, config: PoolingModelConfig, layers: nnx.Module, head: Head | None):
+        self.config = config
+        self.layers = layers
+        self.head = head
+        self.projections: nnx.List[Projection] = nnx.List([])
+
+    def of_texts(self, batch: TokenBatch, starts: jax.Array, lengths: jax.Array) -> jax.Array:
+        """float32[S, D]: a vector for each text, raw.
+
+        `starts`, `lengths`: int32[S], the first token of each text among the B * L of the batch, and how many it has;
+        a text of no tokens is padding and gets some numbers.
+        """
+        hidden = self.layers(batch)  # type: ignore[operator]
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        return self._finished(_pool(hidden, starts, lengths, self.config.pooling))
+
+    def of_tokens(self, batch: TokenBatch) -> jax.Array:
+        """float32[B, L, D]: a vector for each token, raw."""
+        return self._finished(self.layers(batch).astype(jnp.float32))  # type: ignore[operator]
+
+    def _finished(self, x: jax.Array) -> jax.Array:
+        for projection in self.projections:
+            x = projection(x)
+        return x if self.head is None else self.head(x)
+
+
+def _pool(hidden: jax.Array, starts: jax.Array, lengths: jax.Array, kind: PoolingType) -> jax.Array:
+    """[T, E] -> float32[S, E]"""
+    if kind == "CLS":
+        return hidden.at[starts].get(mode="clip").astype(jnp.float32)
+    if kind == "LAST":
+        last = starts + jnp.maximum(lengths, 1) - 1
+        return hidden.at[last].get(mode="clip").astype(jnp.float32)
+    tokens = jnp.arange(hidden.shape[0], dtype=jnp.int32)[None, :]
+    first = starts[:, None]
+    inside = (tokens >= first) & (tokens < first + lengths[:, None])
+    sums = jnp.matmul(inside.astype(jnp.float32), hidden.astype(jnp.float32), precision="highest")
+    return sums / jnp.maximum(lengths, 1).astype(jnp.float32)[:, None]

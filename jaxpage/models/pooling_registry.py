@@ -1,0 +1,290 @@
+"""Architectures that say something of whole texts: which there are, how they are built, and their tensors' names.
+
+Every decoder of `registry` is one of them too, under the names that transformers gives its other heads. Knows
+families; must not know files or engines.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.models import registry
+from jaxpage.models.encoder import Encoder, encoder_config
+from jaxpage.models.modernbert import ModernBert, modernbert_config
+from jaxpage.models.pooling_model import (
+    DecoderStates,
+    Does,
+    Head,
+    LinearHead,
+    NormedHead,
+    PoolingModel,
+    PoolingModelConfig,
+    RewardHead,
+    TanhHead,
+)
+from jaxpage.models.sources import Naming, Source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_SUFFIXES: dict[str, Does] = {
+    "ForSequenceClassification": "classify",
+    "ForTokenClassification": "token_classify",
+    "ForProcessRewardModel": "token_classify",
+    "ForRewardModel": "token_classify",
+    "Model": "embed",
+}
+_REWARD_SUFFIXES = ("ForProcessRewardModel", "ForRewardModel")
+_CAUSAL = "ForCausalLM"
+# Names of decoders that differ from their generating form's.
+_DECODER_NAMES = {"Gemma3Text": "Gemma3"}
+
+_BERT_NAMES = {
+    "embeddings.LayerNorm.": "embeddings.norm.",
+    "encoder.layer.": "layers.",
+    "attention.self.": "",
+    "attention.output.dense.": "attention_output.",
+    "attention.output.LayerNorm.": "attention_norm.",
+    "intermediate.dense.": "up.",
+    "output.dense.": "down.",
+    "output.LayerNorm.": "output_norm.",
+    # checkpoints that were converted from TensorFlow
+    ".gamma": ".weight",
+    ".beta": ".bias",
+}
+_MODERNBERT_NAMES = {
+    "embeddings.tok_embeddings.": "tok_embeddings.",
+    "embeddings.norm.": "embedding_norm.",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture name, taken apart: "Bert" that does "embed"; `generates` if that is its form as it stands."""
+
+    name: str
+    family: str
+    does: Does
+    is_encoder: bool
+    generates: bool = False
+    is_reward: bool = False
+
+
+def architecture(hf_config: PretrainedConfig) -> Architecture | None:
+    """What config.json names, if it can say something of texts; a generating model can too, once it is converted."""
+    name = (hf_config.architectures or [""])[0]
+    if name.endswith(_CAUSAL) and name in registry.REGISTRY:
+        return Architecture(name, name.removesuffix(_CAUSAL), "embed", False, generates=True)
+    for suffix, does in _SUFFIXES.items():
+        if not name.endswith(suffix):
+            continue
+        family = name.removesuffix(suffix)
+        if family in _ENCODERS:
+            if suffix in _REWARD_SUFFIXES:
+                return None
+            return Architecture(name, family, does, True)
+        family = _DECODER_NAMES.get(family, family)
+        if family + _CAUSAL in registry.REGISTRY:
+            is_reward = suffix in _REWARD_SUFFIXES
+            return Architecture(name, family, does, False, is_reward=is_reward)
+        return None
+    return None
+
+
+def supported() -> str:
+    """The names, for an error."""
+    families = [
+        *_ENCODERS,
+        *(n.removesuffix(_CAUSAL) for n in registry.REGISTRY if n.endswith(_CAUSAL)),
+    ]
+    return f"{', '.join(families)}, each as ...Model, ...ForSequenceClassification or ...ForTokenClassification"
+
+
+def build(
+    hf_config: PretrainedConfig,
+    found: Architecture,
+    *,
+    dtype: Any,
+    max_model_len: int | None = None,
+    with_head: bool = True,
+) -> tuple[PoolingModel, Naming]:
+    """The abstract model of a config, and where its parameters stand in checkpoints. Raises ValueError.
+
+    `with_head=False`: the head is put in its place later, or there is none.
+    """
+    make = _ENCODERS.get(found.family) if found.is_encoder else _decoder
+    assert make is not None
+    return make(hf_config, found, dtype, max_model_len, with_head)
+
+
+Builder = Callable[[Any, Architecture, Any, int | None, bool], tuple[PoolingModel, Naming]]
+
+
+def _num_labels(hf: Any, found: Architecture, with_head: bool) -> int:
+    if found.does == "embed" or not with_head:
+        return 0
+    if found.name.endswith("ForRewardModel"):
+        return 1  # of Qwen2's reward models, whose config says nothing
+    return hf.num_labels
+
+
+def _bert(first_position: Callable[[Any], int], tensors_prefix: str, has_pooler: bool) -> Builder:
+    """BERT: the classifier reads a pooler that belongs to the encoder; RoBERTa: it has a layer of its own."""
+
+    def build_bert(
+        hf: Any, found: Architecture, dtype: Any, max_model_len: int | None, with_head: bool
+    ) -> tuple[PoolingModel, Naming]:
+        layers = encoder_config(hf, dtype=dtype, first_position=first_position(hf))
+        num_labels = _num_labels(hf, found, with_head)
+        config = PoolingModelConfig(
+            architecture=found.name,
+            does=found.does,
+            pooling="CLS",
+            vocab_size=layers.vocab_size,
+            hidden_size=layers.hidden_size,
+            dtype=layers.dtype,
+            longest=layers.longest,
+            num_labels=num_labels,
+            is_causal=False,
+            joins_pairs=True,
+            layers=repr(layers),
+            initializer_range=layers.initializer_range,
+        )
+        head: Head | None = None
+        heads = {}
+        if num_labels and found.does == "classify":
+            head = TanhHead(config)
+            heads = {"classifier.dense.": "head.dense.", "classifier.out_proj.": "head.out."}
+            if has_pooler:
+                heads = {"pooler.dense.": "head.dense.", "classifier.": "head.out."}
+        elif num_labels:
+            head = LinearHead(config, bias=True)
+            heads = {"classifier.": "head.out."}
+        naming = _naming(tensors_prefix, _BERT_NAMES, heads, ("embeddings.position_ids",))
+        return PoolingModel(config, Encoder(layers), head), naming
+
+    return build_bert
+
+
+def _modernbert(
+    hf: Any, found: Architecture, dtype: Any, max_model_len: int | None, with_head: bool
+) -> tuple[PoolingModel, Naming]:
+    layers = modernbert_config(hf, dtype=dtype)
+    num_labels = _num_labels(hf, found, with_head)
+    is_mean = found.does == "classify" and hf.classifier_pooling == "mean"
+    config = PoolingModelConfig(
+        architecture=found.name,
+        does=found.does,
+        pooling="MEAN" if is_mean else "CLS",
+        vocab_size=layers.vocab_size,
+        hidden_size=layers.hidden_size,
+        dtype=layers.dtype,
+        longest=layers.longest,
+        num_labels=num_labels,
+        is_causal=False,
+        joins_pairs=True,
+        layers=repr(layers),
+        initializer_range=layers.initializer_range,
+    )
+    head = None
+    if num_labels:
+        head = NormedHead(
+            config,
+            activation=hf.classifier_activation,
+            eps=hf.norm_eps,
+            bias=hf.classifier_bias,
+            norm_bias=hf.norm_bias,
+        )
+    heads = {"head.dense.": "head.dense.", "head.norm.": "head.norm.", "classifier.": "head.out."}
+    naming = _naming("model.", _MODERNBERT_NAMES, heads if num_labels else {}, ())
+    return PoolingModel(config, ModernBert(layers), head), naming
+
+
+def _decoder(
+    hf: Any, found: Architecture, dtype: Any, max_model_len: int | None, with_head: bool
+) -> tuple[PoolingModel, Naming]:
+    family = registry.REGISTRY[found.family + _CAUSAL]
+    is_causal = bool(getattr(hf, "is_causal", True))
+    if getattr(hf, "use_bidirectional_attention", None):
+        is_causal = False
+        hf = copy.copy(hf)
+        hf.use_bidirectional_attention = False  # here the batch says who sees whom
+    generating = replace(
+        family.config_from_hf(hf, dtype=dtype, max_model_len=max_model_len),
+        architecture=found.family + _CAUSAL,
+    )
+    num_labels = _num_labels(hf, found, with_head)
+    config = PoolingModelConfig(
+        architecture=found.name,
+        does=found.does,
+        pooling="LAST" if is_causal or found.does != "embed" else "MEAN",
+        vocab_size=generating.vocab_size,
+        hidden_size=generating.hidden_size,
+        dtype=generating.dtype,
+        longest=generating.max_model_len,
+        num_labels=num_labels,
+        is_causal=is_causal,
+        joins_pairs=False,
+        layers=repr(generating),
+        initializer_range=generating.initializer_range,
+    )
+    head: Head | None = None
+    heads: dict[str, str] = {}
+    if num_labels and found.is_reward:
+        head, heads = RewardHead(config), {"score.0.": "head.dense.", "score.2.": "head.out."}
+    elif num_labels:
+        head = LinearHead(config, bias=found.does == "token_classify")
+        heads = {"score.": "head.out."}
+    layers = DecoderStates(family.module(generating).model, is_causal=is_causal)
+    inside = "layers.decoder."
+
+    def name(theirs: str) -> str | None:
+        """Checkpoints of decoders without their language-model head may leave out "model."."""
+        for old, new in heads.items():
+            if theirs.startswith(old):
+                return new + theirs.removeprefix(old)
+        known = family.tensor_name(theirs)
+        if known is None or known.startswith(("lm_head.", "score.")):
+            return None
+        return inside + known.removeprefix("model.")
+
+    weight_map = {
+        inside + path.removeprefix("model."): Source(
+            inside + source.tensor.removeprefix("model."), source.start, source.stop
+        )
+        for path, source in family.weight_map(generating).items()
+    }
+    return PoolingModel(config, layers, head), Naming(tensor_name=name, weight_map=weight_map)
+
+
+def _naming(
+    prefix: str, names: dict[str, str], heads: dict[str, str], unused: tuple[str, ...]
+) -> Naming:
+    """Of an encoder whose tensors may begin with `prefix`; `heads`: beginnings of a head's tensors -> ours."""
+
+    def name(theirs: str) -> str | None:
+        known = theirs.removeprefix(prefix)
+        for old, new in heads.items():
+            if known.startswith(old):
+                return new + known.removeprefix(old)
+        if known in unused or not known.startswith(_ENCODER_PARTS):
+            return None
+        for old, new in names.items():
+            known = known.replace(old, new)
+        return f"layers.{known}"
+
+    return Naming(tensor_name=name, weight_map={})
+
+
+# What tensors of an encoder's layers begin with; all others belong to heads that are not asked for.
+_ENCODER_PARTS = ("embeddings.", "encoder.", "layers.", "final_norm.")
+
+_ENCODERS: dict[str, Builder] = {
+    "Bert": _bert(lambda hf: 0, "bert.", True),
+    "Roberta": _bert(lambda hf: hf.pad_token_id + 1, "roberta.", False),
+    "XLMRoberta": _bert(lambda hf: hf.pad_token_id + 1, "roberta.", False),
+    "ModernBert": _modernbert,
+}

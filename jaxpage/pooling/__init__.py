@@ -1,0 +1,1 @@
+"""Embeddings, classes, scores and rewards of whole texts: models that do not generate."""

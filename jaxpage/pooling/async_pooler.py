@@ -1,0 +1,164 @@
+"""`AsyncPooler`: one pooling model for many tasks. Calls that wait are computed together.
+
+Prompts are read in one thread and computed in another. Knows the pooler and the engine. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jaxpage.config import EngineConfig, ResolvedConfig
+from jaxpage.engine.errors import EngineDeadError
+from jaxpage.pooling.build import BuiltPooler, build_pooler
+from jaxpage.pooling.engine import PoolingStats
+from jaxpage.pooling.inputs import PoolingInputs
+from jaxpage.pooling.pooler import Facts, Pooler, Work
+from jaxpage.runner.programs import ProgramRecord
+
+T = TypeVar("T")
+
+# Tokens of calls that are computed together: enough to fill launches, few enough that none waits long.
+_TOKENS_TOGETHER = 16384
+
+
+@dataclass(frozen=True)
+class _Call:
+    work: Work
+    future: Future[list[Any]]
+
+
+class AsyncPooler:
+    """Where a server has an `AsyncLLM`, of a model that pools. Methods may be called from any thread."""
+
+    def __init__(self, options: EngineConfig):
+        """Raises ValueError or TypeError for options that cannot be had."""
+        self._start(build_pooler(options))
+
+    @classmethod
+    def from_built(cls, built: BuiltPooler) -> AsyncPooler:
+        """An AsyncPooler around a model that was put together elsewhere."""
+        pooler = cls.__new__(cls)
+        pooler._start(built)
+        return pooler
+
+    def _start(self, built: BuiltPooler) -> None:
+        self.config: ResolvedConfig = built.config
+        self._built = built
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-inputs")
+        self._is_shut_down = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=_compute, args=(built, self._calls), name="jaxpage-pooling", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def facts(self) -> Facts:
+        return self._built.pooler.facts
+
+    async def read(self, prepare: Callable[[Pooler], Work]) -> Work:
+        """What is to be computed for a call; `prepare` runs in the thread that has the tokenizer, and may raise."""
+        return await self._read(lambda: prepare(self._built.pooler))
+
+    async def compute(self, work: Work) -> list[Any]:
+        """Its outputs. Whoever is cancelled before it was begun is not computed. Raises EngineDeadError."""
+        future: Future[list[Any]] = Future()
+        with self._lock:
+            if self._is_shut_down:
+                raise EngineDeadError("the engine was shut down")
+            self._calls.put(_Call(work, future))
+        return work.finish(await asyncio.wrap_future(future))
+
+    async def with_inputs(self, function: Callable[[PoolingInputs], T]) -> T:
+        """What needs the tokenizer, in the thread that has it."""
+        return await self._read(lambda: function(self._built.pooler.inputs))
+
+    async def _read(self, function: Callable[[], T]) -> T:
+        try:
+            future = self._reader.submit(function)
+        except RuntimeError:  # of an executor that was shut down
+            raise EngineDeadError("the engine was shut down") from None
+        return await asyncio.wrap_future(future)
+
+    async def wait_until_warm(self) -> None:
+        """Until every program is compiled. Raises what the compiler raised."""
+        await asyncio.to_thread(self._built.engine.wait_until_warm)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if nothing can be computed any more."""
+        if self.errored:
+            raise EngineDeadError("the engine was shut down")
+
+    @property
+    def errored(self) -> bool:
+        return self._is_shut_down or not self._thread.is_alive()
+
+    def stats(self) -> PoolingStats:
+        return self._built.engine.stats()
+
+    def programs(self) -> list[ProgramRecord]:
+        """The compiled programs, and the names of those that are not compiled yet."""
+        return self._built.engine.programs()
+
+    def shutdown(self) -> None:
+        """Compute what was asked for before, and end the threads. Idempotent."""
+        with self._lock:
+            was_shut_down, self._is_shut_down = self._is_shut_down, True
+            if not was_shut_down:
+                self._calls.put(None)
+        self._reader.shutdown()
+        self._thread.join()
+
+
+def _compute(built: BuiltPooler, calls: queue.SimpleQueue[_Call | None]) -> None:
+    """A thread's work: take what waits, and compute it together."""
+    held: _Call | None = None
+    while True:
+        first = held or calls.get()
+        held = None
+        if first is None:
+            return
+        together, num_tokens = [first], first.work.num_tokens
+        ends = False
+        while num_tokens < _TOKENS_TOGETHER:
+            try:
+                call = calls.get_nowait()
+            except queue.Empty:
+                break
+            if call is None:
+                ends = True
+                break
+            if call.work.of_tokens != first.work.of_tokens:
+                held = call
+                break
+            together.append(call)
+            num_tokens += call.work.num_tokens
+        _answer(built, together)
+        if ends:
+            return
+
+
+def _answer(built: BuiltPooler, calls: list[_Call]) -> None:
+    # A caller that went away in the meantime is not answered.
+    wanted = [call for call in calls if call.future.set_running_or_notify_cancel()]
+    if not wanted:
+        return
+    texts = [text for call in wanted for text in call.work.texts]
+    try:
+        results = built.engine.run(texts, of_tokens=wanted[0].work.of_tokens)
+    except BaseException as error:
+        for call in wanted:
+            call.future.set_exception(error)
+        return
+    start = 0
+    for call in wanted:
+        stop = start + len(call.work.texts)
+        call.future.set_result(results[start:stop])
+        start = stop

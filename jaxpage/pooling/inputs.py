@@ -1,0 +1,200 @@
+"""Prompts of pooling models made into texts to compute: tokenised, truncated, checked; and pairs of them.
+
+Knows prompt forms and limits. Must not know engines or tasks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxpage.chat_template import render
+from jaxpage.config import ResolvedConfig
+from jaxpage.pooling.engine import Text
+from jaxpage.pooling.sentence_transformers import SentenceTransformer
+from jaxpage.prompts import Limits, Prompt, parse, parse_chat
+from jaxpage.tokenizer import load_chat_template
+
+
+@dataclass(kw_only=True)
+class PairPrompt(Prompt):
+    """Two texts as one sequence."""
+
+    type_ids: list[int] | None = None  # 0 or 1: which of them, for models that are told
+
+
+class PoolingInputs:
+    """Makes texts of prompts. Nothing has changed if it raises."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: ResolvedConfig,
+        folder: SentenceTransformer,
+        *,
+        vocab_size: int,
+        joins_pairs: bool,
+    ):
+        """`joins_pairs`: a pair is what the tokenizer makes of two texts; otherwise one text behind the other."""
+        self.tokenizer = tokenizer
+        self.limits = Limits(
+            vocab_size=vocab_size,
+            max_model_len=config.max_model_len,
+            max_logprobs=0,
+            has_tokenizer=tokenizer is not None,
+        )
+        self._config, self._folder, self._joins_pairs = config, folder, joins_pairs
+
+    @functools.cached_property
+    def max_token_len(self) -> int:
+        """Characters of the longest token of the vocabulary; 1 without a tokenizer."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1) if self.tokenizer else 1
+
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        """The text of ids, special tokens included; None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode(list(token_ids))
+
+    def parse(
+        self,
+        prompts: Any,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        *,
+        prompt_name: str | None = None,
+    ) -> list[Prompt]:
+        """One prompt or many, as ids. Raises ValueError for what is no prompt.
+
+        `prompt_name`: which of the folder's prompts is put before each text, as sentence-transformers does.
+        """
+        options, length = self._truncation(tokenization_kwargs)
+        prompts = self._with_prompt(prompts, prompt_name)
+        if self._folder.lower_case:
+            prompts = _lowered(prompts)
+        return _cut(parse(prompts, self.tokenizer, options), length)
+
+    def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
+        """One conversation or many, rendered; `options` are those of `prompts.parse_chat`. Raises ValueError."""
+        template = options.pop("chat_template", None) or self._config.chat_template
+        return parse_chat(messages, self.tokenizer, chat_template=template, **options)
+
+    def pairs(
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[Prompt]:
+        """Each query and its document as one sequence. Raises ValueError.
+
+        With a `chat_template` (or the engine's), which gets them as messages of the roles "query" and "document", the
+        sequence is what it makes of them.
+        """
+        if self.tokenizer is None:
+            raise ValueError("scoring texts needs a tokenizer, skip_tokenizer_init=True")
+        options, length = self._truncation(tokenization_kwargs)
+        template = load_chat_template(chat_template or self._config.chat_template)
+        if template is None and self._joins_pairs:
+            return self._joined(queries, documents, options)
+        texts = [
+            q + d if template is None else self._rendered(q, d, template)
+            for q, d in zip(queries, documents, strict=True)
+        ]
+        return _cut(parse(texts, self.tokenizer, options), length)
+
+    def texts(self, prompts: Sequence[Prompt]) -> list[Text]:
+        """What the engine computes. Raises ValueError for prompts that it cannot."""
+        texts = []
+        for index, prompt in enumerate(prompts):
+            try:
+                self._check(prompt)
+            except ValueError as error:
+                where = f"prompt {index} of {len(prompts)}: " if len(prompts) > 1 else ""
+                raise ValueError(f"{where}{error}") from None
+            type_ids = prompt.type_ids if isinstance(prompt, PairPrompt) else None
+            texts.append(Text(token_ids=prompt.token_ids, type_ids=type_ids))
+        return texts
+
+    def _check(self, prompt: Prompt) -> None:
+        limits, num_tokens = self.limits, len(prompt.token_ids)
+        if prompt.embeds is not None:
+            raise ValueError('"prompt_embeds" are not supported by pooling models')
+        if num_tokens == 0:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        if num_tokens > limits.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens, max_model_len is {limits.max_model_len}; shorten it, or "
+                "give truncate_prompt_tokens"
+            )
+        wrong = next((i for i in prompt.token_ids if not 0 <= i < limits.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt_token_ids has {wrong}, the vocabulary has ids 0..{limits.vocab_size - 1}"
+            )
+
+    def _truncation(
+        self, tokenization_kwargs: Mapping[str, Any] | None
+    ) -> tuple[dict[str, Any], int | None]:
+        """What goes to the tokenizer, and to how many tokens prompts are truncated, if they are."""
+        options = dict(tokenization_kwargs or {})
+        length = options.pop("truncate_prompt_tokens", None)
+        if length is None:
+            return options, None
+        if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
+            raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length!r}")
+        most = self.limits.max_model_len
+        if length > most:
+            raise ValueError(f"truncate_prompt_tokens={length} is more than max_model_len={most}")
+        length = most if length == -1 else length
+        # The tokenizer keeps its special tokens at the ends.
+        return options | {"truncation": True, "max_length": length}, length
+
+    def _with_prompt(self, prompts: Any, name: str | None) -> Any:
+        if name is None:
+            return prompts
+        known = self._folder.prompts
+        if name not in known:
+            names = ", ".join(map(repr, known)) or "none"
+            raise ValueError(f"prompt_name {name!r} is not one of the model's; there are: {names}")
+        if not self._folder.includes_prompt:
+            raise ValueError(
+                "prompt_name: the model's mean leaves prompts out, which is not supported"
+            )
+        return _mapped(prompts, lambda text: known[name] + text)
+
+    def _joined(
+        self, queries: Sequence[str], documents: Sequence[str], options: Mapping[str, Any]
+    ) -> list[Prompt]:
+        if self._folder.lower_case:
+            queries, documents = [q.lower() for q in queries], [d.lower() for d in documents]
+        found = self.tokenizer(list(queries), list(documents), **options)
+        type_ids = found.get("token_type_ids") or [None] * len(queries)
+        return [
+            PairPrompt(token_ids=list(ids), type_ids=types)
+            for ids, types in zip(found["input_ids"], type_ids, strict=True)
+        ]
+
+    def _rendered(self, query: str, document: str, template: str) -> str:
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        return render(messages, self.tokenizer, chat_template=template)
+
+
+def _cut(prompts: list[Prompt], length: int | None) -> list[Prompt]:
+    """Prompts that were given as ids lose their ends."""
+    return [p if length is None else replace(p, token_ids=p.token_ids[:length]) for p in prompts]
+
+
+def _lowered(prompts: Any) -> Any:
+    return _mapped(prompts, str.lower)
+
+
+def _mapped(prompts: Any, function: Any) -> Any:
+    """The texts among prompts of any form, changed; what has none stays."""
+    if isinstance(prompts, str):
+        return function(prompts)
+    if isinstance(prompts, Mapping):
+        text = prompts.get("prompt")
+        return {**prompts, "prompt": function(text)} if isinstance(text, str) else prompts
+    if isinstance(prompts, list | tuple):
+        return [_mapped(p, function) if isinstance(p, str | Mapping) else p for p in prompts]
+    return prompts

@@ -1,0 +1,73 @@
+"""What a user of a pooling model gets back: vLLM's output types. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(kw_only=True, slots=True)
+class PoolingOutput:
+    """Float32 numbers as the task gives them: [D] for a text, [T, D] for its tokens."""
+
+    data: np.ndarray
+
+
+@dataclass(kw_only=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(kw_only=True, slots=True)
+class ClassificationOutput:
+    """The probability of each class, or its logit if activations are off."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoringOutput:
+    """How well two texts fit: of a cross-encoder its probability, of embeddings their cosine."""
+
+    score: float
+
+
+@dataclass(kw_only=True, slots=True)
+class PoolingRequestOutput:
+    """One answer. `outputs` is a PoolingOutput, or in the classes below what their names say."""
+
+    request_id: str
+    outputs: Any
+    prompt_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """Of `LLM.embed`: `outputs` is an EmbeddingOutput."""
+
+    __slots__ = ()
+
+
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """Of `LLM.classify`: `outputs` is a ClassificationOutput."""
+
+    __slots__ = ()
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    """Of `LLM.score`: `outputs` is a ScoringOutput."""
+
+    __slots__ = ()

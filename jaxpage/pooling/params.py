@@ -1,0 +1,125 @@
+"""`PoolingParams` and `PoolerConfig`: what a request, and an engine, say of pooling, under vLLM's names.
+
+Knows names and ranges. Must not know models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpage.sampling_params import RequestOutputKind
+
+TASKS = ("embed", "classify", "token_embed", "token_classify")
+# Names that are no tasks -> what is meant.
+_HINTS = {
+    "score": 'call LLM.score, or use "classify" or "embed"',
+    "reward": 'call LLM.reward, or use "token_classify"',
+    "encode": f"give one of {', '.join(TASKS)}",
+}
+_SEQUENCE_TYPES = ("CLS", "LAST", "MEAN")
+_TOKEN_TYPES = ("ALL", "STEP")
+
+
+@dataclass(kw_only=True)
+class PoolingParams:
+    """How one text is pooled. Raises ValueError for bad values."""
+
+    truncate_prompt_tokens: int | None = (
+        None  # tokens that are left of a longer text; -1: as many as fit
+    )
+    dimensions: int | None = None  # the first ones of an embedding (Matryoshka)
+    # None: unit length for embeddings, probabilities for classes; False: raw numbers
+    use_activation: bool | None = None
+    step_tag_id: int | None = (
+        None  # of process rewards: the tokens that end steps; None: the model's
+    )
+    returned_token_ids: list[int] | None = None  # of process rewards: which labels are returned
+    task: str | None = None  # one of TASKS
+    skip_reading_prefix_cache: bool | None = None  # there is none
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+
+    def __post_init__(self) -> None:
+        check_task(self.task)
+        _check_ints(self, ("truncate_prompt_tokens", "dimensions", "step_tag_id"))
+        if self.dimensions is not None and self.dimensions < 1:
+            raise ValueError(f"dimensions must be at least 1, got {self.dimensions}")
+        length = self.truncate_prompt_tokens
+        if length is not None and length < 1 and length != -1:
+            raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length}")
+        if self.use_activation is not None and not isinstance(self.use_activation, bool):
+            raise ValueError(f"use_activation must be a bool or None, got {self.use_activation!r}")
+        if self.output_kind != RequestOutputKind.FINAL_ONLY:
+            raise ValueError("output_kind must be FINAL_ONLY: a text is pooled at once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolerConfig:
+    """How an engine pools, where that is not what the checkpoint says. Raises ValueError for bad values."""
+
+    # CLS, LAST or MEAN for whole texts, ALL or STEP for tokens; None: the checkpoint's
+    pooling_type: str | None = None
+    seq_pooling_type: str | None = None  # the same, of whole texts only
+    tok_pooling_type: str | None = None  # the same, of tokens only
+    use_activation: bool | None = None  # the default of `PoolingParams.use_activation`
+    normalize: bool | None = None  # an older name of it, of embeddings
+    dimensions: int | None = None  # the default of `PoolingParams.dimensions`
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        unsupported = {name: value for name, value in self.options.items() if value}
+        if unsupported:
+            name, value = next(iter(unsupported.items()))
+            known = ", ".join(f.name for f in dataclasses.fields(self) if f.name != "options")
+            raise ValueError(
+                f"pooler_config has {name}={value!r}, which is not supported; it may have {known}"
+            )
+        _check_type("pooling_type", self.pooling_type, (*_SEQUENCE_TYPES, *_TOKEN_TYPES))
+        _check_type("seq_pooling_type", self.seq_pooling_type, _SEQUENCE_TYPES)
+        _check_type("tok_pooling_type", self.tok_pooling_type, _TOKEN_TYPES)
+        _check_ints(self, ("dimensions", "step_tag_id"))
+
+    @property
+    def of_texts(self) -> str | None:
+        """CLS, LAST or MEAN; None if nothing was said."""
+        given = self.seq_pooling_type or self.pooling_type
+        return given if given in _SEQUENCE_TYPES else None
+
+    @property
+    def activates(self) -> bool | None:
+        return self.normalize if self.use_activation is None else self.use_activation
+
+
+def to_pooler_config(value: Any) -> PoolerConfig:
+    """A PoolerConfig of one, of a dict of its fields, or of None. Raises ValueError."""
+    if value is None:
+        return PoolerConfig()
+    if isinstance(value, PoolerConfig):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"pooler_config must be a PoolerConfig or a dict, got {value!r}")
+    known = {f.name for f in dataclasses.fields(PoolerConfig)} - {"options"}
+    ours = {name: v for name, v in value.items() if name in known}
+    return PoolerConfig(**ours, options={n: v for n, v in value.items() if n not in known})
+
+
+def check_task(task: str | None) -> None:
+    """Raise ValueError for what is no pooling task."""
+    if task is not None and task not in TASKS:
+        hint = _HINTS.get(str(task), f"it must be one of {', '.join(TASKS)}")
+        raise ValueError(f"task {task!r} is no pooling task: {hint}")
+
+
+def _check_type(name: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _check_ints(holder: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(holder, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{name} must be an int, got {value!r}")

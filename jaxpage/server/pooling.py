@@ -1,0 +1,284 @@
+"""The application of a pooling model: embeddings, classes, scores, ranks, and raw numbers, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from jaxpage.pooling.async_pooler import AsyncPooler
+from jaxpage.pooling.pooler import Facts, Pooler, Work
+from jaxpage.prompts import Prompt
+from jaxpage.server import operation, tokens
+from jaxpage.server.app import add_checks, empty_app
+from jaxpage.server.batch import InFlight
+from jaxpage.server.context import Server
+from jaxpage.server.errors import ApiError, to_answer_error, to_api_error
+from jaxpage.server.options import ServerOptions
+from jaxpage.server.pooling_metrics import PoolingMetrics
+from jaxpage.server.protocol.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    InputFields,
+    PoolingFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from jaxpage.server.response_store import ResponseStore
+from jaxpage.server.streaming import until_disconnected
+from jaxpage.server.texts import check_length, check_messages
+
+Outputs = list[Any]
+Body = dict[str, Any]
+
+
+def make_pooling_app(llm: AsyncPooler, options: ServerOptions) -> tuple[FastAPI, Server]:
+    """An ASGI application, and what it serves."""
+    server = _server(llm, options)
+    app = empty_app(server)
+    app.include_router(operation.router(server))
+    app.include_router(tokens.router(server))
+    _add_calls_of_texts(app, server, llm)
+    _add_calls_of_pairs(app, server, llm)
+    _add_refusals(app, llm.facts)
+    add_checks(app, server)
+    return app, server
+
+
+def _server(llm: AsyncPooler, options: ServerOptions) -> Server:
+    config, engine = llm.config, _as_any(llm)
+    folder = Path(config.model)
+    name = folder.name if folder.is_dir() else config.model
+    names = options.served_model_name or (name, config.model)
+    metrics = PoolingMetrics(llm, names[0])
+    return Server(
+        llm=engine,
+        # The line of throughput is about generation.
+        options=dataclasses.replace(options, disable_log_stats=True),
+        in_flight=InFlight(
+            max_requests=config.max_num_seqs + options.max_queued_requests,
+            rejected=metrics.rejected,
+        ),
+        responses=ResponseStore(options.max_stored_responses),
+        model_names=names,
+        metrics=_as_any(metrics),
+    )
+
+
+def _as_any(value: Any) -> Any:
+    """What stands where a generating server has another type, with the methods that are used here."""
+    return value
+
+
+def _add_calls_of_texts(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        def prepare(pooler: Pooler) -> Work:
+            return pooler.embed(_prompts(pooler, body, body.prompt_name), body.params())
+
+        def make(outputs: Outputs) -> Body:
+            found = [output.outputs.embedding for output in outputs]
+            return {"data": _items("embedding", "embedding", found, body.encoding_format)}
+
+        return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
+
+    @app.post("/classify")
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
+        def prepare(pooler: Pooler) -> Work:
+            return pooler.classify(_prompts(pooler, body), body.params())
+
+        def make(outputs: Outputs) -> Body:
+            return {"data": [_class(i, o.outputs.probs, llm.facts) for i, o in enumerate(outputs)]}
+
+        return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
+
+    @app.post("/pooling")
+    async def pooling(body: PoolingRequest, request: Request) -> Response:
+        def prepare(pooler: Pooler) -> Work:
+            prompts = _prompts(pooler, body, body.prompt_name)
+            return pooler.encode(prompts, body.params(task=body.task))
+
+        def make(outputs: Outputs) -> Body:
+            found = [output.outputs.data for output in outputs]
+            return {"data": _items("pooling", "data", found, body.encoding_format)}
+
+        return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
+
+
+def _add_calls_of_pairs(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
+    @app.post("/score")
+    @app.post("/v1/score")
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        first, second = body.pair()
+        num_texts = len(second) if isinstance(second, list) else 1
+
+        def prepare(pooler: Pooler) -> Work:
+            return pooler.score(first, second, body.params())
+
+        def make(outputs: Outputs) -> Body:
+            scores = [output.outputs.score for output in outputs]
+            return {
+                "data": [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]
+            }
+
+        return await _respond(server, llm, _Call(body, request, num_texts, prepare, make))
+
+    @app.post("/rerank")
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        texts = body.texts()
+
+        def prepare(pooler: Pooler) -> Work:
+            return pooler.score(body.query, texts, body.params())
+
+        def make(outputs: Outputs) -> Body:
+            return {"results": _ranked(texts, outputs, body.top_n)}
+
+        return await _respond(server, llm, _Call(body, request, len(texts), prepare, make))
+
+
+_PREFIXES = {
+    "EmbeddingRequest": "embd",
+    "ClassifyRequest": "classify",
+    "PoolingRequest": "pool",
+    "ScoreRequest": "score",
+    "RerankRequest": "rerank",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """An HTTP call: its texts are counted before they are read."""
+
+    body: PoolingFields
+    request: Request
+    num_texts: int
+    prepare: Callable[[Pooler], Work]
+    make: Callable[[Outputs], Body]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computation:
+    """The rest of a call, as `until_disconnected` wants it."""
+
+    llm: AsyncPooler
+    work: Work
+
+    async def response(self) -> dict[str, Any]:
+        return {"outputs": await self.llm.compute(self.work)}
+
+    def chunks(self) -> Any:
+        raise NotImplementedError("there are no streams of vectors")
+
+    def close(self) -> None:
+        """What was cancelled before it was begun is not computed."""
+
+
+async def _respond(server: Server, llm: AsyncPooler, call: _Call) -> Response:
+    body, request = call.body, call.request
+    body.warn_of_unknown()
+    server.check_model(body.model)
+    call_id = (request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex)[:256]
+    ids = server.in_flight.enter(call_id, max(1, call.num_texts))
+    try:
+        try:
+            work = await llm.read(call.prepare)
+        except (ValueError, TypeError) as error:
+            raise to_api_error(error, frozenset(type(body).model_fields)) from error
+        try:
+            found = await until_disconnected(request.receive, _Computation(llm, work))
+        except Exception as error:
+            raise to_answer_error(error) from error
+    finally:
+        server.in_flight.leave(call_id, ids)
+    if found is None:
+        return Response(status_code=499)  # nobody reads it
+    kind = type(body).__name__
+    whole = {
+        "id": f"{_PREFIXES[kind]}-{call_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": server.model_name,
+        **call.make(found["outputs"]),
+        "usage": {
+            "prompt_tokens": work.num_tokens,
+            "total_tokens": work.num_tokens,
+            "completion_tokens": 0,
+            "prompt_tokens_details": None,
+        },
+    }
+    if kind == "RerankRequest":
+        del whole["object"], whole["created"]
+    return JSONResponse(whole, headers={"X-Request-Id": call_id})
+
+
+def _num_inputs(body: InputFields) -> int:
+    return len(body.prompts()) or 1
+
+
+def _prompts(pooler: Pooler, body: InputFields, prompt_name: str | None = None) -> list[Prompt]:
+    """The input as ids. Raises ValueError."""
+    inputs = pooler.inputs
+    if body.messages is not None:
+        check_messages(body.messages, _as_any(inputs))
+        return inputs.parse_chat(
+            body.messages,
+            add_generation_prompt=False,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+    options = dict(body.tokenization())
+    if body.truncate_prompt_tokens is not None:
+        options["truncate_prompt_tokens"] = body.truncate_prompt_tokens
+    given = body.prompts()
+    for prompt in given if body.truncate_prompt_tokens is None else ():
+        check_length(prompt, _as_any(inputs))
+    return inputs.parse(given, options, prompt_name=prompt_name)
+
+
+def _items(kind: str, name: str, found: list[Any], encoding: str) -> list[Body]:
+    return [
+        {"index": i, "object": kind, name: _encoded(numbers, encoding)}
+        for i, numbers in enumerate(found)
+    ]
+
+
+def _encoded(numbers: Any, encoding: str) -> Any:
+    if encoding == "base64":
+        return base64.b64encode(np.asarray(numbers, "<f4").tobytes()).decode()
+    return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
+
+
+def _class(index: int, probs: list[float], facts: Facts) -> Body:
+    best = int(np.argmax(probs))
+    label = facts.labels.get(best)
+    return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+
+
+def _ranked(texts: list[str], outputs: Outputs, top_n: int) -> list[Body]:
+    """The best first."""
+    scores = [output.outputs.score for output in outputs]
+    order = sorted(range(len(texts)), key=lambda i: -scores[i])
+    return [
+        {"index": i, "document": {"text": texts[i]}, "relevance_score": scores[i]}
+        for i in order[: top_n or None]
+    ]
+
+
+def _add_refusals(app: FastAPI, facts: Facts) -> None:
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    @app.post("/v1/responses")
+    async def generate() -> Response:
+        raise ApiError(
+            400, f"{facts.name} does not generate text: it is for {' and '.join(facts.tasks)}"
+        )

@@ -1,0 +1,124 @@
+"""Bodies of `/v1/embeddings`, `/classify`, `/score`, `/rerank` and `/pooling`: vLLM's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from jaxpage.pooling.params import PoolingParams
+from jaxpage.server.protocol.sampling import OpenModel, RequestId
+
+# A text, its ids, or several of either.
+Input = str | list[int] | list[str] | list[list[int]]
+
+
+class PoolingFields(OpenModel):
+    """What all of them have."""
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    request_id: RequestId | None = None
+    priority: int = 0
+    use_activation: bool | None = None
+
+    def params(self, **more: Any) -> PoolingParams:
+        """Raises ValueError."""
+        return PoolingParams(
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            use_activation=self.use_activation,
+            **more,
+        )
+
+    def tokenization(self) -> Mapping[str, Any]:
+        return {}
+
+
+class InputFields(PoolingFields):
+    """Of those that take texts one by one: `input`, or one conversation as `messages`."""
+
+    input: Input | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def prompts(self) -> list[Any]:
+        """The texts or ids, without the conversation. Raises ValueError."""
+        if (self.input is None) == (self.messages is None):
+            raise ValueError("input or messages must be given, and not both")
+        given = self.input
+        if given is None:
+            return []
+        if not given:
+            raise ValueError("input must not be empty")
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        return [given] if is_one else list(given)
+
+    def tokenization(self) -> Mapping[str, Any]:
+        return {"add_special_tokens": self.add_special_tokens}
+
+
+class EmbeddingRequest(InputFields):
+    """OpenAI's embeddings."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    normalize: bool | None = None  # an older name of use_activation
+    prompt_name: str | None = None  # one of the model's prompts of sentence-transformers
+
+    def params(self, **more: Any) -> PoolingParams:
+        """Raises ValueError."""
+        found = super().params(dimensions=self.dimensions, **more)
+        if found.use_activation is None:
+            found.use_activation = self.normalize
+        return found
+
+
+class ClassifyRequest(InputFields):
+    """Classes of texts."""
+
+
+class PoolingRequest(EmbeddingRequest):
+    """Whatever the model gives, as numbers."""
+
+    task: str | None = None
+
+
+class ScoreRequest(PoolingFields):
+    """How well texts fit: pairs under one of three pairs of names."""
+
+    queries: Any = None
+    documents: Any = None
+    data_1: Any = None
+    data_2: Any = None
+    text_1: Any = None
+    text_2: Any = None
+
+    def pair(self) -> tuple[Any, Any]:
+        """Raises ValueError."""
+        names = (("queries", "documents"), ("data_1", "data_2"), ("text_1", "text_2"))
+        given = [pair for pair in names if any(getattr(self, name) is not None for name in pair)]
+        if len(given) != 1 or any(getattr(self, name) is None for name in given[0]):
+            known = ", or ".join(" and ".join(pair) for pair in names)
+            raise ValueError(f"a score needs two texts, or lists of them: {known}")
+        first, second = given[0]
+        return getattr(self, first), getattr(self, second)
+
+
+class Document(BaseModel):
+    """A text to be ranked."""
+
+    text: str
+
+
+class RerankRequest(PoolingFields):
+    """Documents in the order of how well they fit a query, as Cohere and Jina have it."""
+
+    query: str
+    documents: list[str | Document] = Field(min_length=1)
+    top_n: int = Field(0, ge=0)  # 0: all
+
+    def texts(self) -> list[str]:
+        return [d if isinstance(d, str) else d.text for d in self.documents]

@@ -1,0 +1,141 @@
+"""From raw numbers to answers: activations, sizes, cosines; and what is refused before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxpage import PoolerConfig, PoolingParams
+from jaxpage.pooling.inputs import PoolingInputs
+from jaxpage.pooling.params import to_pooler_config
+from jaxpage.pooling.pooler import Facts, Pooler, sigmoid, softmax
+from jaxpage.pooling.sentence_transformers import SentenceTransformer
+
+FACTS = Facts(
+    name="BertModel",
+    tasks=("embed", "token_embed"),
+    size=4,
+    pooler=PoolerConfig(),
+    normalizes=True,
+    activation=softmax,
+    matryoshka=(2, 4),
+)
+CLASSES = dataclasses.replace(FACTS, tasks=("classify", "token_classify"), size=3)
+RAW = np.array([3.0, 4.0, 0.0, 12.0], np.float32)
+
+
+def pooler(facts: Facts = FACTS) -> Pooler:
+    config = SimpleNamespace(max_model_len=8, chat_template=None)
+    inputs = PoolingInputs(None, config, SentenceTransformer(), vocab_size=100, joins_pairs=True)
+    return Pooler(inputs, facts)
+
+
+def test_embeddings_have_unit_length_unless_they_are_raw():
+    work = pooler().embed([[1, 2], [3]], PoolingParams())
+    first, second = work.finish([RAW, 2 * RAW])
+    np.testing.assert_allclose(first.outputs.embedding, RAW / 13, rtol=1e-6)
+    assert first.outputs.embedding == second.outputs.embedding and first.outputs.hidden_size == 4
+    assert (first.prompt_token_ids, second.request_id, first.finished) == ([1, 2], "1", True)
+    (raw,) = pooler().embed([1], PoolingParams(use_activation=False)).finish([RAW])
+    assert raw.outputs.embedding == RAW.tolist()
+    off = dataclasses.replace(FACTS, pooler=PoolerConfig(normalize=False))
+    (raw,) = pooler(off).embed([1]).finish([RAW])
+    assert raw.outputs.embedding == RAW.tolist()
+
+
+def test_shorter_embeddings_have_unit_length_too():
+    (output,) = pooler().embed([1], PoolingParams(dimensions=2)).finish([RAW])
+    np.testing.assert_allclose(output.outputs.embedding, [0.6, 0.8], rtol=1e-6)
+
+
+def test_classes_are_probabilities_of_a_softmax():
+    (output,) = pooler(CLASSES).classify([1]).finish([np.log(np.array([1, 2, 5], np.float32))])
+    np.testing.assert_allclose(output.outputs.probs, [0.125, 0.25, 0.625], rtol=1e-6)
+    assert output.outputs.num_classes == 3
+
+
+def test_sigmoids_do_not_overflow():
+    assert sigmoid(np.array([-1000.0, 0.0, 1000.0])).tolist() == [0.0, 0.5, 1.0]
+
+
+def test_scores_of_embeddings_are_cosines_of_one_with_many():
+    work = pooler().score([1, 2], [[3], [4]])
+    assert [list(t.token_ids) for t in work.texts] == [[1, 2], [3], [4]]
+    same, other = work.finish([RAW, RAW * 7, np.array([-4.0, 3.0, 0.0, 0.0], np.float32)])
+    assert same.outputs.score == pytest.approx(1.0) and other.outputs.score == pytest.approx(
+        0, abs=1e-6
+    )
+    assert same.request_id == "0_1" and other.prompt_token_ids == [1, 2, 4]
+
+
+def test_a_reward_is_read_at_the_tag_of_a_step():
+    params = PoolingParams(step_tag_id=7, use_activation=False)
+    (output,) = pooler(CLASSES).encode([7, 1, 7], params, "token_classify").finish([np.eye(3)])
+    assert output.outputs.data.tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("ask", "complaint"),
+    [
+        (lambda p: p.embed([[]]), "empty"),
+        (lambda p: p.embed([100]), "has 100, the vocabulary has ids 0..99"),
+        (lambda p: p.embed([1] * 9), "has 9 tokens, max_model_len is 8"),
+        (lambda p: p.embed([[1], [1] * 9]), "prompt 1 of 2: the prompt has 9"),
+        (lambda p: p.embed("text"), "need a tokenizer"),
+        (lambda p: p.embed([1], PoolingParams(dimensions=3)), "not one of the model's, 2, 4"),
+        (lambda p: p.embed([1], PoolingParams(task="classify")), "is 'classify', but 'embed'"),
+        (lambda p: p.embed([[1], [2]], [PoolingParams()] * 3), "3 entries for 2 prompts"),
+        (lambda p: p.embed([1], 3), "must be PoolingParams"),
+        (lambda p: p.embed([1], prompt_name="query"), "'query' is not one of the model's"),
+        (lambda p: p.classify([1]), "BertModel cannot classify: it is for embed and token_embed"),
+        (lambda p: p.reward([1]), "cannot reward"),
+        (lambda p: p.encode([1], None, "classify"), "'classify' is not one of BertModel"),
+        (lambda p: p.encode([1], None, "score"), "call LLM.score"),
+        (lambda p: p.score([[1], [2]], [[1]]), "data_1 has 2 texts and data_2 1"),
+        (
+            lambda p: p.embed([1], tokenization_kwargs={"truncate_prompt_tokens": 9}),
+            "more than max_model_len=8",
+        ),
+        (lambda p: p.embed({"prompt_embeds": np.ones((1, 2))}), "prompt_embeds"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(ask, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ask(pooler())
+
+
+def test_a_cross_encoder_has_one_class_and_takes_texts():
+    with pytest.raises(ValueError, match="has 3 classes"):
+        pooler(CLASSES).score("a", "b")
+    with pytest.raises(ValueError, match="data_2 must be texts"):
+        pooler(dataclasses.replace(CLASSES, size=1)).score("a", [1, 2])
+    with pytest.raises(ValueError, match="dimensions are for embeddings"):
+        pooler(CLASSES).classify([1], PoolingParams(dimensions=2))
+
+
+def test_ids_are_cut_to_the_length_that_is_asked_for():
+    for length, left in ((3, 3), (-1, 8)):
+        params = PoolingParams(truncate_prompt_tokens=length)
+        work = pooler().embed([list(range(20))], params)
+        assert list(work.texts[0].token_ids) == list(range(left))
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: PoolingParams(dimensions=0), "dimensions must be at least 1"),
+        (lambda: PoolingParams(dimensions=True), "must be an int"),
+        (lambda: PoolingParams(task="reward"), "call LLM.reward"),
+        (lambda: PoolingParams(truncate_prompt_tokens=0), "at least 1, or -1"),
+        (lambda: PoolingParams(use_activation=1), "must be a bool"),
+        (lambda: PoolerConfig(pooling_type="MAX"), "must be one of CLS, LAST, MEAN, ALL, STEP"),
+        (lambda: to_pooler_config({"max_embed_len": 9}), "max_embed_len=9, which is not supported"),
+        (lambda: to_pooler_config(3), "must be a PoolerConfig"),
+    ],
+)
+def test_bad_parameters_are_refused(make, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make()
