@@ -24,3 +24,5 @@ class ForwardInput:
     # layer gets, so they are not scaled as token embeddings are in some families (Hugging Face's `inputs_embeds`).
     embeds: jax.Array | None = None
     is_embed: jax.Array | None = None
+    # bool[..., T]: the others are padding, whose results nobody reads. None: there is none
+    is_token: jax.Array | None = None
