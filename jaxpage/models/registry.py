@@ -13,7 +13,21 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config, gemma3_text_config
-from jaxpage.models.sources import Source, fused_projections, same_name, same_names, text_part
+from jaxpage.models.mixtures import (
+    mixtral_config,
+    olmoe_config,
+    qwen2_moe_config,
+    qwen3_moe_config,
+)
+from jaxpage.models.sources import (
+    Place,
+    fused_projections,
+    mixtral_experts,
+    same_name,
+    same_names,
+    separate_experts,
+    text_part,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,7 +40,7 @@ class Family:
     config_from_hf: Callable[..., ModelConfig] = decoder_config  # (hf, *, dtype, max_model_len)
     module: Callable[[ModelConfig], CausalLM] = CausalLM
     # Parameters that are not the tensor of their own name: path -> place in the checkpoint.
-    weight_map: Callable[[ModelConfig], dict[str, Source]] = same_names
+    weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
     # A checkpoint's name of a tensor -> ours; None: it belongs to a part that is not served.
     tensor_name: Callable[[str], str | None] = same_name
 
@@ -40,9 +54,13 @@ REGISTRY: dict[str, Family] = {
     ),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
+    "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
+    "OlmoeForCausalLM": Family(config_from_hf=olmoe_config, weight_map=separate_experts),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),
     "Qwen2ForCausalLM": Family(config_from_hf=partial(decoder_config, qkv_bias=True)),
+    "Qwen2MoeForCausalLM": Family(config_from_hf=qwen2_moe_config, weight_map=separate_experts),
     "Qwen3ForCausalLM": Family(config_from_hf=partial(decoder_config, qk_norm=True)),
+    "Qwen3MoeForCausalLM": Family(config_from_hf=qwen3_moe_config, weight_map=separate_experts),
 }
 
 
@@ -67,7 +85,7 @@ def build(hf_config: PretrainedConfig, *, dtype: Any, max_model_len: int | None 
     return chosen.module(chosen.config_from_hf(hf_config, dtype=dtype, max_model_len=max_model_len))
 
 
-def weight_map(config: ModelConfig) -> dict[str, Source]:
+def weight_map(config: ModelConfig) -> dict[str, Place]:
     """Path -> place in the checkpoint, of parameters that are not the tensor of their own name."""
     return REGISTRY[config.architecture].weight_map(config)
 
