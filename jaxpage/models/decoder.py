@@ -73,6 +73,7 @@ class SelfAttention(nnx.Module):
         self.qkv_proj: Linear | None = (
             None  # the three projections as one Linear, see `weights.transform`
         )
+        self.sinks: nnx.Param | None = None  # [H], of families that have them
 
     def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
         config = self.config
@@ -82,6 +83,7 @@ class SelfAttention(nnx.Module):
         q, k, v = (part.reshape(*x.shape[:-1], -1, config.head_dim) for part in (q, k, v))
         if config.qk_norm is True and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
         out = attention(
             self.index,
             rotate(q, *rotation),
@@ -90,6 +92,7 @@ class SelfAttention(nnx.Module):
             scale=config.attention_scale,
             window=config.windows[self.index],
             soft_cap=config.attention_soft_cap,
+            **sinks,
         )
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 

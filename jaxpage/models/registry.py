@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config, gemma3_text_config
+from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
 from jaxpage.models.mixtures import (
     mixtral_config,
     olmoe_config,
@@ -22,6 +23,7 @@ from jaxpage.models.mixtures import (
 from jaxpage.models.sources import (
     Place,
     fused_projections,
+    gpt_oss_experts,
     mixtral_experts,
     same_name,
     same_names,
@@ -51,6 +53,9 @@ REGISTRY: dict[str, Family] = {
     # Released Gemma 3 of 4B and more; images are not served.
     "Gemma3ForConditionalGeneration": Family(
         config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part
+    ),
+    "GptOssForCausalLM": Family(
+        config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
     ),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
