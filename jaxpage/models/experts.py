@@ -8,6 +8,8 @@ Letters: T tokens, E model dim, F MLP dim of an expert, X experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,23 @@ from flax import nnx
 from jaxpage.models.config import ExpertsConfig, ModelConfig
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Constant, Linear, Normal, param
 from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, experts
+
+
+@dataclass(frozen=True)
+class Gate:
+    """activation(gate) * up of gate and up; with a limit gpt-oss's, see `ExpertsConfig`."""
+
+    activation: str
+    limit: float | None
+    slope: float
+
+    def __call__(self, gate_up: jax.Array) -> jax.Array:
+        """[T, 2 F] -> [T, F]"""
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        if self.limit is None:
+            return ACTIVATION_FUNCTIONS[self.activation](gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(gate * self.slope) * (up + 1)
 
 
 class Experts(nnx.Module):
@@ -60,7 +79,7 @@ class MixtureOfExperts(nnx.Module):
         self, config: ModelConfig, settings: ExpertsConfig, shared_expert: nnx.Module | None
     ):
         self.settings = settings
-        self.activation = config.activation
+        self.activation = Gate(config.activation, settings.swiglu_limit, settings.swiglu_slope)
         embed, init = config.hidden_size, Normal(config.initializer_range)
 
         def router(num_outputs: int, *, bias: bool) -> Linear:
@@ -85,7 +104,7 @@ class MixtureOfExperts(nnx.Module):
             chosen,
             shares,
             self.experts.weights,
-            activation=self._activate,
+            activation=self.activation,
             kernel=self.kernel,
         )
         if self.shared_expert is not None and self.shared_expert_gate is not None:
@@ -105,12 +124,3 @@ class MixtureOfExperts(nnx.Module):
         if self.settings.shares_add_up_to_one:
             return chosen, jax.nn.softmax(best, axis=-1)
         return chosen, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-
-    def _activate(self, gate_up: jax.Array) -> jax.Array:
-        """[T, 2 F] -> [T, F]"""
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        limit, slope = self.settings.swiglu_limit, self.settings.swiglu_slope
-        if limit is None:
-            return ACTIVATION_FUNCTIONS[self.activation](gate) * up
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return gate * jax.nn.sigmoid(gate * slope) * (up + 1)

@@ -126,9 +126,9 @@ def experts(
     """float32[T, E]: of each token [E] the sum of its experts' down(activation(gate_up(token))), each times its share.
 
     chosen: int32[T, k], X for a token that has no expert. shares: float32[T, k]. activation: float32[T, 2 F] ->
-    [T, F]. `kernel` is what `choose` chose.
+    [T, F], hashable. `kernel` is what `choose` chose.
     """
-    apply = partial(_apply, activation=activation, kernel=kernel)
+    apply = partial(_apply, activation=activation, kernel=replace(kernel, mesh=None))
     if kernel.mesh is None or kernel.mesh.size == 1:
         return apply(x, chosen, shares, weights, jnp.int32(0))
 
@@ -150,6 +150,8 @@ def experts(
     )(x, chosen, shares, weights)
 
 
+# XLA inlines it; as a jit of its own it is traced and lowered once for all layers that are alike.
+@partial(jax.jit, static_argnames=("activation", "kernel"))
 def _apply(
     x: jax.Array,
     chosen: jax.Array,
