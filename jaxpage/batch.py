@@ -24,3 +24,4 @@ class StepBatch:
     # int32[G, T] where the tokens' KV goes; padding: a slot of the null block
     slot_mappings: jax.Array
     block_tables: jax.Array  # int32[G, R, M]
+    is_token: jax.Array | None = None  # bool[T]; the others are padding. None: not said

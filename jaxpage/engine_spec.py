@@ -24,6 +24,7 @@ from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.ops import attention, matmul
+from jaxpage.ops import experts as ops_experts
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import sharding
@@ -33,7 +34,7 @@ from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
 from jaxpage.runner.spec import PictureSpec, StepSpec
 from jaxpage.weights.spec import ParamSpec, specs
-from jaxpage.weights.transform import join_projections, quantize
+from jaxpage.weights.transform import choose_experts, join_projections, quantize
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -132,15 +133,16 @@ class EngineSpec:
         )
 
     def transform_weights(self) -> set[str]:
-        """Join and quantise the model's parameters in place, arrays or shapes. Call once, before `lowerings`.
+        """Join and quantise the model's parameters in place, arrays or shapes, and choose what computes experts. Call
+        once, before `lowerings`.
 
-        Returns the reasons why int8 products are XLA's, where a kernel could have served.
+        Returns the reasons why products of int8 weights, or of experts, are XLA's, where a kernel could have served.
         """
         if self.num_devices == 1:  # a joined weight has no even split
             join_projections(self.model)
         if self.config.quantization == "int8":
             return quantize(self.model, self.choose_matmul)
-        return set()
+        return choose_experts(self.model, self.choose_experts)
 
     def choose_matmul(
         self, weight: QuantizedWeight, axes: tuple[str, ...], units: tuple[int, ...]
@@ -153,6 +155,24 @@ class EngineSpec:
             mesh, spec = self.mesh, where.spec
         dtype = self.model.config.dtype
         return matmul.choose(weight, self.hardware, mesh=mesh, spec=spec, dtype=dtype)
+
+    def choose_experts(
+        self, gate_up: ParamSpec, down: ParamSpec
+    ) -> Choice[ops_experts.ExpertsKernel]:
+        """What computes the products of a mixture of experts with such weights."""
+        mesh = self.mesh if self.num_devices > 1 else None
+        shares = [
+            jax.ShapeDtypeStruct(each.sharding(self.mesh).shard_shape(each.shape), each.dtype)
+            for each in (gate_up, down)
+        ]
+        return ops_experts.choose(
+            shares[0],
+            shares[1],
+            self.hardware,
+            mesh=mesh,
+            divided=mesh is not None and gate_up.shape[0] % mesh.size == 0,
+            dtype=self.model.config.dtype,
+        )
 
     def with_blocks(self, num_blocks: int) -> EngineSpec:
         """The same with a pool of `num_blocks` blocks."""
@@ -234,6 +254,12 @@ def make_engine_spec(
         device_memory=hardware.memory_bytes,
     )
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
+    if config.quantization is not None and model.config.experts is not None:
+        raise ValueError(
+            f'quantization="{config.quantization}" is for models without experts; '
+            f"{model.config.architecture} has {model.config.experts.num_experts} a layer: leave it out, and "
+            "share the weights among devices by tensor_parallel_size if one cannot hold them"
+        )
     groups = group_layers(model.config.windows, config.max_model_len)
     num_devices = 1 if mesh is None else mesh.size
     shares = share_heads(model.config.num_heads, model.config.num_kv_heads, num_devices)

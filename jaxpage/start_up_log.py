@@ -35,7 +35,8 @@ def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = loggin
     if spec.no_kernel_reason:
         logger.warning("attention runs in plain XLA: %s", spec.no_kernel_reason)
     for reason in sorted(slow_products):
-        logger.warning("int8 products run in plain XLA: %s", reason)
+        which = "int8 products" if spec.config.quantization else "experts"
+        logger.warning("%s run in plain XLA: %s", which, reason)
     log_options_without_effect(spec.config)
 
 

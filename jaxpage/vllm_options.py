@@ -23,7 +23,8 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("data_parallel_rank", "data_parallel_start_rank"), (0,)),
         **dict.fromkeys(("data_parallel_hybrid_lb", "data_parallel_external_lb"), (False,)),
         **dict.fromkeys(("data_parallel_multi_port_external_lb", "enable_hc_sp"), (False,)),
-        **dict.fromkeys(("enable_expert_parallel", "enable_elastic_ep", "enable_eplb"), (False,)),
+        **dict.fromkeys(("enable_elastic_ep", "enable_eplb"), (False,)),
+        "enable_expert_parallel": (False, True),  # devices that share weights always share experts
         **dict.fromkeys(("enable_dbo", "enable_ep_weight_filter", "dcp_q_replicate"), (False,)),
         **dict.fromkeys(("enable_batch_sharded_sampling", "worker_use_ray"), (False,)),
         **dict.fromkeys(("data_parallel_address", "data_parallel_rpc_port"), ()),

@@ -219,6 +219,12 @@ def build(family: str, variant: int, path: str | Path, **overrides: Any) -> Path
     config. Returns `path`.
     """
     config_name, _ = _CLASSES[family]
+    chosen = VARIANTS[family][variant] | overrides
+    return build_from(config_name, chosen, path, seed=f"{family} {variant}")
+
+
+def build_from(config_name: str, chosen: dict[str, Any], path: str | Path, *, seed: str) -> Path:
+    """The same of a transformers config by name and its arguments."""
     arguments = {
         "vocab_size": VOCAB_SIZE,
         "intermediate_size": 72,
@@ -229,8 +235,8 @@ def build(family: str, variant: int, path: str | Path, **overrides: Any) -> Path
         "pad_token_id": 0,
     }
     # A copy: transformers writes defaults into the dicts it is given.
-    arguments |= copy.deepcopy(VARIANTS[family][variant]) | overrides
-    return save(getattr(transformers, config_name)(**arguments), path, seed=f"{family} {variant}")
+    arguments |= copy.deepcopy(chosen)
+    return save(getattr(transformers, config_name)(**arguments), path, seed=seed)
 
 
 def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) -> Path:

@@ -16,7 +16,7 @@ from jaxpage.runner.memory import pool_bytes_of
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
     """The fastest that a decode step can be, in ms. Weights and KV are read once and every token is multiplied with
-    every parameter meanwhile; then devices exchange.
+    the parameters meanwhile, of experts with its own; then devices exchange.
     """
 
     weights: float
@@ -79,11 +79,20 @@ def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep
         seconds_of(Collective(*each), batch, num_devices, links) for each in measured["exchange"]
     )
     return DecodeStep(
-        weights=1000 * measured["bytes_per_step"] / chip["bytes_per_second"],
+        weights=1000 * _bytes_per_step(measured, batch) / chip["bytes_per_second"],
         kv=1000 * kv_bytes / chip["bytes_per_second"],
         products=1000 * batch * measured["flops_per_token"] / chip["flops_per_second"],
         exchange=1000 * exchange,
     )
+
+
+def _bytes_per_step(measured: dict[str, Any], batch: int) -> float:
+    """Of weights. Of experts those that some token of the batch has, if each is as likely as the others."""
+    experts = measured["experts"]
+    if experts is None:
+        return measured["bytes_per_step"]
+    unused = (1 - experts["experts_per_token"] / experts["num_experts"]) ** batch
+    return measured["bytes_per_step"] - unused * experts["weight_bytes"]
 
 
 def _pool_bytes(measured: dict[str, Any], weight_bytes: int) -> int:

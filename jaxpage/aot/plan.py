@@ -141,6 +141,7 @@ def show(measured: dict[str, Any], estimated: Estimate) -> str:
     lines = [
         f"{measured['target']} ({chip['device_kind']}), {devices}, {chip['num_bytes'] / GIB:.1f} GiB each; "
         + ", ".join(f"{name}={value}" for name, value in config.items() if value is not None),
+        *_experts(measured),
         "",
         f"{'on each device':<28}{'GiB':>8}",
         *(
@@ -173,6 +174,17 @@ def show(measured: dict[str, Any], estimated: Estimate) -> str:
         )
     lines += ["", f"attention: {measured['attention']}", _sentence(config, estimated)]
     return "\n".join(lines)
+
+
+def _experts(measured: dict[str, Any]) -> list[str]:
+    experts = measured["experts"]
+    if experts is None:
+        return []
+    total, active = (experts[name] / 1e9 for name in ("num_parameters", "num_active"))
+    return [
+        f"{total:.1f} G parameters, of which a token uses {active:.1f} G: {experts['experts_per_token']} of "
+        f"{experts['num_experts']} experts a layer"
+    ]
 
 
 def _exchange(measured: dict[str, Any], estimated: Estimate) -> list[str]:

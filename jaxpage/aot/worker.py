@@ -27,6 +27,12 @@ import jax
 from flax import nnx
 
 from jaxpage.aot.collectives import exchanges
+from jaxpage.aot.experts import (
+    exchange_of_experts,
+    num_active,
+    numbers_of,
+    temp_bytes_of_experts,
+)
 from jaxpage.aot.hlo import copies_of_size, kernel_calls
 from jaxpage.aot.process import Report, serve
 from jaxpage.aot.steps import exchange_of, most_temp_bytes
@@ -114,7 +120,7 @@ def measure(
         programs = _remembered(job, partial(_compile_largest, job, report))
         temp_bytes = largest_step_bytes(programs, config.decode_steps)
     elif fits:
-        temp_bytes = most_temp_bytes(spec)
+        temp_bytes = most_temp_bytes(spec) + temp_bytes_of_experts(spec)
     sized = size(
         spec,
         available=partial(_pool_bytes, spec, target),
@@ -132,11 +138,12 @@ def measure(
         "chip": dataclasses.asdict(target.chip),
         "num_chips": target.num_chips,
         "links": dataclasses.asdict(target.links(num_devices)),
-        "exchange": exchange_of(spec),
+        "exchange": [*exchange_of(spec), *exchange_of_experts(spec)],
         "weight_bytes": sum(weights.values()),
         # Of an embedding that is not the head too, only the rows of the step's tokens are read.
         "bytes_per_step": sum(weights.values()) - embedding,
-        "flops_per_token": 2 * _num_parameters(spec.model, embedding > 0) // num_devices,
+        "flops_per_token": 2 * _num_multiplied(spec.model, embedding > 0) // num_devices,
+        "experts": numbers_of(spec),
         "state_bytes": state_bytes,
         "temp_bytes": temp_bytes,
         "block_bytes": spec.block_bytes,
@@ -260,7 +267,7 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> str:
 def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
     """Bytes of weights and of a KV block in int8; None where they are already, or cannot be."""
     weights = block = None
-    if spec.config.quantization is None:
+    if spec.config.quantization is None and spec.model.config.experts is None:
         model = nnx.clone(spec.model)
         quantize(model, spec.choose_matmul)
         weights = sum(dataclasses.replace(spec, model=model).weight_bytes.values())
@@ -285,12 +292,10 @@ def _options_shown(config: ResolvedConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _num_parameters(model: CausalLM, has_own_head: bool) -> int:
-    """Those that every token is multiplied with."""
-    shapes = specs(model)
-    total = sum(math.prod(each.shape) for each in shapes.values())
-    embedding = shapes["model.embed_tokens.weight"]
-    return total - (math.prod(embedding.shape) if has_own_head else 0)
+def _num_multiplied(model: CausalLM, has_own_head: bool) -> int:
+    """Parameters that a token is multiplied with."""
+    embedding = specs(model)["model.embed_tokens.weight"]
+    return num_active(model) - (math.prod(embedding.shape) if has_own_head else 0)
 
 
 def _shorter(max_model_len: int) -> list[int]:

@@ -18,7 +18,9 @@ class Attention(Protocol):
 
     Query head h reads KV head `h // (H/K)`. Scores are `scale * q.k`, then `soft_cap * tanh(scores
     / soft_cap)` if there is a cap. Key j is visible to query i iff j <= i and, with a window, j > i
-    - window (transformers' convention). Returns [..., T, H, D] in q's dtype.
+    - window (transformers' convention). `sinks` [H] are one more score for each head, which takes
+    its share of the softmax and has no value; models without sinks do not name the argument.
+    Returns [..., T, H, D] in q's dtype.
     """
 
     def __call__(
@@ -31,6 +33,7 @@ class Attention(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array: ...
 
 
@@ -55,6 +58,7 @@ class DenseAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         del layer
         num_kv_heads = k.shape[-2]
@@ -71,6 +75,12 @@ class DenseAttention:
         if window is not None:
             visible &= key > query - window
         scores = jnp.where(visible[..., None, None, :, :], scores, -jnp.inf)
+        if sinks is not None:
+            sink = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1, 1)
+            sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, sink], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)
+        if sinks is not None:
+            weights = weights[..., :-1]
         out = jnp.einsum("...kgts,...skd->...tkgd", weights, v)
         return out.reshape(q.shape).astype(q.dtype)

@@ -7,7 +7,7 @@ Knows the names of transformers' config attributes. Must not know parameters, ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 
@@ -19,6 +19,31 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts that some layers have in the place of an MLP."""
+
+    layers: tuple[int, ...]  # that have it; the others have an MLP
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of an expert
+    shares_add_up_to_one: (
+        bool  # those of a token's experts; otherwise they are parts of a softmax over all
+    )
+    shared_size: int | None = None  # intermediate size of the expert that all tokens have
+    bias: bool = False  # of router and experts
+    # gpt-oss: gate and up are clamped to it, and up counts from -1: g sigmoid(slope g) (u + 1)
+    swiglu_limit: float | None = None
+    swiglu_slope: float = 1.702
+
+    def __post_init__(self):
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"{self.experts_per_token} experts for each token of {self.num_experts}: check "
+                "num_experts_per_tok and the number of experts in config.json"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +73,14 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    # of each head; or "projection": of all heads together
+    qk_norm: bool | Literal["projection"] = False
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     embedding_scale: float | None = None
     initializer_range: float = 0.02  # standard deviation of dummy weights
     vision: VisionConfig | None = None  # of the model's `visual`, if it takes pictures
+    experts: ExpertsConfig | None = None
 
 
 def decoder_config(

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxpage.models.attention import Attention, DenseAttention
 from jaxpage.models.config import ModelConfig
+from jaxpage.models.experts import MixtureOfExperts
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.layers import (
     ACTIVATION_FUNCTIONS,
@@ -64,21 +65,25 @@ class SelfAttention(nnx.Module):
             init=init,
             dtype=dtype,
         )
-        norms = [
-            norm(head_dim, axis="head_dim", eps=config.norm_eps, dtype=dtype) for _ in range(2)
-        ]
+        sizes = (head_dim, head_dim)
+        if config.qk_norm == "projection":
+            sizes = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
+        norms = [norm(size, axis="head_dim", eps=config.norm_eps, dtype=dtype) for size in sizes]
         self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
         self.qkv_proj: Linear | None = (
             None  # the three projections as one Linear, see `weights.transform`
         )
+        self.sinks: nnx.Param | None = None  # [H], of families that have them
 
     def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
         config = self.config
-        q, k, v = (
-            part.reshape(*x.shape[:-1], -1, config.head_dim) for part in self._projections(x)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self._projections(x)
+        if config.qk_norm == "projection" and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.reshape(*x.shape[:-1], -1, config.head_dim) for part in (q, k, v))
+        if config.qk_norm is True and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
         out = attention(
             self.index,
             rotate(q, *rotation),
@@ -87,6 +92,7 @@ class SelfAttention(nnx.Module):
             scale=config.attention_scale,
             window=config.windows[self.index],
             soft_cap=config.attention_soft_cap,
+            **sinks,
         )
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
@@ -102,9 +108,10 @@ class SelfAttention(nnx.Module):
 class MLP(nnx.Module):
     """down(activation(gate(x)) * up(x))"""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, inner: int | None = None):
+        """inner: the MLP dim, if it is not the config's."""
         self.activation = config.activation
-        embed, inner = config.hidden_size, config.intermediate_size
+        embed, inner = config.hidden_size, inner or config.intermediate_size
 
         def projection(shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
             init = Normal(config.initializer_range)
@@ -123,18 +130,36 @@ class MLP(nnx.Module):
         return self.down_proj(ACTIVATION_FUNCTIONS[self.activation](gate) * up)
 
 
+def mlp_or_experts(config: ModelConfig, index: int) -> MLP | MixtureOfExperts:
+    """What layer `index` has after its attention."""
+    experts = config.experts
+    if experts is None or index not in experts.layers:
+        return MLP(config)
+    shared = None if experts.shared_size is None else MLP(config, experts.shared_size)
+    return MixtureOfExperts(config, experts, shared)
+
+
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each after a norm and beside a residual."""
+    """Attention and MLP or experts, each after a norm and beside a residual."""
 
     def __init__(self, config: ModelConfig, index: int):
         self.input_layernorm = hidden_norm(RMSNorm, config)
         self.self_attn = SelfAttention(config, index, RMSNorm)
         self.post_attention_layernorm = hidden_norm(RMSNorm, config)
-        self.mlp = MLP(config)
+        self.mlp = mlp_or_experts(config, index)
 
-    def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        rotation: Rotation,
+        attention: Attention,
+        is_token: jax.Array | None = None,
+    ) -> jax.Array:
         x = x + self.self_attn(self.input_layernorm(x), rotation, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return x + self.mlp(normed, is_token)
+        return x + self.mlp(normed)
 
 
 def hidden_norm(norm: Norm, config: ModelConfig) -> RMSNorm | OffsetRMSNorm:
@@ -174,8 +199,9 @@ class Decoder(nnx.Module):
         positions = inputs.positions
         three = positions.ndim > inputs.token_ids.ndim
         rotations = {rope: rope.angles(positions, x.dtype, three=three) for rope in ropes}
+        more = {} if config.experts is None else {"is_token": inputs.is_token}
         for index, (layer, rope) in enumerate(zip(self.layers, config.ropes, strict=True)):
-            x = layer(x, rotations[rope], inputs.attention)
+            x = layer(x, rotations[rope], inputs.attention, **more)
             if index < len(deeper):
                 x += deeper[index]
         return self.norm(x)

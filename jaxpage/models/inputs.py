@@ -25,3 +25,5 @@ class ForwardInput:
     # [..., T, n * E]: the first E values do so, and the others are added to what layers 0, 1, ... give (Qwen3-VL).
     embeds: jax.Array | None = None
     is_embed: jax.Array | None = None
+    # bool[..., T]: the others are padding, whose results nobody reads. None: there is none
+    is_token: jax.Array | None = None

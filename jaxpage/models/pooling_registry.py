@@ -25,7 +25,7 @@ from jaxpage.models.pooling_model import (
     RewardHead,
     TanhHead,
 )
-from jaxpage.models.sources import Naming, Source
+from jaxpage.models.sources import Naming, renamed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -251,11 +251,11 @@ def _decoder(
             return None
         return inside + known.removeprefix("model.")
 
+    def inner(name: str) -> str:
+        return inside + name.removeprefix("model.")
+
     weight_map = {
-        inside + path.removeprefix("model."): Source(
-            inside + source.tensor.removeprefix("model."), source.start, source.stop
-        )
-        for path, source in family.weight_map(generating).items()
+        inner(path): renamed(place, inner) for path, place in family.weight_map(generating).items()
     }
     return PoolingModel(config, layers, head), Naming(tensor_name=name, weight_map=weight_map)
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, RMSNorm
-from jaxpage.models.sources import Source
+from jaxpage.models.sources import Place, Source
 from jaxpage.models.vision import (
     Attend,
     PatchProjection,
@@ -178,7 +178,7 @@ def _vision_config(hf: PretrainedConfig) -> Qwen25VisionConfig:
     )
 
 
-def merger_names(config: ModelConfig) -> dict[str, Source]:
+def merger_names(config: ModelConfig) -> dict[str, Place]:
     """The two layers of the merger have numbers for names."""
     del config
     return {

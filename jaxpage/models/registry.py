@@ -21,14 +21,24 @@ from jaxpage.models.gemma import (
     gemma3_text_config,
     gemma_with_pictures,
 )
+from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
+from jaxpage.models.mixtures import (
+    mixtral_config,
+    olmoe_config,
+    qwen2_moe_config,
+    qwen3_moe_config,
+)
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
 from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config
 from jaxpage.models.sources import (
     Naming,
-    Source,
+    Place,
     fused_projections,
+    gpt_oss_experts,
+    mixtral_experts,
     same_name,
     same_names,
+    separate_experts,
     text_and_pictures,
     text_part,
     with_visual,
@@ -49,7 +59,7 @@ class Family:
     config_from_hf: Callable[..., ModelConfig] = decoder_config  # (hf, *, dtype, max_model_len)
     module: Callable[[ModelConfig], CausalLM] = CausalLM
     # Parameters that are not the tensor of their own name: path -> place in the checkpoint.
-    weight_map: Callable[[ModelConfig], dict[str, Source]] = same_names
+    weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
     # A checkpoint's name of a tensor -> ours; None: it belongs to a part that is not served.
     tensor_name: Callable[[str], str | None] = same_name
     # Makes the processor of families that take pictures: (hf, settings, *, tokenizer, options). Their ModelConfig has a
@@ -75,8 +85,13 @@ REGISTRY: dict[str, Family] = {
             processor=gemma3_processor,
         ),
     ),
+    "GptOssForCausalLM": Family(
+        config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
+    ),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
+    "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
+    "OlmoeForCausalLM": Family(config_from_hf=olmoe_config, weight_map=separate_experts),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),
     "Qwen2_5_VLForConditionalGeneration": Family(
         config_from_hf=qwen2_5_vl_config,
@@ -86,7 +101,9 @@ REGISTRY: dict[str, Family] = {
         processor=qwen2_5_vl_processor,
     ),
     "Qwen2ForCausalLM": Family(config_from_hf=partial(decoder_config, qkv_bias=True)),
+    "Qwen2MoeForCausalLM": Family(config_from_hf=qwen2_moe_config, weight_map=separate_experts),
     "Qwen3ForCausalLM": Family(config_from_hf=partial(decoder_config, qk_norm=True)),
+    "Qwen3MoeForCausalLM": Family(config_from_hf=qwen3_moe_config, weight_map=separate_experts),
     "Qwen3VLForConditionalGeneration": Family(
         config_from_hf=qwen3_vl_config,
         module=qwen3_vl,
@@ -130,7 +147,7 @@ def build(
     return chosen.module(chosen.config_from_hf(hf_config, dtype=dtype, max_model_len=max_model_len))
 
 
-def weight_map(config: ModelConfig) -> dict[str, Source]:
+def weight_map(config: ModelConfig) -> dict[str, Place]:
     """Path -> place in the checkpoint, of parameters that are not the tensor of their own name."""
     return _family_of(config).weight_map(config)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpage.models.config import ModelConfig
 
@@ -17,7 +17,40 @@ class Source:
     stop: int | None = None
 
 
-def same_names(config: ModelConfig) -> dict[str, Source]:
+@dataclass(frozen=True)
+class Stacked:
+    """A parameter [X, ...] of experts: entry x has the rows of the tensors `parts[x]`, one after the other.
+
+    A checkpoint may have all experts in a tensor of the parameter's own name instead.
+    """
+
+    parts: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Rearranged:
+    """A parameter [X, O, ...] of gpt-oss's experts.
+
+    alternates: the tensor has the first output of gate, the first of up, the second of gate and so on; here gate's come
+    first. turns: the tensor is [X, I, O], or stored in mxfp4, [X, O, I], as "<tensor>_blocks" and "<tensor>_scales".
+    """
+
+    tensor: str
+    alternates: bool
+    turns: bool
+
+
+Place = Source | Stacked | Rearranged
+
+
+def renamed(place: Place, rename: Callable[[str], str]) -> Place:
+    """The place with other names of its tensors."""
+    if isinstance(place, Stacked):
+        return Stacked(tuple(tuple(rename(name) for name in part) for part in place.parts))
+    return replace(place, tensor=rename(place.tensor))
+
+
+def same_names(config: ModelConfig) -> dict[str, Place]:
     """Every parameter has a tensor of its own, of its own name."""
     del config
     return {}
@@ -78,7 +111,7 @@ def with_visual(name: str) -> str:
     return name
 
 
-def fused_projections(config: ModelConfig) -> dict[str, Source]:
+def fused_projections(config: ModelConfig) -> dict[str, Place]:
     """Phi-3: rows of q, k and v in `qkv_proj`, of gate and up in `gate_up_proj`."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = config.intermediate_size
@@ -101,4 +134,63 @@ class Naming:
     """How a checkpoint's tensors become parameters: `tensor_name` as in `registry.Family`, and `weight_map` made."""
 
     tensor_name: Callable[[str], str | None]
-    weight_map: dict[str, Source]
+    weight_map: dict[str, Place]
+
+
+def separate_experts(config: ModelConfig) -> dict[str, Place]:
+    """A tensor for each projection of each expert."""
+    return _experts(config, "mlp", ("gate_proj", "up_proj"), "down_proj")
+
+
+def mixtral_experts(config: ModelConfig) -> dict[str, Place]:
+    """The same under Mixtral's names."""
+    assert config.experts is not None
+    routers: dict[str, Place] = {
+        f"model.layers.{i}.mlp.gate.weight": Source(
+            f"model.layers.{i}.block_sparse_moe.gate.weight"
+        )
+        for i in config.experts.layers
+    }
+    return routers | _experts(config, "block_sparse_moe", ("w1", "w3"), "w2")
+
+
+def _experts(
+    config: ModelConfig, module: str, gate_up: tuple[str, str], down: str
+) -> dict[str, Place]:
+    if config.experts is None:
+        return {}
+
+    def stacked(layer: int, *projections: str) -> Stacked:
+        assert config.experts is not None
+        names = f"model.layers.{layer}.{module}.experts"
+        return Stacked(
+            tuple(
+                tuple(f"{names}.{expert}.{each}.weight" for each in projections)
+                for expert in range(config.experts.num_experts)
+            )
+        )
+
+    places: dict[str, Place] = {}
+    for i in config.experts.layers:
+        ours = f"model.layers.{i}.mlp.experts"
+        places[f"{ours}.gate_up_proj"] = stacked(i, *gate_up)
+        places[f"{ours}.down_proj"] = stacked(i, down)
+    return places
+
+
+def gpt_oss_experts(config: ModelConfig) -> dict[str, Place]:
+    """gpt-oss has all experts in one tensor, in an order and a format of its own."""
+    assert config.experts is not None
+    places: dict[str, Place] = {}
+    for i in config.experts.layers:
+        mlp = f"model.layers.{i}.mlp"
+        for name in ("weight", "bias"):
+            places[f"{mlp}.gate.{name}"] = Source(f"{mlp}.router.{name}")
+        for name, alternates, turns in (
+            ("gate_up_proj", True, True),
+            ("gate_up_proj_bias", True, False),
+            ("down_proj", False, True),
+        ):
+            path = f"{mlp}.experts.{name}"
+            places[path] = Rearranged(path, alternates=alternates, turns=turns)
+    return places

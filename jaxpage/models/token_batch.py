@@ -45,6 +45,7 @@ class RowAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """q [B, L, H, D], k and v [B, L, K, D] -> [B, L, H, D] in q's dtype."""
         del layer
@@ -52,7 +53,7 @@ class RowAttention:
 
         def part(q: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
             visible = self._visible(positions, segments, window)
-            return _attend(q, k, v, visible, scale=scale, soft_cap=soft_cap)
+            return _attend(q, k, v, visible, scale=scale, soft_cap=soft_cap, sinks=sinks)
 
         fitting = max(1, _MAX_SCORES // (num_rows * num_heads * length))
         if fitting >= length:
@@ -87,6 +88,7 @@ def _attend(
     *,
     scale: float,
     soft_cap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """q [B, Q, H, D], k and v [B, L, K, D], bool[B, Q, L] -> [B, Q, H, D]; softmax and sums in float32."""
     num_kv_heads = k.shape[2]
@@ -97,6 +99,9 @@ def _attend(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     # Every token sees itself, also in padding, so no row is empty.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(f32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        sink = sinks.astype(f32).reshape(num_kv_heads, -1, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     out = jnp.einsum("bkgql,blkd->bqkgd", weights, v, preferred_element_type=f32)
     return out.reshape(q.shape).astype(q.dtype)

@@ -157,8 +157,9 @@ class PagedAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """q [T, H, D] and k, v [T, K, D] after RoPE → [T, H, D]."""
+        """q [T, H, D] and k, v [T, K, D] after RoPE, sinks [H] → [T, H, D]."""
         batch, (group, array) = self._batch, self._layer_locations[layer]
         attend = partial(
             _write_and_attend,
@@ -171,7 +172,8 @@ class PagedAttention:
         pool = self.kv_pool[array]
         if self._mesh is not None and self._mesh.size > 1:
             shares = share_heads(q.shape[1], k.shape[1], self._mesh.size)
-            attend = _sharded(attend, self._mesh, shares, self._spec, pool)
+            sharded = partial(_sharded, attend, self._mesh, shares, self._spec, pool)
+            attend = sharded(has_sinks=sinks is not None)
         self.kv_pool[array], out = attend(
             pool,
             q,
@@ -181,6 +183,7 @@ class PagedAttention:
             batch.block_tables[group],
             batch.kv_lens,
             batch.query_starts,
+            *(() if sinks is None else (sinks,)),
         )
         return out
 
@@ -195,7 +198,11 @@ def _write_and_attend(
     *rows: jax.Array,
     **options,
 ) -> tuple[Layer, jax.Array]:
-    """The pool with k and v in it, and the attention of q. rows: block table, kv_lens and query_starts."""
+    """The pool with k and v in it, and the attention of q. rows: block table, kv_lens, query_starts, and sinks if there
+    are any.
+    """
+    if len(rows) > 3:
+        rows, options["sinks"] = rows[:3], rows[3]
     if spec.attention == "tpu":
         out, pool = _tpu_attention()(q, k, v, pool, *rows, sizes=spec.kernel_sizes, **options)
         return pool, out
@@ -206,7 +213,13 @@ def _write_and_attend(
 
 
 def _sharded(
-    attend: Callable, mesh: Mesh, shares: HeadShares, spec: KVPoolSpec, pool: Layer
+    attend: Callable,
+    mesh: Mesh,
+    shares: HeadShares,
+    spec: KVPoolSpec,
+    pool: Layer,
+    *,
+    has_sinks: bool,
 ) -> Callable:
     """`attend` with a share of the heads on each device. No device needs anything of another."""
     by_head, pool_by_head = P(None, TENSOR), P(None, None, TENSOR)
@@ -223,13 +236,19 @@ def _sharded(
     on_each = jax.shard_map(
         attend_own,
         mesh=mesh,
-        in_specs=(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P()),
+        in_specs=(
+            *(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P()),
+            *([P(TENSOR)] * has_sinks),
+        ),
         out_specs=(pool_by_head, by_head),
         check_vma=False,  # the loops' carries start as constants
     )
 
     def attend_padded(pool, q, k, v, *rest):
         padded = shares.pad_queries(q), shares.pad_kv(k), shares.pad_kv(v)
+        if has_sinks:  # a head each, as queries of one number
+            *rest, sinks = rest
+            rest.append(shares.pad_queries(sinks[None, :, None])[0, :, 0])
         pool, out = on_each(pool, *padded, *rest)
         return pool, shares.without_padding(out)
 

@@ -8,12 +8,16 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 TENSOR = "tensor"  # the mesh axis of tensor parallelism
+EXPERT = TENSOR  # that of experts: the same devices, each of which has all heads of some and all of some experts
 
 RULES: dict[str, str | None] = {
     "vocab": TENSOR,
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,
+    "experts": EXPERT,
+    "expert": None,  # what is within one
+    "router": None,
     "embed": None,
     "head_dim": None,
     "rows": None,

@@ -208,7 +208,10 @@ class Step:
             mesh=self.mesh,
         )
         inputs = ForwardInput(
-            token_ids=batch.token_ids, positions=batch.positions, attention=attention
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            attention=attention,
+            is_token=batch.is_token,
         )
         if embeds:
             words, where = embeds
@@ -329,6 +332,7 @@ def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpe
         positions=positions,
         slot_mappings=jnp.where(valid[None], slot_mappings, NULL_BLOCK * spec.block_size),
         block_tables=jnp.moveaxis(state["block_tables"][slots], 1, 0),
+        is_token=valid,
     )
 
 

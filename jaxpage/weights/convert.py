@@ -77,11 +77,7 @@ def _of_safetensors(model: CausalLM, folder: str) -> dict[str, Any]:
     unused = [name for name in open_checkpoint(folder) if tensor_name(model.config, name) is None]
     if unused:
         raise ValueError(f"{folder} has {listed(unused)}: only the text part of it can be served")
-    tensors, sources = open_safetensors(model, folder)
-    return {
-        path: tensors[sources[path].tensor].read((slice(sources[path].start, sources[path].stop),))
-        for path in specs(model)
-    }
+    return {path: stored.read() for path, stored in open_safetensors(model, folder).items()}
 
 
 def _of_orbax(model: CausalLM, tree: Any) -> dict[str, Any]:

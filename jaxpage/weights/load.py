@@ -6,7 +6,9 @@ parameter specs and stored tensors; must not know families beyond their weight m
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -20,11 +22,12 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.pooling_model import PoolingModel
 from jaxpage.models.registry import naming_of
-from jaxpage.models.sources import Naming, Source
+from jaxpage.models.sources import Naming, Place, Rearranged, Source
 from jaxpage.weights.orbax import find_tree
 from jaxpage.weights.restore import restore
 from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
 from jaxpage.weights.spec import FLOATS, ParamSpec, listed, specs, variables
+from jaxpage.weights.stored import BLOCKS, MXFP4, Stored, stored_parameter, tensors_of
 
 Model = TypeVar("Model", bound=CausalLM | PoolingModel)
 
@@ -51,20 +54,19 @@ def load(
     returned for chaining.
 
     Safetensors, or an Orbax checkpoint as `orbax.find_tree` and `layouts` know them; of Orbax, `folder` may be in a
-    bucket, gs://... Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor; of
-    Orbax, 64 MiB or a sixteenth of all. Raises ValueError, and leaves the model as it was, if the checkpoint has
-    missing, surplus or misshaped tensors, is quantised, or is damaged.
+    bucket, gs://... Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor, or
+    the experts of one layer; of Orbax, 64 MiB or a sixteenth of all. gpt-oss's mxfp4 is read as the numbers that it
+    stands for. Raises ValueError, and leaves the model as it was, if the checkpoint has missing, surplus or misshaped
+    tensors, is quantised otherwise, or is damaged.
 
     `naming`: of models that `registry` does not know, which are read from safetensors only.
     """
     tree = find_tree(folder)
     if tree is not None and isinstance(model, CausalLM):
         return restore(model, tree, mesh=mesh, use_tqdm=use_tqdm)
-    stored, sources = open_safetensors(model, folder, naming)
+    stored = open_safetensors(model, folder, naming)
     targets = variables(model)
-    total = sum(
-        stored[s.tensor].num_bytes for s in {s.tensor: s for s in sources.values()}.values()
-    )
+    total = sum(each.dtype.itemsize * math.prod(each.shape) for each in stored.values())
     with tqdm(
         total=total,
         unit="B",
@@ -73,18 +75,17 @@ def load(
         disable=not use_tqdm or jax.process_index() != 0,
     ) as progress:
         for path, spec in specs(model).items():
-            tensor = stored[sources[path].tensor]
-            array = _array(spec, sources[path], tensor, mesh)
+            array = _array(spec, stored[path], mesh)
             # Wait: queued transfers would keep the host copies of many tensors alive.
             targets[path].set_value(jax.block_until_ready(array))
-            progress.update(tensor.dtype.itemsize * array.size)
+            progress.update(stored[path].dtype.itemsize * array.size)
     return model
 
 
 def open_safetensors(
     model: CausalLM | PoolingModel, folder: str | Path, naming: Naming | None = None
-) -> tuple[dict[str, StoredTensor], dict[str, Source]]:
-    """The tensors of a checkpoint by name, and where each parameter stands in them. Raises as `load` does."""
+) -> dict[str, Stored]:
+    """Each parameter by path as a checkpoint has it. Raises as `load` does."""
     config = model.config
     if naming is None:
         assert isinstance(config, ModelConfig)
@@ -94,19 +95,27 @@ def open_safetensors(
         for theirs, tensor in open_checkpoint(folder).items()
         if (name := naming.tensor_name(theirs)) is not None
     }
-    _check_not_quantised(Path(folder), stored)
     wanted, renamed = specs(model), naming.weight_map
-    sources = {path: renamed.get(path, Source(path)) for path in wanted}
-    _check_names(sources.values(), stored, tied=_HEAD not in wanted)
-    for path, spec in wanted.items():
-        _check_tensor(spec, sources[path], stored)
-    _check_rows(sources.values(), stored)
+    places = {path: renamed.get(path, Source(path)) for path in wanted}
+    if any(isinstance(place, Rearranged) for place in places.values()):
+        _check_not_quantised(Path(folder), stored, unless=MXFP4)
+    else:
+        _check_not_quantised(Path(folder), stored)
+    names = {path: tensors_of(path, place, stored) for path, place in places.items()}
+    _check_names(itertools.chain(*names.values()), stored, tied=_HEAD not in wanted)
+    for each in names.values():
+        _check_dtypes([stored[name] for name in each])
+    found = {
+        path: stored_parameter(path, places[path], spec.shape, stored)
+        for path, spec in wanted.items()
+    }
+    _check_rows(places.values(), stored)
     if _HEAD not in wanted and _HEAD in stored:
         _check_tied(stored)
-    return stored, sources
+    return found
 
 
-def _array(spec: ParamSpec, source: Source, tensor: StoredTensor, mesh: Mesh | None) -> jax.Array:
+def _array(spec: ParamSpec, stored: Stored, mesh: Mesh | None) -> jax.Array:
     pieces: dict[tuple, np.ndarray] = {}  # replicas share what was read for the first of them
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -115,17 +124,18 @@ def _array(spec: ParamSpec, source: Source, tensor: StoredTensor, mesh: Mesh | N
         bounds = [part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True)]
         key = tuple(bounds)
         if key not in pieces:
-            first = (bounds[0][0] + source.start, bounds[0][1] + source.start)
-            rows = tuple(slice(*pair) for pair in (first, *bounds[1:]))
-            pieces[key] = tensor.read(rows).astype(spec.dtype, copy=False)
+            piece = stored.read(tuple(slice(*pair) for pair in bounds))
+            pieces[key] = piece.astype(spec.dtype, copy=False)
         return pieces[key]
 
     return jax.make_array_from_callback(spec.shape, spec.sharding(mesh), read)
 
 
-def _check_not_quantised(folder: Path, stored: dict[str, StoredTensor]) -> None:
+def _check_not_quantised(
+    folder: Path, stored: dict[str, StoredTensor], *, unless: str | None = None
+) -> None:
     how = _quantisation(folder / "config.json") or _quantisation_by_names(stored)
-    if how is not None:
+    if how is not None and how != unless:
         raise ValueError(
             f"the checkpoint is quantised ({how}), which is not supported; use the one in bfloat16, "
             'float16 or float32 that it was made from. jaxpage can round that itself: quantization="int8" '
@@ -155,8 +165,8 @@ def _quantisation_by_names(stored: dict[str, StoredTensor]) -> str | None:
     return None
 
 
-def _check_names(sources: Iterable[Source], stored: dict[str, StoredTensor], *, tied: bool) -> None:
-    names = {source.tensor for source in sources}
+def _check_names(names: Iterable[str], stored: dict[str, StoredTensor], *, tied: bool) -> None:
+    names = set(names)
     missing = sorted(names - set(stored))
     surplus = sorted(n for n in set(stored) - names if not _harmless(n, tied))
     problems = []
@@ -176,26 +186,29 @@ def _harmless(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
 
 
-def _check_tensor(spec: ParamSpec, source: Source, stored: dict[str, StoredTensor]) -> None:
-    tensor = stored[source.tensor]
-    if tensor.dtype not in FLOATS:
-        raise ValueError(
-            f"{tensor.name} is stored as {tensor.dtype}: quantised checkpoints are not supported; "
-            "use one in bfloat16, float16 or float32"
-        )
-    rows = tensor.shape[:1] if source.stop is None else (source.stop - source.start,)
-    if (*rows, *tensor.shape[1:]) != spec.shape:
-        raise ValueError(
-            f"{tensor.name} has shape {list(tensor.shape)} in the checkpoint; {spec.path} of the "
-            f"model wants {list(spec.shape)}: check that config.json belongs to the weights"
-        )
+def _check_dtypes(tensors: list[StoredTensor]) -> None:
+    """Floats all of them and of one dtype, or bytes of mxfp4."""
+    first = tensors[0]
+    if first.name.endswith(BLOCKS) and all(each.dtype == np.uint8 for each in tensors):
+        return
+    for tensor in tensors:
+        if tensor.dtype not in FLOATS:
+            raise ValueError(
+                f"{tensor.name} is stored as {tensor.dtype}: quantised checkpoints are not supported; "
+                "use one in bfloat16, float16 or float32"
+            )
+        if tensor.dtype != first.dtype:
+            raise ValueError(
+                f"{tensor.name} is stored as {tensor.dtype}, and {first.name} of the same parameter as "
+                f"{first.dtype}; the checkpoint is inconsistent, download it again"
+            )
 
 
-def _check_rows(sources: Iterable[Source], stored: dict[str, StoredTensor]) -> None:
+def _check_rows(places: Iterable[Place], stored: dict[str, StoredTensor]) -> None:
     """A fused tensor has exactly the rows that its parts take."""
     rows: dict[str, int] = {}
-    for source in sources:
-        if source.stop is not None:
+    for source in places:
+        if isinstance(source, Source) and source.stop is not None:
             rows[source.tensor] = max(rows.get(source.tensor, 0), source.stop)
     for name, wanted in rows.items():
         found = stored[name].shape[0]

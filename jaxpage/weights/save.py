@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from safetensors.numpy import save_file
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.registry import weight_map
+from jaxpage.models.sources import Rearranged, Source, Stacked
 from jaxpage.weights.orbax import write_tree
 from jaxpage.weights.safetensors import INDEX, SINGLE
 from jaxpage.weights.spec import variables
@@ -31,7 +33,7 @@ _FILE_BYTES = 5 * 10**9  # of a safetensors file, as transformers has it
 _OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 
 Arrays = Mapping[str, Any]  # by parameter path, of jax or NumPy
-Tensor = list[Any]  # arrays, one after the other along the first axis
+Tensor = list["Part"]  # one after the other along the first axis
 Value = TypeVar("Value")
 
 
@@ -98,6 +100,10 @@ def _copy_files(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.name not in (INDEX, "commit_success.txt"):  # the latter is Orbax's
                 shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    if config.pop("quantization_config", None) is not None:  # of what was loaded as plain numbers
+        text = json.dumps(config, indent=2) + "\n"
+        (target / "config.json").write_text(text, encoding="utf-8")
 
 
 def _write_safetensors(folder: Path, arrays: Arrays, config: ModelConfig) -> None:
@@ -118,21 +124,68 @@ def _write_safetensors(folder: Path, arrays: Arrays, config: ModelConfig) -> Non
 
 
 def _tensors(arrays: Arrays, config: ModelConfig) -> dict[str, Tensor]:
-    """Hugging Face's tensors: each is a parameter, or several that the family stores as one."""
+    """Hugging Face's tensors: each is a parameter, several that the family stores as one, or a part of one."""
     places = weight_map(config)
+    tensors: dict[str, Tensor] = {}
     rows: dict[str, list[tuple[int, Any]]] = {}
     for path, array in arrays.items():
-        place = places.get(path)
-        name, start = (path, 0) if place is None else (place.tensor, place.start)
-        rows.setdefault(name, []).append((start, array))
-    return {name: [x for _, x in sorted(parts, key=lambda p: p[0])] for name, parts in rows.items()}
+        place = places.get(path, Source(path))
+        if isinstance(place, Stacked):
+            tensors |= _parts_of_experts(array, place)
+        elif isinstance(place, Rearranged):
+            tensors[place.tensor] = [Part(array, (), place)]
+        else:
+            tensors[place.tensor] = []  # here, among those of its layer
+            rows.setdefault(place.tensor, []).append((place.start, array))
+    for name, parts in rows.items():
+        tensors[name] = [Part(array) for _, array in sorted(parts, key=lambda part: part[0])]
+    return tensors
+
+
+def _parts_of_experts(array: Any, place: Stacked) -> dict[str, Tensor]:
+    """Each tensor has some rows of one expert."""
+    tensors: dict[str, Tensor] = {}
+    for expert, names in enumerate(place.parts):
+        size = array.shape[1] // len(names)
+        for i, name in enumerate(names):
+            tensors[name] = [Part(array, (expert, slice(i * size, (i + 1) * size)))]
+    return tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """`array[index]`, or the whole array as `rearranged` says that it is stored."""
+
+    array: Any
+    index: tuple[int | slice, ...] = ()
+    rearranged: Rearranged | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return np.broadcast_to(np.empty((), self.array.dtype), self.array.shape)[self.index].nbytes
+
+    def read(self, host: dict[int, np.ndarray]) -> np.ndarray:
+        """In memory. `host` keeps the array that was fetched last: experts of one are written one after the other."""
+        if id(self.array) not in host:
+            host.clear()
+            host[id(self.array)] = np.asarray(self.array)
+        whole = host[id(self.array)]
+        return whole[self.index] if self.rearranged is None else _as_stored(whole, self.rearranged)
+
+
+def _as_stored(array: np.ndarray, place: Rearranged) -> np.ndarray:
+    """[X, O, ...] in the order of a `models.sources.Rearranged`."""
+    if place.alternates:
+        gate, up = np.split(array, 2, axis=1)
+        array = np.stack([gate, up], axis=2).reshape(array.shape)
+    return array.swapaxes(1, 2) if place.turns else array
 
 
 def _files(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     file: dict[str, Tensor] = {}
     size = 0
     for name, parts in tensors.items():
-        num_bytes = sum(part.nbytes for part in parts)
+        num_bytes = sum(part.num_bytes for part in parts)
         if file and size + num_bytes > _FILE_BYTES:
             yield file
             file, size = {}, 0
@@ -142,9 +195,10 @@ def _files(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    host: dict[int, np.ndarray] = {}
     # The library writes an array's memory in its order, whatever the strides say.
     values = {
-        name: np.ascontiguousarray(np.concatenate([np.asarray(part) for part in parts]))
+        name: np.ascontiguousarray(np.concatenate([part.read(host) for part in parts]))
         for name, parts in tensors.items()
     }
     save_file(values, path, metadata={"format": "pt"})

@@ -1,4 +1,5 @@
-"""What the engine does to weights that it loaded itself: join projections that read the same input, round to int8.
+"""What the engine does to weights that it loaded itself: join projections that read the same input, round to int8,
+choose what computes experts.
 
 A trainer's model is never touched: its parameters are used as they are. Knows the modules of the decoder; must not
 know checkpoints.
@@ -14,9 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.models.decoder import MLP, CausalLM, SelfAttention
+from jaxpage.models.experts import MixtureOfExperts
 from jaxpage.models.layers import Linear
+from jaxpage.ops.experts import ExpertsKernel
 from jaxpage.ops.implementations import Choice
 from jaxpage.ops.matmul import MatmulKernel
+from jaxpage.weights.spec import ParamSpec, specs
 from pallas_kernels.quant_matmul import quantized
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 
@@ -71,6 +75,25 @@ def quantize(
             metadata = module.weight.get_metadata()
             choice = choose(_quantize(module), metadata["axes"], metadata["units"])
             module.matmul_kernel = choice.chosen
+            reasons.add(choice.reason)
+    return reasons - {None}
+
+
+def choose_experts(
+    model: CausalLM, choose: Callable[[ParamSpec, ParamSpec], Choice[ExpertsKernel]]
+) -> set[str]:
+    """Set what computes the products of each mixture of experts, in place.
+
+    `choose` is told what is declared of its gate_up and down. Returns the reasons why that is not the platform's
+    kernel, where it is not.
+    """
+    reasons, described = set(), specs(model)
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, MixtureOfExperts):
+            names = ".".join(map(str, path))
+            weights = (described[f"{names}.experts.{each}_proj"] for each in ("gate_up", "down"))
+            choice = choose(*weights)
+            module.kernel = choice.chosen
             reasons.add(choice.reason)
     return reasons - {None}
 

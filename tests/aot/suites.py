@@ -14,6 +14,7 @@ from jaxpage.aot.targets import Target, parse_target
 NAMES = (
     "steps",
     "meshes",
+    "experts",
     "quant_matmul",
     "paged_attention_tpu",
     "paged_attention_gpu",

@@ -41,6 +41,7 @@ def measured(**changes):
         "weight_bytes": 4 * GB,
         "bytes_per_step": 3 * GB,
         "flops_per_token": 3 * GB,
+        "experts": None,
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
         "in_int8": {"weight_bytes": 2 * GB, "block_bytes": 10**6 // 2},
@@ -71,6 +72,18 @@ def test_the_fastest_step_reads_weights_and_kv_once_or_multiplies_all_rows():
     assert estimated.decode[3, 100_000].total == pytest.approx(3 + 3.0)
     slow = measured(flops_per_token=10**12)
     assert estimate(slow).decode[64, 1000].total == pytest.approx(64 * 10)
+
+
+def test_of_experts_those_of_the_batch_are_read():
+    """2 GB of 8 experts, of which a token has 2: 0.5 GB for one token, 0.875 for two, as good as all for 64."""
+    experts = {"num_experts": 8, "experts_per_token": 2, "weight_bytes": 2 * GB}
+    found = measured(experts=experts | {"num_parameters": 4 * 10**9, "num_active": 25 * 10**8})
+    assert decode_step(found, 1, 1000).weights == pytest.approx(1 + 0.5)
+    assert decode_step(found, 2, 1000).weights == pytest.approx(1 + 0.875)
+    assert decode_step(found, 64, 1000).weights == pytest.approx(3, abs=1e-6)
+    line = "4.0 G parameters, of which a token uses 2.5 G: 2 of 8 experts a layer"
+    assert line in show(found, estimate(found)).splitlines()
+    assert "experts a layer" not in show(measured(), estimate(measured()))
 
 
 def test_then_devices_exchange():

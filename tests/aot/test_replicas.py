@@ -17,6 +17,7 @@ def division(num_devices: int, **changes) -> Division:
         "bytes_per_step": 4 * GB // num_devices,
         "block_bytes": 10**6 // num_devices,
         "flops_per_token": 3 * GB // num_devices,
+        "experts": None,
         "config": {"block_size": 100} | changes.pop("config", {}),
     }
     return Division(measured(**share | changes))

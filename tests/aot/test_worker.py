@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
+import jax
+import pytest
+
+from jaxpage.aot.exchange import Collective
+from jaxpage.aot.experts import exchange_of_experts, numbers_of
 from jaxpage.aot.worker import largest_step_bytes
+from jaxpage.config import EngineConfig
+from jaxpage.engine_spec import make_engine_spec
+from jaxpage.parallel.mesh import local_mesh
+from tests.aot.models import EXPERTS, MODELS
 
 
 def program(temp_bytes: int, result_bytes: int) -> dict[str, int]:
@@ -22,3 +33,26 @@ def test_a_step_with_prompts_needs_the_larger_of_its_programs():
 
 def test_nothing_compiled_needs_nothing():
     assert largest_step_bytes([], 8) == 0
+
+
+def spec_of(config, tmp_path, num_devices=1):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = EngineConfig.from_options(model=str(tmp_path))
+    mesh = local_mesh(num_devices) if num_devices > 1 else None
+    return make_engine_spec(options, device=jax.local_devices()[0], mesh=mesh)
+
+
+def test_a_token_uses_a_ninth_of_qwen3_30b_a3b(tmp_path):
+    numbers = numbers_of(spec_of(EXPERTS["Qwen3-30B-A3B"], tmp_path))
+    assert numbers is not None
+    assert (numbers["num_experts"], numbers["experts_per_token"]) == (128, 8)
+    assert numbers["num_parameters"] == 30_532_122_624
+    assert numbers["num_active"] == 3_353_032_704
+    assert numbers["weight_bytes"] == 48 * 128 * 3 * 768 * 2048 * 2
+    assert numbers_of(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path)) is None
+
+
+@pytest.mark.parametrize(("num_devices", "count"), [(1, 0), (8, 48)])
+def test_devices_add_up_what_their_experts_say(num_devices, count, tmp_path):
+    spec = spec_of(EXPERTS["Qwen3-30B-A3B"], tmp_path, num_devices)
+    assert exchange_of_experts(spec) == [Collective("all-reduce", count, 2 * 2048)] * (count > 0)

@@ -97,6 +97,11 @@ def test_few_requests_alone_and_among_others_in_small_blocks_and_chunks_preempte
     num_devices, path
 ):
     """Some of the circumstances below at once, compiled quickly."""
+    check_few_requests(path, num_devices)
+
+
+def check_few_requests(path, num_devices):
+    """Ten requests have the same answers alone, and together where chunks and blocks are small and too few."""
     prompts, params = workload(10)
     sizes = dict(max_num_seqs=8, block_size=4, num_gpu_blocks_override=64)
     sizes["tensor_parallel_size"] = num_devices

@@ -37,3 +37,18 @@ def test_dense_attention_is_causal_windowed_capped_and_grouped(heads, window, so
     attention = DenseAttention(jnp.asarray(positions, jnp.int32))
     got = attention(0, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), **options)
     np.testing.assert_allclose(got, by_loops(q, k, v, positions, **options), atol=1e-5)
+
+
+def test_sinks_take_their_share_and_have_no_value():
+    """As a key more, of that score, whose value is 0."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((7, heads, 8)).astype(np.float32) for heads in (6, 2, 2))
+    sinks = np.linspace(-3, 4, 6, dtype=np.float32)
+    attention = DenseAttention(jnp.arange(7, dtype=jnp.int32))
+    options = {"scale": 0.7, "window": None, "soft_cap": None}
+    plain = attention(0, *map(jnp.asarray, (q, k, v)), **options)
+    got = attention(0, *map(jnp.asarray, (q, k, v)), **options, sinks=jnp.asarray(sinks))
+    for i, head in np.ndindex(7, 6):
+        total = np.exp(0.7 * k[: i + 1, head // 3] @ q[i, head]).sum()
+        share = total / (total + np.exp(sinks[head]))
+        np.testing.assert_allclose(got[i, head], share * plain[i, head], atol=1e-5)

@@ -1,0 +1,67 @@
+"""What a mixture of experts adds to a plan: parameters of which a token uses some, a sum over devices, temporaries.
+
+From the shapes of an engine alone. Of models without experts all of it is nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from jaxpage.aot.exchange import Collective
+from jaxpage.engine_spec import EngineSpec
+from jaxpage.models.decoder import CausalLM
+from jaxpage.weights.spec import ParamSpec, specs
+
+
+def numbers_of(spec: EngineSpec) -> dict[str, int] | None:
+    """What `estimate` needs: how many of a layer's experts a token has, their bytes on a device, and the parameters of
+    the model, all and those that a token uses. None of a model without experts.
+    """
+    experts = spec.model.config.experts
+    if experts is None:
+        return None
+    described, weights = specs(spec.model), spec.weight_bytes
+    return {
+        "num_experts": experts.num_experts,
+        "experts_per_token": experts.experts_per_token,
+        "weight_bytes": sum(weights[path] for path in weights if _is_of_experts(described[path])),
+        "num_parameters": sum(math.prod(each.shape) for each in described.values()),
+        "num_active": num_active(spec.model),
+    }
+
+
+def num_active(model: CausalLM) -> int:
+    """Parameters that a token uses, the embedding counted as a whole."""
+    experts, total = model.config.experts, 0
+    for each in specs(model).values():
+        count = math.prod(each.shape)
+        if experts is not None and _is_of_experts(each):
+            count = count * experts.experts_per_token // experts.num_experts
+        total += count
+    return total
+
+
+def exchange_of_experts(spec: EngineSpec) -> list[Collective]:
+    """What devices exchange in a decode step besides `steps.exchange_of`: a sum for each layer with experts."""
+    model, num_devices = spec.model.config, spec.num_devices
+    experts = model.experts
+    if experts is None or num_devices == 1 or experts.num_experts % num_devices:
+        return []
+    num_bytes = model.hidden_size * jnp.dtype(model.dtype).itemsize
+    return [Collective("all-reduce", len(experts.layers), num_bytes)]
+
+
+def temp_bytes_of_experts(spec: EngineSpec) -> int:
+    """Besides `steps.most_temp_bytes`: each device has a row for each expert of each token, and products in float32."""
+    model = spec.model.config
+    if model.experts is None:
+        return 0
+    num_rows = spec.config.max_num_batched_tokens * model.experts.experts_per_token
+    return 12 * num_rows * (model.hidden_size + model.experts.intermediate_size)
+
+
+def _is_of_experts(parameter: ParamSpec) -> bool:
+    """A weight or bias with an entry for each expert."""
+    return parameter.axes[0] == "experts"

@@ -1,0 +1,126 @@
+"""A mixture of experts in the place of an MLP: a router chooses experts for each token, and adds up what they say.
+
+Attribute paths are the names that transformers 5 gives the modules, with the weights of all experts stacked; where
+they stand in checkpoints, `sources` says. Knows no family, and not how rows find their experts: that is `ops.experts`.
+
+Letters: T tokens, E model dim, F MLP dim of an expert, X experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.models.config import ExpertsConfig, ModelConfig
+from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Constant, Linear, Normal, param
+from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, experts
+
+
+@dataclass(frozen=True)
+class Gate:
+    """activation(gate) * up of gate and up; with a limit gpt-oss's, see `ExpertsConfig`."""
+
+    activation: str
+    limit: float | None
+    slope: float
+
+    def __call__(self, gate_up: jax.Array) -> jax.Array:
+        """[T, 2 F] -> [T, F]"""
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        if self.limit is None:
+            return ACTIVATION_FUNCTIONS[self.activation](gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(gate * self.slope) * (up + 1)
+
+
+class Experts(nnx.Module):
+    """The stacked weights of a layer's experts. Rows of gate, then of up, in `gate_up_proj`."""
+
+    def __init__(self, config: ModelConfig, settings: ExpertsConfig):
+        num, embed, inner = settings.num_experts, config.hidden_size, settings.intermediate_size
+        init, dtype = Normal(config.initializer_range), config.dtype
+
+        def weight(*shape: int) -> nnx.Param:
+            return param(
+                (num, *shape), axes=("experts", "expert", "expert"), init=init, dtype=dtype
+            )
+
+        def bias(size: int) -> nnx.Param | None:
+            if not settings.bias:
+                return None
+            axes = ("experts", "expert")
+            return param((num, size), axes=axes, init=Constant(0.0), dtype=dtype)
+
+        self.gate_up_proj, self.gate_up_proj_bias = weight(2 * inner, embed), bias(2 * inner)
+        self.down_proj, self.down_proj_bias = weight(embed, inner), bias(embed)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        biases = (
+            None if each is None else each[...]
+            for each in (self.gate_up_proj_bias, self.down_proj_bias)
+        )
+        gate_up_bias, down_bias = biases
+        return ExpertWeights(
+            gate_up=self.gate_up_proj[...],
+            down=self.down_proj[...],
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+        )
+
+
+class MixtureOfExperts(nnx.Module):
+    """The sum of a token's experts, by their shares; and of the shared expert, if there is one, behind its own gate."""
+
+    def __init__(
+        self, config: ModelConfig, settings: ExpertsConfig, shared_expert: nnx.Module | None
+    ):
+        self.settings = settings
+        self.activation = Gate(config.activation, settings.swiglu_limit, settings.swiglu_slope)
+        embed, init = config.hidden_size, Normal(config.initializer_range)
+
+        def router(num_outputs: int, *, bias: bool) -> Linear:
+            axes = ("router", "embed")
+            return Linear((num_outputs, embed), axes=axes, bias=bias, init=init, dtype=config.dtype)
+
+        self.gate = router(settings.num_experts, bias=settings.bias)
+        self.experts = Experts(config, settings)
+        self.shared_expert = shared_expert
+        self.shared_expert_gate = None if shared_expert is None else router(1, bias=False)
+        # What computes the products of experts, see `weights.transform`.
+        self.kernel: ExpertsKernel = XLA
+
+    def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
+        """[..., T, E]. is_token: bool[..., T]; the others are padding, which no expert computes."""
+        rows = x.reshape(-1, x.shape[-1])
+        chosen, shares = self._route(rows)
+        if is_token is not None:
+            chosen = jnp.where(is_token.reshape(-1, 1), chosen, self.settings.num_experts)
+        out = experts(
+            rows,
+            chosen,
+            shares,
+            self.experts.weights,
+            activation=self.activation,
+            kernel=self.kernel,
+        )
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            share = jax.nn.sigmoid(self.shared_expert_gate.product(rows))
+            out = out + share * self.shared_expert(rows).astype(jnp.float32)
+        return out.astype(x.dtype).reshape(x.shape)
+
+    def _route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """int32[T, k] experts of each token, the most likely first, and float32[T, k] their shares.
+
+        A softmax over the chosen logits is that over all, divided by the sum of the chosen.
+        """
+        logits = self.gate.product(rows)
+        if self.gate.bias is not None:
+            logits = logits + self.gate.bias[...].astype(logits.dtype)[None]
+        best, chosen = jax.lax.top_k(logits, self.settings.experts_per_token)
+        if self.settings.shares_add_up_to_one:
+            return chosen, jax.nn.softmax(best, axis=-1)
+        return chosen, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))

@@ -1,0 +1,93 @@
+"""Mixtral, OLMoE, Qwen 2 and 3 with experts: what their configs say of them.
+
+The rest is the shared decoder. Knows transformers' names of these families' options; must not know checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.models.config import ExpertsConfig, ModelConfig, decoder_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def mixtral_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a MixtralForCausalLM."""
+    experts = ExpertsConfig(
+        layers=tuple(range(hf.num_hidden_layers)),
+        num_experts=hf.num_local_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        shares_add_up_to_one=True,
+    )
+    return decoder_config(hf, dtype=dtype, max_model_len=max_model_len, experts=experts)
+
+
+def olmoe_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of an OlmoeForCausalLM."""
+    if getattr(hf, "clip_qkv", None) is not None:
+        raise ValueError(
+            f"OlmoeForCausalLM with clip_qkv={hf.clip_qkv}: clipped queries, keys and values are not "
+            "supported; released OLMoE models have none"
+        )
+    experts = ExpertsConfig(
+        layers=tuple(range(hf.num_hidden_layers)),
+        num_experts=hf.num_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        shares_add_up_to_one=bool(hf.norm_topk_prob),
+    )
+    return decoder_config(
+        hf, dtype=dtype, max_model_len=max_model_len, experts=experts, qk_norm="projection"
+    )
+
+
+def qwen2_moe_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Qwen2MoeForCausalLM."""
+    experts = _qwen_experts(hf, shared_size=hf.shared_expert_intermediate_size)
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        experts=experts,
+        qkv_bias=bool(getattr(hf, "qkv_bias", True)),
+    )
+
+
+def qwen3_moe_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a Qwen3MoeForCausalLM."""
+    experts = _qwen_experts(hf)
+    return decoder_config(
+        hf, dtype=dtype, max_model_len=max_model_len, experts=experts, qk_norm=True
+    )
+
+
+def _qwen_experts(hf: PretrainedConfig, **facts: Any) -> ExpertsConfig | None:
+    """Every `decoder_sparse_step`th layer has experts, except those of `mlp_only_layers`; None if none has."""
+    layers = tuple(
+        index
+        for index in range(hf.num_hidden_layers)
+        if hf.num_experts
+        and (index + 1) % hf.decoder_sparse_step == 0
+        and index not in (hf.mlp_only_layers or ())
+    )
+    if not layers:
+        return None
+    return ExpertsConfig(
+        layers=layers,
+        num_experts=hf.num_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        shares_add_up_to_one=bool(hf.norm_topk_prob),
+        **facts,
+    )

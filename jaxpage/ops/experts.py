@@ -1,0 +1,214 @@
+"""The experts of a layer for a step: rows to their experts and back. Chooses the implementation of their products, and
+divides experts over devices. Knows no model.
+
+Each token is a row for each of its experts. Rows are sorted by expert, multiplied, and added up by token in the order
+of its experts, so a token's sum depends on the token alone, whatever shares the batch. Rows of padding have no expert:
+they come last, and nothing is multiplied for them.
+
+On several devices each has X/n experts and all tokens. It multiplies the rows of its own experts, and one sum over the
+devices, [T, E] in the dtype of x, is all that they exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jaxpage.device import Device
+from jaxpage.ops.implementations import (
+    Choice,
+    Implementation,
+    Unsupported,
+    first_supported,
+    require,
+)
+from jaxpage.parallel.sharding import EXPERT
+from pallas_kernels import hopper, tuning
+from pallas_kernels.grouped_matmul import xla
+from pallas_kernels.grouped_matmul.gradient import gradient
+from pallas_kernels.grouped_matmul.tune import kernel_of, tuned_sizes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """Of all experts of a layer. gate_up: outputs of gate, then as many of up."""
+
+    gate_up: jax.Array  # [X, 2 F, E]
+    down: jax.Array  # [X, E, F]
+    gate_up_bias: jax.Array | None = None  # [X, 2 F]
+    down_bias: jax.Array | None = None  # [X, E]
+
+
+@dataclass(frozen=True)
+class ExpertsKernel:
+    """What computes the products: XLA, or the kernel of "tpu" or "gpu" with the tile sizes of a kind of device.
+
+    `mesh`: of devices that share the tokens; `divided`: each of them has X/n experts, otherwise all.
+    """
+
+    platform: str | None
+    sizes: tuning.Sizes | None = None
+    mesh: Mesh | None = None
+    divided: bool = False
+
+
+XLA = ExpertsKernel(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """The weights of one device as shapes, and the dtype of tokens."""
+
+    gate_up: jax.ShapeDtypeStruct
+    down: jax.ShapeDtypeStruct
+    dtype: jnp.dtype
+    device: Device
+
+
+def _accept_tpu(request: _Request) -> ExpertsKernel:
+    if request.dtype not in (jnp.bfloat16, jnp.float32):
+        raise Unsupported(f"experts in {request.dtype}; the kernel takes bfloat16 and float32")
+    return ExpertsKernel("tpu", tuned_sizes("tpu", request.device.kind))
+
+
+def _accept_hopper(request: _Request) -> ExpertsKernel:
+    require(hopper.unsupported_reason_on(request.device.compute_capability))
+    for weights in (request.gate_up, request.down):
+        rows = jax.ShapeDtypeStruct((1, weights.shape[2]), request.dtype)
+        require(kernel_of("gpu").unsupported_reason(rows, weights))
+    require(hopper.unsupported_ptxas_here())
+    return ExpertsKernel("gpu", tuned_sizes("gpu", request.device.kind))
+
+
+IMPLEMENTATIONS: tuple[Implementation[_Request, ExpertsKernel], ...] = (
+    Implementation("tpu", "tpu", _accept_tpu),
+    Implementation("hopper", "gpu", _accept_hopper),
+    Implementation("xla", None, lambda request: XLA),
+)
+
+
+def choose(
+    gate_up: jax.ShapeDtypeStruct,
+    down: jax.ShapeDtypeStruct,
+    device: Device,
+    *,
+    mesh: Mesh | None = None,
+    divided: bool = False,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> Choice[ExpertsKernel]:
+    """What computes the products of tokens of `dtype` with such weights there.
+
+    `mesh`: of devices that share the tokens; `divided`: each of them has an equal number of the experts.
+    """
+    request = _Request(gate_up=gate_up, down=down, dtype=jnp.dtype(dtype), device=device)
+    choice = first_supported("grouped_matmul", IMPLEMENTATIONS, request, device.platform)
+    return replace(choice, chosen=replace(choice.chosen, mesh=mesh, divided=divided))
+
+
+def experts(
+    x: jax.Array,
+    chosen: jax.Array,
+    shares: jax.Array,
+    weights: ExpertWeights,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+    kernel: ExpertsKernel,
+) -> jax.Array:
+    """float32[T, E]: of each token [E] the sum of its experts' down(activation(gate_up(token))), each times its share.
+
+    chosen: int32[T, k], X for a token that has no expert. shares: float32[T, k]. activation: float32[T, 2 F] ->
+    [T, F], hashable. `kernel` is what `choose` chose.
+    """
+    apply = partial(_apply, activation=activation, kernel=replace(kernel, mesh=None))
+    if kernel.mesh is None or kernel.mesh.size == 1:
+        return apply(x, chosen, shares, weights, jnp.int32(0))
+
+    def apply_own(x, chosen, shares, weights):
+        if not kernel.divided:
+            return apply(x, chosen, shares, weights, jnp.int32(0))
+        first = lax.axis_index(EXPERT) * weights.gate_up.shape[0]
+        # In the dtype of hidden states, as a TPU adds up an MLP's.
+        part = apply(x, chosen, shares, weights, first).astype(x.dtype)
+        return lax.psum(part, EXPERT).astype(jnp.float32)
+
+    by_expert = P(EXPERT) if kernel.divided else P()
+    return jax.shard_map(
+        apply_own,
+        mesh=kernel.mesh,
+        in_specs=(P(), P(), P(), by_expert),
+        out_specs=P(),
+        check_vma=False,
+    )(x, chosen, shares, weights)
+
+
+# XLA inlines it; as a jit of its own it is traced and lowered once for all layers that are alike.
+@partial(jax.jit, static_argnames=("activation", "kernel"))
+def _apply(
+    x: jax.Array,
+    chosen: jax.Array,
+    shares: jax.Array,
+    weights: ExpertWeights,
+    first: jax.Array,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+    kernel: ExpertsKernel,
+) -> jax.Array:
+    """`experts` of which `weights` has those from `first` on; the others add nothing."""
+    (num_tokens, num_chosen), num_own = chosen.shape, weights.gate_up.shape[0]
+    own = (chosen >= first) & (chosen < first + num_own)
+    expert = jnp.where(own, chosen - first, num_own).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    group_sizes = (expert[:, None] == jnp.arange(num_own, dtype=jnp.int32)[None]).sum(
+        axis=0, dtype=jnp.int32
+    )
+    expert = expert[order]
+    hidden = _multiply(x[order // num_chosen], weights.gate_up, group_sizes, kernel)
+    hidden = activation(_with_bias(hidden, weights.gate_up_bias, expert)).astype(x.dtype)
+    out = _with_bias(
+        _multiply(hidden, weights.down, group_sizes, kernel), weights.down_bias, expert
+    )
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+    out = out[back].reshape(num_tokens, num_chosen, -1)
+    parts = [shares[:, i, None] * out[:, i] for i in range(num_chosen)]
+    total = parts[0]
+    for part in parts[1:]:  # one after the other: a sum in another order differs in its last bits
+        total = total + part
+    return total
+
+
+def _with_bias(out: jax.Array, bias: jax.Array | None, expert: jax.Array) -> jax.Array:
+    """Rows of no expert stay 0."""
+    if bias is None:
+        return out
+    return out + bias.at[expert].get(mode="fill", fill_value=0).astype(out.dtype)
+
+
+def _multiply(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, kernel: ExpertsKernel
+) -> jax.Array:
+    """float32, as `pallas_kernels/grouped_matmul/reference.py` says."""
+
+    @jax.custom_vjp
+    def multiply(x, weights, group_sizes):
+        if kernel.platform is None:
+            return xla.grouped_matmul(x, weights, group_sizes)
+        product = kernel_of(kernel.platform).grouped_matmul
+        return product(x, weights, group_sizes, sizes=kernel.sizes)
+
+    def forward(*arguments):
+        return multiply(*arguments), arguments
+
+    def backward(arguments, slopes):
+        return (*gradient(*arguments, slopes), None)
+
+    multiply.defvjp(forward, backward)
+    return jnp.asarray(multiply(x, weights, group_sizes))

@@ -1,0 +1,259 @@
+"""Parameters as checkpoints have them: a tensor, rows of one, or tensors of experts put together while they are read.
+
+Each has a shape and a dtype, and reads a part of itself without holding much more. Knows tensors of safetensors and
+`models.sources`; must not know devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from jaxpage.models.sources import Place, Rearranged, Source, Stacked
+from jaxpage.weights.safetensors import StoredTensor
+
+Index = tuple[slice, ...]
+BLOCKS, SCALES = "_blocks", "_scales"
+MXFP4 = "mxfp4"
+# Signs and magnitudes of the 16 numbers of 4 bits (OCP Microscaling Formats 1.0, FP4 E2M1).
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6] + [-0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# Of a byte the number in its lower bits, then that in its upper ones.
+_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)
+
+
+class Stored(Protocol):
+    """A parameter in a checkpoint."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        """`parameter[index]`, in memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a tensor."""
+
+    tensor: StoredTensor
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.tensor.shape[1:])
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        first, last = _bounds(index, self.shape)[0]
+        rows = slice(self.start + first, self.start + last)
+        return self.tensor.read((rows, *index[1:]))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Entry x has the rows of the tensors `parts[x]`, one after the other. All entries have equal shapes."""
+
+    parts: tuple[tuple[StoredTensor, ...], ...]
+
+    @property
+    def name(self) -> str:
+        return self.parts[0][0].name
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0][0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0]
+        return (len(self.parts), sum(each.shape[0] for each in first), *first[0].shape[1:])
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        bounds = _bounds(index, self.shape)
+        out = np.empty([last - first for first, last in bounds], self.dtype)
+        (first, last), (start, stop), *rest = bounds
+        others = tuple(slice(*each) for each in rest)
+        for entry, tensors in zip(out, self.parts[first:last], strict=True):
+            at = 0  # of the rows of this tensor among all
+            for tensor in tensors:
+                rows = slice(max(start - at, 0), max(min(stop - at, tensor.shape[0]), 0))
+                if rows.start < rows.stop:
+                    where = at + rows.start - start
+                    part = tensor.read((rows, *others))
+                    entry[where : where + len(part)] = part
+                at += tensor.shape[0]
+        return out
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """[X, O, I] in blocks of 32 numbers of 4 bits along I with a power of 2 for each block: blocks uint8[X, O, I/32,
+    16], scales uint8[X, O, I/32], by which 127 stands for 1. Read as bfloat16, which has all of its values.
+    """
+
+    blocks: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def name(self) -> str:
+        return self.blocks.name
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(ml_dtypes.bfloat16)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.blocks.shape[:2], 2 * math.prod(self.blocks.shape[2:]))
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        (first, last), *_ = _bounds(index, self.shape)
+        out = np.empty((last - first, *self.shape[1:]), self.dtype)
+        for entry, x in zip(out, range(first, last), strict=True):
+            one = slice(x, x + 1)
+            entry[...] = mxfp4_values(self.blocks.read((one,)), self.scales.read((one,)))[0]
+        return out[(slice(None), *index[1:])]
+
+
+def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float32[..., G * 2 B] of uint8[..., G, B] pairs of numbers, the lower 4 bits first, and uint8[..., G] scales."""
+    with np.errstate(over="ignore"):
+        powers = np.ldexp(np.float32(1), np.arange(256) - 127).astype(np.float32)
+    powers[255] = np.nan  # as the format says
+    values = _PAIRS[blocks].reshape(*blocks.shape[:-1], -1) * powers[scales][..., None]
+    return values.reshape(*blocks.shape[:-2], -1)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """[X, O, I] of a parameter that is stored [X, I, O]."""
+
+    stored: StoredTensor
+
+    @property
+    def name(self) -> str:
+        return self.stored.name
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, second, third = self.stored.shape
+        return (first, third, second)
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        first, second, third = (slice(*each) for each in _bounds(index, self.shape))
+        return self.stored.read((first, third, second)).swapaxes(1, 2)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """[X, 2 F, ...] with the even entries of the second axis first, then the odd ones."""
+
+    stored: Stored
+
+    @property
+    def name(self) -> str:
+        return self.stored.name
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        whole = self.stored.read(index[:1])
+        parted = np.concatenate([whole[:, 0::2], whole[:, 1::2]], axis=1)
+        return parted[(slice(None), *index[1:])]
+
+
+def tensors_of(path: str, place: Place, names: Container[str]) -> tuple[str, ...]:
+    """The tensors of a checkpoint that has these `names`, of which the parameter `path` is made."""
+    if isinstance(place, Stacked):
+        return (path,) if path in names else tuple(name for part in place.parts for name in part)
+    if isinstance(place, Rearranged):
+        packed = (place.tensor + BLOCKS, place.tensor + SCALES)
+        return packed if place.turns and packed[0] in names else (place.tensor,)
+    if place.stop is None and path in names:
+        return (path,)
+    return (place.tensor,)
+
+
+def stored_parameter(
+    path: str, place: Place, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+) -> Stored:
+    """The parameter of that shape as the checkpoint has it. Raises ValueError if a tensor has another shape."""
+    names = tensors_of(path, place, tensors)
+    found = [tensors[name] for name in names]
+    first = found[0]
+    if isinstance(place, Source) and place.stop is not None:
+        rows = Rows(first, place.start, place.stop)
+        _check_shape(first, rows.shape, shape, path, shape)
+        return rows
+    if isinstance(place, Source) or names == (path,) and isinstance(place, Stacked):
+        _check_shape(first, first.shape, shape, path, shape)
+        return first
+    if isinstance(place, Stacked):
+        rest = shape[2:]
+        for tensor in found:
+            _check_shape(
+                tensor, tensor.shape, (shape[1] // len(place.parts[0]), *rest), path, shape
+            )
+        return Stack(tuple(tuple(tensors[name] for name in part) for part in place.parts))
+    if len(found) == 2:
+        blocks, scales = found
+        packed = (*shape[:2], shape[2] // 32)
+        _check_shape(blocks, blocks.shape, (*packed, 16), path, shape)
+        _check_shape(scales, scales.shape, packed, path, shape)
+        _check_shape(blocks, (*shape[:2], packed[2] * 32), shape, path, shape)
+        stored: Stored = Mxfp4(blocks, scales)
+    else:
+        turned = (shape[0], shape[2], shape[1]) if place.turns else shape
+        _check_shape(first, first.shape, turned, path, shape)
+        stored = Turned(first) if place.turns else first
+    return Parted(stored) if place.alternates else stored
+
+
+def _check_shape(
+    tensor: StoredTensor,
+    found: tuple[int, ...],
+    wanted: tuple[int, ...],
+    path: str,
+    shape: tuple[int, ...],
+) -> None:
+    if found != wanted:
+        of_parts = "" if wanted == shape else f", so {list(wanted)} of this tensor"
+        raise ValueError(
+            f"{tensor.name} has shape {list(tensor.shape)} in the checkpoint; {path} of the "
+            f"model wants {list(shape)}{of_parts}: check that config.json belongs to the weights"
+        )
+
+
+def _bounds(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First and last of each axis; axes that the index does not name are whole."""
+    whole = (*index, *[slice(None)] * (len(shape) - len(index)))
+    bounds = (part.indices(size)[:2] for part, size in zip(whole, shape, strict=True))
+    return [(first, max(first, last)) for first, last in bounds]

@@ -1,0 +1,80 @@
+"""Steps of models with experts at their real sizes, of two layers, compiled for TPUs and an H200 that are not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from pallas_kernels.hopper import unsupported_jax
+from tests.aot.compiling import missing, seen
+from tests.aot.experts import CASES, FEW, TARGETS, Case, case_of
+from tests.aot.models import EXPERTS
+
+__test__ = unsupported_jax() is None
+pytestmark = pytest.mark.aot
+
+
+@pytest.fixture(params=TARGETS)
+def found(request) -> list[tuple[Case, dict]]:
+    if reason := missing(request.param):
+        pytest.skip(reason)
+    programs = seen("experts", request.param).programs
+    return [(case_of(request.param, each["name"]), each) for each in programs]
+
+
+def test_a_decode_step_and_a_prefill_step_of_each_case(found):
+    cases = [case for case in CASES if case.target == found[0][0].target]
+    assert [case for case, _ in found] == [case for case in cases for _ in range(2)]
+    assert all(each["num_layers"] == FEW for _, each in found)
+
+
+def test_each_device_has_its_experts_and_reads_them_where_they_are(found):
+    for case, each in found:
+        model = EXPERTS[case.model]
+        num_experts = model.get("num_experts") or model["num_local_experts"]
+        assert each["experts_of_a_device"] == num_experts // case.num_devices
+        assert len(weight_copies(each)) == (FEW if is_copied(case) else 0), each
+
+
+def weight_copies(each: dict) -> list[str]:
+    """Arrays as large as a weight of experts, in its dtype, that are no part of it on its way to VMEM."""
+    lines = each["weight_copies"]
+    return [line for line in lines if "= bf16[" in line and "slice-start(" not in line]
+
+
+def is_copied(case: Case) -> bool:
+    """A TPU lays out [8, 5760, 2880] by its 5,760 outputs, which are a multiple of 128, and the kernel reads inputs."""
+    return case.model == "gpt-oss-20b" and case.target != "h200"
+
+
+def test_kernels_serve_attention_and_experts(found):
+    """Two products of experts a layer; on an H200 not for 2,880 outputs, which are no multiple of 128."""
+    for case, each in found:
+        assert each["attention_calls"] >= FEW, each
+        of_blocks = case.target != "h200"  # copy-on-write
+        of_experts = each["kernel_calls"] - each["attention_calls"] - of_blocks
+        is_plain = case.target == "h200" and case.model == "gpt-oss-20b"
+        assert of_experts == (0 if is_plain else 2 * FEW), each
+
+
+def test_pool_and_state_stay_and_temporaries_are_bounded(found):
+    for case, each in found:
+        assert each["alias_bytes"] >= each["pool_bytes"] + each["state_bytes"], each
+        assert each["pool_copies"] == [], each
+        copies = FEW * 8 * 5760 * 2880 * 2 if is_copied(case) else 0
+        assert each["temp_bytes"] < each["most_temp_bytes"] + copies, each
+
+
+def test_devices_exchange_what_those_of_an_mlp_do(found):
+    """A sum after the experts of each layer, after each attention and after the embedding."""
+    for case, each in found:
+        if case.num_devices == 1:
+            assert each["exchanges"] == []
+            continue
+        calls = {(kind, size): n for kind, n, size in each["exchanges"]}
+        hidden = 2 * each["num_tokens"] * EXPERTS[case.model]["hidden_size"]
+        assert calls["all-reduce", hidden] == 2 * FEW + 1, each
+        if " decode " not in each["name"]:
+            assert len(calls) == 1, each
+            continue
+        reckoned = sum(n * size * each["num_tokens"] for _, n, size in each["reckoned"])
+        assert reckoned == sum(n * size for _, n, size in each["exchanges"]), each

@@ -1,0 +1,89 @@
+"""Engines of models with experts: transformers' tokens, whatever shares the batch, on one device and on several."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpage import SamplingParams
+from tests import checkpoints, mixtures
+from tests.end_to_end import test_invariance as invariance
+from tests.end_to_end import test_parity as parity
+from tests.end_to_end.test_tensor_parallel import WAYS, all_answers
+
+NUM_DEVICES = {  # variant, and devices that divide its experts
+    "mixtral": (0, 4),
+    "qwen2_moe": (1, 8),
+    "qwen3_moe": (1, 2),
+    "olmoe": (2, 4),
+    "gpt_oss": (0, 2),
+}
+
+
+def cases():
+    """The first variant of a family is `slow`, the others are `deep`."""
+    for family, variant in mixtures.CASES:
+        marks = pytest.mark.slow if variant == 0 else pytest.mark.deep
+        yield pytest.param(family, variant, marks=marks, id=f"{family}-{variant}")
+
+
+@pytest.mark.parametrize(("family", "variant"), list(cases()))
+def test_greedy_tokens_equal_transformers(family, variant, tmp_path):
+    path = mixtures.build(family, variant, tmp_path)
+    parity.check_greedy_tokens(path, parity.prompts_of(parity.PROMPT_LENS))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=pytest.mark.slow if family == "gpt_oss" else pytest.mark.deep)
+        for family in mixtures.VARIANTS
+    ],
+)
+def test_alone_and_among_others_in_small_blocks_and_chunks_preempted(family, tmp_path):
+    invariance.check_few_requests(mixtures.build(family, 1, tmp_path), num_devices=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param("qwen2_moe", "plain", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "preempted", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, way, marks=pytest.mark.deep)
+            for family in mixtures.VARIANTS
+            for way in ("plain", "quantised pool", "swapped")
+        ),
+    ],
+)
+def test_tokens_of_devices_that_share_experts_are_those_of_one(family, way, tmp_path):
+    variant, num_devices = NUM_DEVICES[family]
+    path = mixtures.build(family, variant, tmp_path)
+    one = all_answers(path, **WAYS[way])
+    several = all_answers(path, tensor_parallel_size=num_devices, **WAYS[way])
+    checkpoints.assert_same_answers(several, one, atol=3e-2 if way == "quantised pool" else 1e-4)
+
+
+@pytest.mark.deep
+def test_experts_that_do_not_divide_are_on_each_device(tmp_path):
+    """6 experts on 4 devices."""
+    path = mixtures.build("mixtral", 2, tmp_path)
+    one, several = all_answers(path), all_answers(path, tensor_parallel_size=4)
+    checkpoints.assert_same_answers(several, one, atol=1e-4)
+
+
+def test_int8_weights_are_refused_before_anything_is_loaded(tmp_path):
+    path = mixtures.build("mixtral", 0, tmp_path)
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match='quantization="int8" is for models without experts'):
+        checkpoints.make_llm(path, quantization="int8")
+
+
+@pytest.mark.slow
+def test_an_engine_has_its_share_of_the_experts_and_compiles_nothing_later(tmp_path):
+    path = mixtures.build("mixtral", 0, tmp_path)
+    llm = checkpoints.make_llm(path, tensor_parallel_size=2)
+    stacks = [leaf for leaf in llm._engine.runner._leaves() if leaf.shape == (4, 144, 32)]
+    assert [each.sharding.shard_shape(each.shape) for each in stacks] == [(2, 144, 32)] * 2
+    params = SamplingParams(temperature=0.0, max_tokens=9, logprobs=1, detokenize=False)
+    assert len(checkpoints.answers(llm, [[5, 6], [7, 8, 9]], params)) == 2
+    assert llm.stats().num_recompiles == 0

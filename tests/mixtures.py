@@ -1,0 +1,178 @@
+"""Tiny checkpoints of the families with experts.
+
+Their variants stand apart from `checkpoints.VARIANTS`, over which most tests of families run: with five more these
+would take too long.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests import checkpoints
+from tests.checkpoints import shape
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
+YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_OSS_ROPE = YARN | {"rope_theta": 150_000.0, "truncate": False}
+
+
+def qwen(num_experts: int, chosen: int, **other: Any) -> dict[str, Any]:
+    return {"num_experts": num_experts, "num_experts_per_tok": chosen, **other}
+
+
+# They differ in heads and RoPE, in the number of experts and which layers have them, in what becomes of shares.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "mixtral": [
+        shape(4, 2, num_local_experts=4, rope_parameters=DEFAULT),
+        shape(
+            4,
+            1,
+            head_dim=16,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            sliding_window=20,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            4,
+            hidden=64,
+            layers=3,
+            head_dim=8,  # transformers' YaRN wants to be told
+            num_local_experts=6,
+            num_experts_per_tok=1,
+            rope_parameters=YARN,
+        ),
+    ],
+    "qwen2_moe": [
+        shape(
+            4,
+            2,
+            **qwen(6, 2, moe_intermediate_size=24, shared_expert_intermediate_size=40),
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            4,
+            4,
+            layers=4,
+            **qwen(8, 4, moe_intermediate_size=20, shared_expert_intermediate_size=12),
+            decoder_sparse_step=2,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=16,
+            max_window_layers=2,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            2,
+            hidden=64,
+            layers=3,
+            **qwen(5, 5, moe_intermediate_size=16, shared_expert_intermediate_size=72),
+            mlp_only_layers=[1],
+            qkv_bias=False,
+            rope_parameters=YARN,
+        ),
+    ],
+    "qwen3_moe": [
+        shape(
+            4,
+            2,
+            head_dim=16,
+            **qwen(8, 2, moe_intermediate_size=24),
+            norm_topk_prob=True,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8,
+            2,
+            hidden=64,
+            head_dim=8,
+            **qwen(16, 3, moe_intermediate_size=20),
+            mlp_only_layers=[0],
+            attention_bias=True,
+            rope_parameters=YARN,
+        ),
+        shape(
+            4,
+            4,
+            layers=4,
+            head_dim=20,
+            **qwen(4, 4, moe_intermediate_size=28),
+            decoder_sparse_step=2,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=10,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT,
+        ),
+    ],
+    "olmoe": [
+        shape(4, 4, **qwen(8, 2), rope_parameters=DEFAULT),
+        shape(
+            4,
+            2,
+            **qwen(4, 3),
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT,
+        ),
+        shape(
+            8, 2, hidden=64, layers=3, **qwen(16, 4), attention_bias=True, rope_parameters=DEFAULT
+        ),
+    ],
+    "gpt_oss": [
+        shape(
+            4,
+            2,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            rope_parameters=_OSS_ROPE,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            head_dim=16,
+            num_local_experts=6,
+            num_experts_per_tok=4,
+            sliding_window=20,
+            swiglu_limit=1.0,
+            rope_parameters=_OSS_ROPE,
+        ),
+        shape(
+            4,
+            4,
+            head_dim=16,
+            layers=4,
+            num_local_experts=3,
+            num_experts_per_tok=1,
+            layer_types=[FULL, SLIDING, SLIDING, FULL],
+            sliding_window=33,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT,
+        ),
+    ],
+}
+CLASSES = {
+    "mixtral": "MixtralConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "olmoe": "OlmoeConfig",
+    "gpt_oss": "GptOssConfig",
+}
+CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
+
+
+def build(family: str, variant: int, path: str | Path, **overrides: Any) -> Path:
+    """As `checkpoints.build`."""
+    arguments = VARIANTS[family][variant] | overrides
+    return checkpoints.build_from(CLASSES[family], arguments, path, seed=f"{family} {variant}")
