@@ -110,12 +110,12 @@ class MediaSources:
             connection.request(
                 "GET", target, headers={"Accept": "image/*", "User-Agent": "jaxpage"}
             )
-            response = connection.getresponse()
-            if response.status in _REDIRECTS:
-                return b"", urljoin(url, response.headers.get("Location") or "")
-            if response.status != 200:
-                raise ValueError(f"{url[:80]!r} answers with status {response.status}")
-            data = self._body(response)
+            with connection.getresponse() as response:
+                if response.status in _REDIRECTS:
+                    return b"", urljoin(url, response.headers.get("Location") or "")
+                if response.status != 200:
+                    raise ValueError(f"{url[:80]!r} answers with status {response.status}")
+                data = self._body(response)
             _left(deadline)  # what ends because it took too long is not whole
             return data, None
         finally:
