@@ -157,7 +157,9 @@ def _connect(parts: SplitResult, host: str, deadline: float, *, only_public: boo
     except BaseException:
         sock.close()
         raise
-    return _Connection(host, port, sock)
+    connection = _Connection(host, port, sock)
+    connection.default_port = _PORTS[parts.scheme]  # which the Host header leaves out
+    return connection
 
 
 def _hang_up(sock: socket.socket) -> None:
