@@ -90,7 +90,9 @@ class MediaSources:
                     return data
                 url = moved_to
         except (OSError, http.client.HTTPException) as error:
-            raise ValueError(f"{url[:80]!r} cannot be fetched: {error}") from None
+            is_late = time.monotonic() >= deadline  # whatever came of it then
+            reason = f"it took more than {self.seconds:g} seconds" if is_late else error
+            raise ValueError(f"{url[:80]!r} cannot be fetched: {reason}") from None
         raise ValueError(f"{url[:80]!r} was reached by more than {self.max_redirects} redirects")
 
     def _fetch(self, url: str, deadline: float, *, is_redirect: bool) -> tuple[bytes, str | None]:
