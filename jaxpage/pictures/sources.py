@@ -90,7 +90,9 @@ class MediaSources:
                     return data
                 url = moved_to
         except (OSError, http.client.HTTPException) as error:
-            raise ValueError(f"{url[:80]!r} cannot be fetched: {error}") from None
+            is_late = time.monotonic() >= deadline  # whatever came of it then
+            reason = f"it took more than {self.seconds:g} seconds" if is_late else error
+            raise ValueError(f"{url[:80]!r} cannot be fetched: {reason}") from None
         raise ValueError(f"{url[:80]!r} was reached by more than {self.max_redirects} redirects")
 
     def _fetch(self, url: str, deadline: float, *, is_redirect: bool) -> tuple[bytes, str | None]:
@@ -110,12 +112,12 @@ class MediaSources:
             connection.request(
                 "GET", target, headers={"Accept": "image/*", "User-Agent": "jaxpage"}
             )
-            response = connection.getresponse()
-            if response.status in _REDIRECTS:
-                return b"", urljoin(url, response.headers.get("Location") or "")
-            if response.status != 200:
-                raise ValueError(f"{url[:80]!r} answers with status {response.status}")
-            data = self._body(response)
+            with connection.getresponse() as response:
+                if response.status in _REDIRECTS:
+                    return b"", urljoin(url, response.headers.get("Location") or "")
+                if response.status != 200:
+                    raise ValueError(f"{url[:80]!r} answers with status {response.status}")
+                data = self._body(response)
             _left(deadline)  # what ends because it took too long is not whole
             return data, None
         finally:
@@ -157,7 +159,9 @@ def _connect(parts: SplitResult, host: str, deadline: float, *, only_public: boo
     except BaseException:
         sock.close()
         raise
-    return _Connection(host, port, sock)
+    connection = _Connection(host, port, sock)
+    connection.default_port = _PORTS[parts.scheme]  # which the Host header leaves out
+    return connection
 
 
 def _hang_up(sock: socket.socket) -> None:

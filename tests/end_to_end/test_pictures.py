@@ -219,6 +219,15 @@ def test_two_devices_answer_as_one(path, alone):
 
 
 @pytest.mark.slow
+def test_no_program_copies_the_picture_cache(path):
+    llm = make_llm(path, enforce_eager=False, max_model_len=64, mm_encoder_cache_bytes="32M")
+    llm.wait_until_warm()
+    temporaries = {record.name: record.temp_bytes for record in llm.programs()}
+    assert "encode P=256" in temporaries
+    assert {name: size for name, size in temporaries.items() if size > 8 << 20} == {}
+
+
+@pytest.mark.slow
 def test_programs_are_compiled_before_and_a_recorded_run_repeats(path, alone, tmp_path):
     file = tmp_path / "run.calls"
     llm = make_llm(path, enforce_eager=False, record_calls=str(file), max_model_len=400)

@@ -143,6 +143,6 @@ def test_bytes_and_time_are_limited_also_without_a_length(port):
     with pytest.raises(ValueError, match="more than the 100 bytes"):
         local(max_bytes=100).read(f"http://127.0.0.1:{port}/picture")
     start = time.monotonic()
-    with pytest.raises(ValueError, match="cannot be fetched: .*(too long|timed out)"):
+    with pytest.raises(ValueError, match="cannot be fetched: it took more than 0.3 seconds"):
         local(seconds=0.3).read(f"http://127.0.0.1:{port}/slow")
     assert time.monotonic() - start < 3
