@@ -204,11 +204,12 @@ def _multiply(
         product = kernel_of(kernel.platform).grouped_matmul
         return product(x, weights, group_sizes, sizes=kernel.sizes)
 
-    def forward(*arguments):
-        return multiply(*arguments), arguments
+    def forward(x, weights, group_sizes):
+        return multiply(x, weights, group_sizes), (x, weights, group_sizes)
 
-    def backward(arguments, slopes):
-        return (*gradient(*arguments, slopes), None)
+    def backward(kept, slopes):
+        x, weights, group_sizes = kept
+        return (*gradient(x, weights, group_sizes, slopes), None)
 
     multiply.defvjp(forward, backward)
     return jnp.asarray(multiply(x, weights, group_sizes))

@@ -65,16 +65,21 @@ def test_pool_and_state_stay_and_temporaries_are_bounded(found):
 
 
 def test_devices_exchange_what_those_of_an_mlp_do(found):
-    """A sum after the experts of each layer, after each attention and after the embedding."""
+    """A sum after the experts of each layer, after each attention and after the embedding. That of gpt-oss's attention
+    is float32, since a bias is added to it: a plan does not reckon that.
+    """
     for case, each in found:
         if case.num_devices == 1:
             assert each["exchanges"] == []
             continue
         calls = {(kind, size): n for kind, n, size in each["exchanges"]}
         hidden = 2 * each["num_tokens"] * EXPERTS[case.model]["hidden_size"]
-        assert calls["all-reduce", hidden] == 2 * FEW + 1, each
-        if " decode " not in each["name"]:
-            assert len(calls) == 1, each
-            continue
-        reckoned = sum(n * size * each["num_tokens"] for _, n, size in each["reckoned"])
-        assert reckoned == sum(n * size for _, n, size in each["exchanges"]), each
+        num_float32 = FEW if case.model == "gpt-oss-20b" else 0
+        assert calls["all-reduce", hidden] == 2 * FEW + 1 - num_float32, each
+        assert calls.get(("all-reduce", 2 * hidden), 0) == num_float32, each
+        if " decode " in each["name"]:
+            reckoned = sum(n * size * each["num_tokens"] for _, n, size in each["reckoned"])
+            sent = sum(n * size for _, n, size in each["exchanges"])
+            assert sent == reckoned + num_float32 * hidden, each
+        else:
+            assert len(calls) == 1 + (num_float32 > 0), each
