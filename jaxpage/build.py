@@ -48,7 +48,7 @@ from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
 from jaxpage.runner.recording import parse, read_calls, record_to
 from jaxpage.runner.runner import Runner
-from jaxpage.start_up_log import log_engine, log_ready, log_replicas
+from jaxpage.start_up_log import log_engine, log_ready, log_replicas, print_unless_configured
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
@@ -95,7 +95,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
     Order: everything that can be refused by reading small files comes before the weights, and what can be refused by
     arithmetic before the compilation.
     """
-    _print_unless_configured()
+    print_unless_configured()
     if options.runner == "pooling":
         raise ValueError(
             'runner="pooling" is for LLM and jaxpage serve; this engine generates text'
@@ -242,13 +242,6 @@ def _save_prefix_cache(reference: weakref.ref[Engine | Replicas]) -> None:
     engine = reference()
     if engine is not None:
         engine.save_prefix_cache()
-
-
-def _print_unless_configured() -> None:
-    """What the engine says of itself goes to stderr, unless the user has said where logs go."""
-    if logger.level == logging.NOTSET and not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(INFO)
 
 
 def _size_runner(spec: EngineSpec, hosts: Hosts | None) -> tuple[EngineSpec, Runner]:

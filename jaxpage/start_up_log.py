@@ -18,6 +18,13 @@ from jaxpage.weights.spec import specs
 logger = logging.getLogger("jaxpage")
 
 
+def print_unless_configured() -> None:
+    """What the engine says of itself goes to stderr, unless the user has said where logs go."""
+    if logger.level == logging.NOTSET and not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+
+
 def log_replicas(specs: Sequence[EngineSpec]) -> None:
     """How many engines there are, if there are several, and where. The other lines tell of one of them."""
     if len(specs) > 1:

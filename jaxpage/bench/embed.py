@@ -69,7 +69,10 @@ def main(bench: EmbedBench) -> None:
 
 
 def measure(bench: EmbedBench) -> dict[str, Any]:
-    """Seconds of each round by engine and dtype, in turns. Raises ValueError for bad sizes."""
+    """Seconds of each round by engine and dtype, in turns. Raises ValueError for bad sizes.
+
+    Seconds of processors are there too: they are comparable where something else runs beside.
+    """
     if not (2 < bench.min_len <= bench.max_len <= BERT_BASE["max_position_embeddings"]):
         raise ValueError(f"min_len={bench.min_len} and max_len={bench.max_len} must be in 3..512")
     if min(bench.num_texts, bench.rounds, bench.num_layers) < 1:
@@ -78,7 +81,9 @@ def measure(bench: EmbedBench) -> dict[str, Any]:
     texts = make_texts(bench)
     engines = [_OURS] + ([_THEIRS] if bench.python else [])
     peers: dict[str, RemoteObject] = {}
-    versions, seconds = {}, {}
+    versions: dict[str, str] = {}
+    seconds: dict[str, list[float]] = {}
+    cpu_seconds: dict[str, list[float]] = {}
     try:
         for dtype in bench.dtypes:
             for engine in engines:
@@ -88,17 +93,19 @@ def measure(bench: EmbedBench) -> dict[str, Any]:
                     _TARGETS[engine], python=str(python), threads=bench.threads, pause=True
                 )
                 versions[name] = peers[name].ask("setup", str(folder), dtype)
-        last = {name: peer.ask("run", texts)[1] for name, peer in peers.items()}
-        seconds = {name: [] for name in peers}
+        last = {name: peer.ask("run", texts)[2] for name, peer in peers.items()}
         for _ in range(bench.rounds):
             for name, peer in peers.items():
-                seconds[name].append(peer.ask("run", texts)[0])
+                taken, cpu, _last = peer.ask("run", texts)
+                seconds.setdefault(name, []).append(taken)
+                cpu_seconds.setdefault(name, []).append(cpu)
     finally:
         for peer in peers.values():
             peer.kill()
     reference = np.asarray(next(iter(last.values())))
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "texts_per_second": {n: bench.num_texts / statistics.median(s) for n, s in seconds.items()},
         "cosine_of_last": {n: _cosine(reference, np.asarray(v)) for n, v in last.items()},
         "versions": versions,
@@ -109,10 +116,12 @@ def measure(bench: EmbedBench) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> str:
     """A line for each engine and dtype, and how our best compares."""
     rates = report["texts_per_second"]
-    rows = [("", "texts/s", "seconds", "cosine")]
+    rows = [("", "texts/s", "seconds", "of processors", "cosine")]
     for name, rate in rates.items():
         median = statistics.median(report["seconds"][name])
-        rows.append((name, f"{rate:.1f}", f"{median:.2f}", f"{report['cosine_of_last'][name]:.4f}"))
+        cpu = statistics.median(report["cpu_seconds"][name])
+        cosine = report["cosine_of_last"][name]
+        rows.append((name, f"{rate:.1f}", f"{median:.2f}", f"{cpu:.2f}", f"{cosine:.4f}"))
     lines = [results.table(rows)]
     ours, theirs = (
         max((rate for name, rate in rates.items() if name.startswith(engine)), default=None)

@@ -40,7 +40,7 @@ from jaxpage.pooling.sentence_transformers import (
 from jaxpage.runner.fingerprint import machine_fingerprint
 from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import use_persistent_cache
-from jaxpage.start_up_log import log_options_without_effect
+from jaxpage.start_up_log import log_options_without_effect, print_unless_configured
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
@@ -77,6 +77,7 @@ class BuiltPooler:
 
 def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler:
     """Read the checkpoint, and begin to compile. Raises ValueError for what cannot be served."""
+    print_unless_configured()
     start = time.perf_counter()
     options = _checked(options).with_local_files()
     folder = Path(options.model)
