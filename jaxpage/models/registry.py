@@ -10,18 +10,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jaxpage.models.cohere import cohere, cohere2_config, cohere_config
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.gemma import gemma, gemma2_config, gemma3_config, gemma3_text_config
+from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
+from jaxpage.models.granite import granite, granite_config
+from jaxpage.models.layers import RMSNorm
+from jaxpage.models.llama_like import ernie_config, seed_oss_config, smollm3_config
 from jaxpage.models.mixtures import (
     mixtral_config,
     olmoe_config,
     qwen2_moe_config,
     qwen3_moe_config,
 )
+from jaxpage.models.olmo import exaone4_config, olmo, post_norm
 from jaxpage.models.sources import (
     Place,
+    fused_gate_up,
     fused_projections,
     gpt_oss_experts,
     mixtral_experts,
@@ -30,6 +37,7 @@ from jaxpage.models.sources import (
     separate_experts,
     text_part,
 )
+from jaxpage.models.starcoder2 import starcoder2, starcoder2_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,24 +56,42 @@ class Family:
 
 
 REGISTRY: dict[str, Family] = {
+    "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
+    "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
+    "Ernie4_5ForCausalLM": Family(config_from_hf=ernie_config),
+    "Exaone4ForCausalLM": Family(
+        config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
+    ),
     "Gemma2ForCausalLM": Family(config_from_hf=gemma2_config, module=gemma),
     "Gemma3ForCausalLM": Family(config_from_hf=gemma3_config, module=gemma),
     # Released Gemma 3 of 4B and more; images are not served.
     "Gemma3ForConditionalGeneration": Family(
         config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part
     ),
+    "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
+    "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
     "GptOssForCausalLM": Family(
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
     ),
+    "GraniteForCausalLM": Family(config_from_hf=granite_config, module=granite),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
+    "Olmo2ForCausalLM": Family(
+        config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
+    ),
+    "Olmo3ForCausalLM": Family(
+        config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
+    ),
     "OlmoeForCausalLM": Family(config_from_hf=olmoe_config, weight_map=separate_experts),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),
     "Qwen2ForCausalLM": Family(config_from_hf=partial(decoder_config, qkv_bias=True)),
     "Qwen2MoeForCausalLM": Family(config_from_hf=qwen2_moe_config, weight_map=separate_experts),
     "Qwen3ForCausalLM": Family(config_from_hf=partial(decoder_config, qk_norm=True)),
     "Qwen3MoeForCausalLM": Family(config_from_hf=qwen3_moe_config, weight_map=separate_experts),
+    "SeedOssForCausalLM": Family(config_from_hf=seed_oss_config),
+    "SmolLM3ForCausalLM": Family(config_from_hf=smollm3_config),
+    "Starcoder2ForCausalLM": Family(config_from_hf=starcoder2_config, module=starcoder2),
 }
 
 

@@ -96,6 +96,12 @@ def fused_projections(config: ModelConfig) -> dict[str, Place]:
     }
 
 
+def fused_gate_up(config: ModelConfig) -> dict[str, Place]:
+    """GLM: rows of gate and up in `gate_up_proj`."""
+    places = fused_projections(config)
+    return {path: place for path, place in places.items() if ".mlp." in path}
+
+
 def separate_experts(config: ModelConfig) -> dict[str, Place]:
     """A tensor for each projection of each expert."""
     return _experts(config, "mlp", ("gate_proj", "up_proj"), "down_proj")
