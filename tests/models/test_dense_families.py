@@ -24,7 +24,11 @@ def config_of(family: str, variant: int = 0, **overrides) -> transformers.Pretra
     ("family", "overrides", "message"),
     [
         ("cohere", {"use_qk_norm": True}, "with use_qk_norm: .* not supported; use a checkpoint"),
-        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1], "layer_types": ["full_attention"] * 4},
+            "no_rope_layers has 1 entries for 4 layers",
+        ),
         ("starcoder2", {"hidden_act": "relu"}, "Starcoder2ForCausalLM: activation 'relu'"),
         ("olmo2", {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
     ],
