@@ -47,6 +47,16 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Constant factors between the parts of a decoder. None: there is none."""
+
+    embedding: float | None = None  # of what is looked up
+    residual: float | None = None  # of what attention and MLP add
+    logits: float | None = None
+    logits_soft_cap: float | None = None  # cap * tanh(logits / cap), after the factor
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only model. `windows` and `ropes` have one entry per layer; biases are off unless
     told.
@@ -76,8 +86,7 @@ class ModelConfig:
     # of each head; or "projection": of all heads together
     qk_norm: bool | Literal["projection"] = False
     attention_soft_cap: float | None = None
-    logits_soft_cap: float | None = None
-    embedding_scale: float | None = None
+    scales: Scales = Scales()
     initializer_range: float = 0.02  # standard deviation of dummy weights
     vision: VisionConfig | None = None  # of the model's `visual`, if it takes pictures
     experts: ExpertsConfig | None = None
@@ -121,7 +130,7 @@ def decoder_config(
         "intermediate_size": hf.intermediate_size,
         "dtype": jnp.dtype(dtype),
         "max_model_len": length,
-        "norm_eps": hf.rms_norm_eps,
+        "norm_eps": facts["norm_eps"] if "norm_eps" in facts else hf.rms_norm_eps,
         "activation": activation,
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "windows": windows,

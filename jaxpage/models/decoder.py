@@ -25,14 +25,14 @@ from jaxpage.models.layers import (
     ACTIVATION_FUNCTIONS,
     Embedding,
     Linear,
+    Norm,
     Normal,
-    OffsetRMSNorm,
+    NormLayer,
     RMSNorm,
     matmul,
 )
 from jaxpage.models.rope import rotate
 
-Norm = type[RMSNorm] | type[OffsetRMSNorm]
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, each [..., T, 1, half]
 
 
@@ -84,10 +84,11 @@ class SelfAttention(nnx.Module):
         if config.qk_norm is True and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        interleaved = config.ropes[self.index].interleaved
         out = attention(
             self.index,
-            rotate(q, *rotation),
-            rotate(k, *rotation),
+            rotate(q, *rotation, interleaved=interleaved),
+            rotate(k, *rotation, interleaved=interleaved),
             v,
             scale=config.attention_scale,
             window=config.windows[self.index],
@@ -162,7 +163,7 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(normed)
 
 
-def hidden_norm(norm: Norm, config: ModelConfig) -> RMSNorm | OffsetRMSNorm:
+def hidden_norm(norm: Norm, config: ModelConfig) -> NormLayer:
     """A norm over the model dim."""
     return norm(config.hidden_size, axis="embed", eps=config.norm_eps, dtype=config.dtype)
 
@@ -184,9 +185,9 @@ class Decoder(nnx.Module):
     def __call__(self, inputs: ForwardInput) -> jax.Array:
         config = self.config
         x = self.embed_tokens(inputs.token_ids)
-        if config.embedding_scale is not None:
+        if config.scales.embedding is not None:
             # Rounded to the model's dtype first: the weights were trained with that.
-            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+            x = x * jnp.asarray(config.scales.embedding, x.dtype)
         deeper: list[jax.Array] = []  # what is added to the outputs of the first layers
         if inputs.embeds is not None and inputs.is_embed is not None:
             is_embed = inputs.is_embed[..., None]
@@ -235,12 +236,14 @@ class CausalLM(nnx.Module):
         return self.model(inputs)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., E] -> float32[..., V], soft-capped where the family does so."""
+        """[..., E] -> float32[..., V], scaled and soft-capped where the family does so."""
         if self.lm_head is None:
             logits = matmul(hidden, self.model.embed_tokens.weight[...])
         else:
             logits = self.lm_head.product(hidden)
-        cap = self.config.logits_soft_cap
+        scale, cap = self.config.scales.logits, self.config.scales.logits_soft_cap
+        if scale is not None:
+            logits = logits * scale
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:

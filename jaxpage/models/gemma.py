@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import ModelConfig, decoder_config
+from jaxpage.models.config import ModelConfig, Scales, decoder_config
 from jaxpage.models.decoder import MLP, CausalLM, Rotation, SelfAttention, hidden_norm
 from jaxpage.models.layers import OffsetRMSNorm
 from jaxpage.models.siglip import SiglipTower
@@ -100,7 +100,6 @@ def _gemma_config(
         dtype=dtype,
         max_model_len=max_model_len,
         attention_scale=hf.query_pre_attn_scalar**-0.5,
-        logits_soft_cap=hf.final_logit_softcapping,
-        embedding_scale=hf.hidden_size**0.5,
+        scales=Scales(embedding=hf.hidden_size**0.5, logits_soft_cap=hf.final_logit_softcapping),
         **facts,
     )

@@ -1,4 +1,4 @@
-"""Parameters and the small layers every family shares: linear, embedding, RMS norm.
+"""Parameters and the small layers every family shares: linear, embedding, norms.
 
 A parameter is declared once, with everything anybody needs of it: shape, dtype, logical axes,
 initialiser. A model fresh from its constructor holds `jax.ShapeDtypeStruct`s, so it is its own
@@ -158,6 +158,42 @@ class OffsetRMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         factor = 1.0 + _like(self.weight[...], x).astype(jnp.float32)
         return (normalise(x, self.eps) * factor).astype(x.dtype)
+
+
+class WideRMSNorm(nnx.Module):
+    """x / rms(x) times the weight, all in float32, then back to x's dtype (OLMo's order of casts)."""
+
+    def __init__(self, size: int, *, axis: str, eps: float, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = param((size,), axes=(axis,), init=Constant(1.0), dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = _like(self.weight[...], x).astype(jnp.float32)
+        return (weight * normalise(x, self.eps)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / standard deviation of x, times the weight, plus the bias; all in float32, then back to x's
+    dtype.
+    """
+
+    def __init__(self, size: int, *, axis: str, eps: float, dtype: jnp.dtype, bias: bool = True):
+        self.eps = eps
+        self.weight = param((size,), axes=(axis,), init=Constant(1.0), dtype=dtype)
+        offset = param((size,), axes=(axis,), init=Constant(0.0), dtype=dtype)
+        self.bias = offset if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        y = normalise(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
+        y *= _like(self.weight[...], x).astype(jnp.float32)
+        if self.bias is not None:
+            y += _like(self.bias[...], x).astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+NormLayer = RMSNorm | OffsetRMSNorm | WideRMSNorm | LayerNorm
+Norm = Callable[..., NormLayer]  # (size, *, axis, eps, dtype)
 
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpage.models.cohere import cohere, cohere2_config, cohere_config
 from jaxpage.models.config import ModelConfig, decoder_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.gemma import (
@@ -21,18 +22,24 @@ from jaxpage.models.gemma import (
     gemma3_text_config,
     gemma_with_pictures,
 )
+from jaxpage.models.glm import glm4, glm_config
 from jaxpage.models.gpt_oss import gpt_oss, gpt_oss_config
+from jaxpage.models.granite import granite, granite_config
+from jaxpage.models.layers import RMSNorm
+from jaxpage.models.llama_like import ernie_config, seed_oss_config, smollm3_config
 from jaxpage.models.mixtures import (
     mixtral_config,
     olmoe_config,
     qwen2_moe_config,
     qwen3_moe_config,
 )
+from jaxpage.models.olmo import exaone4_config, olmo, post_norm
 from jaxpage.models.qwen2_5_vl import merger_names, qwen2_5_vl, qwen2_5_vl_config
 from jaxpage.models.qwen3_vl import qwen3_vl, qwen3_vl_config
 from jaxpage.models.sources import (
     Naming,
     Place,
+    fused_gate_up,
     fused_projections,
     gpt_oss_experts,
     mixtral_experts,
@@ -43,6 +50,7 @@ from jaxpage.models.sources import (
     text_part,
     with_visual,
 )
+from jaxpage.models.starcoder2 import starcoder2, starcoder2_config
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.pictures.gemma3 import gemma3_processor
 from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor, qwen3_vl_processor
@@ -70,6 +78,12 @@ class Family:
 
 
 REGISTRY: dict[str, Family] = {
+    "Cohere2ForCausalLM": Family(config_from_hf=cohere2_config, module=cohere),
+    "CohereForCausalLM": Family(config_from_hf=cohere_config, module=cohere),
+    "Ernie4_5ForCausalLM": Family(config_from_hf=ernie_config),
+    "Exaone4ForCausalLM": Family(
+        config_from_hf=exaone4_config, module=partial(post_norm, norm=RMSNorm)
+    ),
     "Gemma2ForCausalLM": Family(config_from_hf=gemma2_config, module=gemma),
     "Gemma3ForCausalLM": Family(config_from_hf=gemma3_config, module=gemma),
     # Released Gemma 3 of 4B and more. Pictures are not served: the tokens of one see each other, and paged attention
@@ -85,12 +99,21 @@ REGISTRY: dict[str, Family] = {
             processor=gemma3_processor,
         ),
     ),
+    "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
+    "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
     "GptOssForCausalLM": Family(
         config_from_hf=gpt_oss_config, module=gpt_oss, weight_map=gpt_oss_experts
     ),
+    "GraniteForCausalLM": Family(config_from_hf=granite_config, module=granite),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(config_from_hf=mixtral_config, weight_map=mixtral_experts),
+    "Olmo2ForCausalLM": Family(
+        config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
+    ),
+    "Olmo3ForCausalLM": Family(
+        config_from_hf=partial(decoder_config, qk_norm="projection"), module=olmo
+    ),
     "OlmoeForCausalLM": Family(config_from_hf=olmoe_config, weight_map=separate_experts),
     "Phi3ForCausalLM": Family(weight_map=fused_projections),
     "Qwen2_5_VLForConditionalGeneration": Family(
@@ -110,6 +133,9 @@ REGISTRY: dict[str, Family] = {
         tensor_name=with_visual,
         processor=qwen3_vl_processor,
     ),
+    "SeedOssForCausalLM": Family(config_from_hf=seed_oss_config),
+    "SmolLM3ForCausalLM": Family(config_from_hf=smollm3_config),
+    "Starcoder2ForCausalLM": Family(config_from_hf=starcoder2_config, module=starcoder2),
 }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -38,6 +38,7 @@ class Rope:
     # transformers' Qwen2-VL ("mrope_section"). None: tokens have one position.
     sections: tuple[int, ...] | None = None
     kind: str = "default"  # transformers' rope_type; trainers may store projections by it
+    interleaved: bool = False  # pairs of dimensions are neighbours, see `rotate`
 
     def angles(
         self, positions: jax.Array, dtype: jnp.dtype, *, three: bool = False
@@ -59,14 +60,36 @@ class Rope:
         return cos.astype(dtype), sin.astype(dtype)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+NO_ROPE = Rope((), kind="none")  # of layers that do not know positions
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """x [..., T, heads, D] rotated in pairs (d, d + half), the Hugging Face convention; dimensions
-    after 2*half pass.
+    after 2*half pass. `interleaved`: in pairs (2 d, 2 d + 1), as transformers' GLM and Cohere.
     """
     half = cos.shape[-1]
+    if half == 0:
+        return x
+    if interleaved:
+        pairs = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
+        first, second, rest = pairs[..., 0], pairs[..., 1], x[..., 2 * half :]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        turned = turned.reshape(*x.shape[:-1], 2 * half)
+        return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*rotated, rest] if rest.shape[-1] else rotated, axis=-1)
+
+
+def interleaved(ropes: Sequence[Rope]) -> tuple[Rope, ...]:
+    """The same, turning neighbouring dimensions."""
+    return tuple(replace(rope, interleaved=True) for rope in ropes)
+
+
+def only_with_window(ropes: Sequence[Rope], windows: Sequence[int | None]) -> tuple[Rope, ...]:
+    """The same, but layers without a window do not know positions."""
+    each = zip(ropes, windows, strict=True)
+    return tuple(NO_ROPE if window is None else rope for rope, window in each)
 
 
 def layer_ropes(

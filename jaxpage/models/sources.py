@@ -129,6 +129,12 @@ def fused_projections(config: ModelConfig) -> dict[str, Place]:
     }
 
 
+def fused_gate_up(config: ModelConfig) -> dict[str, Place]:
+    """GLM: rows of gate and up in `gate_up_proj`."""
+    places = fused_projections(config)
+    return {path: place for path, place in places.items() if ".mlp." in path}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Naming:
     """How a checkpoint's tensors become parameters: `tensor_name` as in `registry.Family`, and `weight_map` made."""

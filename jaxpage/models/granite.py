@@ -1,0 +1,57 @@
+"""Granite 3: a Llama whose parts are scaled by constants of the config.
+
+The rest is the shared decoder. Knows transformers' names of Granite's options; must not know checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.models.attention import Attention
+from jaxpage.models.config import ModelConfig, Scales, decoder_config
+from jaxpage.models.decoder import CausalLM, DecoderLayer, Rotation
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class GraniteLayer(DecoderLayer):
+    """What attention and MLP add is scaled (transformers' GraniteDecoderLayer)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        assert config.scales.residual is not None
+        self.scale: float = config.scales.residual
+
+    def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
+        x = x + self._scaled(self.self_attn(self.input_layernorm(x), rotation, attention))
+        return x + self._scaled(self.mlp(self.post_attention_layernorm(x)))
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) * self.scale).astype(x.dtype)
+
+
+def granite(config: ModelConfig) -> CausalLM:
+    """A Granite 3 model."""
+    return CausalLM(config, layer=GraniteLayer)
+
+
+def granite_config(
+    hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
+) -> ModelConfig:
+    """ModelConfig of a GraniteForCausalLM."""
+    scales = Scales(
+        embedding=hf.embedding_multiplier,
+        residual=hf.residual_multiplier,
+        logits=1 / hf.logits_scaling,
+    )
+    return decoder_config(
+        hf,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        attention_scale=hf.attention_multiplier,
+        scales=scales,
+    )

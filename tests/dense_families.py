@@ -1,0 +1,261 @@
+"""Tiny checkpoints of the families that were made from the shared decoder's parts.
+
+Their variants stand apart from `checkpoints.VARIANTS`, over which most tests of families run: with twelve more these
+would take too long.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests import checkpoints
+from tests.checkpoints import shape
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
+LINEAR = DEFAULT | {"rope_type": "linear", "factor": 2.5}
+YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+PARTIAL = DEFAULT | {"partial_rotary_factor": 0.5}
+
+
+def multipliers(embedding: float, attention: float, residual: float, logits: float) -> dict:
+    """Granite's."""
+    return {
+        "embedding_multiplier": embedding,
+        "attention_multiplier": attention,
+        "residual_multiplier": residual,
+        "logits_scaling": logits,
+    }
+
+
+# They differ in heads, head dim, tying, RoPE and, where the family has them, biases, windows, multipliers.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "granite": [
+        shape(4, 2, **multipliers(6.0, 0.2, 0.4, 0.5), rope_parameters=DEFAULT),
+        shape(
+            4,
+            4,
+            **multipliers(2.0, 0.125, 0.22, 2.0),
+            tie_word_embeddings=True,
+            attention_bias=True,
+            rope_parameters=LINEAR,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            **multipliers(1.0, 1.0, 1.5, 1.0),
+            mlp_bias=True,
+            rope_parameters=YARN,
+        ),
+    ],
+    "smollm3": [
+        shape(4, 2, layers=4, tie_word_embeddings=True, rope_parameters=DEFAULT),
+        shape(
+            8,
+            4,
+            hidden=64,
+            layers=3,
+            no_rope_layers=[0, 1, 0],
+            tie_word_embeddings=False,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters=YARN,
+        ),
+        shape(
+            4,
+            1,
+            no_rope_layer_interval=2,
+            use_sliding_window=True,
+            sliding_window=10,
+            rope_parameters=LINEAR,
+        ),
+    ],
+    "olmo2": [
+        shape(4, 4, rope_parameters=DEFAULT),
+        shape(
+            6, 3, hidden=48, tie_word_embeddings=True, attention_bias=True, rope_parameters=LINEAR
+        ),
+        shape(8, 1, hidden=64, layers=3, rope_parameters=YARN),
+    ],
+    "olmo3": [
+        shape(
+            4,
+            4,
+            layers=4,
+            sliding_window=12,
+            rope_parameters={FULL: YARN, SLIDING: DEFAULT},
+        ),
+        shape(
+            8,
+            2,
+            hidden=64,
+            layer_types=[FULL, SLIDING],
+            sliding_window=30,
+            tie_word_embeddings=True,
+            attention_bias=True,
+            rope_parameters={FULL: DEFAULT, SLIDING: DEFAULT},
+        ),
+        shape(
+            4,
+            1,
+            layers=3,
+            layer_types=[SLIDING, SLIDING, SLIDING],
+            sliding_window=7,
+            rope_parameters={FULL: DEFAULT, SLIDING: LINEAR},
+        ),
+    ],
+    "cohere": [
+        shape(4, 2, logit_scale=0.8, rope_parameters=DEFAULT),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            logit_scale=1.5,
+            rope_parameters=LINEAR,
+        ),
+        shape(4, 4, layer_norm_eps=1e-3, logit_scale=0.7, hidden_act="gelu", rope_parameters=YARN),
+    ],
+    "cohere2": [
+        shape(4, 2, layers=4, sliding_window=12, logit_scale=0.8, rope_parameters=DEFAULT),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layer_types=[FULL, SLIDING],
+            sliding_window=33,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            logit_scale=1.0,
+            rope_parameters=LINEAR,
+        ),
+        shape(
+            4,
+            4,
+            layers=3,
+            layer_types=[FULL, FULL, FULL],
+            sliding_window=8,
+            layer_norm_eps=1e-3,
+            logit_scale=0.7,
+            hidden_act="gelu",
+            rope_parameters=DEFAULT,
+        ),
+    ],
+    "glm4": [
+        shape(4, 2, head_dim=16, rope_parameters=PARTIAL),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            head_dim=8,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT | {"partial_rotary_factor": 1.0},
+        ),
+        shape(4, 4, head_dim=24, rope_parameters=LINEAR | {"partial_rotary_factor": 0.25}),
+    ],
+    "glm": [
+        shape(4, 2, head_dim=16, rope_parameters=PARTIAL),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            head_dim=8,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters=DEFAULT | {"partial_rotary_factor": 1.0},
+        ),
+        shape(4, 4, head_dim=24, rope_parameters=YARN | {"partial_rotary_factor": 0.75}),
+    ],
+    "starcoder2": [
+        shape(4, 2, rope_parameters=DEFAULT),
+        shape(
+            4,
+            4,
+            sliding_window=9,
+            tie_word_embeddings=False,
+            use_bias=False,
+            norm_epsilon=1e-3,
+            rope_parameters=LINEAR,
+        ),
+        shape(8, 1, hidden=64, layers=3, hidden_act="gelu", rope_parameters=YARN),
+    ],
+    "exaone4": [
+        shape(4, 2, layers=4, sliding_window=12, rope_parameters=DEFAULT),
+        shape(
+            4,
+            4,
+            head_dim=16,
+            sliding_window=None,
+            layer_types=[FULL, FULL],
+            tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+        shape(
+            8,
+            1,
+            hidden=64,
+            layers=3,
+            layer_types=[FULL, SLIDING, FULL],
+            sliding_window=33,
+            rope_parameters=LINEAR,
+        ),
+    ],
+    "seed_oss": [
+        shape(4, 2, head_dim=16, rope_parameters=DEFAULT),
+        shape(
+            8,
+            1,
+            hidden=64,
+            head_dim=8,
+            layers=3,
+            attention_bias=False,
+            attention_out_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=LINEAR,
+        ),
+        shape(4, 4, head_dim=12, mlp_bias=True, rope_parameters=YARN),
+    ],
+    "ernie4_5": [
+        shape(4, 2, head_dim=16, rope_parameters=DEFAULT),
+        shape(
+            8,
+            1,
+            hidden=64,
+            head_dim=8,
+            layers=3,
+            use_bias=True,
+            tie_word_embeddings=False,
+            rope_parameters=LINEAR,
+        ),
+        shape(4, 4, head_dim=12, hidden_act="gelu", rope_parameters=YARN),
+    ],
+}
+CLASSES = {
+    "granite": "GraniteConfig",
+    "smollm3": "SmolLM3Config",
+    "olmo2": "Olmo2Config",
+    "olmo3": "Olmo3Config",
+    "cohere": "CohereConfig",
+    "cohere2": "Cohere2Config",
+    "glm4": "Glm4Config",
+    "glm": "GlmConfig",
+    "starcoder2": "Starcoder2Config",
+    "exaone4": "Exaone4Config",
+    "seed_oss": "SeedOssConfig",
+    "ernie4_5": "Ernie4_5Config",
+}
+CASES = [(family, i) for family, variants in VARIANTS.items() for i in range(len(variants))]
+
+
+def build(family: str, variant: int, path: str | Path, **overrides: Any) -> Path:
+    """As `checkpoints.build`."""
+    arguments = VARIANTS[family][variant] | overrides
+    return checkpoints.build_from(CLASSES[family], arguments, path, seed=f"{family} {variant}")

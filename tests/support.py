@@ -1,0 +1,117 @@
+"""What is tested for which model family: the table in `jaxpage/README.md`, read from the parameters of the tests.
+
+`python -m tests.support` prints the table. A family is a line of FAMILIES, a feature a line of FEATURES; a cell follows
+from the families that the feature's tests have among their parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# The families' names in tests -> in the table.
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "phi3": "Phi-3, Phi-4",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 (text)",
+    "granite": "Granite 3",
+    "smollm3": "SmolLM3",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "cohere": "Cohere (Command R)",
+    "cohere2": "Cohere 2 (Command R7B)",
+    "glm4": "GLM-4-0414 (`Glm4ForCausalLM`)",
+    "glm": "GLM-4 (`GlmForCausalLM`)",
+    "starcoder2": "StarCoder 2",
+    "exaone4": "EXAONE 4",
+    "seed_oss": "Seed-OSS",
+    "ernie4_5": "ERNIE 4.5, without experts",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2-MoE",
+    "qwen3_moe": "Qwen3-MoE",
+    "olmoe": "OLMoE",
+    "gpt_oss": "gpt-oss",
+}
+_DENSE = "tests.end_to_end.test_dense_families"
+_EXPERTS = "tests.end_to_end.test_experts"
+_SHARED = (
+    "tests.end_to_end.test_tensor_parallel:test_tokens_are_those_of_one_device",
+    f"{_DENSE}:test_tokens_of_several_devices_are_those_of_one",
+    f"{_EXPERTS}:test_tokens_of_devices_that_share_experts_are_those_of_one",
+)
+# The columns: "module:test"s, or of those with many kinds of cases only the ones with a parameter, "module:test=value".
+FEATURES: dict[str, tuple[str, ...]] = {
+    "logits": (
+        "tests.models.test_families:test_float32_logits_equal_transformers",
+        "tests.models.test_experts:test_float32_logits_equal_transformers",
+        f"{_DENSE}:test_float32_logits_equal_transformers",
+    ),
+    "tokens": (
+        "tests.end_to_end.test_parity:test_greedy_tokens_equal_transformers",
+        f"{_EXPERTS}:test_greedy_tokens_equal_transformers",
+        f"{_DENSE}:test_greedy_tokens_equal_transformers",
+    ),
+    "bfloat16": (
+        "tests.models.test_families:test_bfloat16_logits_are_as_close_to_float32_as_those_of_torch",
+        f"{_DENSE}:test_bfloat16_logits_are_as_close_to_float32_as_those_of_torch",
+        "tests.models.test_experts:test_bfloat16_logits_are_as_close_to_float32_as_those_of_torch",
+    ),
+    "gradients": (
+        "tests.models.test_families:test_gradient_is_finite_and_equals_a_finite_difference",
+        f"{_DENSE}:test_gradient_is_finite_and_equals_a_finite_difference",
+        "tests.models.test_experts:test_a_trainer_can_differentiate_the_model",
+    ),
+    "several devices": tuple(f"{test}=plain" for test in _SHARED),
+    "int8 weights": tuple(f"{test}=int8 weights" for test in _SHARED),
+    "int8 KV": tuple(f"{test}=quantised pool" for test in _SHARED),
+}
+
+
+def table() -> str:
+    """Markdown: a row for each family, a column for each feature."""
+    columns = {feature: tested_families(feature) for feature in FEATURES}
+    lines = [["family", *FEATURES], ["---", *[":-:"] * len(FEATURES)]]
+    for family, name in FAMILIES.items():
+        lines.append([name, *("✓" if family in found else "" for found in columns.values())])
+    return "\n".join(
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in lines
+    )
+
+
+@functools.cache
+def tested_families(feature: str) -> frozenset[str]:
+    """The families for which some test of the feature has a case."""
+    found = {family for test in FEATURES[feature] for family in _families_of(test)}
+    return frozenset(found)
+
+
+def _families_of(test: str) -> Iterator[str]:
+    where, _, kind = test.partition("=")
+    module, _, name = where.partition(":")
+    function: Any = getattr(importlib.import_module(module), name)
+    cases = [mark.args[1] for mark in function.pytestmark if mark.name == "parametrize"]
+    for case in (case for each in cases for case in each):
+        values = tuple(_flat(case.values if isinstance(case, type(pytest.param())) else (case,)))
+        if not kind or kind in values:
+            yield str(values[0])
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """A case may be a tuple of several parameters."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from value
+        else:
+            yield value
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,36 @@
+"""The table of families in `jaxpage/README.md` is what the tests' parameters say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import checkpoints, dense_families, mixtures, support
+
+README = Path(__file__).parent.parent / "jaxpage" / "README.md"
+
+
+def test_the_readme_has_the_table():
+    assert support.table() in README.read_text(encoding="utf-8"), (
+        "put what `python -m tests.support` prints into jaxpage/README.md"
+    )
+
+
+def test_the_rows_are_the_families_of_the_tests():
+    assert set(support.FAMILIES) == {
+        *checkpoints.VARIANTS,
+        *dense_families.VARIANTS,
+        *mixtures.VARIANTS,
+    }
+
+
+@pytest.mark.parametrize("feature", support.FEATURES)
+def test_all_families_with_cases_have_a_row(feature):
+    found = support.tested_families(feature)
+    assert found and found <= set(support.FAMILIES)
+
+
+def test_cases_are_chosen_by_their_kind():
+    assert "mixtral" in support.tested_families("int8 KV")
+    assert "mixtral" not in support.tested_families("int8 weights")
