@@ -57,6 +57,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "tokens": (
         "tests.end_to_end.test_parity:test_greedy_tokens_equal_transformers",
         f"{_EXPERTS}:test_greedy_tokens_equal_transformers",
+        f"{_DENSE}:test_greedy_tokens_equal_transformers",
     ),
     "bfloat16": (
         "tests.models.test_families:test_bfloat16_logits_are_as_close_to_float32_as_those_of_torch",
