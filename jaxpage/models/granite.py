@@ -23,7 +23,7 @@ class GraniteLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
-        self.scale = config.scales.residual
+        self.scale = config.scales.residual or 1.0
 
     def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
         x = x + self._scaled(self.self_attn(self.input_layernorm(x), rotation, attention))
