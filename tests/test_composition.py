@@ -91,7 +91,7 @@ def test_what_sizing_measured_is_kept(path, tmp_path, monkeypatch):
     assert executable_cache(eager, flags="").store(first) is None
 
 
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2VLForConditionalGeneration"])
+@pytest.mark.parametrize("architecture", ["JambaForCausalLM", "Qwen2VLForConditionalGeneration"])
 def test_an_unknown_architecture_is_refused_before_anything_else(tmp_path, architecture):
     """Even where config.json lacks what a known one would be asked for, here the length of sequences."""
     values = {"architectures": [architecture], "model_type": "mamba", "hidden_size": 32}
