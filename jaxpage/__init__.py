@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxpage.engine.snapshot import KVSnapshot
     from jaxpage.inputs import TextPrompt, TokensPrompt
     from jaxpage.llm import LLM
+    from jaxpage.lora_request import LoRARequest
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxpage.reasoning import ReasoningConfig
     from jaxpage.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -47,6 +48,7 @@ _HOME = {
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
+    "LoRARequest": "lora_request",
 }
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "EngineDeadError",
     "GuidedDecodingParams",
     "KVSnapshot",
+    "LoRARequest",
     "Logprob",
     "ReasoningConfig",
     "RequestOutput",
