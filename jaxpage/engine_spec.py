@@ -23,6 +23,7 @@ from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.lora import attach_adapters
 from jaxpage.ops import attention, matmul
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
@@ -112,18 +113,24 @@ class EngineSpec:
             num_scored=min(_MOST_SCORED, self.buckets[-1].num_rows),
             processors=config.logits_processors,
             prompt_embeds=config.enable_prompt_embeds,
+            num_adapters=config.max_loras if config.enable_lora else 0,
         )
 
     def transform_weights(self) -> set[str]:
-        """Join and quantise the model's parameters in place, arrays or shapes. Call once, before `lowerings`.
+        """Join and quantise the model's parameters in place, and make room for adapters; arrays or shapes. Call once,
+        before `lowerings`.
 
         Returns the reasons why int8 products are XLA's, where a kernel could have served.
         """
+        config, reasons = self.config, set()
         if self.num_devices == 1:  # a joined weight has no even split
             join_projections(self.model)
-        if self.config.quantization == "int8":
-            return quantize(self.model, self.choose_matmul)
-        return set()
+        if config.quantization == "int8":
+            reasons = quantize(self.model, self.choose_matmul)
+        if config.enable_lora:
+            sizes = {"num_slots": config.max_loras, "rank": config.max_lora_rank}
+            attach_adapters(self.model, **sizes, mesh=self.mesh)
+        return reasons
 
     def choose_matmul(
         self, weight: QuantizedWeight, axes: tuple[str, ...], units: tuple[int, ...]

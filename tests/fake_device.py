@@ -44,6 +44,7 @@ def fake_built(
         eos_token_ids=(EOS,),
         default_sampling=default_sampling or {},
         hosts=hosts,
+        adapters=None,
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpage.engine.beams import Beams
 from jaxpage.engine.engine import Engine
+from jaxpage.lora_request import Adapter, LoRARequest
 from jaxpage.plan import (
     NULL_BLOCK,
     NULL_SLOT,
@@ -34,9 +35,10 @@ VOCAB_SIZE = 13
 def make_request(request_id: str, prompt: list[int] | np.ndarray, **kwargs) -> Request:
     """A request without text; `prompt` has token ids, or embeddings [T, E].
 
-    `salt`, `priority`, `eos`, `seed`, `features`, `mask_source` are the request's own, the rest params.
+    `salt`, `priority`, `eos`, `seed`, `features`, `mask_source`, `adapter` are the request's own, the rest params.
     """
-    own = {name: kwargs.pop(name) for name in ("features", "mask_source") if name in kwargs}
+    given = ("features", "mask_source", "adapter")
+    own = {name: kwargs.pop(name) for name in given if name in kwargs}
     salt, priority = kwargs.pop("salt", None), kwargs.pop("priority", 0)
     eos, seed = frozenset(kwargs.pop("eos", ())), kwargs.pop("seed", 0)
     params = SamplingParams(**kwargs)
@@ -188,6 +190,17 @@ def banned_by(mask: np.ndarray) -> frozenset[int]:
     return frozenset(t for t in range(VOCAB_SIZE) if not mask[t // 32] >> (t % 32) & 1)
 
 
+def make_adapter(number: int) -> Adapter:
+    """The adapter of a number above 0."""
+    request = LoRARequest(f"adapter {number}", number, "nowhere")
+    return Adapter(request=request, key=f"adapter {number}", arrays=(np.array([number]),))
+
+
+def first_digest(adapter: int) -> int:
+    """Stands for the weights of an adapter, 0 for none: all KV depends on them."""
+    return hash(("adapter", adapter)) if adapter else 0
+
+
 def extend_digest(digest: int, token: Hashable) -> int:
     """Stands for the KV of a token, or of an embedding: it depends on all tokens so far."""
     return hash((digest, token))
@@ -213,7 +226,8 @@ def expected_output(
 ) -> tuple[list[int], FinishReason, int | str | None]:
     """Tokens, finish and stop reason by a loop that knows nothing of blocks, steps or batches."""
     params, detokenizer = request.params, FakeDetokenizer(request)
-    digest, output = 0, []
+    adapter = 0 if request.adapter is None else request.adapter.request.lora_int_id
+    digest, output = first_digest(adapter), []
     for token in inputs(request.prompt_token_ids, request.prompt_embeds):
         digest = extend_digest(digest, token)
     max_len = max_model_len
@@ -331,13 +345,14 @@ class _Slot:
 
     admission: Admission
     tables: dict[tuple[int, int], int]  # (KV-cache group, index) -> block
+    adapter: int  # what was in its adapter slot when it was admitted
     history: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)  # digests[i] stands for the KV of token i
     hidden: int | None = None  # of the token computed last: its digest
     finished: bool = False
 
     def append(self, token_id: int, token: Hashable) -> None:
-        before = self.digests[-1] if self.digests else 0
+        before = self.digests[-1] if self.digests else first_digest(self.adapter)
         self.history.append(token_id)
         self.digests.append(extend_digest(before, token))
 
@@ -389,6 +404,7 @@ class FakeRunner:
         # (block, offset) -> (group, digest), and host block -> offset -> the same
         self._content: dict[tuple[int, int], tuple[int, int]] = {}
         self._host: dict[int, dict[int, tuple[int, int]]] = {}
+        self._adapters: dict[int, int] = {}  # adapter slot -> number
         self._under_way: list[tuple[int, StepResult]] = []
         self.num_launches = 0
         self._broken = False
@@ -460,7 +476,9 @@ class FakeRunner:
         embeds = dict(plan.input_embeds)
         assert len(embeds) == len(plan.input_embeds)
         for row, slot_id in enumerate(plan.slots):
-            fields = self._slots[slot_id].admission.fields
+            slot = self._slots[slot_id]
+            fields, adapter_slot = slot.admission.fields, slot.admission.adapter_slot
+            assert self._adapters.get(adapter_slot, 0) == slot.adapter, "another adapter is there"
             assert plan.num_steps == 1 or not fields["is_beam"]
             assert (row in plan.masks) == (fields["is_masked"] and plan.samples[row])
             start, wanted = plan.starts[row], fields["embeds"]
@@ -493,6 +511,9 @@ class FakeRunner:
         return {i: digest for i, digest in content if digest is not None}
 
     def _apply_updates(self, plan: StepPlan) -> None:
+        for adapter_slot, (number,) in plan.adapter_loads:
+            assert adapter_slot > 0
+            self._adapters[adapter_slot] = int(number.item())
         for admission in plan.admissions:
             tables = {
                 (group, index): block_id
@@ -500,7 +521,7 @@ class FakeRunner:
                 for index, block_id in enumerate(table)
             }
             assert len(admission.block_tables) == len(self.windows)
-            slot = _Slot(admission, tables)
+            slot = _Slot(admission, tables, self._adapters.get(admission.adapter_slot, 0))
             tokens = inputs(admission.token_ids, admission.fields["embeds"])
             for token_id, token in zip(admission.token_ids, tokens, strict=True):
                 slot.append(token_id, token)

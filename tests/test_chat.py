@@ -47,6 +47,7 @@ def make(tmp_path_factory):
             vocab_size=512,
             eos_token_ids=(2,),
             default_sampling={},
+            adapters=None,
         )
         return LLM.from_built(built)
 

@@ -29,6 +29,7 @@ def make(tmp_path_factory):
             vocab_size=512,
             eos_token_ids=(2, 7),
             default_sampling=default_sampling or {},
+            adapters=None,
         )
         return InputProcessor(built, ids_in_use=taken)
 

@@ -24,3 +24,5 @@ class ForwardInput:
     # layer gets, so they are not scaled as token embeddings are in some families (Hugging Face's `inputs_embeds`).
     embeds: jax.Array | None = None
     is_embed: jax.Array | None = None
+    # int32[..., T]: the slot of each token's adapter, 0 for none; of models with adapters, see `models.lora`
+    adapter_slots: jax.Array | None = None

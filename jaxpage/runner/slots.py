@@ -23,6 +23,8 @@ from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
 
+ADAPTER = "adapter"  # the field that says which adapter slot a sequence has; 0: none
+
 
 def admission_layout(spec: StepSpec) -> Layout:
     """What goes up once when a sequence takes a request slot: its number, and every field that the host sets."""
@@ -37,6 +39,7 @@ def admission_layout(spec: StepSpec) -> Layout:
             Field("prompt_len"),
             Field("max_len"),  # the sequence ends at this many tokens
             Field("sequence_index"),
+            *([Field(ADAPTER)] if spec.num_adapters else []),
             *(
                 Field(f.name, f.shape(spec.vocab_size), f.dtype, f.fill)
                 for f in fields_of(spec.processors)
@@ -56,6 +59,8 @@ def pack_admission(admission: Admission, layout: Layout) -> np.ndarray:
     views["prompt_len"][()] = admission.prompt_len
     views["max_len"][()] = admission.max_len
     views["sequence_index"][()] = admission.sequence_index
+    if admission.adapter_slot:
+        views[ADAPTER][()] = admission.adapter_slot
     for name, value in admission.fields.items():
         views[name][...] = value
     return buffer

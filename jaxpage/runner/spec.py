@@ -28,3 +28,4 @@ class StepSpec:
     num_scored: int  # C, tokens of prompts that are scored at a time
     prompt_embeds: bool = False  # `forward` takes embeddings in the place of tokens
     processors: Processors = ()  # of logits, by the engine's user
+    num_adapters: int = 0  # slots that the model has for adapters

@@ -29,7 +29,7 @@ from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.slots import words_of
+from jaxpage.runner.slots import ADAPTER, words_of
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import Scores, score
@@ -201,6 +201,9 @@ class Step:
             words, where = embeds
             values = lax.bitcast_convert_type(words, self.spec.dtype)
             inputs = replace(inputs, embeds=values, is_embed=where)
+        if ADAPTER in state:
+            token_slots = batch.slots[_token_rows(rows["num_tokens"], bucket)]
+            inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots])
         hidden = self._model(leaves).hidden_states(inputs)
         return attention.kv_pool, batch, hidden
 

@@ -94,7 +94,7 @@ def _place(tensor: StoredTensor, layers: AdaptedLayers) -> tuple[str, str]:
         )
     renamed = layers.rename(f"{found['layer']}.weight")
     layer = None if renamed is None else renamed.removesuffix(".weight")
-    if layer not in layers.shapes:
+    if layer is None or layer not in layers.shapes:
         some = listed(list(layers.shapes))
         raise ValueError(f"{what} is of no layer that can be adapted here; there are {some}")
     if tensor.dtype not in FLOATS:

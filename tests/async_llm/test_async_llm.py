@@ -72,6 +72,7 @@ def expected(prompt: list[int], params: SamplingParams) -> list[list[int]]:
         prompt_token_ids=prompt,
         prompt_embeds=None,
         mask_source=None,
+        adapter=None,
         params=params,
         seed=params.seed,
         eos_token_ids=eos,
