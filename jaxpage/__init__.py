@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxpage.engine.snapshot import KVSnapshot
     from jaxpage.inputs import TextPrompt, TokensPrompt
     from jaxpage.llm import LLM
+    from jaxpage.lora_request import LoRARequest
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxpage.pooling.outputs import (
         ClassificationOutput,
@@ -68,6 +69,7 @@ _HOME = {
     "ScoringRequestOutput": "pooling.outputs",
     "PoolerConfig": "pooling.params",
     "PoolingParams": "pooling.params",
+    "LoRARequest": "lora_request",
 }
 
 __all__ = [
@@ -88,6 +90,7 @@ __all__ = [
     "EngineDeadError",
     "GuidedDecodingParams",
     "KVSnapshot",
+    "LoRARequest",
     "Logprob",
     "PoolerConfig",
     "PoolingOutput",

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxpage.adapter_cache import AdapterCache
 from jaxpage.checkpoint_config import default_sampling, eos_token_ids, load_generation_config
 from jaxpage.composition import (
     executable_cache,
@@ -50,6 +51,7 @@ from jaxpage.runner.recording import parse, read_calls, record_to
 from jaxpage.runner.runner import Runner
 from jaxpage.start_up_log import log_engine, log_ready, log_replicas, print_unless_configured
 from jaxpage.tokenizer import load_tokenizer
+from jaxpage.weights.adapters import adapter_reader
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.load import load
 
@@ -87,6 +89,7 @@ class Built:
     hosts: Hosts | None = None  # the other ones of this engine
     picture_processor: PictureProcessor | None = None  # of models that take pictures
     most_patches: int = 0  # of a picture
+    adapters: AdapterCache | None = None  # with `enable_lora`
 
 
 def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
@@ -158,7 +161,14 @@ def _build(options: EngineConfig, hosts: Hosts | None, *, start: float, use_tqdm
         hosts=hosts,
         picture_processor=processor,
         most_patches=0 if sized[0].picture_spec is None else sized[0].picture_spec.sizes[-1],
+        adapters=_make_adapters(config, model) if config.enable_lora else None,
     )
+
+
+def _make_adapters(config: ResolvedConfig, model: CausalLM) -> AdapterCache:
+    num_slots = config.max_loras
+    read = adapter_reader(model, num_slots=num_slots, max_rank=config.max_lora_rank)
+    return AdapterCache(read, config.max_cpu_loras or num_slots)
 
 
 def _follow(hosts: Hosts, options: EngineConfig) -> None:
@@ -352,6 +362,7 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, *, on_cpu: bool) -> 
     )
     return Scheduler(
         kv,
+        num_adapters=config.max_loras if config.enable_lora else 0,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

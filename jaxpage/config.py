@@ -75,6 +75,9 @@ _RANGES = {  # both ends included
     "data_parallel_size": (1, 4096),
     "nnodes": (1, 4096),
     "node_rank": (0, 4095),
+    "max_loras": (1, 1024),
+    "max_lora_rank": (1, 256),
+    "max_cpu_loras": (1, 2**20),
 }
 _NO_MODEL = "model must be a folder or a name on the Hugging Face hub, got {!r}"
 _PATHS = (
@@ -91,6 +94,7 @@ _FLAGS = (
     "async_scheduling",
     "enforce_eager",
     "use_tqdm_on_load",
+    "enable_lora",
 )
 
 
@@ -173,6 +177,10 @@ class EngineConfig:
     runner: str = "auto"  # or "generate", or "pooling": vectors of texts, see `jaxpage.pooling`
     convert: str = "auto"  # what is made of a model that generates: "embed", "classify" or "none"
     pooler_config: Any = None  # a `PoolerConfig` or a dict of it; None: as the checkpoint says
+    enable_lora: bool = False  # requests may bring a `lora_request`
+    max_loras: int = 1  # adapters that may be in one batch; requests with others wait
+    max_lora_rank: int = 16  # of any adapter
+    max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()
@@ -262,6 +270,10 @@ class EngineConfig:
         if self.swap_space == 0 and (self.preemption_mode == "swap" or self.kv_offload_dir):
             needs = "preemption_mode='swap'" if self.preemption_mode == "swap" else "kv_offload_dir"
             raise ValueError(f"{needs} needs host blocks; give swap_space too, in GiB")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras={self.max_cpu_loras} must be at least max_loras={self.max_loras}"
+            )
         for name in ("mesh", "record_calls") if self.data_parallel_size > 1 else ():
             if getattr(self, name) is not None:
                 raise ValueError(
@@ -347,6 +359,7 @@ class EngineConfig:
             "max_num_batched_tokens": self.max_num_batched_tokens or default_tokens,
             "compilation_cache_dir": resolve_cache_dir(self.compilation_cache_dir),
             "logprobs_mode": _LOGPROBS_MODES[self.logprobs_mode],
+            "max_cpu_loras": self.max_cpu_loras or self.max_loras,
         }
         return ResolvedConfig(**values)
 

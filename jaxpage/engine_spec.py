@@ -23,6 +23,7 @@ from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.lora import attach_adapters
 from jaxpage.ops import attention, matmul
 from jaxpage.ops import experts as ops_experts
 from jaxpage.ops.implementations import Choice
@@ -115,6 +116,7 @@ class EngineSpec:
             processors=config.logits_processors,
             prompt_embeds=config.enable_prompt_embeds,
             pictures=self.picture_spec,
+            num_adapters=config.max_loras if config.enable_lora else 0,
         )
 
     @cached_property
@@ -133,16 +135,22 @@ class EngineSpec:
         )
 
     def transform_weights(self) -> set[str]:
-        """Join and quantise the model's parameters in place, arrays or shapes, and choose what computes experts. Call
-        once, before `lowerings`.
+        """Join and quantise the model's parameters in place, arrays or shapes, choose what computes experts, and make
+        room for adapters. Call once, before `lowerings`.
 
         Returns the reasons why products of int8 weights, or of experts, are XLA's, where a kernel could have served.
         """
+        config, reasons = self.config, set()
         if self.num_devices == 1:  # a joined weight has no even split
             join_projections(self.model)
-        if self.config.quantization == "int8":
-            return quantize(self.model, self.choose_matmul)
-        return choose_experts(self.model, self.choose_experts)
+        if config.quantization == "int8":
+            reasons = quantize(self.model, self.choose_matmul)
+        else:
+            reasons = choose_experts(self.model, self.choose_experts)
+        if config.enable_lora:
+            sizes = {"num_slots": config.max_loras, "rank": config.max_lora_rank}
+            attach_adapters(self.model, **sizes, mesh=self.mesh)
+        return reasons
 
     def choose_matmul(
         self, weight: QuantizedWeight, axes: tuple[str, ...], units: tuple[int, ...]

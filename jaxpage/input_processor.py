@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpage.chat_outputs import ChatFormat, chat_format
 from jaxpage.chat_template import check_conversations
+from jaxpage.lora_request import Adapter, LoRARequest
 from jaxpage.pictures.border import Picture
 from jaxpage.pictures.messages import has_media, pictures_of
 from jaxpage.pictures.reader import PictureReader
@@ -38,8 +39,11 @@ from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import bad_words_token_ids, load_chat_template
 
 if TYPE_CHECKING:
+    from jaxpage.adapter_cache import AdapterCache
     from jaxpage.build import Built
     from jaxpage.structured_outputs.compiler import GrammarCompiler
+
+AnyLoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class InputProcessor:
@@ -63,6 +67,7 @@ class InputProcessor:
         self._default_sampling = built.default_sampling
         self._ids_in_use = ids_in_use
         self._num_requests = 0  # ever made
+        self._adapters = built.adapters
 
     def default_params(self) -> SamplingParams:
         """What the model's generation config says, else vLLM's defaults."""
@@ -148,17 +153,20 @@ class InputProcessor:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: int | Sequence[int] | None = None,
         complete: Callable[[SamplingParams], SamplingParams] = lambda params: params,
+        *,
+        lora_request: AnyLoRA = None,
     ) -> list[Request]:
         """A request for each prompt, named by its number. `complete`: adds to the params what else is asked for.
 
-        `params` and `priority` are one for all or one for each; no params: the default ones. Raises
-        ValueError if any prompt or its params cannot be served.
+        `params`, `priority` and `lora_request` are one for all or one for each; no params: the default ones. Raises
+        ValueError if any prompt or its params cannot be served, or an adapter cannot be had.
         """
         all_params = _one_each(
             "sampling_params", self.default_params() if params is None else params,
             SamplingParams, len(prompts),
         )  # fmt: skip
         priorities = _one_each("priority", priority or 0, int, len(prompts))
+        adapters = self._adapters_of(lora_request, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):
             number = self._num_requests + index
@@ -169,6 +177,7 @@ class InputProcessor:
             except ValueError as e:
                 where = f"prompt {index} of {len(prompts)}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{e}") from None
+            request.adapter = adapters[index]
             while request.request_id in self._ids_in_use:
                 request.request_id = f"_{request.request_id}"
             requests.append(request)
@@ -181,6 +190,7 @@ class InputProcessor:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """The request of the one prompt in `prompts`, under a name of the caller's. Raises ValueError."""
         if not isinstance(request_id, str):
@@ -189,9 +199,25 @@ class InputProcessor:
             raise ValueError(f"request_id {request_id!r} is in use; choose another or abort it")
         if len(prompts) != 1:
             raise ValueError(f"one prompt at a time, with at least one token; got {len(prompts)}")
-        (request,) = self.requests(prompts, params, priority)
+        (request,) = self.requests(prompts, params, priority, lora_request=lora_request)
         request.request_id = request_id
         return request
+
+    @property
+    def adapters(self) -> AdapterCache:
+        """Those in host memory. Raises ValueError without `enable_lora`."""
+        if self._adapters is None:
+            raise ValueError("adapters need an engine that was started with enable_lora=True")
+        return self._adapters
+
+    def _adapters_of(self, wanted: AnyLoRA, count: int) -> list[Adapter | None]:
+        """For each of `count` prompts. All are there, or ValueError is raised."""
+        if wanted is None:
+            return [None] * count
+        each = [wanted] * count if isinstance(wanted, LoRARequest) else list(wanted)
+        if len(each) != count:
+            raise ValueError(f"lora_request has {len(each)} entries for {count} prompts")
+        return [None if one is None else self.adapters.get(one) for one in each]
 
     def _rounded(self, prompt: Prompt) -> np.ndarray | None:
         """The prompt's embeddings in the model's dtype: the engine's own, whatever the caller does to his."""

@@ -22,11 +22,11 @@ from jaxpage.beam_search import (
 )
 from jaxpage.call_guard import OneCaller, interrupts_deferred
 from jaxpage.config import EngineConfig, ResolvedConfig
-from jaxpage.input_processor import InputProcessor
+from jaxpage.input_processor import AnyLoRA, InputProcessor
+from jaxpage.lora_request import LoRARequest
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
 from jaxpage.outputs import RequestOutput
 from jaxpage.pooling.calls import PoolingCalls
-from jaxpage.prompts import Prompt
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 
@@ -85,7 +85,7 @@ class LLM(PoolingCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: AnyLoRA = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: None = None,
@@ -97,21 +97,25 @@ class LLM(PoolingCalls):
         and "multi_modal_data" for models that take pictures (`inputs.MultiModalData`);
         `prompts` is one or a list of them (a list of ids is one).
         `sampling_params` is one for all, one for each, or None for `get_default_sampling_params()`.
-        `tokenization_kwargs` go to the tokenizer. Raises ValueError before anything runs if any
+        `tokenization_kwargs` go to the tokenizer. `lora_request` is an adapter for all, or a list with
+        one or None for each. Raises ValueError before anything runs if any
         prompt or its params cannot be served; on any exception later, the requests of this call are
         aborted.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         with self._caller:
             parsed = self._inputs.parse(prompts, tokenization_kwargs)
-            return self._answer(parsed, sampling_params, priority, use_tqdm)
+            requests = self._inputs.requests(
+                parsed, sampling_params, priority, lora_request=lora_request
+            )
+            return self._run(requests, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: AnyLoRA = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -135,7 +139,7 @@ class LLM(PoolingCalls):
         ("string"), or as it seems to expect ("auto"). Raises ValueError as `generate`, and if the
         template cannot render the messages.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         with self._caller:
             chat = self._inputs.chat_format(chat_template)
             parsed = self._inputs.parse_chat(
@@ -149,7 +153,11 @@ class LLM(PoolingCalls):
                 tokenization_kwargs=tokenization_kwargs,
             )
             requests = self._inputs.requests(
-                parsed, sampling_params, priority, lambda p: chat.params(p, tools, tool_choice)
+                parsed,
+                sampling_params,
+                priority,
+                lambda p: chat.params(p, tools, tool_choice),
+                lora_request=lora_request,
             )
             outputs = self._run(requests, use_tqdm)
         for output in outputs:
@@ -160,7 +168,7 @@ class LLM(PoolingCalls):
         self,
         prompts: Any,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: AnyLoRA = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -168,7 +176,6 @@ class LLM(PoolingCalls):
 
         At most `concurrency_limit` prompts at a time. Prompts and errors are those of `generate`.
         """
-        _refuse(lora_request=lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise ValueError(
                 f"concurrency_limit must be None or at least 1, got {concurrency_limit}"
@@ -177,22 +184,12 @@ class LLM(PoolingCalls):
         eos = frozenset(() if params.ignore_eos else inputs.eos_token_ids)
         row = request_params(params, eos, limits, self.config.logprobs_mode)
         with self._caller:
-            requests = inputs.requests(inputs.parse(prompts), row)
+            requests = inputs.requests(inputs.parse(prompts), row, lora_request=lora_request)
             for request in requests:
                 room = limits.max_model_len - len(request.prompt_token_ids)
                 request.beams = make_beams(params, eos, room)
             self._run(requests, use_tqdm, concurrency_limit)
         return [read_output(request, params, inputs.tokenizer) for request in requests]
-
-    def _answer(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int] | None,
-        use_tqdm: UseTqdm,
-    ) -> list[RequestOutput]:
-        requests = self._inputs.requests(prompts, params, priority)
-        return self._run(requests, use_tqdm)
 
     def _run(
         self, requests: list[Request], use_tqdm: UseTqdm, limit: int | None = None
@@ -228,15 +225,14 @@ class LLM(PoolingCalls):
         prompt: Any,
         params: SamplingParams,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> str:
         """Queue one prompt; returns its id. Raises ValueError if it cannot be served or the id is in use."""
-        _refuse(lora_request=lora_request)
         with self._caller:
             prompts = self._inputs.parse(prompt, tokenization_kwargs)
-            request = self._inputs.request(request_id, prompts, params, priority)
+            request = self._inputs.request(request_id, prompts, params, priority, lora_request)
             with interrupts_deferred():
                 self._add(request)
         return request_id
@@ -296,6 +292,22 @@ class LLM(PoolingCalls):
         """Collect the step that an overlapped loop still has under way when nobody waits for it."""
         while self._engine.num_unfinished == 0 and self._engine.has_unfinished_requests():
             self._engine.step()
+
+    # Adapters, with `enable_lora`; ValueError without.
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter now. False if its id is there already. Raises ValueError if it cannot be applied."""
+        with self._caller:
+            return self._inputs.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that have it end with it. False if there is none of that id."""
+        with self._caller:
+            return self._inputs.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The ids of the adapters in host memory."""
+        return self._inputs.adapters.ids
 
     # The rest.
 

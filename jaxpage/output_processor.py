@@ -214,6 +214,7 @@ class _RequestState:
             prompt_logprobs=self._named_prompt(),
             prompt_token_id_logprobs=self.prompt and self.prompt.of_given_ids,
             metrics=self._stats(),
+            lora_request=request.adapter and request.adapter.request,
             num_cached_tokens=request.num_cached_tokens,
             num_cache_creation_tokens=request.num_cache_creation_tokens,
         )

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxpage.flat_logprobs import FlatLogprobs
+    from jaxpage.lora_request import LoRARequest
     from jaxpage.tool_parsers import ToolCall
 
 
@@ -101,8 +102,8 @@ class RequestOutput:
     # float32[rows, ids]: of `prompt_logprob_token_ids`; -inf where a row has fewer ids
     prompt_token_id_logprobs: np.ndarray | None = field(default=None, compare=False)
     metrics: RequestStateStats
-    lora_request: None = None  # this and the two below: vLLM's, always None
-    encoder_prompt: None = None
+    lora_request: LoRARequest | None = None  # the adapter that answered
+    encoder_prompt: None = None  # this and the one below: vLLM's, always None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_cache_creation_tokens: int = 0  # prompt tokens that the prefix cache gained

@@ -53,6 +53,7 @@ class Admission:
     prompt_len: int
     max_len: int  # tokens at which the sequence ends
     fields: Mapping[str, Any]  # values of the other slot fields, by name: `Request.slot_fields`
+    adapter_slot: int = 0  # of its adapter; 0: it has none
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -97,6 +98,8 @@ class StepPlan:
     prompt_scores: list[tuple[int, int, list[int], bool]] = field(default_factory=list)
     # rows that sample, for which the log-probabilities of the whole vocabulary are wanted
     vocabulary_rows: list[int] = field(default_factory=list)
+    # (adapter slot, its contents from now on), before anybody is admitted
+    adapter_loads: list[tuple[int, tuple[np.ndarray, ...]]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     # (slot, KV-cache group, index in its table, block id): blocks gained by rows that are not admitted in this step
     table_updates: list[tuple[int, int, int, int]] = field(default_factory=list)

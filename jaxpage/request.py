@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpage.lora_request import Adapter
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.reasoning import ReasoningTokens
 from jaxpage.sampling_params import SamplingParams
@@ -93,6 +94,7 @@ class Request:
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
     cache_salt: str | None = None
+    adapter: Adapter | None = None  # beside the model's weights
     trace_headers: Mapping[str, str] | None = None  # its caller's W3C trace context, for observers
     arrival: int = 0  # number of the request in order of arrival, set by the engine
     arrival_time: float = field(default_factory=time.time)  # seconds since the epoch

@@ -41,10 +41,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "device_ids": (),
         "device": ("auto",),
     },
-    "adapters cannot be applied; merge the adapter into the weights": {
-        "enable_lora": (False,),
-        "default_mm_loras": (),
-    },
+    "give lora_request with each request": {"default_mm_loras": ()},
     "every token is computed by the model itself": {
         **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), ()),
         **dict.fromkeys(("speculative_model", "num_speculative_tokens"), ()),
@@ -185,12 +182,10 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "mm_ipc_gpu_memory_gb": 0,
     "mm_device_do_normalize": True,
     "renderer_num_workers": 1,
-    **dict.fromkeys(("max_cpu_loras", "lora_target_modules", "max_lora_cls_labels"), None),
+    **dict.fromkeys(("lora_target_modules", "max_lora_cls_labels"), None),
     **dict.fromkeys(("fully_sharded_loras", "enable_tower_connector_lora"), False),
     **dict.fromkeys(("specialize_active_lora", "enable_mixed_moe_lora_format"), False),
     "enable_moe_shared_loras": False,
-    "max_loras": 1,
-    "max_lora_rank": 16,
     "lora_dtype": "auto",
     **dict.fromkeys(("guided_decoding_backend", "reasoning_parser_plugin"), None),
     # Weights in other places.

@@ -45,6 +45,7 @@ def fake_built(
         default_sampling=default_sampling or {},
         picture_processor=None,
         hosts=hosts,
+        adapters=None,
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpage.engine.beams import Beams
 from jaxpage.engine.engine import Engine
+from jaxpage.lora_request import Adapter, LoRARequest
 from jaxpage.pictures.border import Expanded, Picture
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.plan import (
@@ -36,9 +37,10 @@ VOCAB_SIZE = 13
 def make_request(request_id: str, prompt: list[int] | np.ndarray, **kwargs) -> Request:
     """A request without text; `prompt` has token ids, or embeddings [T, E].
 
-    `salt`, `priority`, `eos`, `seed`, `features`, `mask_source`, `pictures` are the request's own, the rest params.
+    `salt`, `priority`, `eos`, `seed`, `features`, `mask_source`, `pictures`, `adapter` are the request's own, the rest
+    params.
     """
-    names = ("features", "mask_source", "pictures")
+    names = ("features", "mask_source", "pictures", "adapter")
     own = {name: kwargs.pop(name) for name in names if name in kwargs}
     salt, priority = kwargs.pop("salt", None), kwargs.pop("priority", 0)
     eos, seed = frozenset(kwargs.pop("eos", ())), kwargs.pop("seed", 0)
@@ -192,6 +194,17 @@ def banned_by(mask: np.ndarray) -> frozenset[int]:
     return frozenset(t for t in range(VOCAB_SIZE) if not mask[t // 32] >> (t % 32) & 1)
 
 
+def make_adapter(number: int) -> Adapter:
+    """The adapter of a number above 0."""
+    request = LoRARequest(f"adapter {number}", number, "nowhere")
+    return Adapter(request=request, key=f"adapter {number}", arrays=(np.array([number]),))
+
+
+def first_digest(adapter: int) -> int:
+    """Stands for the weights of an adapter, 0 for none: all KV depends on them."""
+    return hash(("adapter", adapter)) if adapter else 0
+
+
 def extend_digest(digest: int, token: Hashable) -> int:
     """Stands for the KV of a token, or of an embedding: it depends on all tokens so far."""
     return hash((digest, token))
@@ -252,7 +265,8 @@ def expected_output(
 ) -> tuple[list[int], FinishReason, int | str | None]:
     """Tokens, finish and stop reason by a loop that knows nothing of blocks, steps or batches."""
     params, detokenizer = request.params, FakeDetokenizer(request)
-    digest, output = 0, []
+    adapter = 0 if request.adapter is None else request.adapter.request.lora_int_id
+    digest, output = first_digest(adapter), []
     places = picture_places(request.pictures)
     for token in inputs(request.prompt_token_ids, request.prompt_embeds, places):
         digest = extend_digest(digest, token)
@@ -371,13 +385,14 @@ class _Slot:
 
     admission: Admission
     tables: dict[tuple[int, int], int]  # (KV-cache group, index) -> block
+    adapter: int  # what was in its adapter slot when it was admitted
     history: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)  # digests[i] stands for the KV of token i
     hidden: int | None = None  # of the token computed last: its digest
     finished: bool = False
 
     def append(self, token_id: int, token: Hashable) -> None:
-        before = self.digests[-1] if self.digests else 0
+        before = self.digests[-1] if self.digests else first_digest(self.adapter)
         self.history.append(token_id)
         self.digests.append(extend_digest(before, token))
 
@@ -432,6 +447,7 @@ class FakeRunner:
         # The picture cache: row -> (content hash, which of its embeddings)
         self._picture_rows: dict[int, tuple[bytes, int]] = {}
         self.encoded: list[bytes] = []  # content hashes, in order
+        self._adapters: dict[int, int] = {}  # adapter slot -> number
         self._under_way: list[tuple[int, StepResult]] = []
         self.num_launches = 0
         self._broken = False
@@ -529,7 +545,9 @@ class FakeRunner:
         embeds = dict(plan.input_embeds)
         assert len(embeds) == len(plan.input_embeds)
         for row, slot_id in enumerate(plan.slots):
-            fields = self._slots[slot_id].admission.fields
+            slot = self._slots[slot_id]
+            fields, adapter_slot = slot.admission.fields, slot.admission.adapter_slot
+            assert self._adapters.get(adapter_slot, 0) == slot.adapter, "another adapter is there"
             assert plan.num_steps == 1 or not fields["is_beam"]
             assert (row in plan.masks) == (fields["is_masked"] and plan.samples[row])
             start, wanted = plan.starts[row], fields["embeds"]
@@ -562,6 +580,9 @@ class FakeRunner:
         return {i: digest for i, digest in content if digest is not None}
 
     def _apply_updates(self, plan: StepPlan) -> None:
+        for adapter_slot, (number,) in plan.adapter_loads:
+            assert adapter_slot > 0
+            self._adapters[adapter_slot] = int(number.item())
         for admission in plan.admissions:
             tables = {
                 (group, index): block_id
@@ -569,7 +590,7 @@ class FakeRunner:
                 for index, block_id in enumerate(table)
             }
             assert len(admission.block_tables) == len(self.windows)
-            slot = _Slot(admission, tables)
+            slot = _Slot(admission, tables, self._adapters.get(admission.adapter_slot, 0))
             fields = admission.fields
             tokens = inputs(admission.token_ids, fields["embeds"], fields["pictures"])
             for token_id, token in zip(admission.token_ids, tokens, strict=True):

@@ -48,6 +48,7 @@ def make(tmp_path_factory):
             eos_token_ids=(2,),
             default_sampling={},
             picture_processor=None,
+            adapters=None,
         )
         return LLM.from_built(built)
 

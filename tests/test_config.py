@@ -288,7 +288,6 @@ def test_options_of_vllm_are_accepted_at_other_harmless_values(neutral):
     "option",
     [
         {"pipeline_parallel_size": 2},
-        {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"enable_chunked_prefill": False},
         {"quantization_config": {"linear": "fp8"}},
@@ -437,8 +436,23 @@ def test_engine_args_are_the_options_of_an_llm():
         tensor_parallel_size=1,
         options_without_effect=("disable_log_stats",),
     )
-    with pytest.raises(ValueError, match="enable_lora=True is not supported"):
-        EngineArgs(model="m", enable_lora=True)
+    with pytest.raises(ValueError, match="enable_sleep_mode=True is not supported"):
+        EngineArgs(model="m", enable_sleep_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_lora": "yes"}, "enable_lora must be True or False"),
+        ({"max_loras": 0}, "max_loras must be an int in 1"),
+        ({"max_lora_rank": 257}, "max_lora_rank must be an int in 1..256"),
+        ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras=3 must be at least max_loras=4"),
+    ],
+)
+def test_options_of_adapters_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_options(model="m", **options)
+    assert EngineConfig.from_options(model="m", max_cpu_loras=None, enable_lora=False)
 
 
 def test_names_of_vllm_can_be_imported():

@@ -30,6 +30,7 @@ def make(tmp_path_factory):
             eos_token_ids=(2, 7),
             default_sampling=default_sampling or {},
             picture_processor=None,
+            adapters=None,
         )
         return InputProcessor(built, ids_in_use=taken)
 

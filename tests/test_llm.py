@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import BeamSearchParams
+from jaxpage import BeamSearchParams, LoRARequest
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.input_processor import derive_seed
 from jaxpage.llm import LLM
@@ -49,6 +49,7 @@ def expected(llm: LLM, prompt: list[int], params: SamplingParams, number: int) -
         prompt_embeds=None,
         pictures=None,
         mask_source=None,
+        adapter=None,
         params=params,
         seed=derive_seed(0, number) if params.seed is None else params.seed,
         eos_token_ids=frozenset() if params.ignore_eos else frozenset([EOS]),
@@ -462,17 +463,30 @@ def test_calls_take_vllm_s_options_in_its_order(make):
         llm.chat(messages, chat_template_content_format="xml")
 
 
-def test_options_of_later_versions_are_refused_by_name(make):
+def test_adapters_need_an_engine_that_has_room_for_them(make):
     llm = make()
+    adapter = LoRARequest("adapter", 1, "nowhere")
     messages = [{"role": "user", "content": "x"}]
     for attempt in (
-        lambda: llm.generate([5], lora_request="adapter"),
-        lambda: llm.chat(messages, lora_request="adapter"),
-        lambda: llm.beam_search([[5]], BeamSearchParams(2, 3), "adapter"),
-        lambda: llm.add_request("a", [5], SamplingParams(), lora_request="adapter"),
+        lambda: llm.generate([5], lora_request=adapter),
+        lambda: llm.generate([5], lora_request=[adapter]),
+        lambda: llm.chat(messages, lora_request=adapter),
+        lambda: llm.beam_search([[5]], BeamSearchParams(2, 3), adapter),
+        lambda: llm.add_request("a", [5], SamplingParams(), lora_request=adapter),
+        lambda: llm.add_lora(adapter),
+        lambda: llm.remove_lora(1),
+        llm.list_loras,
     ):
-        with pytest.raises(ValueError, match="lora_request='adapter' is not supported"):
+        with pytest.raises(ValueError, match="enable_lora=True"):
             attempt()
+    with pytest.raises(ValueError, match="lora_request has 2 entries for 1 prompts"):
+        llm.generate([5], lora_request=[None, None])
+    assert llm.generate([5], lora_request=[None])[0].lora_request is None
+    assert not llm.has_unfinished_requests()
+
+
+def test_options_of_later_versions_are_refused_by_name(make):
+    llm = make()
     with pytest.raises(ValueError, match="mm_processor_kwargs"):
         llm.generate([5], mm_processor_kwargs={"size": 3})
     assert llm.generate([5], lora_request=None, mm_processor_kwargs=None)[0].finished

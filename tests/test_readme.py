@@ -20,6 +20,7 @@ from jaxpage.async_llm import AsyncLLM
 from jaxpage.demo import checkpoint
 from jaxpage.server.options import ServerOptions
 from tests import fake_vision
+from tests.adapters import save_adapter
 from tests.server.conftest import serving
 
 ROOT = Path(__file__).parent.parent
@@ -199,9 +200,11 @@ def test_code_runs(block, tmp_path, monkeypatch):
         assert any(quoted in "".join(path.read_text().split()) for path in sources)
         return
     monkeypatch.chdir(tmp_path)
+    for name in re.findall(r'"(adapters/\w+)"', block):
+        save_adapter(tmp_path / name, checkpoint(), seed=0)
     for theirs, ours in SMALL.items():
         block = block.replace(theirs, ours)
     with running_server(block) as block, fake_vision.registered():
         exec(compile(ast.parse(block), "README.md", "exec"), {"__name__": "__main__"})
-    for recording in tmp_path.iterdir():
+    for recording in tmp_path.glob("*.calls"):
         assert cli.main(["replay", recording.name]) == 0

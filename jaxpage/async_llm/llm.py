@@ -22,6 +22,7 @@ from jaxpage.async_llm.streams import LastOutput, Stream
 from jaxpage.async_llm.tasks import Prepare, Tasks
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import InputProcessor
+from jaxpage.lora_request import LoRARequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.pictures.messages import has_media
 from jaxpage.prompts import Prompt
@@ -82,7 +83,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -115,7 +116,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -124,13 +125,12 @@ class AsyncLLM:
 
         The stream must be read to its end, or closed.
         """
-        if lora_request is not None:
-            raise ValueError(f"lora_request={lora_request!r} is not supported; leave it None")
         prepare = functools.partial(
             _prepare,
             prompt=prompt,
             params=sampling_params,
-            request_id=request_id or uuid.uuid4().hex,
+            request_id=request_id,
+            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
             priority=priority,
@@ -143,6 +143,7 @@ class AsyncLLM:
         read: Callable[[InputProcessor], tuple[Sequence[Prompt], SamplingParams]],
         request_ids: Sequence[str],
         *,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> list[Stream]:
@@ -159,6 +160,7 @@ class AsyncLLM:
                     prompt=prompt,
                     params=params,
                     request_id=request_id,
+                    lora_request=lora_request,
                     trace_headers=trace_headers,
                     priority=priority,
                 )
@@ -187,6 +189,7 @@ class AsyncLLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: Any = "auto",
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -206,7 +209,9 @@ class AsyncLLM:
 
         messages = await self.load_media(messages)
         prompt, params, chat_format = await self.with_inputs(render)
-        outputs = self.generate(prompt, params, request_id, priority=priority)
+        outputs = self.generate(
+            prompt, params, request_id, lora_request=lora_request, priority=priority
+        )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if output.finished and params.output_kind is not RequestOutputKind.DELTA:
@@ -214,7 +219,12 @@ class AsyncLLM:
                 yield output
 
     def submit(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> Future[RequestOutput]:
         """Answer one prompt, for threads: a future of the final output. Cancelling it aborts the request.
 
@@ -224,7 +234,7 @@ class AsyncLLM:
             sampling_params, output_kind=RequestOutputKind.FINAL_ONLY
         )
         prepare = functools.partial(
-            _prepare, prompt=prompt, params=params, request_id=uuid.uuid4().hex, priority=priority
+            _prepare, prompt=prompt, params=params, lora_request=lora_request, priority=priority
         )
         last = LastOutput()
 
@@ -256,6 +266,18 @@ class AsyncLLM:
         if reader is None or not has_media(messages):
             return messages
         return await asyncio.to_thread(reader.load, messages)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `LLM.add_lora`. Read in the thread of the input processor; steps go on meanwhile."""
+        return await self.with_inputs(lambda inputs: inputs.adapters.add(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """See `LLM.remove_lora`."""
+        return await self.with_inputs(lambda inputs: inputs.adapters.remove(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """See `LLM.list_loras`."""
+        return await self.with_inputs(lambda inputs: inputs.adapters.ids)
 
     async def with_inputs(self, function: Callable[[InputProcessor], T]) -> T:
         """Call a function in the thread of the input processor: what is slow to tokenise or to render goes there."""
@@ -373,12 +395,14 @@ def _prepare(
     *,
     prompt: Any,
     params: SamplingParams | None,
-    request_id: str,
+    request_id: str | None = None,
+    lora_request: LoRARequest | None = None,
     tokenization_kwargs: Mapping[str, Any] | None = None,
     trace_headers: Mapping[str, str] | None = None,
     priority: int = 0,
 ) -> Request:
     prompts = [prompt] if isinstance(prompt, Prompt) else inputs.parse(prompt, tokenization_kwargs)
-    request = inputs.request(request_id, prompts, params or inputs.default_params(), priority)
+    params, request_id = params or inputs.default_params(), request_id or uuid.uuid4().hex
+    request = inputs.request(request_id, prompts, params, priority, lora_request)
     request.trace_headers = trace_headers
     return request

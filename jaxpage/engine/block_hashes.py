@@ -50,10 +50,12 @@ def group_key(block_hash: bytes, group: int) -> bytes:
 def extra_keys(request: Request, start: int, end: int) -> tuple[str, ...]:
     """What besides its tokens shapes the KV of the block with tokens `start .. end` of a request.
 
-    The salt is a key of the first block only: the chain carries it on. A key says what kind it is, so that none can be
-    taken for another.
+    Salt and adapter are keys of the first block only: the chain carries them on. A key says what kind it is, so that
+    none can be taken for another.
     """
     keys = []
+    if start == 0 and request.adapter is not None:
+        keys.append(f"adapter {request.adapter.key}")
     if start == 0 and request.cache_salt is not None:
         keys.append(f"salt {request.cache_salt}")
     if request.prompt_embeds is not None and start < len(request.prompt_embeds):
@@ -67,7 +69,7 @@ def extra_keys(request: Request, start: int, end: int) -> tuple[str, ...]:
 def extend_hashes(sequence: Sequence, count: int, block_size: int, weight_epoch: int) -> None:
     """Complete `sequence.block_hashes` to its first `count` blocks."""
     hashes, tokens, request = sequence.block_hashes, sequence.token_ids, sequence.request
-    sources = (request.cache_salt, request.prompt_embeds, request.pictures)
+    sources = (request.cache_salt, request.prompt_embeds, request.pictures, request.adapter)
     has_keys = any(source is not None for source in sources)
     for start in range(len(hashes) * block_size, count * block_size, block_size):
         end = start + block_size

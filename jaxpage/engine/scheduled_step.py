@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxpage.engine.adapter_slots import AdapterSlots
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.picture_cache import PictureCache
 from jaxpage.engine.sequences import append_forced, next_mask
@@ -23,6 +24,7 @@ class ScheduledStep:
 
     kv: KVCache
     pictures: PictureCache
+    adapters: AdapterSlots
     # Tokens in flight are computed before the mask for what comes next is known, and sampled from later.
     samples_late: bool = True
     plan: StepPlan = field(default_factory=StepPlan)
@@ -158,7 +160,7 @@ class ScheduledStep:
     def close(self) -> StepPlan:
         """The plan, with what it says of the admitted sequences; they do not change any more."""
         self.plan.transfers = self.kv.take_transfers()
-        self.plan.admissions = [_admission(sequence) for sequence in self.admitted]
+        self.plan.admissions = [self._admission(sequence) for sequence in self.admitted]
         for sequence in self.admitted:
             sequence.num_unsent_tokens = 0
         for sequence in self._unsent:
@@ -196,15 +198,15 @@ class ScheduledStep:
             self.failed.append(sequence)
         return mask
 
-
-def _admission(sequence: Sequence) -> Admission:
-    request = sequence.request
-    return Admission(
-        slot=sequence.slot,
-        sequence_index=sequence.index,
-        token_ids=list(sequence.token_ids),
-        block_tables=[list(table) for table in sequence.block_tables],
-        prompt_len=len(request.prompt_token_ids),
-        max_len=sequence.max_len,
-        fields=request.slot_fields,
-    )
+    def _admission(self, sequence: Sequence) -> Admission:
+        request = sequence.request
+        return Admission(
+            slot=sequence.slot,
+            sequence_index=sequence.index,
+            token_ids=list(sequence.token_ids),
+            block_tables=[list(table) for table in sequence.block_tables],
+            prompt_len=len(request.prompt_token_ids),
+            max_len=sequence.max_len,
+            fields=request.slot_fields,
+            adapter_slot=self.adapters.slot_of(request),
+        )

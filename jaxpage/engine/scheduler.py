@@ -18,6 +18,7 @@ from bisect import insort
 from functools import partial
 
 from jaxpage.engine import beam_scheduling, sequences
+from jaxpage.engine.adapter_slots import AdapterSlots
 from jaxpage.engine.collect import collect, collect_failed
 from jaxpage.engine.counters import Counters, count_first_scheduling
 from jaxpage.engine.kv_cache import KVCache
@@ -47,11 +48,12 @@ class Scheduler:
         decode_steps: int = 1,
         samples_late: bool = True,
         padding: Padding = NO_PADDING,
+        num_adapters: int = 0,
     ):
         """Raises ValueError for limits below 1, or no room for a token of prompt and a token of answer."""
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
         sequences.check_limits(*limits, policy)
-        self.kv, self.max_model_len = kv, max_model_len
+        self.kv, self.adapters, self.max_model_len = kv, AdapterSlots(num_adapters), max_model_len
         self.pictures = PictureCache(1, budget=0)  # whoever builds a model that sees sets another
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
@@ -89,7 +91,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan a step for the caller to launch; None if there is nothing to do before `update`."""
-        step = ScheduledStep(self.kv, self.pictures, self.samples_late)
+        step = ScheduledStep(self.kv, self.pictures, self.adapters, self.samples_late)
         self.kv.begin_plan()
         self.pictures.begin_plan()
         self._admit(step, self._plan_running(step))
@@ -144,6 +146,7 @@ class Scheduler:
         ended = [request for i in requests if (request := self.abort(i)) is not None]
         self.kv.invalidate(self.waiting)  # last: sequences that end leave their blocks in the cache
         self.pictures.forget_all()
+        self.adapters.forget_loads(step.plan for step in steps)
         return ended
 
     def preempt_all(self) -> None:
@@ -217,24 +220,30 @@ class Scheduler:
                 self._preempt_last()  # together
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
-        """Rows for waiting sequences, in order, until one does not fit."""
+        """Rows for waiting sequences, in order, until one does not fit. Those whose adapter finds no slot are passed
+        over.
+        """
         max_query_len = self.max_num_batched_tokens
         waiting = (len(sequence.token_ids) for sequence in self.waiting[: len(self._free_slots)])
         budget = self.padding.budget(max_query_len - budget, budget, waiting)
-        index = 0
-        while index < len(self.waiting) and self._free_slots and budget > 0:
-            sequence = self.waiting[index]
+        entrance, num_passed = self.adapters.entrance(self.running), 0
+        while num_passed < len(self.waiting) and self._free_slots and budget > 0:
+            sequence = self.waiting[num_passed]
+            if not entrance.is_open(sequence.request):
+                num_passed += 1
+                continue
             if not beam_scheduling.may_enter(
                 self.kv, sequence, len(self._free_slots), max_query_len
             ):
                 break
             found = self.kv.find(sequence)
             if not self.pictures.may_begin(sequence, found.num_tokens):
-                index += 1  # its picture comes next, and cannot be encoded now; others need not wait for that
+                num_passed += 1  # its picture comes next, and cannot be encoded now
                 continue
             if not self.kv.admit(sequence, found, max_query_len):
                 break
-            del self.waiting[index]
+            entrance.enter(step.plan, sequence.request)
+            del self.waiting[num_passed]
             sequence.slot = self._free_slots.pop()
             for sibling in beam_scheduling.siblings(sequence):
                 self.waiting.remove(sibling)

@@ -31,6 +31,7 @@ from jaxpage.models.layers import (
     RMSNorm,
     matmul,
 )
+from jaxpage.models.lora import with_adapters
 from jaxpage.models.rope import rotate
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, each [..., T, 1, half]
@@ -233,7 +234,7 @@ class CausalLM(nnx.Module):
 
     def hidden_states(self, inputs: ForwardInput) -> jax.Array:
         """[..., T, E] in the model's dtype, after the final norm."""
-        return self.model(inputs)
+        return with_adapters(self.model, inputs.adapter_slots)(inputs)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., E] -> float32[..., V], scaled and soft-capped where the family does so."""

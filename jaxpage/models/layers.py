@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from flax import nnx
 
 from jaxpage.ops.matmul import XLA, quant_matmul
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
+
+if TYPE_CHECKING:
+    from jaxpage.models.lora import Adapters
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Linear(nnx.Module):
         # Once the weight is int8, see `weights.transform`: float32[out], and what computes the product.
         self.scale: nnx.Param | None = None
         self.matmul_kernel = XLA
+        self.adapters: Adapters | None = None  # see `models.lora`
 
     def product(self, x: jax.Array) -> jax.Array:
         """x W^T, float32, without the bias."""
@@ -109,6 +114,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.product(x)
+        if self.adapters is not None and self.adapters.slots is not None:
+            y += self.adapters(x)
         if self.bias is not None:
             y += _like(self.bias[...], y).astype(y.dtype)
         return y.astype(x.dtype)

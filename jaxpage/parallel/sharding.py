@@ -25,6 +25,7 @@ RULES: dict[str, str | None] = {
     "layers": None,
     "blocks": None,
     "block": None,
+    "adapter slots": None,
 }
 
 

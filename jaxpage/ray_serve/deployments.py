@@ -29,7 +29,8 @@ class Engine:
         logging.basicConfig(format="%(message)s")  # Ray collects what goes to stderr
         logging.getLogger("jaxpage").setLevel(logging.INFO)
         self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, config)
-        self._app, _ = make_service(self._llm, options)
+        self._app, server = make_service(self._llm, options)
+        await server.adapters.load_first()
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()
         await self._llm.wait_until_warm()

@@ -62,6 +62,7 @@ def _plain(name: str, value: Any) -> Any:
     """A value of YAML as `ServerOptions` has it."""
     if isinstance(value, list):
         return tuple(value)
-    if isinstance(value, str) and name in ("api_key", "served_model_name", "allowed_origins"):
+    lists = ("api_key", "served_model_name", "allowed_origins", "lora_modules")
+    if isinstance(value, str) and name in lists:
         return (value,)
     return Path(value) if name in ("api_key_file", "profiler_dir") and value else value

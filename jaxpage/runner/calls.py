@@ -14,6 +14,7 @@ import numpy as np
 ADMIT = "admit"
 SET_MASKS = "set masks"
 SET_TOKENS = "set tokens"
+LOAD_ADAPTER = "load adapter"  # into a slot of the model's; only with adapters
 SCORE = "score"  # a piece of the hidden states of the last `forward`, by its number
 VOCABULARY = "vocabulary"
 READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memory

@@ -17,11 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from jaxpage.kv_pool import KVPool, KVPoolSpec
+from jaxpage.models.lora import slot_axis, write_slot
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.buckets import Bucket, sample_name
 from jaxpage.runner.calls import (
     ADMIT,
     BLOCKS_PER_CALL,
+    LOAD_ADAPTER,
     READ,
     SCORE,
     SET_MASKS,
@@ -93,25 +95,15 @@ class Lowerings:
             pool_spec=pool_spec,
             mesh=mesh,
         )
-        self._leaves = [_parameter(variable, mesh) for _, variable in nnx.to_flat_state(state)]
+        variables = [variable for _, variable in nnx.to_flat_state(state)]
+        self._leaves = [_parameter(variable, mesh) for variable in variables]
+        self._slot_axes = [slot_axis(variable) for variable in variables]
         self._platform = _platform(self._leaves)
         self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
         self._state = _structs(abstract_request_state(step_spec), mesh)
         self._spec, self._pool_spec, self._mesh = step_spec, pool_spec, mesh
         largest = buckets[-1]
-        groups = len(step_spec.groups.windows)
-        sizes = {"block_size": step_spec.block_size, "decode_steps": step_spec.decode_steps}
-        self.layouts = {
-            ADMIT: admission_layout(step_spec),
-            SET_MASKS: masks_layout(step_spec.vocab_size),
-            SET_TOKENS: tokens_layout(),
-            SCORE: score_layout(step_spec.num_scored),
-            VOCABULARY: vocabulary_layout(),
-        }
-        self.layouts |= {
-            b.name: step_layout(b, num_groups=groups, pictures=step_spec.pictures, **sizes)
-            for b in buckets
-        }
+        self.layouts = _layouts(step_spec, buckets)
         # By `forward` program: what goes up for a step with embeddings.
         self.embeds: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
             b.name: self._embeds(b.num_tokens) for b in buckets if not b.decode
@@ -132,6 +124,8 @@ class Lowerings:
         self.encoders = tuple(encoders)  # names of programs
         self.programs |= encoders
         self.programs |= {SCORE: self._lower_score, VOCABULARY: self._lower_vocabulary}
+        if any(axis is not None for axis in self._slot_axes):
+            self.programs[LOAD_ADAPTER] = self._lower_load_adapter
         if moves_blocks:
             self.programs |= {READ: self._lower_read, WRITE: self._lower_write}
 
@@ -230,6 +224,20 @@ class Lowerings:
             self._state, self._integers(layout.size)
         )
 
+    def _lower_load_adapter(self) -> jax.stages.Lowered:
+        found = [
+            (x, axis)
+            for x, axis in zip(self._leaves, self._slot_axes, strict=True)
+            if axis is not None
+        ]
+        weights, axes = [x for x, _ in found], tuple(axis for _, axis in found)
+        contents = [_one_slot(x, axis, self._spec.num_adapters) for x, axis in found]
+        slot = jax.ShapeDtypeStruct((), np.int32)
+        write = partial(write_slot, axes=axes)
+        return jax.jit(write, donate_argnums=0, **self._places(weights)).lower(
+            weights, *_structs((slot, contents), self._mesh)
+        )
+
     def _lower_read(self) -> jax.stages.Lowered:
         read = partial(read_blocks, self._pool_spec, self._mesh)
         results = self._places([self._content] * BLOCKS_PER_CALL)
@@ -280,6 +288,23 @@ def num_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
+    """What goes up to each program, but for `sample`."""
+    sizes = {"block_size": spec.block_size, "decode_steps": spec.decode_steps}
+    groups = len(spec.groups.windows)
+    return {
+        ADMIT: admission_layout(spec),
+        SET_MASKS: masks_layout(spec.vocab_size),
+        SET_TOKENS: tokens_layout(),
+        SCORE: score_layout(spec.num_scored),
+        VOCABULARY: vocabulary_layout(),
+        **{
+            b.name: step_layout(b, num_groups=groups, pictures=spec.pictures, **sizes)
+            for b in buckets
+        },
+    }
+
+
 def _platform(leaves: list[jax.ShapeDtypeStruct]) -> str:
     """Of the devices that programs are for: those of the parameters, or else jax's own choice."""
     for leaf in leaves:
@@ -294,6 +319,12 @@ def _parameter(variable: nnx.Variable, mesh: Mesh | None) -> jax.ShapeDtypeStruc
         return _struct(value, getattr(value, "sharding", None))
     metadata = variable.get_metadata()
     return _struct(value, sharding(mesh, metadata["axes"], metadata["units"]))
+
+
+def _one_slot(x: jax.ShapeDtypeStruct, axis: int, num_slots: int) -> jax.ShapeDtypeStruct:
+    shape = list(x.shape)
+    shape[axis] //= num_slots
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def _structs(

@@ -1,8 +1,8 @@
 """From a plan to the calls that carry it out. Pure: NumPy in, NumPy out; knows no device.
 
-The calls of a plan, in order: block contents move between device, host and disk; sequences are admitted; forced tokens
-are appended; masks are set; pictures are encoded; then the step, either `decode`, or `forward` and `sample` with what
-is scored in between. Rows that an earlier step computed are in `sample` alone.
+The calls of a plan, in order: block contents move between device, host and disk; adapters take their slots; sequences
+are admitted; forced tokens are appended; masks are set; pictures are encoded; then the step, either `decode`, or
+`forward` and `sample` with what is scored in between. Rows that an earlier step computed are in `sample` alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jaxpage.runner.calls import (
     ADMIT,
     BLOCKS_PER_CALL,
     LOAD,
+    LOAD_ADAPTER,
     MASKS_PER_CALL,
     SCORE,
     SET_MASKS,
@@ -126,6 +127,8 @@ def pack(
 ) -> list[Call]:
     """The calls of a plan. `programs` of its step hold its tokens and rows; `layouts` are those of all programs."""
     calls = [] if plan.transfers is None else list(_transfers(plan.transfers))
+    for slot, arrays in plan.adapter_loads:
+        calls.append(Call(LOAD_ADAPTER, (np.array(slot, np.int32), *arrays)))
     calls += [Call(ADMIT, (pack_admission(a, layouts[ADMIT]),)) for a in plan.admissions]
     calls += [*_forced_tokens(plan, layouts), *_masks(plan, layouts)]
     for picture, rows in plan.encodes:

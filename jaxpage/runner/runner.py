@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPoolSpec
+from jaxpage.models.lora import slot_axis
 from jaxpage.plan import StepPlan, StepResult
 from jaxpage.runner import calls
 from jaxpage.runner.buckets import Bucket, StepPrograms, fitting_programs, start_order
@@ -116,6 +117,7 @@ class Runner:
         first, then = start_order(self.buckets)
         moving = [calls.READ, calls.WRITE] if self.host_memory is not None else []
         small = [calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS]
+        small += [calls.LOAD_ADAPTER] if self._spec.num_adapters else []
         encoders = self._lowerings.encoders
         self.programs.start(
             [*small, *first, *then, *encoders, *moving, calls.SCORE, calls.VOCABULARY]
@@ -317,6 +319,14 @@ class Runner:
         for (_, block_hash), content in zip(stored, contents, strict=False):
             self._memory.save(block_hash, [np.asarray(array) for array in content])
 
+    def _load_adapter(self, slot: np.ndarray, *contents: np.ndarray) -> None:
+        found = [i for i, v in enumerate(self._variables) if slot_axis(v) is not None]
+        old = [self._variables[i].get_raw_value() for i in found]
+        new = self.programs[calls.LOAD_ADAPTER](old, slot, list(contents))
+        for i, array in zip(found, new, strict=True):
+            self._variables[i].set_raw_value(array)
+            self._seen[i] = weakref.ref(array)  # the model's own weights are what they were
+
     def _leaves(self) -> list[jax.Array]:
         return [variable.get_raw_value() for variable in self._variables]
 
@@ -328,6 +338,7 @@ _MEMORY_CALLS = {
     calls.SWAP_OUT: Runner._swap_out,
     calls.SWAP_IN: Runner._swap_in,
     calls.RESET: Runner._allocate,
+    calls.LOAD_ADAPTER: Runner._load_adapter,
 }
 
 

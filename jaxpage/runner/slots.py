@@ -24,6 +24,7 @@ from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
 
 POSITION_OFFSET = "position_offset"
+ADAPTER = "adapter"  # the field that says which adapter slot a sequence has; 0: none
 
 
 def has_positions(spec: StepSpec) -> bool:
@@ -44,6 +45,7 @@ def admission_layout(spec: StepSpec) -> Layout:
             Field("prompt_len"),
             Field("max_len"),  # the sequence ends at this many tokens
             Field("sequence_index"),
+            *([Field(ADAPTER)] if spec.num_adapters else []),
             *(
                 Field(f.name, f.shape(spec.vocab_size), f.dtype, f.fill)
                 for f in fields_of(spec.processors)
@@ -65,6 +67,8 @@ def pack_admission(admission: Admission, layout: Layout) -> np.ndarray:
     views["prompt_len"][()] = admission.prompt_len
     views["max_len"][()] = admission.max_len
     views["sequence_index"][()] = admission.sequence_index
+    if admission.adapter_slot:
+        views[ADAPTER][()] = admission.adapter_slot
     for name, value in admission.fields.items():
         views[name][...] = value
     return buffer

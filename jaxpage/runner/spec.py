@@ -49,3 +49,4 @@ class StepSpec:
     prompt_embeds: bool = False  # `forward` takes embeddings in the place of tokens
     processors: Processors = ()  # of logits, by the engine's user
     pictures: PictureSpec | None = None  # of models that take pictures
+    num_adapters: int = 0  # slots that the model has for adapters

@@ -30,7 +30,7 @@ from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.encoder import encode_into, with_pictures
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.slots import POSITION_OFFSET, has_positions, words_of
+from jaxpage.runner.slots import ADAPTER, POSITION_OFFSET, has_positions, words_of
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import Scores, score
@@ -222,6 +222,9 @@ class Step:
         if has_positions(self.spec):
             positions = _rotary_positions(state, rows, bucket, batch.positions)
             inputs = replace(inputs, positions=positions)
+        if ADAPTER in state:
+            token_slots = batch.slots[_token_rows(rows["num_tokens"], bucket)]
+            inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots])
         hidden = self._model(leaves).hidden_states(inputs)
         return attention.kv_pool, batch, hidden
 

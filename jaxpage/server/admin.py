@@ -20,8 +20,23 @@ class AbortRequest(BaseModel):
     request_ids: list[str] | None = None
 
 
+class LoadAdapter(BaseModel):
+    """Which adapter to serve, and as what."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False  # in the place of the one of that name, if there is one
+
+
+class UnloadAdapter(BaseModel):
+    """Which adapter to serve no longer."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's; the name is enough
+
+
 def router(server: Server) -> APIRouter:
-    """Pausing, aborting, the prefix cache and the profiler."""
+    """Pausing, aborting, the prefix cache, adapters and the profiler."""
     routes = APIRouter()
     llm = server.llm
 
@@ -77,7 +92,20 @@ def router(server: Server) -> APIRouter:
             raise ApiError(409, f"the profiler does not stop: {error}") from None
         return Response()
 
+    _add_adapters(routes, server)
     return routes
+
+
+def _add_adapters(routes: APIRouter, server: Server) -> None:
+    @routes.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: LoadAdapter) -> Response:
+        await server.adapters.load(body.lora_name, body.lora_path, inplace=body.load_inplace)
+        return Response()
+
+    @routes.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadAdapter) -> Response:
+        await server.adapters.unload(body.lora_name)
+        return Response()
 
 
 def _without_prefix(name: str) -> str:

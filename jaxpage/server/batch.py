@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from jaxpage.async_llm import AsyncLLM, Stream
 from jaxpage.input_processor import InputProcessor
+from jaxpage.lora_request import LoRARequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams
@@ -92,6 +93,7 @@ class Batch:
         read: Callable[[InputProcessor], Asked],
         num_prompts: int = 1,
         priority: int = 0,
+        adapter: LoRARequest | None = None,
     ) -> Batch:
         """Have all prompts answered, or none. Raises ApiError and what `AsyncLLM.start_all` raises.
 
@@ -106,7 +108,11 @@ class Batch:
 
         try:
             batch.streams = await llm.start_all(
-                read_all, ids, trace_headers=caller.trace_headers, priority=priority
+                read_all,
+                ids,
+                lora_request=adapter,
+                trace_headers=caller.trace_headers,
+                priority=priority,
             )
         except BaseException:
             batch.close()

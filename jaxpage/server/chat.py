@@ -59,10 +59,13 @@ class ChatCall:
     async def start(cls, server: Server, body: ChatRequest, caller: Caller) -> ChatCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         body.warn_of_unknown()
-        server.check_model(body.model)
+        adapter = server.check_model(body.model)
         body = await server.with_media(body)
         batch, rendered = await server.start(
-            caller, lambda inputs: render(server, body, inputs), priority=body.priority
+            caller,
+            lambda inputs: render(server, body, inputs),
+            priority=body.priority,
+            adapter=adapter,
         )
         return cls(server, body, caller.id, batch, rendered)
 
@@ -75,6 +78,7 @@ class ChatCall:
         self._rendered = rendered
         self._id = f"chatcmpl-{call_id}"
         self._created = int(time.time())
+        self._model = server.name_of(server.adapters.get(body.model))
         self._turns = {i: Turn(parser) for i, parser in enumerate(rendered.parsers)}
 
     def close(self) -> None:
@@ -82,7 +86,7 @@ class ChatCall:
         self.batch.close()
 
     def _head(self, kind: str) -> Head:
-        return Head(id=self._id, object=kind, created=self._created, model=self._server.model_name)
+        return Head(id=self._id, object=kind, created=self._created, model=self._model)
 
     async def response(self) -> dict[str, Any]:
         """The whole answer."""

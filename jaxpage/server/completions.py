@@ -28,7 +28,7 @@ class CompletionCall:
     async def start(cls, server: Server, body: CompletionRequest, caller: Caller) -> CompletionCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         body.warn_of_unknown()
-        server.check_model(body.model)
+        adapter = server.check_model(body.model)
 
         given = body.prompts()
 
@@ -48,13 +48,13 @@ class CompletionCall:
             return _Asked(prompts=prompts, params=params, first_texts=first_texts)
 
         batch, asked = await server.start(
-            caller, read, num_prompts=len(given), priority=body.priority
+            caller, read, num_prompts=len(given), priority=body.priority, adapter=adapter
         )
         head = Head(
             id=f"cmpl-{caller.id}",
             object="text_completion",
             created=int(time.time()),
-            model=server.model_name,
+            model=server.name_of(adapter),
         )
         return cls(server, body, head, batch, asked.params.n, asked.first_texts)
 

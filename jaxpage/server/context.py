@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.input_processor import InputProcessor
+from jaxpage.lora_request import LoRARequest
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.server.adapters import ServedAdapters
 from jaxpage.server.batch import Asked, Batch, Caller, InFlight
 from jaxpage.server.errors import ApiError
 from jaxpage.server.metrics import Metrics
@@ -34,6 +36,7 @@ class Server:
     responses: ResponseStore
     model_names: tuple[str, ...]
     metrics: Metrics
+    adapters: ServedAdapters
     is_warm: bool = False  # every program is compiled
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
 
@@ -55,6 +58,7 @@ class Server:
             responses=ResponseStore(options.max_stored_responses),
             model_names=names,
             metrics=metrics,
+            adapters=ServedAdapters(llm, options.lora_modules, names),
         )
 
     @property
@@ -67,14 +71,19 @@ class Server:
         """Whether requests are answered at full speed."""
         return self.is_warm and not self.in_flight.is_draining and not self.llm.errored
 
-    def check_model(self, model: str | None) -> None:
-        """Raise ApiError 404 for a model that is not served."""
-        if model is not None and model not in self.model_names:
+    def check_model(self, model: str | None) -> LoRARequest | None:
+        """The adapter of that name; None for the model itself. Raises ApiError 404 for what is not served."""
+        adapter = self.adapters.get(model)
+        if model is not None and adapter is None and model not in self.model_names:
+            names = ", ".join(map(repr, (*self.model_names, *self.adapters.names)))
             raise ApiError(
-                404,
-                f"the model {model!r} is not served here; there is {', '.join(map(repr, self.model_names))}",
-                param="model",
+                404, f"the model {model!r} is not served here; there is {names}", param="model"
             )
+        return adapter
+
+    def name_of(self, adapter: LoRARequest | None) -> str:
+        """What answers are said to be of."""
+        return self.model_name if adapter is None else adapter.lora_name
 
     def check_size(self, num_prompts: int, params: SamplingParams) -> None:
         """Raise ValueError for a call that asks for too much at once."""
@@ -105,6 +114,7 @@ class Server:
         *,
         num_prompts: int = 1,
         priority: int = 0,
+        adapter: LoRARequest | None = None,
     ) -> tuple[Batch, A]:
         """Have as many prompts answered; `read` makes them in the thread that has the tokenizer.
 
@@ -119,7 +129,7 @@ class Server:
             return asked
 
         batch = await Batch.start(
-            self.llm, self.in_flight, caller, read_checked, num_prompts, priority
+            self.llm, self.in_flight, caller, read_checked, num_prompts, priority, adapter
         )
         return batch, found[0]
 

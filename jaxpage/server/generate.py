@@ -23,7 +23,7 @@ class GenerateCall:
     async def start(cls, server: Server, body: GenerateRequest, caller: Caller) -> GenerateCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         body.warn_of_unknown()
-        server.check_model(body.model)
+        adapter = server.check_model(body.model)
 
         def read(inputs: InputProcessor) -> Asked:
             params = make_params({**inputs.default_options, **body.sampling_params})
@@ -34,7 +34,7 @@ class GenerateCall:
             )
             return Asked(prompts=prompts, params=params)
 
-        batch, asked = await server.start(caller, read, priority=body.priority)
+        batch, asked = await server.start(caller, read, priority=body.priority, adapter=adapter)
         return cls(server, body, caller.id, batch, asked.params)
 
     def __init__(

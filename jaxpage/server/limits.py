@@ -22,6 +22,8 @@ ADMIN_PATHS = (
     "/start_profile",
     "/stop_profile",
     "/abort_requests",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 )
 _LINGER_BYTES = 2**20
 _LINGER_SECONDS = 1.0

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from jaxpage import __version__
 from jaxpage.server.context import Server
-from jaxpage.server.errors import ApiError
 
 
 def router(server: Server) -> APIRouter:
@@ -55,25 +54,26 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        data = [_model(server, name) for name in server.model_names]
+        names = (*server.model_names, *server.adapters.names)
+        data = [_model(server, name) for name in names]
         return JSONResponse({"object": "list", "data": data})
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name not in server.model_names:
-            raise ApiError(404, f"the model {name!r} is not served here", param="model")
+        server.check_model(name)
         return JSONResponse(_model(server, name))
 
     return routes
 
 
 def _model(server: Server, name: str) -> dict[str, Any]:
+    adapter = server.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "jaxpage",
-        "root": server.llm.config.model,
-        "parent": None,
+        "root": server.llm.config.model if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else server.model_name,
         "max_model_len": server.llm.config.max_model_len,
     }

@@ -15,10 +15,12 @@ class ServerOptions:
     host: str = "127.0.0.1"  # 0.0.0.0: every interface
     port: int = 8000
     served_model_name: tuple[str, ...] = ()  # names that requests may give; none: the model's
+    # adapters to begin with, NAME=PATH or {"name": NAME, "path": PATH} each; with --enable-lora
+    lora_modules: tuple[str, ...] = ()
     # one of them comes with every request: "Authorization: Bearer KEY"
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None  # the same, a key in each line
-    # of pause, profile, reset and abort; without one they are for clients of this machine only
+    # of pause, profile, reset, abort and adapters; without one they are for clients of this machine only
     admin_api_key: str | None = None
     api_key_for_all: bool = False  # also for /health and /metrics, which are open otherwise
     ssl_certfile: Path | None = None

@@ -18,6 +18,7 @@ from jaxpage.pooling.async_pooler import AsyncPooler
 from jaxpage.pooling.pooler import Facts, Pooler, Work
 from jaxpage.prompts import Prompt
 from jaxpage.server import operation, tokens
+from jaxpage.server.adapters import ServedAdapters
 from jaxpage.server.app import add_checks, empty_app
 from jaxpage.server.batch import InFlight
 from jaxpage.server.context import Server
@@ -71,6 +72,7 @@ def _server(llm: AsyncPooler, options: ServerOptions) -> Server:
         responses=ResponseStore(options.max_stored_responses),
         model_names=names,
         metrics=_as_any(metrics),
+        adapters=ServedAdapters(engine, (), names),
     )
 
 

@@ -37,7 +37,7 @@ class ResponseCall:
         """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
         _refuse(body)
         body.warn_of_unknown()
-        server.check_model(body.model)
+        adapter = server.check_model(body.model)
         items = (*server.responses.conversation(body.previous_response_id), *body.input)
 
         def read(inputs: InputProcessor) -> Rendered:
@@ -46,8 +46,8 @@ class ResponseCall:
             return render(server, chat, inputs)
 
         repeated = body.repeated()
-        batch, rendered = await server.start(caller, read, priority=body.priority)
-        state = _begun(server, f"resp_{caller.id}", rendered.params, repeated)
+        batch, rendered = await server.start(caller, read, priority=body.priority, adapter=adapter)
+        state = _begun(server.name_of(adapter), f"resp_{caller.id}", rendered.params, repeated)
         stored = None
         if body.store:
             stored = StoredResponse(items=items, response=state, request_ids=batch.request_ids)
@@ -164,7 +164,7 @@ def _error(message: str) -> dict[str, Any]:
 
 
 def _begun(
-    server: Server, response_id: str, params: SamplingParams, repeated: dict[str, Any]
+    model: str, response_id: str, params: SamplingParams, repeated: dict[str, Any]
 ) -> dict[str, Any]:
     """A response that has said nothing yet; `repeated` is what it has of its request."""
     return {
@@ -175,7 +175,7 @@ def _begun(
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "model": server.model_name,
+        "model": model,
         "output": [],
         "usage": None,
         "service_tier": "default",

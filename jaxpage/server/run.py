@@ -130,8 +130,9 @@ class HttpServer(uvicorn.Server):
         self._is_hurried = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until a signal, or `drain`."""
+        """Until a signal, or `drain`. Raises ValueError for adapters that cannot be had."""
         self._loop = asyncio.get_running_loop()
+        await self._server.adapters.load_first()
         for bound in sockets or ():
             scheme = "https" if self.config.ssl_certfile else "http"
             host, port = bound.getsockname()[:2]

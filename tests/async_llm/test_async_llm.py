@@ -73,6 +73,7 @@ def expected(prompt: list[int], params: SamplingParams) -> list[list[int]]:
         prompt_embeds=None,
         pictures=None,
         mask_source=None,
+        adapter=None,
         params=params,
         seed=params.seed,
         eos_token_ids=eos,

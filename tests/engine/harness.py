@@ -172,6 +172,10 @@ def assert_consistent(engine: Engine) -> None:
     assert not any(s.slot or s.block_tables for s in scheduler.waiting)
     for s in scheduler.running:
         assert s.num_unseen_blocks == sum(table.count(NULL_BLOCK) for table in s.block_tables)
+    adapters = scheduler.adapters
+    used = {s.request.adapter.key for s in scheduler.running if s.request.adapter is not None}
+    assert used <= set(adapters.slots) and len(set(adapters.slots.values())) == len(adapters.slots)
+    assert all(1 <= slot <= adapters.num_slots for slot in adapters.slots.values())
     swapped = [s for s in scheduler.waiting if s.host_tables]
     assert not any(s.num_computed_tokens for s in scheduler.waiting if not s.host_tables)
     assert_tier_consistent(scheduler, swapped)

@@ -11,7 +11,14 @@ from jaxpage.engine.padding import NO_PADDING, Padding
 from jaxpage.kv_groups import most_blocks
 from tests.engine.events import aborts, arrivals, events, play
 from tests.engine.harness import assert_expected, make_engine
-from tests.fakes import VOCAB_SIZE, FakeMaskSource, FakeStore, expected_output, make_request
+from tests.fakes import (
+    VOCAB_SIZE,
+    FakeMaskSource,
+    FakeStore,
+    expected_output,
+    make_adapter,
+    make_request,
+)
 
 MAX_MODEL_LEN = 32
 PREFIXES = [[], [i % 5 for i in range(20)], [i % 3 for i in range(20)]]
@@ -60,6 +67,7 @@ def requests(draw):
         "logprobs": draw(st.sampled_from([None, 0, 2])),
         "skip_reading_prefix_cache": draw(st.sampled_from([None, None, True])),
         "mask_source": draw(mask_sources),
+        "adapter": draw(st.sampled_from([None, None, *map(make_adapter, (1, 2, 3))])),
     }
     if options["mask_source"] is not None and options["logprobs"] is not None:
         options["mask_source"].forces = False  # nobody says how likely a forced token was
@@ -93,6 +101,7 @@ def engines(draw):
         "store": draw(st.one_of(st.none(), st.builds(FakeStore))),
         "max_model_len": MAX_MODEL_LEN,
         "sends_plans": draw(st.sampled_from([False, False, False, True])),
+        "num_adapters": draw(st.sampled_from([1, 1, 2, 3, 5])),
     }
 
 

@@ -1,0 +1,56 @@
+"""Adapters as requests name them, and as the engine gets them: values, which know no device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=False)
+class LoRARequest:
+    """Which adapter answers a request: vLLM's names.
+
+    `lora_path` is a PEFT folder. `load_inplace`: read it again, though an adapter of that id is loaded; requests that
+    were made before keep what they had. Raises ValueError for an id below 1, an empty name or path.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ValueError(f"lora_name must be a name, got {self.lora_name!r}")
+        number = self.lora_int_id
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"lora_int_id must be a positive int, got {number!r}")
+        if not isinstance(self.lora_path, str) or not self.lora_path:
+            raise ValueError(f"lora_path must be a PEFT folder, got {self.lora_path!r}")
+
+    @property
+    def name(self) -> str:
+        """vLLM's other name of `lora_name`."""
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        """vLLM's other name of `lora_int_id`."""
+        return self.lora_int_id
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Adapter:
+    """An adapter's weights in host memory, as they are laid out in a slot of the device.
+
+    It never changes: an adapter that is read again is another one.
+    """
+
+    request: LoRARequest
+    key: str  # a hash of the weights: equal keys, equal tokens
+    arrays: tuple[np.ndarray, ...]  # see `models.lora.AdapterArray`

@@ -1,0 +1,84 @@
+"""The adapters that a server answers with: a request chooses one by naming it as its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from jaxpage.async_llm import AsyncLLM
+from jaxpage.lora_request import LoRARequest
+from jaxpage.server.errors import ApiError
+
+
+class ServedAdapters:
+    """Adapters by name. Belongs to one event loop."""
+
+    def __init__(self, llm: AsyncLLM, modules: Sequence[str], model_names: Sequence[str]):
+        """`modules`: those to begin with, see `ServerOptions.lora_modules`. Raises ValueError."""
+        self._llm = llm
+        self._model_names = tuple(model_names)
+        self._requests: dict[str, LoRARequest] = {}
+        self._last_id = 0
+        self._first = [_parse(module) for module in modules]
+        names = [name for name, _ in self._first]
+        for name in names:
+            if names.count(name) > 1 or name in model_names:
+                raise ValueError(f"lora_modules: {name!r} is the name of something else too")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._requests)
+
+    def get(self, name: str | None) -> LoRARequest | None:
+        """The adapter of that name."""
+        return None if name is None else self._requests.get(name)
+
+    async def load_first(self) -> None:
+        """Load those that the server begins with. Raises ValueError if one cannot be had."""
+        first, self._first = self._first, []
+        for name, path in first:
+            await self._add(name, path)
+
+    async def load(self, name: str, path: str, *, inplace: bool = False) -> None:
+        """Serve an adapter from now on. Raises ValueError if it cannot be had, ApiError for a name that is taken."""
+        if name in self._model_names or (name in self._requests and not inplace):
+            raise ApiError(
+                400,
+                f"{name!r} is served already; unload it, or send load_inplace=true",
+                param="lora_name",
+            )
+        await self._add(name, path)
+
+    async def unload(self, name: str) -> None:
+        """Serve it no longer; requests that have it end with it. Raises ApiError 404 for an unknown name."""
+        if name not in self._requests:
+            raise ApiError(404, f"there is no adapter {name!r}", param="lora_name")
+        request = self._requests.pop(name)
+        await self._llm.remove_lora(request.lora_int_id)
+
+    async def _add(self, name: str, path: str) -> None:
+        # A new id, so that what is read is the folder as it is now.
+        self._last_id += 1
+        request = LoRARequest(name, self._last_id, path)
+        await self._llm.add_lora(request)
+        replaced = self._requests.get(name)
+        self._requests[name] = request
+        if replaced is not None:
+            await self._llm.remove_lora(replaced.lora_int_id)
+
+
+def _parse(module: str) -> tuple[str, str]:
+    """(name, path) of "name=path", or of vLLM's JSON."""
+    if module.startswith("{"):
+        try:
+            fields = json.loads(module)
+            name, path = fields["name"], fields["path"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"lora_modules: {module!r} is not {{'name': ..., 'path': ...}}: {error!r}"
+            ) from None
+    else:
+        name, _, path = module.partition("=")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ValueError(f"lora_modules: {module!r} is not NAME=PATH")
+    return name, path
