@@ -36,7 +36,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         shape(
             4,
             4,
-            **multipliers(2.0, 0.125, 0.22, 2.0),
+            **multipliers(2.0, 0.125, 0.22, 1.5),
             tie_word_embeddings=True,
             attention_bias=True,
             rope_parameters=LINEAR,
