@@ -163,6 +163,7 @@ def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM
         eos_token_ids=(2,),
         default_sampling={},
         picture_processor=None,
+        adapters=None,
     )
     return LLM.from_built(built)
 

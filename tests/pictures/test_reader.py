@@ -41,6 +41,7 @@ def make_inputs(tokenizer, *, most_patches: int = 256, **options) -> InputProces
         eos_token_ids=(2,),
         default_sampling={},
         picture_processor=FakeProcessor(),
+        adapters=None,
         most_patches=most_patches,
     )
     return InputProcessor(built, ids_in_use=())
