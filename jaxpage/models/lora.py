@@ -103,20 +103,16 @@ def _linear_layers(
     """(module, attribute, layer, outputs of its parts) of the layers that can be adapted."""
     config = model.config
     kv = config.num_kv_heads * config.head_dim
-    joined = {
-        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
-    }
+    qkv = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
     for _, module in nnx.iter_modules(model.model.layers):
-        for name in (*joined, *_LAYERS):
+        for name in ("qkv_proj", "gate_up_proj", *_LAYERS):
             layer = getattr(module, name, None)
             if isinstance(layer, Linear):
-                yield (
-                    module,
-                    name,
-                    layer,
-                    joined.get(name, {name: layer.weight.get_value().shape[0]}),
-                )
+                num_out = layer.weight.get_value().shape[0]
+                # Not the config's: a shared expert may have another size.
+                gate_up = dict.fromkeys(("gate_proj", "up_proj"), num_out // 2)
+                joined = {"qkv_proj": qkv, "gate_up_proj": gate_up}
+                yield module, name, layer, joined.get(name, {name: num_out})
 
 
 def with_adapters(model: Model, slots: jax.Array | None) -> Model:

@@ -4,10 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from flax import nnx
 
+from jaxpage.models import registry
 from jaxpage.models.layers import Linear, Normal
-from jaxpage.models.lora import Adapters, with_adapters, write_slot
+from jaxpage.models.lora import (
+    Adapters,
+    adapter_arrays,
+    attach_adapters,
+    with_adapters,
+    write_slot,
+)
+from jaxpage.weights.transform import join_projections
 
 SLOTS, RANK, IN = 3, 4, 24
 PARTS = {"q_proj": 16, "k_proj": 8}
@@ -86,3 +95,26 @@ def test_a_slot_is_written_and_no_other():
     a, b = jax.jit(write_slot, static_argnames="axes")(weights, jnp.int32(2), contents, axes=(0, 1))
     np.testing.assert_array_equal(a, weights[0].at[2:4].set(contents[0]))
     np.testing.assert_array_equal(b, weights[1].at[:, 3:6].set(contents[1]))
+
+
+def test_a_joined_layer_of_another_size_has_adapters_of_its_size():
+    """The expert that all tokens share is smaller than the config's MLP."""
+    hf = transformers.Qwen2MoeConfig(
+        architectures=["Qwen2MoeForCausalLM"],
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        vocab_size=128,
+        max_position_embeddings=64,
+    )
+    model = registry.build(hf, dtype="float32")
+    join_projections(model)
+    attach_adapters(model, num_slots=2, rank=4, mesh=None)
+    shapes = {a.layers: a.shape for a in adapter_arrays(model, 2) if not a.is_a}
+    for name in ("gate_proj", "up_proj"):
+        assert shapes[f"model.layers.0.mlp.shared_expert.{name}",] == (24, 4)
