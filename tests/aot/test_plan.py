@@ -119,8 +119,8 @@ def test_an_equal_plan_is_read_from_disk(config, capsys, monkeypatch):
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_compiled(config, capsys):
-    config.write_text(json.dumps(CONFIG | {"architectures": ["MixtralForCausalLM"]}))
-    with pytest.raises(ValueError, match="MixtralForCausalLM is not supported"):
+    config.write_text(json.dumps(CONFIG | {"architectures": ["JambaForCausalLM"]}))
+    with pytest.raises(ValueError, match="JambaForCausalLM is not supported"):
         run(config, target="v6e:2x2")
     assert "compil" not in capsys.readouterr().err
 
