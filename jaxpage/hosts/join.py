@@ -6,6 +6,7 @@ secret of the user's, if there is one, is mixed into the key, and never sent.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -18,7 +19,7 @@ from jax._src import distributed  # the coordinator's key-value store has no pub
 from jaxpage.config import EngineConfig, hosts_secret
 from jaxpage.hosts.errors import WireError
 from jaxpage.hosts.group import LEADER, SILENCE_SECONDS, Hosts
-from jaxpage.hosts.wire import Connection, accept, connect
+from jaxpage.hosts.wire import HANDSHAKE_SECONDS, Connection, accept, connect
 
 logger = logging.getLogger("jaxpage")
 
@@ -101,7 +102,7 @@ def _listen(host: str, num_hosts: int, store) -> dict[int, Connection]:
             try:
                 rank, connection = accept(sock, _secret(key), timeout=SILENCE_SECONDS)
             except PermissionError as error:
-                sock.close()
+                _wait_until_closed(sock)
                 raise ValueError(str(error)) from None
             except OSError as error:
                 sock.close()
@@ -120,11 +121,20 @@ def _call_leader(rank: int, store) -> Connection:
     try:
         return connect(sock, _secret(key), rank, timeout=SILENCE_SECONDS)
     except PermissionError as error:
+        # Before the leader ends: jax aborts a process that is still its client then.
+        jax.distributed.shutdown()
         sock.close()
         raise ValueError(str(error)) from None
     except WireError as error:
         sock.close()
         raise RuntimeError(f"no connection to the leader at {host}:{port}: {error}") from None
+
+
+def _wait_until_closed(sock: socket.socket) -> None:
+    """Until the other side, which was refused, has closed the connection."""
+    with sock, contextlib.suppress(OSError):
+        sock.settimeout(HANDSHAKE_SECONDS)
+        sock.recv(1)
 
 
 def _secret(key: str) -> bytes:
