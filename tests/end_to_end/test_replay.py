@@ -68,8 +68,11 @@ def check_pressure(stats):
     assert stats.prefix_cache_hits > 0 and stats.num_block_copies > 0
 
 
-@pytest.mark.slow
-def test_two_hundred_mixed_requests_are_replayed_bit_for_bit(path, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "num_requests",
+    [pytest.param(60, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.deep)],
+)
+def test_mixed_requests_are_replayed_bit_for_bit(num_requests, path, tmp_path, capsys):
     """And by another process, to which the calls are sent over a socket while they are made."""
     file = tmp_path / "calls"
     llm = checkpoints.make_llm(path, all_programs=True, **OPTIONS, record_calls=str(file))
@@ -88,7 +91,7 @@ def test_two_hundred_mixed_requests_are_replayed_bit_for_bit(path, tmp_path, cap
     with connection, connection.makefile("wb") as stream:
         runner = llm._engine.runner
         runner.recorder = Both(runner.recorder, CallRecorder(stream, header))
-        work(llm, 200)
+        work(llm, num_requests)
         check_pressure(llm.stats())
         runner.recorder.close()
     said, _ = follower.communicate(timeout=600)

@@ -57,7 +57,8 @@ PRESSURE = {"num_gpu_blocks_override": 24, "max_num_seqs": 4}
 @pytest.mark.parametrize(
     ("num_hosts", "num_devices", "num_requests"),
     [
-        pytest.param(2, 1, 200, marks=pytest.mark.slow),
+        pytest.param(2, 1, 48, marks=pytest.mark.slow),
+        pytest.param(2, 1, 200, marks=pytest.mark.deep),
         pytest.param(2, 2, 24, marks=pytest.mark.deep),
         pytest.param(4, 1, 24, marks=pytest.mark.deep),
     ],
