@@ -63,7 +63,6 @@ _NOT_REPLAYED = (
     "kv_offload_dir",
     "hf_token",
     "compilation_cache_dir",
-    "reasoning_config",
     "structured_outputs_config",
     "mesh",
     "nnodes",
@@ -344,6 +343,8 @@ def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[s
         raise ValueError("record_calls cannot write down a function; give hf_overrides as a dict")
     fields = dataclasses.fields(EngineConfig)
     given = {f.name: getattr(options, f.name) for f in fields if f.name not in _NOT_REPLAYED}
+    if options.reasoning_config is not None:
+        given["reasoning_config"] = vars(options.reasoning_config)
     sizes = {name: getattr(resolved, name) for name in _SIZES}
     return {"options": given | {"model": resolved.model} | sizes}
 

@@ -34,6 +34,7 @@ from jaxpage.runner.encoder import make_picture_spec
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
 from jaxpage.runner.spec import PictureSpec, StepSpec
+from jaxpage.sampling.features import processors_of
 from jaxpage.weights.spec import ParamSpec, specs
 from jaxpage.weights.transform import choose_experts, join_projections, quantize
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight
@@ -113,7 +114,7 @@ class EngineSpec:
             num_top_logprobs=size if config.max_logprobs == -1 else min(config.max_logprobs, size),
             logprobs_mode=config.logprobs_mode,
             num_scored=min(_MOST_SCORED, self.buckets[-1].num_rows),
-            processors=config.logits_processors,
+            processors=processors_of(config),
             prompt_embeds=config.enable_prompt_embeds,
             pictures=self.picture_spec,
             num_adapters=config.max_loras if config.enable_lora else 0,

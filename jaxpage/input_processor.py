@@ -34,7 +34,7 @@ from jaxpage.prompts import (
 )
 from jaxpage.reasoning import reasoning_tokens, to_reasoning_config
 from jaxpage.request import MaskSource, Request
-from jaxpage.sampling.features import features_of, slot_fields_of
+from jaxpage.sampling.features import features_of, processors_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import bad_words_token_ids, load_chat_template
 
@@ -276,7 +276,7 @@ class InputProcessor:
             mask_source=self._mask_source(prompt, params),
         )
         self._say_what_is_scored(request)
-        processors = self._config.logits_processors
+        processors = processors_of(self._config)
         request.features = features_of(request, processors)
         request.slot_fields = slot_fields_of(request, self.limits.vocab_size, processors)
         if prompt.pictures is not None and prompt.pictures.positions is not None:

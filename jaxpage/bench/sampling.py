@@ -35,9 +35,10 @@ from jaxpage.runner.slots import (
 )
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import features_of, slot_fields_of
-from jaxpage.sampling.fields import RequestState
+from jaxpage.sampling.fields import Processors, RequestState
 from jaxpage.sampling.logprobs import score
 from jaxpage.sampling.sampler import sample, vocabulary
+from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.structured_outputs.params import StructuredOutputsParams
 
@@ -93,6 +94,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     flat: bool = False  # likely tokens by the ten thousands; else a handful
+    processors: Processors = ()  # of the engine
 
 
 def main(bench: SamplingBench) -> None:
@@ -145,7 +147,12 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
         Case(name=PLAIN),
         Case(name="allowed ids, bad words, logit bias", options=constraints, own=bad_words),
         Case(name="penalties", options=penalties),
-        Case(name="thinking budget", options=budget, own={"reasoning": markers}),
+        Case(
+            name="thinking budget",
+            options=budget,
+            own={"reasoning": markers},
+            processors=(THINKING,),
+        ),
         Case(name="random", options=RANDOM),
         Case(name="random, top_k=40", options=RANDOM | {"top_k": 40}),
         Case(name="random, top_p=0.9", options=RANDOM | {"top_p": 0.9}),
@@ -160,7 +167,11 @@ def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
     peaked, flat = jnp.asarray(8 * draw), jnp.asarray(draw)
     slots = jnp.arange(1, bench.rows + 1, dtype=jnp.int32)
     positions = jnp.full(bench.rows, bench.context, jnp.int32)
-    program = jax.jit(partial(sample, num_top_logprobs=NUM_TOP, logprobs_mode=MODE))
+    program = partial(sample, num_top_logprobs=NUM_TOP, logprobs_mode=MODE)
+    programs = {
+        processors: jax.jit(partial(program, processors=processors))
+        for processors in ((), (THINKING,))
+    }
     whole = jax.jit(partial(vocabulary, logprobs_mode=MODE))
     scores = jax.jit(partial(score, num_top=NUM_TOP, logprobs_mode=MODE))
 
@@ -169,7 +180,9 @@ def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
         logits = flat if case.flat else peaked
         return lambda _: program(logits, state, slots, positions, features)
 
-    launches = {case.name: launch(program, case) for case in cases(bench.vocab_size)}
+    launches = {
+        case.name: launch(programs[case.processors], case) for case in cases(bench.vocab_size)
+    }
     launches["logprobs of the whole vocabulary"] = launch(whole, Case(name=PLAIN))
     launches["scores of given tokens"] = lambda _: scores(peaked, slots)
     # A CPU would compute launches that do not depend on each other side by side.
@@ -198,6 +211,7 @@ def _admitted(case: Case, bench: SamplingBench) -> tuple[RequestState, jax.Array
         num_top_logprobs=NUM_TOP,
         logprobs_mode=MODE,
         num_scored=1,
+        processors=case.processors,
     )
     layout, state = admission_layout(spec), allocate_request_state(spec)
     admit = jax.jit(make_admit(layout), donate_argnums=0)
@@ -211,7 +225,7 @@ def _admitted(case: Case, bench: SamplingBench) -> tuple[RequestState, jax.Array
         request = Request(
             request_id="", prompt_token_ids=prompt, params=params, seed=slot, **case.own
         )
-        features.append(features_of(request))
+        features.append(features_of(request, case.processors))
         admission = Admission(
             slot=slot,
             sequence_index=0,
@@ -219,7 +233,7 @@ def _admitted(case: Case, bench: SamplingBench) -> tuple[RequestState, jax.Array
             block_tables=[[]],
             prompt_len=len(prompt),
             max_len=max_model_len,
-            fields=slot_fields_of(request, bench.vocab_size),
+            fields=slot_fields_of(request, bench.vocab_size, case.processors),
         )
         state = admit(state, jnp.asarray(pack_admission(admission, layout)))
     return state, jnp.int32(reduce(or_, features))

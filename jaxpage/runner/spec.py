@@ -47,6 +47,6 @@ class StepSpec:
     logprobs_mode: str
     num_scored: int  # C, tokens of prompts that are scored at a time
     prompt_embeds: bool = False  # `forward` takes embeddings in the place of tokens
-    processors: Processors = ()  # of logits, by the engine's user
+    processors: Processors = ()  # of logits, besides what every engine has
     pictures: PictureSpec | None = None  # of models that take pictures
     num_adapters: int = 0  # slots that the model has for adapters

@@ -1,4 +1,8 @@
-"""All sampler features in the order in which they act (vLLM's), their bits, and what a request asks of them."""
+"""All sampler features in the order in which they act (vLLM's), their bits, and what a request asks of them.
+
+Those that every engine has are in FEATURES. An engine's processors come on top: programs pay for one only in engines
+that were started with it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,10 @@ from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling.truncation import TRUNCATION
 
 if TYPE_CHECKING:
+    from jaxpage.config import ResolvedConfig
     from jaxpage.request import Request
 
-BEFORE_ARGMAX = (CONSTRAINTS, PENALTIES, THINKING)  # they act on greedy rows too
+BEFORE_ARGMAX = (CONSTRAINTS, PENALTIES)  # they act on greedy rows too
 FEATURES: tuple[SamplerFeature, ...] = (*BEFORE_ARGMAX, RANDOM, TRUNCATION, TOP_LOGPROBS)
 FIELDS: tuple[SlotField, ...] = tuple(f for feature in FEATURES for f in feature.fields)
 
@@ -29,13 +34,19 @@ def bits(*features: SamplerFeature) -> int:
     return sum({_BITS[feature.name] for feature in features})
 
 
+def processors_of(config: ResolvedConfig) -> Processors:
+    """What an engine's sampler has besides FEATURES: thinking budgets if it knows markers, and its user's parts."""
+    thinking = () if config.reasoning_config is None else (THINKING,)
+    return (*thinking, *config.logits_processors)
+
+
 def processor_bits(processors: Processors) -> list[int]:
-    """The bits of an engine's own processors, behind those of all features."""
+    """The bits of an engine's processors, behind those of FEATURES."""
     return [1 << (len(FEATURES) + index) for index in range(len(processors))]
 
 
 def fields_of(processors: Processors) -> tuple[SlotField, ...]:
-    """The fields of the sampler and of an engine's own processors, with one that says which of these are asked for."""
+    """The fields of the sampler and of an engine's processors, with one that says which of these are asked for."""
     own = (*(field for processor in processors for field in processor.fields),)
     asked = SlotField(name=ASKED, value=lambda request, _: _asked_of(request, processors))
     return (*FIELDS, *own, asked) if processors else FIELDS

@@ -8,7 +8,7 @@ when a sequence is admitted, and the feature bits (see `features`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -51,10 +51,12 @@ class SamplerFeature:
     """A part of the sampler: the fields it reads, who asks for it, and what it does to the logits of a step's rows."""
 
     name: str
-    fields: tuple[SlotField, ...] = ()
-    asked: Callable[[Request], bool]
-    apply: Apply | None = None  # None: the sampler calls it in a way of its own
+    fields: tuple[SlotField, ...] = field(default=(), repr=False)
+    asked: Callable[[Request], bool] = field(repr=False)
+    apply: Apply | None = field(
+        default=None, repr=False
+    )  # None: the sampler calls it in a way of its own
 
 
-# Parts of the sampler that an engine's user has written.
+# Parts of the sampler that only some engines have, such as those that an engine's user has written.
 Processors = tuple[SamplerFeature, ...]

@@ -22,6 +22,7 @@ def check_processors(processors: Any) -> tuple:
         return ()
     from jaxpage.sampling.features import ASKED, FEATURES, FIELDS
     from jaxpage.sampling.fields import SamplerFeature
+    from jaxpage.sampling.thinking import THINKING
 
     for processor in given:
         if not isinstance(processor, SamplerFeature) or processor.apply is None:
@@ -31,8 +32,8 @@ def check_processors(processors: Any) -> tuple:
             )
     if len(given) > MOST:
         raise ValueError(f"logits_processors has {len(given)} entries, the limit is {MOST}")
-    names = [x.name for x in (*FEATURES, *given)]
-    fields = [f.name for x in given for f in x.fields] + [f.name for f in FIELDS]
+    names = [x.name for x in (*FEATURES, THINKING, *given)]
+    fields = [f.name for x in (THINKING, *given) for f in x.fields] + [f.name for f in FIELDS]
     fields += [*_RESERVED, ASKED]
     twice = sorted(
         {x for x in names if names.count(x) > 1} | {x for x in fields if fields.count(x) > 1}

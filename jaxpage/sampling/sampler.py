@@ -59,7 +59,7 @@ def sample(
     "processed", of what the token was drawn from, renormalised; "raw_logits" and "processed_logits": the logits of
     which "raw" and "processed" are made, in the place of logprobs.
 
-    processors: of the engine's user; they act last of what comes before the argmax.
+    processors: those of the engine, see `features.processors_of`; they act last of what comes before the argmax.
 
     Token ids are within [0, V) whatever the logits hold. With NaN among a row's logits the id means nothing, and
     its raw logprob is NaN, which tells. A row whose tokens are all forbidden samples id 0.
@@ -142,7 +142,7 @@ def _choose(
         )
 
     def apply_own(processor, bit, logits):
-        """A user's function need not know that there are rows which do not ask for it."""
+        """Its function need not know that there are rows which do not ask for it."""
         adjusted = apply(processor, bit, logits)
         asks = (state[ASKED][slots] & bit) != 0
         return jnp.where(asks[:, None], adjusted, logits)

@@ -10,7 +10,7 @@ import pytest
 from jaxpage.bench import sampling
 from jaxpage.bench.sampling import SamplingBench
 from jaxpage.sampling.constraints import CONSTRAINTS
-from jaxpage.sampling.features import bits
+from jaxpage.sampling.features import bits, processor_bits
 from jaxpage.sampling.keys import RANDOM
 from jaxpage.sampling.logprobs import TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
@@ -22,12 +22,13 @@ SMALL = SamplingBench(vocab_size=1024, rows=2, context=8)
 
 @pytest.mark.slow
 def test_each_case_asks_for_one_feature_and_truncation_for_random_rows_too():
-    wanted = [(), (CONSTRAINTS,), (PENALTIES,), (THINKING,), (RANDOM,)]
+    wanted = [(), (CONSTRAINTS,), (PENALTIES,), (), (RANDOM,)]
     wanted += [(RANDOM, TRUNCATION)] * 3 + [(TOP_LOGPROBS,)]
     cases = sampling.cases(SMALL.vocab_size)
     for case, features in zip(cases, wanted, strict=True):
         state, asked = sampling._admitted(case, SMALL)
-        assert int(asked) == bits(*features), case.name
+        assert int(asked) == bits(*features) | sum(processor_bits(case.processors)), case.name
+        assert (case.processors == (THINKING,)) == (case.name == "thinking budget")
         assert state["finished"].tolist() == [True, False, False]
         assert np.unique(state["temperature"][1:]).tolist() == [float(RANDOM in features)]
 

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import BeamSearchParams, SamplingParams
-from jaxpage.build import _recording_header
+from jaxpage.build import _SIZES, _recording_header
 from jaxpage.cli import main
 from jaxpage.config import EngineConfig
 from jaxpage.replay import replay
@@ -105,6 +106,17 @@ def llm_options(file):
     small = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 8}
     small |= {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     return small | OPTIONS | {"record_calls": str(file)}
+
+
+def test_a_recording_says_whether_its_programs_have_thinking_budgets():
+    markers = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    options = EngineConfig.from_options(model="m", reasoning_config=markers)
+    header = json.loads(
+        json.dumps(_recording_header(options, MagicMock(**dict.fromkeys(_SIZES, 64), model="m")))
+    )
+    assert (
+        EngineConfig.from_options(**header["options"]).reasoning_config == options.reasoning_config
+    )
 
 
 class Both:

@@ -18,9 +18,12 @@ from jaxpage.sampling.constraints import (
     MAX_LOGIT_BIAS,
     pack_mask,
 )
+from jaxpage.sampling.features import processor_bits
 from jaxpage.sampling.fields import RequestState
+from jaxpage.sampling.thinking import THINKING
 
 MARKERS = ("think_start", "think_end", "think_forced_end")
+(THINKING_BIT,) = processor_bits((THINKING,))
 CLEAR = 1e-5  # closer than this to a boundary float32 may decide either way
 
 
@@ -98,6 +101,7 @@ def make_state(rows: list[Row], vocab_size: int, max_len: int = 64) -> RequestSt
         first_token=np.zeros(num_slots, np.int32),
         top_k=column("top_k", np.int32),
         thinking_budget=thinking_budget,
+        asked_processors=np.where(thinking_budget < 0, 0, THINKING_BIT),
         repetition_penalty=column("repetition_penalty", np.float32),
         stop_mask=stop,
         min_tokens_mask=stop,

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from jaxpage.reasoning import ReasoningConfig
 from jaxpage.request import Request
 from jaxpage.sampling.constraints import CONSTRAINTS
-from jaxpage.sampling.features import bits, features_of
+from jaxpage.sampling.features import (
+    ASKED,
+    bits,
+    features_of,
+    processor_bits,
+    processors_of,
+    slot_fields_of,
+)
 from jaxpage.sampling.keys import RANDOM
 from jaxpage.sampling.logprobs import TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
@@ -35,8 +45,6 @@ from tests.fakes import FakeMaskSource
         ({}, {"bad_words_token_ids": ((3,),)}, (CONSTRAINTS,)),
         ({}, {"mask_source": FakeMaskSource()}, (CONSTRAINTS,)),
         ({"logprobs": 2}, {}, (TOP_LOGPROBS,)),
-        ({"thinking_token_budget": 0}, {}, (THINKING,)),
-        ({"thinking_token_budget": -1}, {}, ()),
     ],
 )
 def test_a_request_asks_for_the_features_that_its_params_need_and_no_others(
@@ -45,3 +53,20 @@ def test_a_request_asks_for_the_features_that_its_params_need_and_no_others(
     params = SamplingParams(**{"temperature": 0.0} | params)
     request = Request(request_id="0", prompt_token_ids=[5], params=params, seed=0, **of_request)
     assert features_of(request) == bits(*features)
+
+
+@pytest.mark.parametrize(("budget", "asks"), [(0, True), (-1, False), (None, False)])
+def test_thinking_budgets_are_asked_for_where_the_engine_has_them(budget, asks):
+    params = SamplingParams(temperature=0.0, thinking_token_budget=budget)
+    request = Request(request_id="0", prompt_token_ids=[5], params=params, seed=0)
+    assert features_of(request) == 0
+    (bit,) = processor_bits((THINKING,))
+    assert features_of(request, (THINKING,)) == bit * asks
+    assert slot_fields_of(request, 10, (THINKING,))[ASKED] == bit * asks
+
+
+def test_engines_that_know_no_markers_have_no_thinking_budgets():
+    config = SimpleNamespace(reasoning_config=None, logits_processors=())
+    assert processors_of(config) == ()
+    config.reasoning_config = ReasoningConfig(reasoning_parser="qwen3")
+    assert processors_of(config) == (THINKING,)

@@ -18,17 +18,23 @@ from jaxpage.sampling.keys import RANDOM
 from jaxpage.sampling.logprobs import TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
 from jaxpage.sampling.sampler import Sampled, sample, stops
+from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling.truncation import TRUNCATION
 from tests.sampling import oracle
 from tests.sampling.oracle import Row, make_state
 
 V = 40
-ALL = bits(*FEATURES)
+ALL = bits(*FEATURES) | oracle.THINKING_BIT
 
 
 @partial(jax.jit, static_argnames=("num_top_logprobs", "logprobs_mode"))
 def jitted(*args, num_top_logprobs, logprobs_mode):
-    return sample(*args, num_top_logprobs=num_top_logprobs, logprobs_mode=logprobs_mode)
+    return sample(
+        *args,
+        num_top_logprobs=num_top_logprobs,
+        logprobs_mode=logprobs_mode,
+        processors=(THINKING,),
+    )
 
 
 def run(

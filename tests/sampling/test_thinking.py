@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,22 @@ from jaxpage.sampling.features import bits
 from jaxpage.sampling.keys import RANDOM
 from jaxpage.sampling.sampler import sample
 from jaxpage.sampling.thinking import THINKING, count_thinking, force_end_of_thinking
-from tests.sampling.oracle import Row, forced_token, make_state, num_thinking, with_forced_token
+from tests.sampling.oracle import (
+    THINKING_BIT,
+    Row,
+    forced_token,
+    make_state,
+    num_thinking,
+    with_forced_token,
+)
 
 V = 40
 START, END = [7], [8]
 jitted = jax.jit(force_end_of_thinking)
 jitted_count = jax.jit(count_thinking)
-jitted_sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode"))
+jitted_sample = jax.jit(
+    partial(sample, processors=(THINKING,)), static_argnames=("num_top_logprobs", "logprobs_mode")
+)
 
 
 def arguments(rows: list[Row], max_len: int = 64):
@@ -195,7 +205,7 @@ def test_rows_beside_one_that_is_forced_sample_what_they_would_without_it():
     alone = sampled(rows, logits, bits(RANDOM))
     rows[3] = thinker(prompt=[7, 1, 2])
     rows[4] = thinker(seed=4, output=[7])
-    mixed = sampled(rows, logits, bits(RANDOM, THINKING))
+    mixed = sampled(rows, logits, bits(RANDOM) | THINKING_BIT)
     assert mixed.token_ids[3] == 8 != alone.token_ids[3]
     keep = np.arange(8) != 3
     for name in ("token_ids", "logprobs", "ranks"):
