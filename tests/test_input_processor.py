@@ -11,6 +11,7 @@ from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig
 from jaxpage.input_processor import InputProcessor, derive_seed
 from jaxpage.sampling.features import features_of
+from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import load_tokenizer
 
@@ -124,7 +125,11 @@ def test_a_thinking_budget_comes_with_the_markers_as_ids(make):
         request, without = inputs.requests(inputs.parse([[5], [6]]), [BUDGET, SamplingParams()])
         found = request.reasoning
         assert (found.start, found.end, found.forced_end) == tuple(map(ids, markers))
-        assert request.features == features_of(request) != features_of(without)
+        assert (
+            request.features
+            == features_of(request, (THINKING,))
+            != features_of(without, (THINKING,))
+        )
         assert without.reasoning is None and without.slot_fields.get("thinking_budget") is None
         assert request.slot_fields["thinking_budget"] == 5
         assert tuple(request.slot_fields["think_start"][: len(found.start) + 1]) == (
