@@ -36,6 +36,7 @@ class Counters:
     num_unused_slots: int = 0  # of those; a shared block counts once
     num_allocated_slot_steps: int = 0  # sum of `num_allocated_slots` over all steps
     num_unused_slot_steps: int = 0  # likewise
+    num_weight_changes: int = 0  # times that parameters were replaced
     num_nan_steps: int = 0  # in which the model computed NaN for a row that sampled
 
     def count_step(

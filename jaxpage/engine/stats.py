@@ -39,6 +39,7 @@ class EngineStats:
     num_disk_hit_blocks: int  # of those, read from `kv_offload_dir`
     num_blocks_swapped_out: int  # to host memory, evicted ones included
     num_blocks_swapped_in: int  # back from there
+    num_weight_changes: int = 0  # times that parameters were replaced
     num_encoded_pictures: int = 0  # videos included; each as often as it was encoded
     num_failed_replicas: int = 0  # taken out because step after step failed; in a part, 1 or 0
     replicas: tuple[EngineStats, ...] = ()  # whose sum this is, if there are several
