@@ -26,6 +26,7 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
 from jaxpage.rl.binding import Binding
 from jaxpage.rl.rollout import Rollout, make_rollout
+from jaxpage.rl.scoring import Scored, make_scored, scoring_params
 from jaxpage.rl.seeds import GroupSeeds
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 
@@ -130,6 +131,40 @@ class Sampler:
             logprobs_mode=self.config.logprobs_mode,
             versions=self._all_versions(),
         )
+
+    def score(
+        self,
+        token_ids: Sequence[Any],
+        targets: Sequence[Sequence[int]] | None = None,
+        top_k: int = 0,
+        temperature: float = 1.0,
+    ) -> Scored:
+        """The log-probabilities of given tokens, with the current weights: prompts that are computed, and no answers.
+
+        `token_ids`: sequences of ids, each shorter than `max_model_len`. `targets`: ids that are scored in the place of
+        these tokens, one for each. `top_k`: besides, the most likely tokens in their place, at most `max_logprobs`. No
+        cached KV is read. The device holds the logits of 64 tokens at a time, however long the sequences are.
+
+        Raises ValueError for what cannot be served, and for a temperature other than 1; else as `generate`.
+        """
+        if temperature != 1:
+            raise ValueError(
+                f"temperature={temperature} cannot be scored with, only 1; jaxpage.rl.logprobs computes others"
+            )
+        if self.config.logprobs_mode.endswith("logits"):
+            raise ValueError(f"logprobs_mode={self.config.logprobs_mode!r} has no logprobs")
+        sequences = [_plain(each) for each in token_ids]
+        if not sequences:
+            raise ValueError("token_ids are empty; give at least one sequence")
+        wanted = None if targets is None else [_plain(each) for each in targets]
+        self._binding.check_alive()
+        params = scoring_params(sequences, wanted, top_k)
+
+        def prepare(inputs: InputProcessor) -> list[Request]:
+            prompts = inputs.parse([{"prompt_token_ids": each} for each in sequences])
+            return inputs.requests(prompts, params)
+
+        return make_scored(_wait(self._tasks.submit(prepare, len(sequences))), top_k)
 
     # Weights.
 

@@ -298,3 +298,40 @@ def test_options_that_make_no_sense_are_refused(path):
     ]:
         with pytest.raises(ValueError, match=match):
             Sampler(module, str(path), **options)
+
+
+def test_given_tokens_are_scored(bound):
+    module, sampler = bound
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 250, length).tolist() for length in (100, 7, 2)]
+    targets = [rng.integers(0, 250, len(each)).tolist() for each in sequences]
+    scored = sampler.score(sequences, top_k=3)
+    of_targets = sampler.score(sequences, targets)
+    assert scored.lengths.tolist() == [100, 7, 2] and of_targets.top_logprobs.shape == (3, 100, 0)
+    for row, tokens in enumerate(sequences):
+        logits = module(jnp.asarray([tokens], jnp.int32))[0, :-1]
+        expected = np.asarray(jax.nn.log_softmax(logits, -1))
+        places = np.arange(len(tokens) - 1)
+        found = scored.logprobs[row, 1 : len(tokens)]
+        np.testing.assert_allclose(found, expected[places, tokens[1:]], atol=2e-5)
+        found = of_targets.logprobs[row, 1 : len(tokens)]
+        np.testing.assert_allclose(found, expected[places, targets[row][1:]], atol=2e-5)
+        best = -np.sort(-expected, axis=-1)[:, :3]
+        found = scored.top_logprobs[row, 1 : len(tokens)]
+        np.testing.assert_allclose(found, best, atol=2e-5)
+        ids = scored.top_token_ids[row, 1 : len(tokens)]
+        np.testing.assert_allclose(expected[places[:, None], ids], best, atol=2e-5)
+    assert not scored.logprobs[:, 0].any() and not scored.logprobs[1, 7:].any()
+
+
+def test_scores_that_cannot_be_had_are_refused(bound):
+    _, sampler = bound
+    for arguments, match in [
+        (([[1, 2]], None, 0, 0.5), "temperature=0.5"),
+        (([],), "token_ids are empty"),
+        (([[1, 2]], [[1]]), "sequence 0 has 2 tokens and 1 targets"),
+        (([[1, 2]], []), "0 targets for 1 sequences"),
+        (([[1] * 128],), "128"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            sampler.score(*arguments)
