@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from logging import DEBUG, INFO
@@ -57,6 +58,8 @@ from jaxpage.weights.load import load
 
 logger = logging.getLogger("jaxpage")
 
+Bind = Callable[[EngineSpec], EngineSpec] | None
+
 # Options that say nothing of what programs compute, or would touch other files.
 _NOT_REPLAYED = (
     "record_calls",
@@ -91,8 +94,11 @@ class Built:
     adapters: AdapterCache | None = None  # with `enable_lora`
 
 
-def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
+def build(options: EngineConfig, *, use_tqdm: bool = True, bind: Bind = None) -> Built:
     """Read the checkpoint, size the pool, compile every step. Raises ValueError for what cannot be served.
+
+    `bind`: no checkpoint is read. It returns the spec with an abstract model, and whoever gave it tells the runner what
+    parameters to read before the first step. For one engine in one process.
 
     Order: everything that can be refused by reading small files comes before the weights, and what can be refused by
     arithmetic before the compilation.
@@ -113,10 +119,17 @@ def build(options: EngineConfig, *, use_tqdm: bool = True) -> Built:
             raise SystemExit(0)
         atexit.register(hosts.stop)
     with nullcontext() if hosts is None else hosts.starting():
-        return _build(options, hosts, start=start, use_tqdm=use_tqdm)
+        return _build(options, hosts, start=start, use_tqdm=use_tqdm, bind=bind)
 
 
-def _build(options: EngineConfig, hosts: Hosts | None, *, start: float, use_tqdm: bool) -> Built:
+def _build(
+    options: EngineConfig,
+    hosts: Hosts | None,
+    *,
+    start: float,
+    use_tqdm: bool,
+    bind: Bind,
+) -> Built:
     options = options.with_local_files()
     specs = specs_of_this_machine(options)
     if hosts is not None:
@@ -132,7 +145,7 @@ def _build(options: EngineConfig, hosts: Hosts | None, *, start: float, use_tqdm
     )
     log_replicas(specs)
     parts = [
-        _build_one(options, spec, hosts=hosts, use_tqdm=use_tqdm, is_first=i == 0)
+        _build_one(options, spec, hosts=hosts, use_tqdm=use_tqdm, is_first=i == 0, bind=bind)
         for i, spec in enumerate(specs)
     ]
     sized = [spec for spec, _ in parts]
@@ -198,12 +211,13 @@ def _build_one(
     hosts: Hosts | None,
     use_tqdm: bool,
     is_first: bool,
+    bind: Bind,
 ) -> tuple[EngineSpec, Engine]:
     """The sized spec of an engine, and the engine, warm enough for a first prompt. Replicas are alike: the first one
     tells in the log what they are.
     """
     level = INFO if is_first else DEBUG
-    sized, runner = make_runner(spec, use_tqdm=use_tqdm, log_level=level, hosts=hosts)
+    sized, runner = make_runner(spec, use_tqdm=use_tqdm, log_level=level, hosts=hosts, bind=bind)
     config = sized.config
     if config.record_calls is not None:
         runner.recorder = record_to(config.record_calls, _recording_header(options, config))
@@ -227,19 +241,27 @@ def _common_config(configs: list[ResolvedConfig]) -> ResolvedConfig:
 
 
 def make_runner(
-    spec: EngineSpec, *, use_tqdm: bool = True, log_level: int = INFO, hosts: Hosts | None = None
+    spec: EngineSpec,
+    *,
+    use_tqdm: bool = True,
+    log_level: int = INFO,
+    hosts: Hosts | None = None,
+    bind: Bind = None,
 ) -> tuple[EngineSpec, Runner]:
     """The spec with its weights loaded and its pool sized, and a runner of it, not warm yet. Raises ValueError.
 
-    With other `hosts` sizes are those of the smallest.
+    With other `hosts` sizes are those of the smallest. `bind`: see `build`.
     """
     config, model = spec.config, spec.model
     use_persistent_cache(config.compilation_cache_dir)
-    if config.load_format == "dummy":
+    if bind is not None:
+        pass
+    elif config.load_format == "dummy":
         initialise(model, seed=config.seed, mesh=spec.mesh)
     else:
         load(model, config.model, mesh=spec.mesh, use_tqdm=use_tqdm and config.use_tqdm_on_load)
-    slow_products = spec.transform_weights()
+    slow_products = spec.transform_weights(join=bind is None)
+    spec = spec if bind is None else bind(spec)
     sized, runner = _size_runner(spec, hosts)
     if config.fit_max_model_len:
         _check_same_ropes(sized)

@@ -144,3 +144,17 @@ class _PartialCompletion(CompletionOutput):
         """Copied and pickled as what it is for its users."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(CompletionOutput)}
         return functools.partial(CompletionOutput, **fields), ()
+
+
+def weight_spans(
+    starts: list[tuple[int, int]], num_tokens: int
+) -> list[tuple[int, int, int]] | None:
+    """`CompletionOutput.weight_versions` of the first `num_tokens` tokens, by `Sequence.weight_starts`."""
+    if starts == [(0, 0)]:
+        return None
+    ends = [start for _, start in starts[1:]] + [num_tokens]
+    spans = [
+        (number, start, min(end, num_tokens))
+        for (number, start), end in zip(starts, ends, strict=True)
+    ]
+    return [span for span in spans if span[1] < span[2]]

@@ -136,14 +136,14 @@ class EngineSpec:
             has_positions=any(rope.sections is not None for rope in model.ropes),
         )
 
-    def transform_weights(self) -> set[str]:
+    def transform_weights(self, *, join: bool = True) -> set[str]:
         """Join and quantise the model's parameters in place, arrays or shapes, choose what computes experts, and make
-        room for adapters. Call once, before `lowerings`.
+        room for adapters. Call once, before `lowerings`. Without `join` parameters stay apart, as a trainer has them.
 
         Returns the reasons why products of int8 weights, or of experts, are XLA's, where a kernel could have served.
         """
         config, reasons = self.config, set()
-        if self.num_devices == 1:  # a joined weight has no even split
+        if join and self.num_devices == 1:  # a joined weight has no even split
             join_projections(self.model)
         if config.quantization == "int8":
             reasons = quantize(self.model, self.choose_matmul)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from jaxpage.completions import GrowingCompletion
+from jaxpage.completions import GrowingCompletion, weight_spans
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.output_logprobs import LogprobRows, PromptLogprobs, SampledLogprobs, ScoredPrompt
 from jaxpage.outputs import RequestOutput, RequestStateStats
@@ -205,6 +205,11 @@ class _RequestState:
             outputs = [s.delta() for s in self.sequences if s.has_news]
         else:
             outputs = [s.completion() for s in self.sequences]
+        for completion in outputs:
+            if completion.finish_reason is not None and request.beams is None:
+                num_tokens = len(self.sequences[completion.index].token_ids)
+                for sequence in request.sequences[completion.index :][:1]:  # none before it began
+                    completion.weight_versions = weight_spans(sequence.weight_starts, num_tokens)
         return RequestOutput(
             request_id=self.request_id,
             prompt=request.prompt,

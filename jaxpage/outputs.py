@@ -32,13 +32,15 @@ class CompletionOutput:
     cumulative_logprob: float | None  # of `token_ids`; None unless logprobs were asked for
     # one dict per output token: id -> Logprob
     logprobs: list[dict[int, Logprob]] | FlatLogprobs | None
-    routed_experts: None = None  # this and the two at the end: vLLM's, not yet filled
+    routed_experts: None = None  # this and `lora_request`: vLLM's, not yet filled
     # "stop", "length", "abort", "repetition"; None while running
     finish_reason: str | None = None
     # stop string or id, or "repetition_detected"; None for EOS and other reasons
     stop_reason: int | str | None = None
     lora_request: None = None
-    weight_versions: None = None
+    # (weights, start, end) of spans of `token_ids`, in order: how often the parameters had been replaced when these
+    # tokens were sampled. Of final outputs; None if they never were
+    weight_versions: list[tuple[int, int, int]] | None = None
     # What is read from `text`, by `LLM.chat`: the text without reasoning and tool calls, and these
     content: str | None = None
     reasoning: str | None = None

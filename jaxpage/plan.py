@@ -27,6 +27,15 @@ def _no_ints() -> Any:
     return field(default_factory=lambda: np.zeros(0, np.int32))
 
 
+class DeletedParameterError(RuntimeError):
+    """A parameter was donated or deleted by whoever owns the model, so no step can read it until it is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a parameter of the model was donated or deleted; put others in place before requests go on"
+        )
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class BlockTransfers:
     """Block contents that move before the rows of a step run, in the order of these fields."""

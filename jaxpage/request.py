@@ -157,6 +157,8 @@ class Sequence:
     num_registered_blocks: int = 0
     # Some of its KV was computed with other weights than the rest: its blocks do not enter the prefix cache.
     has_mixed_kv: bool = False
+    # (how often the weights had been replaced, the first output token that these sampled), ascending
+    weight_starts: list[tuple[int, int]] = field(default_factory=list)
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
     # the stop id, "repetition_detected", or what the error was; else None

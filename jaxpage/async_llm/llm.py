@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jaxpage.async_llm.output_loop import Observer
 from jaxpage.async_llm.step_loop import PauseMode
-from jaxpage.async_llm.streams import LastOutput, Stream
+from jaxpage.async_llm.streams import Stream
 from jaxpage.async_llm.tasks import Prepare, Tasks
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import InputProcessor
@@ -236,22 +236,8 @@ class AsyncLLM:
         prepare = functools.partial(
             _prepare, prompt=prompt, params=params, lora_request=lora_request, priority=priority
         )
-        last = LastOutput()
-
-        def refused(future: Future[Any]) -> None:
-            error = None if future.cancelled() else future.exception()
-            if isinstance(error, Exception):
-                last.receive(error)
-
-        def made(future: Future[list[Future[None]]]) -> None:
-            refused(future)
-            if not future.cancelled() and future.exception() is None:
-                for added in future.result():
-                    added.add_done_callback(refused)
-
-        started = self._tasks.start(lambda inputs: [prepare(inputs)], [last])
-        started.add_done_callback(made)
-        return last.future
+        (future,) = self._tasks.submit(lambda inputs: [prepare(inputs)], 1)
+        return future
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their last outputs say so. Unknown and finished ids are ignored."""
@@ -295,7 +281,8 @@ class AsyncLLM:
         """
         if mode not in tuple(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(PauseMode)}, got {mode!r}")
-        await self._tasks.pause(PauseMode(mode))
+        settled = await asyncio.wrap_future(self._tasks.pause(PauseMode(mode)))
+        await asyncio.wrap_future(settled)
         if clear_cache:
             await self.reset_prefix_cache(reset_running_requests=mode == PauseMode.KEEP)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import logging
@@ -10,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxpage.async_llm.output_loop import EngineCalls, OutputLoop
 from jaxpage.async_llm.step_loop import PauseMode, StepLoop
-from jaxpage.async_llm.streams import Receiver
+from jaxpage.async_llm.streams import LastOutput, Receiver
 from jaxpage.engine.errors import EngineDeadError
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.input_processor import InputProcessor
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
+from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
 
 if TYPE_CHECKING:
@@ -80,14 +80,36 @@ class Tasks:
 
         return self.with_inputs(begin)
 
+    def submit(self, prepare: Prepare, num_requests: int) -> list[Future[RequestOutput]]:
+        """The final outputs of the requests that `prepare` makes, `num_requests` of them.
+
+        Cancelling a future aborts its request. All raise what `prepare` raises, and each what the engine says of it.
+        """
+        receivers = [LastOutput() for _ in range(num_requests)]
+
+        def refused(future: Future[Any], refused: list[LastOutput]) -> None:
+            error = None if future.cancelled() else future.exception()
+            if isinstance(error, Exception):
+                for receiver in refused:
+                    receiver.receive(error)
+
+        def made(future: Future[list[Future[None]]]) -> None:
+            refused(future, receivers)
+            if not future.cancelled() and future.exception() is None:
+                for added, receiver in zip(future.result(), receivers, strict=True):
+                    added.add_done_callback(functools.partial(refused, refused=[receiver]))
+
+        self.start(prepare, receivers).add_done_callback(made)
+        return [receiver.future for receiver in receivers]
+
     def abort(self, names: list[str]) -> None:
         """End requests with what they have; their last outputs say so."""
         ids = [i for name in names if (i := self._ids.get(name)) is not None]
         self.steps.post(lambda: self.steps.abort(ids))
         self.outputs.post(lambda: self.outputs.abort(ids))
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Until nothing is computed any more."""
+    def pause(self, mode: PauseMode) -> Future[Future[None]]:
+        """The inner future is done when nothing is computed any more."""
 
         def begin() -> Future[None]:
             if mode is PauseMode.ABORT:
@@ -95,8 +117,7 @@ class Tasks:
                 self.outputs.post(lambda: self.outputs.abort(aborted))
             return self.steps.pause(mode)
 
-        settled = await asyncio.wrap_future(self.steps.call(begin))
-        await asyncio.wrap_future(settled)
+        return self.steps.call(begin)
 
     def shut_down(self) -> None:
         """End all threads. Unfinished requests get an EngineDeadError."""

@@ -36,6 +36,7 @@ class Counters:
     num_unused_slots: int = 0  # of those; a shared block counts once
     num_allocated_slot_steps: int = 0  # sum of `num_allocated_slots` over all steps
     num_unused_slot_steps: int = 0  # likewise
+    num_weight_changes: int = 0  # times that parameters were replaced
     num_nan_steps: int = 0  # in which the model computed NaN for a row that sampled
     # tokens routed to each expert of each layer that has some: int64[L, X]; empty if they are not counted
     expert_load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))

@@ -22,7 +22,7 @@ from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats, engine_stats
 from jaxpage.engine.step_output import StepOutput, TextEnd
-from jaxpage.plan import StepPlan, StepResult
+from jaxpage.plan import DeletedParameterError, StepPlan, StepResult
 from jaxpage.request import Request, WaitingFor
 
 # Seconds that a step waits for a mask when it has nothing to do: whoever steps may have new requests meanwhile.
@@ -122,9 +122,20 @@ class Engine:
         failed, self._failed = self._failed, []
         return failed
 
+    def look_at_weights(self, *, keep_cache: bool = False) -> int:
+        """Take in that parameters were replaced, as each step does; returns how often they have been.
+
+        `keep_cache`: KV that the old ones computed goes on being found.
+        """
+        if self.runner.weights_changed():
+            self.scheduler.begin_weight_epoch(keep_cache=keep_cache)
+        return self.scheduler.counters.num_weight_changes
+
     def _counting_failures(self, move_on: Callable[[], StepOutput]) -> StepOutput:
         try:
             output = move_on()
+        except DeletedParameterError:  # the next step may find others
+            raise
         except Exception:
             self._num_failures += 1
             raise
@@ -135,8 +146,7 @@ class Engine:
         return output
 
     def _step(self) -> StepOutput:
-        if self.runner.weights_changed():
-            self.scheduler.begin_weight_epoch()
+        self.look_at_weights()
         if self.scheduler.failed:
             return self.scheduler.end_failed()
         return self._step_overlapped() if self.overlap else self._step_plain()

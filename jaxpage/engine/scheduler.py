@@ -77,6 +77,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.pictures.add(request)
         for sequence in request.sequences:
+            sequences.note_weights(sequence, self.counters.num_weight_changes)
             insort(self.waiting, sequence, key=self._order)
 
     def first_sequences(self, request: Request) -> list[Sequence]:
@@ -156,8 +157,13 @@ class Scheduler:
         self.kv.invalidate(self.waiting)
         self.pictures.forget_all()
 
-    def begin_weight_epoch(self) -> None:
-        """The weights change now: KV of before is not for sequences admitted from here on."""
+    def begin_weight_epoch(self, *, keep_cache: bool = False) -> None:
+        """The weights change now: KV of before is not for sequences admitted from here on, unless it is kept."""
+        self.counters.num_weight_changes += 1
+        for sequence in (*self.running, *self.waiting):
+            sequences.note_weights(sequence, self.counters.num_weight_changes)
+        if keep_cache:
+            return
         self.kv.begin_weight_epoch((*self.running, *self.waiting))
         self.pictures.forget_all()
 

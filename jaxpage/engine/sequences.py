@@ -44,7 +44,14 @@ def new_sibling(parent: Sequence, index: int) -> Sequence:
         token_ids=list(parent.token_ids),
         max_len=parent.max_len,
         num_reported_tokens=parent.num_reported_tokens,
+        weight_starts=list(parent.weight_starts),
     )
+
+
+def note_weights(sequence: Sequence, number: int) -> None:
+    """What is sampled from here on is of the weights of that number."""
+    start = sequence.num_known_tokens - len(sequence.request.prompt_token_ids)
+    sequence.weight_starts.append((number, start))
 
 
 def check_limits(

@@ -39,6 +39,7 @@ class EngineStats:
     num_disk_hit_blocks: int  # of those, read from `kv_offload_dir`
     num_blocks_swapped_out: int  # to host memory, evicted ones included
     num_blocks_swapped_in: int  # back from there
+    num_weight_changes: int = 0  # times that parameters were replaced
     num_encoded_pictures: int = 0  # videos included; each as often as it was encoded
     # With `record_expert_load`, for each layer that has experts: how many tokens were routed to each of them. Tokens
     # that are computed again count again, those found in the prefix cache do not.
@@ -67,6 +68,8 @@ class EngineStats:
 def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
     """The counters as of now."""
     counters, pool, tier = scheduler.counters, scheduler.kv.pool, scheduler.kv.tier
+    load = tuple(map(tuple, counters.expert_load.tolist()))
+    counted: dict[str, Any] = dataclasses.asdict(counters) | {"expert_load": load}
     return EngineStats(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
@@ -81,8 +84,7 @@ def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
         num_blocks_swapped_out=tier.num_swapped_out if tier else 0,
         num_blocks_swapped_in=tier.num_swapped_in if tier else 0,
         num_encoded_pictures=scheduler.pictures.num_encoded,
-        **dataclasses.asdict(counters)
-        | {"expert_load": tuple(map(tuple, counters.expert_load.tolist()))},
+        **counted,
     )
 
 

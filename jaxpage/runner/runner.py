@@ -11,9 +11,10 @@ of their launches; the host may reuse a block or a slot as soon as no later plan
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from jax.sharding import Mesh
 from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.lora import slot_axis
-from jaxpage.plan import StepPlan, StepResult
+from jaxpage.plan import DeletedParameterError, StepPlan, StepResult
 from jaxpage.runner import calls
 from jaxpage.runner.buckets import Bucket, StepPrograms, fitting_programs, start_order
 from jaxpage.runner.calls import Call
@@ -94,9 +95,8 @@ class Runner:
             moves_blocks=host_memory is not None,
             mesh=mesh,
         )
-        # The live variables themselves, in the order of their arrays in programs: looked up anew at each launch.
-        self._variables = [variable for _, variable in nnx.to_flat_state(nnx.state(model))]
-        self._seen = [weakref.ref(leaf) for leaf in self._leaves()]
+        self.read_from([variable for _, variable in nnx.to_flat_state(nnx.state(model))])
+        self._seen = [_reference(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
         self.recorder: CallRecorder | None = None  # whoever sets it gets all calls from then on
@@ -149,6 +149,10 @@ class Runner:
         """Compilations since warm-up on behalf of launches. 0 unless something is wrong (or steps compile lazily)."""
         return self._counter.num_compilations
 
+    def read_from(self, variables: Iterable[nnx.Variable]) -> None:
+        """Look up parameters in these variables, in the order of their arrays in programs, from the next launch on."""
+        self._variables = list(variables)
+
     def weights_changed(self) -> bool:
         """Whether a parameter was replaced since the last call. What the old ones computed is stale then."""
         leaves = self._leaves()
@@ -158,15 +162,14 @@ class Runner:
                 raise RuntimeError(
                     "parameters were replaced on one host of several; the others have the old ones"
                 )
-            self._seen = [weakref.ref(leaf) for leaf in leaves]  # weak: the trainer's to free
+            self._seen = [_reference(leaf) for leaf in leaves]
             if self.recorder is not None:
                 self.recorder.weights_changed()
         return changed
 
     def recover(self) -> bool:
-        """After a failed step: allocate pool and state anew if they went with it, and tell so.
-
-        With other hosts nothing is left to recover: a step that fails ends the engine on all.
+        """After a failed step: allocate pool and state anew if they went with it, and tell so. With other hosts a step
+        that fails ends the engine on all.
         """
         if self.other_hosts is not None:
             return False
@@ -181,7 +184,12 @@ class Runner:
         """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
         programs = self._choose(plan)
         step = pack(plan, programs, self._lowerings.layouts, self._spec.pictures)
-        result = self.execute(step)
+        try:
+            result = self.execute(step)
+        except Exception as error:
+            if any(leaf.is_deleted() for leaf in self._leaves()):
+                raise DeletedParameterError from error
+            raise
         assert result.sampled is not None, "a step ends with decode or sample"
         return Launched(
             plan.num_steps,
@@ -340,6 +348,11 @@ _MEMORY_CALLS = {
     calls.RESET: Runner._allocate,
     calls.LOAD_ADAPTER: Runner._load_adapter,
 }
+
+
+def _reference(leaf: Any) -> Callable[[], Any]:
+    """Weak: the array is its owner's to free. What has only a shape is never replaced in place."""
+    return weakref.ref(leaf) if isinstance(leaf, jax.Array) else lambda: None
 
 
 def to_host(launched: Launched) -> StepResult:

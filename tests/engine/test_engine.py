@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.engine.engine import StepRunner
+from jaxpage.engine.engine import MAX_FAILURES, StepRunner
+from jaxpage.plan import DeletedParameterError
 from jaxpage.request import FinishReason
 from tests.engine.harness import (
     assert_consistent,
@@ -220,3 +221,49 @@ def test_replaced_weights_make_the_cache_stale():
     engine.add(third)
     engine.step()
     assert third.num_cached_tokens == 0
+    assert [s.weight_starts for s in (*second.sequences, *third.sequences)] == [
+        [(0, 0)],
+        [(0, 0), (1, 0)],
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sequence_says_which_tokens_are_of_which_weights(overlap):
+    engine = make_engine(overlap=overlap)
+    request = make_request("0", [1] * 5, max_tokens=6, n=2)
+    changes = iter([False, False, False, True, True])
+    engine.runner.weights_changed = lambda: next(changes, False)
+    run(engine, request)
+    # The fourth step is the first with others, and samples the fourth token.
+    for sequence in request.sequences:
+        assert sequence.weight_starts == [(0, 0), (1, 3), (2, 4)]
+
+
+def test_kv_is_kept_if_whoever_replaces_weights_says_so():
+    engine = make_engine()
+    first, second = (make_request(str(i), [1] * 20, max_tokens=2) for i in range(2))
+    run(engine, first)
+    changes = iter([True])
+    engine.runner.weights_changed = lambda: next(changes, False)
+    assert engine.look_at_weights(keep_cache=True) == 1
+    run(engine, second)
+    assert second.num_cached_tokens == 16
+    assert second.sequences[0].weight_starts == [(1, 0)]
+
+
+def test_deleted_parameters_do_not_count_as_failures_of_the_engine():
+    engine = make_engine()
+
+    def launch(plan):
+        raise DeletedParameterError
+
+    works, engine.runner.launch = engine.runner.launch, launch
+    for i in range(2 * MAX_FAILURES):
+        engine.add(make_request(str(i), [1] * 5, max_tokens=2))
+        with pytest.raises(DeletedParameterError, match="donated or deleted"):
+            engine.step()
+    assert engine.death is None
+    engine.runner.launch = works
+    last = make_request("last", [1] * 5, max_tokens=2)
+    run(engine, last)
+    assert_expected(engine, last)

@@ -1,0 +1,19 @@
+"""Sampling for reinforcement learning, from the trainer's own parameters."""
+
+from jaxpage.rl.logprobs import logprobs
+from jaxpage.rl.module import load_module
+from jaxpage.rl.rollout import Padded, Rollout, to_padded
+from jaxpage.rl.sampler import Sampler
+from jaxpage.rl.scoring import Scored
+from jaxpage.rl.seeds import GroupSeeds
+
+__all__ = [
+    "GroupSeeds",
+    "Padded",
+    "Rollout",
+    "Sampler",
+    "Scored",
+    "load_module",
+    "logprobs",
+    "to_padded",
+]

@@ -1,0 +1,234 @@
+"""The live parameters of a trainer's module, as an engine reads them.
+
+Names and shapes are checked once, when an engine is built. After that this says which variables the engine reads at
+each launch: the trainer's own, wherever their arrays are where the engine wants them, so nothing is copied and no
+array is held; and copies for arrays that are elsewhere, renewed by `refresh`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+
+from jaxpage.engine_spec import EngineSpec
+from jaxpage.models.lora import slot_axis
+from jaxpage.rl.view import TrainerView
+from jaxpage.weights.layouts import Found, find_layout
+from jaxpage.weights.spec import FLOATS, ParamSpec, listed, specs, variables
+
+Leaves = dict[str, Any]  # arrays, or variables that hold one, by dotted path
+
+
+class Binding:
+    """Binds one engine to one module. Not thread-safe: once the engine runs, its thread calls it."""
+
+    def __init__(self, module: nnx.Module):
+        """Raises ValueError for a module without parameters."""
+        # The live variables: whoever replaces an array replaces it in these.
+        self._sources: dict[str, nnx.Variable] = {
+            name: variable
+            for name, variable in _flat(nnx.state(module)).items()
+            if isinstance(variable, nnx.Param)
+        }
+        if not self._sources:
+            raise ValueError(f"{type(module).__name__} has no parameters to sample with")
+        self._swapped: dict[str, nnx.Variable] = {}  # instead of these, see `swap`
+        self._names: list[str] = []  # of what the engine reads, in its order; "" for its own
+        self._places: list[Sharding] = []
+        self._copies: dict[str, tuple[weakref.ref[Any], nnx.Variable]] = {}
+        self.variables: list[nnx.Variable] = []  # that the engine is to read, in its order
+        self.trainer = ""  # whose layout it is: "NNX", "Tunix" or "MaxText"
+
+    @property
+    def dtype(self) -> str:
+        """That of most parameters."""
+        names = [str(variable.get_raw_value().dtype) for variable in self._sources.values()]
+        return max(set(names), key=names.count)
+
+    def prepare(self, spec: EngineSpec) -> EngineSpec:
+        """`spec` with a model that takes this module's arrays. Raises ValueError, naming both sides, if none fits."""
+        model = spec.model
+        described = {
+            path: each
+            for path, each in specs(model).items()
+            if slot_axis(variables(model)[path]) is None
+        }
+        arrays = {name: _struct(each.get_raw_value()) for name, each in self._sources.items()}
+        found = find_layout(model.config, described, {n: x.shape for n, x in arrays.items()})
+        _check(found, described, arrays, spec)
+        self.trainer = found.trainer
+        names = {path: place.array for path, place in found.places.items()}
+        converts = any(arrays[names[path]].dtype != each.dtype for path, each in described.items())
+        if found.trainer != "NNX" or converts:
+            if spec.config.enable_lora:
+                raise ValueError(
+                    f"enable_lora is for modules of jaxpage in the engine's dtype, {spec.config.dtype}; this one has "
+                    f"{found.trainer}'s layout in {self.dtype}"
+                )
+            view = TrainerView(model, found.places, arrays)
+            spec = dataclasses.replace(spec, model=view)
+            names = {f"stored.{index}": name for index, name in enumerate(view.names)}
+        self._follow(spec, names)
+        return spec
+
+    def _follow(self, spec: EngineSpec, names: Mapping[str, str]) -> None:
+        described = specs(spec.model)
+        for path, variable in nnx.to_flat_state(nnx.state(spec.model)):
+            path = ".".join(map(str, path))
+            place = described[path].sharding(spec.mesh)
+            self._names.append(names.get(path, ""))
+            self._places.append(place)
+            if path not in names:  # of adapters, the engine's own
+                empty = variable.get_raw_value()
+                variable.set_raw_value(jnp.zeros(empty.shape, empty.dtype, device=place))
+            self.variables.append(variable)
+
+    def refresh(self) -> int:
+        """Look where all arrays are now, and copy those that are elsewhere. Returns the bytes that were copied.
+
+        One `jax.device_put` an array; the copy it takes the place of is freed first. Raises RuntimeError for an array
+        that was donated or deleted.
+        """
+        num_bytes = 0
+        for index, (name, place) in enumerate(zip(self._names, self._places, strict=True)):
+            if not name:
+                continue
+            source = self._swapped.get(name, self._sources[name])
+            leaf = source.get_raw_value()
+            if isinstance(leaf, jax.Array):
+                _check_alive(name, leaf)
+                if leaf.sharding.is_equivalent_to(place, leaf.ndim):
+                    self.variables[index] = source
+                    self._copies.pop(name, None)
+                    continue
+            seen = self._copies.get(name)
+            if seen is None or seen[0]() is not leaf:
+                copy = nnx.Param(None) if seen is None else seen[1]
+                copy.set_raw_value(None)
+                copy.set_raw_value(jax.device_put(leaf, place))
+                self._copies[name] = weakref.ref(leaf), copy
+                num_bytes += leaf.nbytes
+                if name in self._swapped:  # whose array is not needed any more
+                    self._swapped[name] = copy
+            self.variables[index] = self._copies[name][1]
+        return num_bytes
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError if an array that the engine would read was donated or deleted."""
+        for name, variable in zip(self._names, self.variables, strict=True):
+            _check_alive(name, variable.get_raw_value())
+
+    def swap(self, params: Any) -> None:
+        """Read these arrays instead of the module's, until the next swap: all of its parameters, or some.
+
+        `params`: a module, an `nnx.State`, or a tree of arrays with the module's names. Arrays that are the module's
+        own are read from the module. Raises ValueError, before anything changes, for a name or shape it does not have.
+        """
+        given = _flat(nnx.state(params) if isinstance(params, nnx.Module) else params)
+        leaves = {name: _array(leaf) for name, leaf in given.items() if _is_param(leaf)}
+        unknown = sorted(set(leaves) - set(self._sources))
+        if unknown or not leaves:
+            what = listed(unknown) if unknown else "no arrays"
+            raise ValueError(
+                f"params have {what}; the module that this sampler is bound to has "
+                f"{listed(sorted(self._sources))}"
+            )
+        for name, leaf in leaves.items():
+            own = self._sources[name].get_raw_value()
+            if leaf.shape != own.shape or leaf.dtype != own.dtype:
+                raise ValueError(
+                    f"params have {name} as {_say(leaf)}, the module has it as {_say(own)}"
+                )
+            if isinstance(leaf, jax.Array):
+                _check_alive(name, leaf)
+        for name, leaf in leaves.items():
+            if leaf is self._sources[name].get_raw_value():
+                self._swapped.pop(name, None)
+            else:
+                self._swapped[name] = nnx.Param(leaf)
+
+    def forget_swapped(self) -> None:
+        """Read the module's arrays again."""
+        self._swapped.clear()
+
+
+def _check(
+    found: Found,
+    described: Mapping[str, ParamSpec],
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+    spec: EngineSpec,
+) -> None:
+    """Raise ValueError unless every parameter has its array."""
+    where = f"the module, in {found.trainer}'s layout,"
+    for path, place in found.places.items():
+        ours = described[path]
+        wanted = f"{path} {list(ours.shape)} of {spec.config.model}/config.json"
+        array = arrays.get(place.array)
+        if array is None:
+            raise ValueError(f"{where} lacks {place.array}, which is to be {wanted}")
+        shape = place.shape(spec.model.config, ours.shape, array.shape)
+        if array.shape != shape:
+            raise ValueError(
+                f"{where} has {place.array} {list(array.shape)}, which is to be {wanted} and so should be {list(shape)}"
+            )
+        if array.dtype not in FLOATS:
+            raise ValueError(
+                f"{where} has {place.array} in {array.dtype}; parameters must be in bfloat16, float16 or float32"
+            )
+    if found.others:
+        raise ValueError(
+            f"{where} has {listed(sorted(found.others))}, for which {spec.config.model}/config.json has no parameter"
+        )
+
+
+def _check_alive(name: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise RuntimeError(
+            f"parameter {name} of the bound module was donated or deleted: put the new array into the module, or call "
+            "update(params), before sampling goes on"
+        )
+
+
+def _flat(tree: Any) -> Leaves:
+    """Arrays or variables by dotted path."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
+    return {_name(path): leaf for path, leaf in leaves}
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    keys = [
+        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path
+    ]
+    if keys and keys[-1] in ("value", "raw_value"):
+        keys.pop()
+    return ".".join(keys)
+
+
+def _is_param(leaf: Any) -> bool:
+    """State besides parameters, such as that of random numbers, is not sampled with."""
+    return isinstance(leaf, nnx.Param) or not isinstance(leaf, nnx.Variable)
+
+
+def _array(leaf: Any) -> Any:
+    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    return value if isinstance(value, jax.Array) else np.asarray(value)
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _say(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

@@ -1,0 +1,31 @@
+"""The dense, differentiable forward that a trainer computes its logprobs with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpage.models.attention import DenseAttention
+from jaxpage.models.inputs import ForwardInput
+from jaxpage.rl.rollout import Padded
+
+
+def logprobs(model: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
+    """float32[N, L]: of each sampled token given those before it, at a temperature above 0; 0 for all others.
+
+    `model`: one of jaxpage's, such as `load_module` gives. Padding is not seen, on whichever side it is. Holds the
+    logits of all positions, float32[N, L, V].
+    """
+    token_ids = jnp.asarray(batch.token_ids)
+    # A token sees those of lower or equal position.
+    positions = jnp.where(batch.attention_mask, batch.positions, token_ids.shape[1])
+    inputs = ForwardInput(
+        token_ids=token_ids, positions=positions, attention=DenseAttention(positions)
+    )
+    logits = model.logits(model.hidden_states(inputs))[:, :-1] / temperature
+    logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    found = jnp.take_along_axis(logits, token_ids[:, 1:, None], axis=-1)[..., 0]
+    found = jnp.pad(found, ((0, 0), (1, 0)))
+    return jnp.where(batch.completion_mask, found, 0.0)

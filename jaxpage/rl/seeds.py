@@ -1,0 +1,34 @@
+"""A seed for each request, so that rollouts can be repeated and no two members of a group are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Sequence
+
+
+class GroupSeeds:
+    """Seeds of requests that follow from a seed, the weight version, the prompt, and how often it came before.
+
+    Members of a group may come one by one, from threads in any order: they have the same prompt, so which of them gets
+    which seed makes no difference to the set of samples. Thread-safe.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self._lock = threading.Lock()
+        self._version: int | None = None
+        self._num_seen: dict[bytes, int] = {}  # of a prompt, at this version
+
+    def next(self, token_ids: Sequence[int], version: int = 0) -> int:
+        """The seed, uint32, of the next request with this prompt. A new version begins to count anew."""
+        content = struct.pack(f"<qq{len(token_ids)}i", self.seed, version, *token_ids)
+        key = hashlib.sha256(content).digest()
+        with self._lock:
+            if version != self._version:
+                self._version, self._num_seen = version, {}
+            number = self._num_seen.get(key, 0)
+            self._num_seen[key] = number + 1
+        digest = hashlib.sha256(key + struct.pack("<q", number)).digest()
+        return int.from_bytes(digest[:4], "little")

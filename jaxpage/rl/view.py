@@ -1,0 +1,90 @@
+"""A model of ours whose parameters are a trainer's arrays, in the trainer's shapes: what makes them ours is a part of
+the compiled step, so nothing is copied and there is nothing to keep in step.
+
+Knows where a trainer keeps each parameter and in which form (`weights.layouts`). Must not know live modules or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.inputs import ForwardInput
+from jaxpage.models.layers import Constant, param
+from jaxpage.weights.layouts import Place, take
+from jaxpage.weights.spec import ParamSpec, specs
+
+# Logical axes of the letters of `layouts`; h and k are heads and their dimension in one axis.
+_AXES = {
+    "E": "embed",
+    "F": "mlp",
+    "V": "vocab",
+    "H": "heads",
+    "K": "kv_heads",
+    "D": "head_dim",
+    "L": "layers",
+    "S": "layers",
+}
+
+
+class _Recipe:
+    """How our model is made of stored arrays. Compared by identity, so that it is static for Flax."""
+
+    def __init__(self, model: CausalLM, places: Mapping[str, Place]):
+        self.graphdef, state = nnx.split(model)
+        self.treedef = jax.tree.structure(state)
+        described = specs(model)
+        paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        self.steps = [(places[path], described[path]) for path in paths]
+
+    def model(self, stored: Mapping[str, jax.Array]) -> CausalLM:
+        leaves = [
+            take(place, stored[place.array], spec.shape, spec.dtype) for place, spec in self.steps
+        ]
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+class TrainerView(nnx.Module):
+    """Answers like a `CausalLM` with parameters in another layout."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        places: Mapping[str, Place],
+        arrays: Mapping[str, jax.ShapeDtypeStruct],
+    ):
+        """`places`: of each parameter of `model`, which is abstract; `arrays`: what they name."""
+        self.config = model.config
+        described = specs(model)
+        forms = {place.array: (place, described[path]) for path, place in places.items()}
+        self.names = tuple(sorted(forms))
+        self.stored = nnx.List([_declare(*forms[name], arrays[name]) for name in self.names])
+        self.recipe = _Recipe(model, places)
+
+    def hidden_states(self, inputs: ForwardInput) -> jax.Array:
+        """See `CausalLM`."""
+        return self._ours().hidden_states(inputs)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """See `CausalLM`."""
+        return self._ours().logits(hidden)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """See `CausalLM`."""
+        return self._ours()(token_ids, positions)
+
+    def _ours(self) -> CausalLM:
+        arrays = [each.get_raw_value() for each in self.stored]
+        return self.recipe.model(dict(zip(self.names, arrays, strict=True)))
+
+
+def _declare(place: Place, spec: ParamSpec, array: jax.ShapeDtypeStruct) -> nnx.Param:
+    if place.form is None:
+        axes, units = spec.axes, spec.units
+    else:
+        axes = tuple(_AXES.get(letter, "rows") for letter in place.form.stored)
+        units = array.shape
+    return param(array.shape, axes=axes, units=units, init=Constant(0.0), dtype=array.dtype)

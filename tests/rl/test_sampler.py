@@ -1,0 +1,337 @@
+"""`Sampler`: one engine on a live module, whose parameters are replaced while it lives."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpage import SamplingParams, StepFailedError
+from jaxpage.rl import GroupSeeds, Sampler, logprobs
+from jaxpage.weights.spec import variables
+from tests.rl.modules import Holder, change, in_layout, make_module, make_sampler, write_config
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [3, 4, 5], [9]]
+PARAMS = SamplingParams(max_tokens=10, temperature=0.8, ignore_eos=True)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(scope="module")
+def bound(path):
+    """A module and its sampler."""
+    module = make_module(path)
+    sampler = make_sampler(module, path)
+    yield module, sampler
+    sampler.shutdown()
+
+
+def dense_logprobs(model, rollout, temperature):
+    """Of the sampled tokens, by the module's own dense forward."""
+    batch = rollout.to_padded(side="right")
+    return np.asarray(logprobs(model, batch, temperature))[batch.completion_mask]
+
+
+def assert_same(first, second):
+    np.testing.assert_array_equal(first.token_ids, second.token_ids)
+    np.testing.assert_array_equal(first.logprobs, second.logprobs)
+
+
+def test_logprobs_are_those_of_the_module_at_the_temperature(bound):
+    module, sampler = bound
+    rollout = sampler.generate(PROMPTS, PARAMS, n=2, seed=1)
+    assert rollout.logprobs_mode == "temperature"
+    expected = dense_logprobs(module, rollout, 0.8)
+    np.testing.assert_allclose(rollout.logprobs[rollout.mask], expected, atol=2e-5)
+    assert len({tuple(row) for row in rollout.token_ids.tolist()}) == len(rollout) == 6
+
+
+def test_stop_tokens_are_kept_and_the_pad_id_may_be_sampled(bound):
+    module, sampler = bound
+    biased = SamplingParams(
+        max_tokens=12, logit_bias={sampler.pad_id: 8.0, 2: 4.0}, temperature=1.0
+    )
+    rollout = sampler.generate([[5, 6]], biased, n=6, seed=3)
+    tokens = [rollout.completion(row) for row in range(len(rollout))]
+    assert any(sampler.pad_id in row[:-1] for row in tokens)
+    stopped = [
+        row for row, why in zip(tokens, rollout.finish_reasons, strict=True) if why == "stop"
+    ]
+    assert stopped and all(row[-1] == 2 for row in stopped)
+    # Another distribution was sampled; these are the model's own logprobs all the same.
+    np.testing.assert_allclose(
+        rollout.logprobs[rollout.mask], dense_logprobs(module, rollout, 1.0), atol=2e-5
+    )
+
+
+def test_the_prompt_is_computed_once_for_n(bound):
+    _, sampler = bound
+    sampler.reset_prefix_cache()
+    before = sampler.stats().prompt_tokens
+    sampler.generate([PROMPTS[0]], PARAMS, n=4)
+    assert sampler.stats().prompt_tokens - before == len(PROMPTS[0])
+
+
+def test_seeds(bound):
+    _, sampler = bound
+    first = sampler.generate(PROMPTS, PARAMS, seed=7)
+    assert_same(first, sampler.generate(PROMPTS, PARAMS, seed=7))
+    alone = sampler.generate([PROMPTS[1]], PARAMS, seed=7)
+    assert alone.completion(0) == first.completion(1)
+    twice = sampler.generate([PROMPTS[1]] * 2, PARAMS, seed=7)
+    assert twice.completion(0) == first.completion(1) != twice.completion(1)
+    seeds = GroupSeeds(7)
+    group = [sampler.generate([PROMPTS[1]], PARAMS, seed=seeds).completion(0) for _ in range(3)]
+    assert len(set(map(tuple, group))) == 3
+    unseeded = [sampler.generate([PROMPTS[1]], PARAMS).completion(0) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+def test_threads_of_one_prompt_each_answer_as_one_call(bound):
+    _, sampler = bound
+    prompts = [[i, i + 1, i + 2] for i in range(3, 35)]
+    together = sampler.generate(prompts, PARAMS, seed=5)
+    num_steps = sampler.stats().num_steps
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        apart = list(pool.map(lambda p: sampler.generate([p], PARAMS, seed=5), prompts))
+    assert [r.completion(0) for r in apart] == [
+        together.completion(row) for row in range(len(prompts))
+    ]
+    # They share steps: 32 prompts one after the other would take 32 times 2 at least.
+    assert sampler.stats().num_steps - num_steps < 40
+
+
+def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(bound):
+    _, sampler = bound
+    num_steps = sampler.stats().num_steps
+    with pytest.raises(ValueError, match="prompt 1 of 2"):
+        sampler.generate([[1], [1] * 500], PARAMS)
+    with pytest.raises(ValueError, match="prompts are empty"):
+        sampler.generate([], PARAMS)
+    assert sampler.stats().num_steps == num_steps and sampler.stats().num_running == 0
+
+
+def test_a_replaced_parameter_is_sampled_with_and_finds_no_old_kv(bound, path):
+    module, sampler = bound
+    assert sampler.generate(PROMPTS, PARAMS, seed=2).num_cached[0] == 8
+    version = sampler.version
+    change(module)
+    rollout = sampler.generate(PROMPTS, PARAMS, seed=2)  # nobody called update
+    assert not rollout.num_cached.any() and sampler.version == version + 1
+    assert set(rollout.weight_versions) == {((version + 1, 0, 10),)}
+    np.testing.assert_allclose(
+        rollout.logprobs[rollout.mask], dense_logprobs(module, rollout, 0.8), atol=2e-5
+    )
+    fresh = make_sampler(module, path)
+    try:
+        assert_same(rollout, fresh.generate(PROMPTS, PARAMS, seed=2))
+    finally:
+        fresh.shutdown()
+
+
+def test_update_copies_nothing_and_compiles_nothing(bound):
+    module, sampler = bound
+    sampler.generate(PROMPTS, PARAMS)
+    seconds = []
+    for number in range(20):
+        change(module, 0.99)
+        leaves = [each.get_raw_value() for each in sampler._binding.variables]
+        num_arrays = len(jax.live_arrays())
+        with (
+            jax.transfer_guard_device_to_host("disallow_explicit"),
+            jax.transfer_guard_host_to_device("disallow_explicit"),
+            jax.transfer_guard_device_to_device("disallow_explicit"),
+        ):
+            start = time.perf_counter()
+            assert sampler.update(version=100 + number) == 100 + number
+            seconds.append(time.perf_counter() - start)
+        assert len(jax.live_arrays()) == num_arrays
+        read = [each.get_raw_value() for each in sampler._binding.variables]
+        assert all(one is other for one, other in zip(leaves, read, strict=True))
+    assert sampler.generate(PROMPTS, PARAMS).weight_versions[0] == ((119, 0, 10),)
+    assert sampler.stats().num_recompiles == 0
+    assert sorted(seconds)[10] < 0.05  # 0.3 ms on an idle machine
+
+
+def test_update_with_arrays_of_the_callers(bound, path):
+    module, sampler = bound
+    before = sampler.generate(PROMPTS, PARAMS, seed=4)
+    other = make_module(path, seed=1)
+    given = nnx.state(other, nnx.Param)
+    assert sampler.update(given) == sampler.version
+    swapped = sampler.generate(PROMPTS, PARAMS, seed=4)
+    np.testing.assert_allclose(
+        swapped.logprobs[swapped.mask], dense_logprobs(other, swapped, 0.8), atol=2e-5
+    )
+    with pytest.raises(ValueError, match="params have nobody; the module"):
+        sampler.update({"nobody": np.zeros(3, np.float32)})
+    assert_same(swapped, sampler.generate(PROMPTS, PARAMS, seed=4))
+    sampler.update()
+    after = sampler.generate(PROMPTS, PARAMS, seed=4)
+    assert_same(before, after)
+    assert after.num_cached[0] == 0
+
+
+def test_the_cache_is_kept_if_the_caller_says_so(bound):
+    module, sampler = bound
+    sampler.generate(PROMPTS, PARAMS)
+    change(module)
+    version = sampler.update(keep_cache=True)
+    rollout = sampler.generate(PROMPTS, PARAMS)
+    assert rollout.num_cached[0] == 8
+    assert rollout.weight_versions[0] == ((version, 0, 10),)
+
+
+def test_weights_that_change_in_the_middle_are_told_token_by_token(bound):
+    module, sampler = bound
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    first = sampler.update()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(sampler.generate, PROMPTS, params, 2)
+        while sampler.stats().generation_tokens % 1000 < 1:
+            time.sleep(0.001)
+        num_updates = 0
+        while not future.done():
+            change(module, 0.999)
+            sampler.update()
+            num_updates += 1
+            time.sleep(0.005)
+    rollout = future.result()
+    for spans in rollout.weight_versions:
+        versions, starts, ends = zip(*spans, strict=True)
+        assert starts == (0, *ends[:-1]) and ends[-1] == 100
+        assert list(versions) == sorted(set(versions))
+        assert first <= versions[0] and versions[-1] <= sampler.version
+    assert any(len(spans) > 1 for spans in rollout.weight_versions)
+
+
+def test_a_deleted_parameter_fails_requests_and_not_the_engine(bound):
+    module, sampler = bound
+    norm = module.model.norm.weight
+    kept, doomed = norm.get_value(), jnp.ones(32, jnp.float32)
+    norm.set_value(doomed)
+    sampler.generate(PROMPTS, PARAMS)
+    doomed.delete()
+    with pytest.raises(RuntimeError, match="parameter model.norm.weight .* donated or deleted"):
+        sampler.generate(PROMPTS, PARAMS)
+    with pytest.raises(RuntimeError, match="parameter model.norm.weight .* donated or deleted"):
+        sampler.update()
+    # As if it was deleted behind the check: more often than an engine survives failures.
+    check, sampler._binding.check_alive = sampler._binding.check_alive, lambda: None
+    for _ in range(4):
+        with pytest.raises(
+            StepFailedError, match="a parameter of the model was donated or deleted"
+        ):
+            sampler.generate(PROMPTS, PARAMS)
+    sampler._binding.check_alive = check
+    norm.set_value(kept)
+    assert (sampler.generate(PROMPTS, PARAMS).lengths == 10).all()
+
+
+def test_no_array_of_the_trainers_is_held(bound):
+    module, sampler = bound
+    sampler.generate(PROMPTS, PARAMS)
+    old = [weakref.ref(each.get_value()) for each in variables(module).values()]
+    change(module)
+    gc.collect()
+    assert not any(reference() for reference in old)
+
+
+@pytest.mark.parametrize("layout", ["tunix", "maxtext stacked"])
+def test_a_trainers_module_is_sampled_from(path, layout):
+    module = make_module(path)
+    theirs = Holder(in_layout(layout, module, path))
+    sampler = make_sampler(theirs, path)
+    try:
+        rollout = sampler.generate(PROMPTS, PARAMS, seed=1)
+        np.testing.assert_allclose(
+            rollout.logprobs[rollout.mask], dense_logprobs(module, rollout, 0.8), atol=2e-5
+        )
+        change(module), change(theirs)
+        rollout = sampler.generate(PROMPTS, PARAMS, seed=1)
+        np.testing.assert_allclose(
+            rollout.logprobs[rollout.mask], dense_logprobs(module, rollout, 0.8), atol=2e-5
+        )
+        assert sampler.stats().num_recompiles == 0 and not rollout.num_cached.any()
+    finally:
+        sampler.shutdown()
+
+
+def test_a_module_on_another_device_is_copied_by_update(path):
+    module = make_module(path)
+    away = jax.local_devices()[1]
+    for variable in variables(module).values():
+        variable.set_value(jax.device_put(variable.get_value(), away))
+    sampler = make_sampler(module, path)
+    try:
+        first = sampler.generate(PROMPTS, PARAMS, seed=1)
+        change(module)
+        assert_same(first, sampler.generate(PROMPTS, PARAMS, seed=1))
+        assert sampler.update() == 1
+        rollout = sampler.generate(PROMPTS, PARAMS, seed=1)
+        np.testing.assert_allclose(
+            rollout.logprobs[rollout.mask], dense_logprobs(module, rollout, 0.8), atol=2e-5
+        )
+        assert sampler.stats().num_recompiles == 0
+    finally:
+        sampler.shutdown()
+
+
+def test_options_that_make_no_sense_are_refused(path):
+    module = make_module(path)
+    for options, match in [
+        ({"quantization": "int8"}, "quantization='int8' is not for a sampler"),
+        ({"kv_offload_dir": "/tmp/x", "swap_space": 1}, "kv_offload_dir"),
+        ({"data_parallel_size": 2}, "one engine in one process"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            Sampler(module, str(path), **options)
+
+
+def test_given_tokens_are_scored(bound):
+    module, sampler = bound
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 250, length).tolist() for length in (100, 7, 2)]
+    targets = [rng.integers(0, 250, len(each)).tolist() for each in sequences]
+    scored = sampler.score(sequences, top_k=3)
+    of_targets = sampler.score(sequences, targets)
+    assert scored.lengths.tolist() == [100, 7, 2] and of_targets.top_logprobs.shape == (3, 100, 0)
+    for row, tokens in enumerate(sequences):
+        logits = module(jnp.asarray([tokens], jnp.int32))[0, :-1]
+        expected = np.asarray(jax.nn.log_softmax(logits, -1))
+        places = np.arange(len(tokens) - 1)
+        found = scored.logprobs[row, 1 : len(tokens)]
+        np.testing.assert_allclose(found, expected[places, tokens[1:]], atol=2e-5)
+        found = of_targets.logprobs[row, 1 : len(tokens)]
+        np.testing.assert_allclose(found, expected[places, targets[row][1:]], atol=2e-5)
+        best = -np.sort(-expected, axis=-1)[:, :3]
+        found = scored.top_logprobs[row, 1 : len(tokens)]
+        np.testing.assert_allclose(found, best, atol=2e-5)
+        ids = scored.top_token_ids[row, 1 : len(tokens)]
+        np.testing.assert_allclose(expected[places[:, None], ids], best, atol=2e-5)
+    assert not scored.logprobs[:, 0].any() and not scored.logprobs[1, 7:].any()
+
+
+def test_scores_that_cannot_be_had_are_refused(bound):
+    _, sampler = bound
+    for arguments, match in [
+        (([[1, 2]], None, 0, 0.5), "temperature=0.5"),
+        (([],), "token_ids are empty"),
+        (([[1, 2]], [[1]]), "sequence 0 has 2 tokens and 1 targets"),
+        (([[1, 2]], []), "0 targets for 1 sequences"),
+        (([[1] * 128],), "128"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            sampler.score(*arguments)
