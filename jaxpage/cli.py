@@ -47,6 +47,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   bench accuracy   measure what quantised KV pools cost in accuracy
   bench embed      time embeddings of short texts, beside sentence-transformers
   bench latency    time one batch of requests
+  bench lora       time a batch with adapters, beside one without
   bench offline    compare offline throughput with other engines
   bench memory     measure waste of KV memory, and what the prefix cache costs
   bench sampling   time the sampler, and masks of grammars, by what requests ask for
@@ -57,8 +58,8 @@ USAGE = """usage: jaxpage COMMAND [--help]
   bench suite      check and measure everything that has a bar, on an H200
 """
 BENCHES = (
-    *("accuracy", "embed", "latency", "memory", "offline", "sampling", "scheduler"),
-    *("serve", "startup", "step", "suite"),
+    *("accuracy", "embed", "latency", "lora", "memory", "offline", "sampling"),
+    *("scheduler", "serve", "startup", "step", "suite"),
 )
 
 

@@ -62,13 +62,13 @@ class LLMPeer(Peer):
         self.llm = module.LLM(folder, **(given | more))
 
 
-def run_llm(llm: Any, params_of: Any, work: Work) -> tuple[float, int]:
-    """Seconds and tokens of `generate`. `params_of` is the class `SamplingParams`."""
+def run_llm(llm: Any, params_of: Any, work: Work, **more: Any) -> tuple[float, int]:
+    """Seconds and tokens of `generate`, which gets `more`. `params_of` is the class `SamplingParams`."""
     prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
     options = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     params = [params_of(max_tokens=count, **options) for count in work.num_tokens]
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False, **more)
     seconds = time.perf_counter() - start
     return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
 
