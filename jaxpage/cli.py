@@ -57,10 +57,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   bench step       show where the time of a decode step goes
   bench suite      check and measure everything that has a bar, on an H200
 """
-BENCHES = (
-    *("accuracy", "embed", "latency", "lora", "memory", "offline", "sampling"),
-    *("scheduler", "serve", "startup", "step", "suite"),
-)
+BENCHES = tuple(line.split()[1] for line in USAGE.splitlines() if line.startswith("  bench "))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,8 +107,10 @@ def test_preempted_ones_come_back_with_their_adapter(preemption_mode):
     assert engine.stats().num_preemptions > 0
 
 
-def test_blocks_are_not_shared_between_adapters():
-    engine = make_engine(num_adapters=2)
+@pytest.mark.parametrize("num_adapters", [1, 2])
+def test_blocks_are_not_shared_between_adapters(num_adapters):
+    """Nor do blocks of the model alone go because a slot has other contents."""
+    engine = make_engine(num_adapters=num_adapters)
     for adapter, cached in ((None, 0), (ONE, 0), (TWO, 0), (ONE, 8), (None, 8)):
         each = request("again", adapter)
         run(engine, each)
