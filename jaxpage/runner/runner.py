@@ -362,10 +362,8 @@ def to_host(launched: Launched) -> StepResult:
     assert result is not None, "nothing was sampled"
     sampled = result.sampled
     token_ids = np.asarray(sampled.token_ids)[:steps, :rows]
-    top_token_ids, top_logprobs = (
-        np.zeros((steps, rows, 0), np.int32),
-        np.zeros((steps, rows, 0), np.float32),
-    )
+    empty = np.zeros((steps, rows, 0), np.float32)
+    top_token_ids, top_logprobs = empty.astype(np.int32), empty
     if launched.has_top_logprobs:
         top_token_ids = np.asarray(sampled.top_token_ids)[:steps, :rows]
         top_logprobs = np.asarray(sampled.top_logprobs)[:steps, :rows]
