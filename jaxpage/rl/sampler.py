@@ -26,7 +26,9 @@ from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
 from jaxpage.rl.binding import Binding
-from jaxpage.rl.rollout import Rollout, make_rollout
+from jaxpage.rl.logprobs import dense_logprobs, logprobs
+from jaxpage.rl.parity import ParityReport, compare
+from jaxpage.rl.rollout import Padded, Rollout, make_rollout
 from jaxpage.rl.scoring import Scored, make_scored, scoring_params
 from jaxpage.rl.seeds import GroupSeeds
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
@@ -130,6 +132,7 @@ class Sampler:
             outputs,
             seeds,
             pad_id=self.pad_id,
+            temperature=params.temperature,
             logprobs_mode=self.config.logprobs_mode,
             versions=self._all_versions(),
         )
@@ -167,6 +170,36 @@ class Sampler:
             return inputs.requests(prompts, params)
 
         return make_scored(_wait(self._tasks.submit(prepare, len(sequences))), top_k)
+
+    def logprob_fn(self) -> Callable[..., jax.Array]:
+        """`f(params, batch, temperature=1.0)`: `jaxpage.rl.logprobs` of parameters in the bound module's layout.
+
+        Pure and differentiable by `params`: the module, its `nnx.State`, or a tree of arrays with its names.
+        """
+        model_of = self._binding.model_of
+
+        def logprob(params: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
+            return logprobs(model_of(params), batch, temperature)
+
+        return logprob
+
+    def check_parity(self, rollout: Rollout) -> ParityReport:
+        """Compare a rollout with the dense forward of `logprob_fn`, on the weights that are read now.
+
+        Raises ValueError for a rollout that such a forward cannot repeat: of other weights than the current version's,
+        or with logprobs of another mode than "temperature", or "raw" at temperature 1.
+        """
+        others = {v for row in rollout.weight_versions for v, _, _ in row} - {self.version}
+        if others:
+            raise ValueError(
+                f"the rollout has tokens of weight versions {sorted(others)}; the current one is {self.version}"
+            )
+        mode, temperature = rollout.logprobs_mode, rollout.temperature
+        if mode != "temperature" and (mode != "raw" or temperature not in (0, 1)):
+            raise ValueError(f"logprobs_mode={mode!r} at temperature {temperature} is not compared")
+        batch = rollout.to_padded(side="right")
+        found = dense_logprobs(self._binding.model_of(), batch, temperature or 1.0)
+        return compare(batch.logprobs[batch.completion_mask], found[batch.completion_mask])
 
     # Weights.
 

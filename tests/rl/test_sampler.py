@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 import weakref
@@ -249,16 +250,37 @@ def test_no_array_of_the_trainers_is_held(bound):
     assert not any(reference() for reference in old)
 
 
-@pytest.mark.parametrize("layout", ["tunix", "maxtext stacked"])
-def test_a_trainers_module_is_sampled_from(path, layout):
+def test_parity_with_the_dense_forward_is_measured(bound):
+    module, sampler = bound
+    rollout = sampler.generate(PROMPTS, PARAMS, n=4, seed=1)
+    report = sampler.check_parity(rollout)
+    assert report.token_count == 120 and report.max_abs < 2e-5 and report.k3 < 1e-9
+    assert report.pearson > 0.99999
+    wrong = dataclasses.replace(rollout, temperature=0.9)
+    assert sampler.check_parity(wrong).max_abs > 0.01
+    with pytest.raises(ValueError, match="'processed' at temperature 0.8 is not compared"):
+        sampler.check_parity(dataclasses.replace(rollout, logprobs_mode="processed"))
+    change(module)
+    sampler.update()
+    with pytest.raises(ValueError, match="of weight versions"):
+        sampler.check_parity(rollout)
+
+
+def test_a_trainers_module_is_sampled_from(path):
     module = make_module(path)
-    theirs = Holder(in_layout(layout, module, path))
+    theirs = Holder(in_layout("tunix", module, path))
     sampler = make_sampler(theirs, path)
     try:
         rollout = sampler.generate(PROMPTS, PARAMS, seed=1)
         np.testing.assert_allclose(
             rollout.logprobs[rollout.mask], dense_logprobs(module, rollout, 0.8), atol=2e-5
         )
+        assert sampler.check_parity(rollout).max_abs < 2e-5
+        batch, forward = rollout.to_padded(), sampler.logprob_fn()
+        grads = jax.grad(lambda params: forward(params, batch, 0.8).sum())(nnx.state(theirs))
+        assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+        with pytest.raises(ValueError, match="params lack"):
+            forward({}, batch)
         change(module), change(theirs)
         rollout = sampler.generate(PROMPTS, PARAMS, seed=1)
         np.testing.assert_allclose(
@@ -422,6 +444,7 @@ def live_bytes():
 def test_sleep_gives_the_pool_back_and_wake_compiles_nothing(running):
     _, sampler, future = running
     spec = sampler._runner.pool_spec
+    sampler.pause()  # a step under way has the pool, donated
     size, before = spec.num_blocks * spec.bytes_per_block, live_bytes()
     sampler.sleep()
     sampler.sleep()
