@@ -95,6 +95,7 @@ _FLAGS = (
     "enforce_eager",
     "use_tqdm_on_load",
     "enable_lora",
+    "record_expert_load",
 )
 
 
@@ -181,6 +182,7 @@ class EngineConfig:
     max_loras: int = 1  # adapters that may be in one batch; requests with others wait
     max_lora_rank: int = 16  # of any adapter
     max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
+    record_expert_load: bool = False  # count the tokens of each expert, for `stats()`
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()

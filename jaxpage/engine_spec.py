@@ -100,7 +100,7 @@ class EngineSpec:
     @cached_property
     def step_spec(self) -> StepSpec:
         config, model = self.config, self.model.config
-        size = model.vocab_size
+        size, experts, counts = model.vocab_size, model.experts, config.record_expert_load
         return StepSpec(
             block_size=config.block_size,
             max_model_len=config.max_model_len,
@@ -118,6 +118,7 @@ class EngineSpec:
             prompt_embeds=config.enable_prompt_embeds,
             pictures=self.picture_spec,
             num_adapters=config.max_loras if config.enable_lora else 0,
+            expert_load=(len(experts.layers), experts.num_experts) if counts and experts else None,
         )
 
     @cached_property
@@ -268,6 +269,11 @@ def make_engine_spec(
             f'quantization="{config.quantization}" is for models without experts; '
             f"{model.config.architecture} has {model.config.experts.num_experts} a layer: leave it out, and "
             "share the weights among devices by tensor_parallel_size if one cannot hold them"
+        )
+    if config.record_expert_load and model.config.experts is None:
+        raise ValueError(
+            "record_expert_load=True counts the tokens of experts, and "
+            f"{model.config.architecture} has none: leave it out"
         )
     groups = group_layers(model.config.windows, config.max_model_len)
     num_devices = 1 if mesh is None else mesh.size

@@ -148,6 +148,8 @@ class StepResult:
     prompt_top_token_ids: np.ndarray = _no_ints()
     prompt_top_logprobs: np.ndarray = _no_floats()  # float32[N, W]
     prompt_vocabulary: np.ndarray = _no_floats()  # float32[A, V]
+    # int32[layers with experts, X] with `record_expert_load`: how many tokens the step routed to each expert
+    expert_load: np.ndarray = _no_ints()
     program: str = ""  # that computed the step's tokens; that sampled, if there were none
     fill: float = 0.0  # share of that program's tokens that are no padding; 0 if it only sampled
 

@@ -13,6 +13,7 @@ import numpy as np
 import transformers
 
 from jaxpage.pictures.border import Expanded, Picture
+from jaxpage.tiny import train_byte_level_bpe, write_tokenizer
 
 VOCAB_SIZE = 300
 IMAGE, VIDEO, START, END = 290, 291, 288, 289  # tokens of Qwen2.5-VL and Qwen3-VL here
@@ -157,6 +158,12 @@ def save(config: transformers.PretrainedConfig, path: str | Path, *, seed: str) 
     return Path(path)
 
 
+def save_tokenizer(folder: str | Path) -> None:
+    """A byte-level one, whose tokens are none of those that stand for pictures."""
+    tokenizer = train_byte_level_bpe(["0 seconds"], vocab_size=270, min_frequency=1)
+    write_tokenizer(Path(folder), tokenizer)
+
+
 def torch_model(path: str | Path) -> Any:
     """transformers' model, float32, with eager attention."""
     import torch
@@ -186,11 +193,11 @@ def qwen_logits(model: Any, prompt: Expanded, pictures: list[Picture]) -> np.nda
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
-        own = [picture for picture in pictures if picture.kind == kind]
+        own = [picture for picture in pictures if picture.kind == kind]  # videos whole
         if own:
             given[values] = torch.tensor(np.concatenate([p.patches for p in own]))
             given[grids] = torch.tensor([p.grid for p in own])
-        if own and kind == "video":
+        if own and own[0].second_per_grid is not None:
             given["second_per_grid_ts"] = torch.tensor([p.second_per_grid for p in own])
     with torch.no_grad():
         return model(input_ids=token_ids, mm_token_type_ids=kinds, **given).logits[0].numpy()

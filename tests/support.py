@@ -40,6 +40,8 @@ FAMILIES = {
     "olmoe": "OLMoE",
     "gpt_oss": "gpt-oss",
 }
+# The same of families that take pictures.
+PICTURE_FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
 _DENSE = "tests.end_to_end.test_dense_families"
 _EXPERTS = "tests.end_to_end.test_experts"
 _SHARED = (
@@ -71,13 +73,31 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "int8 weights": tuple(f"{test}=int8 weights" for test in _SHARED),
     "int8 KV": tuple(f"{test}=quantised pool" for test in (_SHARED[0], _SHARED[2])),
 }
+_SEEN = "tests.models.test_qwen_vl"
+_TOKENS_SEEN = "tests.end_to_end.test_pictures:test_greedy_tokens_equal_transformers"
+PICTURE_FEATURES: dict[str, tuple[str, ...]] = {
+    "embeddings of pictures": (f"{_SEEN}:test_embeddings_of_a_picture_are_those_of_transformers",),
+    "of videos": (f"{_SEEN}:test_embeddings_of_a_video_are_those_of_transformers",),
+    "logits": (f"{_SEEN}:test_logits_are_those_of_transformers",),
+    "tokens with pictures": (f"{_TOKENS_SEEN}=pictures",),
+    "with videos": (f"{_TOKENS_SEEN}=videos",),
+}
 
 
 def table() -> str:
     """Markdown: a row for each family, a column for each feature."""
-    columns = {feature: tested_families(feature) for feature in FEATURES}
-    lines = [["family", *FEATURES], ["---", *[":-:"] * len(FEATURES)]]
-    for family, name in FAMILIES.items():
+    return _table(FAMILIES, FEATURES)
+
+
+def picture_table() -> str:
+    """The same of families that take pictures."""
+    return _table(PICTURE_FAMILIES, PICTURE_FEATURES)
+
+
+def _table(families: dict[str, str], features: dict[str, tuple[str, ...]]) -> str:
+    columns = {feature: _tested(tests) for feature, tests in features.items()}
+    lines = [["family", *features], ["---", *[":-:"] * len(features)]]
+    for family, name in families.items():
         lines.append([name, *("✓" if family in found else "" for found in columns.values())])
     return "\n".join(
         "|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in lines
@@ -87,8 +107,11 @@ def table() -> str:
 @functools.cache
 def tested_families(feature: str) -> frozenset[str]:
     """The families for which some test of the feature has a case."""
-    found = {family for test in FEATURES[feature] for family in _families_of(test)}
-    return frozenset(found)
+    return _tested(FEATURES[feature])
+
+
+def _tested(tests: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(family for test in tests for family in _families_of(test))
 
 
 def _families_of(test: str) -> Iterator[str]:
@@ -112,4 +135,4 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(f"{table()}\n\n{picture_table()}")

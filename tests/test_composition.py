@@ -103,3 +103,8 @@ def test_an_unknown_architecture_is_refused_before_anything_else(tmp_path, archi
 def test_several_hosts_are_no_matter_of_one_process(path):
     with pytest.raises(ValueError, match="nnodes=2, but this process sees 1"):
         spec_of_this_machine(EngineConfig(model=str(path), nnodes=2))
+
+
+def test_experts_are_counted_where_there_are_some(path):
+    with pytest.raises(ValueError, match="record_expert_load=True .* Qwen2ForCausalLM has none"):
+        make_spec(path, record_expert_load=True)

@@ -12,7 +12,8 @@ README = Path(__file__).parent.parent / "jaxpage" / "README.md"
 
 
 def test_the_readme_has_the_table():
-    assert support.table() in README.read_text(encoding="utf-8"), (
+    text = README.read_text(encoding="utf-8")
+    assert support.table() in text and support.picture_table() in text, (
         "put what `python -m tests.support` prints into jaxpage/README.md"
     )
 

@@ -168,7 +168,7 @@ def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
     slots = jnp.arange(1, bench.rows + 1, dtype=jnp.int32)
     positions = jnp.full(bench.rows, bench.context, jnp.int32)
     program = partial(sample, num_top_logprobs=NUM_TOP, logprobs_mode=MODE)
-    programs = {
+    programs: dict[Processors, Any] = {
         processors: jax.jit(partial(program, processors=processors))
         for processors in ((), (THINKING,))
     }

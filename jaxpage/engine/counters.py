@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class Counters:
     num_unused_slot_steps: int = 0  # likewise
     num_weight_changes: int = 0  # times that parameters were replaced
     num_nan_steps: int = 0  # in which the model computed NaN for a row that sampled
+    # tokens routed to each expert of each layer that has some: int64[L, X]; empty if they are not counted
+    expert_load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def count_step(
         self, pool: BlockPool, running: list[Sequence], plan: StepPlan, sequences: list[Sequence]
@@ -53,6 +55,9 @@ class Counters:
     def count_result(self, result: StepResult, num_tokens: int) -> None:
         """Take in what a step sampled, of which sequences gained `num_tokens`."""
         self.generation_tokens += num_tokens
+        if result.expert_load.size:
+            before = self.expert_load if self.expert_load.size else 0
+            self.expert_load = before + result.expert_load.astype(np.int64)
         # A raw logprob is NaN if any logit of its row is.
         if np.isnan(result.logprobs).any() and np.isnan(_of_sampled(result)).any():
             if not self.num_nan_steps:

@@ -41,6 +41,9 @@ class EngineStats:
     num_blocks_swapped_in: int  # back from there
     num_weight_changes: int = 0  # times that parameters were replaced
     num_encoded_pictures: int = 0  # videos included; each as often as it was encoded
+    # With `record_expert_load`, for each layer that has experts: how many tokens were routed to each of them. Tokens
+    # that are computed again count again, those found in the prefix cache do not.
+    expert_load: tuple[tuple[int, ...], ...] = ()
     num_failed_replicas: int = 0  # taken out because step after step failed; in a part, 1 or 0
     replicas: tuple[EngineStats, ...] = ()  # whose sum this is, if there are several
 
@@ -54,10 +57,19 @@ class EngineStats:
         """The same over all steps; a step weighs as many slots as were allocated."""
         return self.num_unused_slot_steps / max(self.num_allocated_slot_steps, 1)
 
+    @property
+    def expert_imbalance(self) -> tuple[float, ...]:
+        """For each layer that has experts: the tokens of the busiest one, divided by the mean over all. 1: each has as
+        many; the number of experts: one has them all.
+        """
+        return tuple(max(load) * len(load) / max(sum(load), 1) for load in self.expert_load)
+
 
 def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
     """The counters as of now."""
     counters, pool, tier = scheduler.counters, scheduler.kv.pool, scheduler.kv.tier
+    load = tuple(map(tuple, counters.expert_load.tolist()))
+    counted: dict[str, Any] = dataclasses.asdict(counters) | {"expert_load": load}
     return EngineStats(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
@@ -72,17 +84,24 @@ def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
         num_blocks_swapped_out=tier.num_swapped_out if tier else 0,
         num_blocks_swapped_in=tier.num_swapped_in if tier else 0,
         num_encoded_pictures=scheduler.pictures.num_encoded,
-        **dataclasses.asdict(counters),
+        **counted,
     )
 
 
 def total(parts: Sequence[EngineStats]) -> EngineStats:
     """What several engines count together. Tokens of a request that began anew are counted as often."""
-    names = [field.name for field in dataclasses.fields(EngineStats) if field.name != "replicas"]
+    others = ("expert_load", "replicas")
+    names = [field.name for field in dataclasses.fields(EngineStats) if field.name not in others]
     numbers: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     usage = numbers["num_blocks_used"] / max(numbers["num_blocks"], 1)
     numbers["kv_cache_usage"] = usage
-    return EngineStats(**numbers, replicas=tuple(parts))
+    return EngineStats(**numbers, expert_load=_total_load(parts), replicas=tuple(parts))
+
+
+def _total_load(parts: Sequence[EngineStats]) -> tuple[tuple[int, ...], ...]:
+    """A replica that has computed nothing yet has counted nothing."""
+    loads = [part.expert_load for part in parts if part.expert_load]
+    return tuple(tuple(map(sum, zip(*layers, strict=True))) for layers in zip(*loads, strict=True))
 
 
 def of_failed(stats: EngineStats) -> EngineStats:

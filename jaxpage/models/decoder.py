@@ -12,6 +12,7 @@ Letters: T tokens, H query heads, K KV heads, D head dim, E model dim, F MLP dim
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,11 +157,12 @@ class DecoderLayer(nnx.Module):
         rotation: Rotation,
         attention: Attention,
         is_token: jax.Array | None = None,
+        load: list[jax.Array] | None = None,
     ) -> jax.Array:
         x = x + self.self_attn(self.input_layernorm(x), rotation, attention)
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MixtureOfExperts):
-            return x + self.mlp(normed, is_token)
+            return x + self.mlp(normed, is_token, load)
         return x + self.mlp(normed)
 
 
@@ -201,7 +203,9 @@ class Decoder(nnx.Module):
         positions = inputs.positions
         three = positions.ndim > inputs.token_ids.ndim
         rotations = {rope: rope.angles(positions, x.dtype, three=three) for rope in ropes}
-        more = {} if config.experts is None else {"is_token": inputs.is_token}
+        more: dict[str, Any] = {}
+        if config.experts is not None:
+            more = {"is_token": inputs.is_token, "load": inputs.expert_load}
         for index, (layer, rope) in enumerate(zip(self.layers, config.ropes, strict=True)):
             x = layer(x, rotations[rope], inputs.attention, **more)
             if index < len(deeper):

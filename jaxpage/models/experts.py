@@ -93,12 +93,22 @@ class MixtureOfExperts(nnx.Module):
         # What computes the products of experts, see `weights.transform`.
         self.kernel: ExpertsKernel = XLA
 
-    def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
-        """[..., T, E]. is_token: bool[..., T]; the others are padding, which no expert computes."""
+    def __call__(
+        self,
+        x: jax.Array,
+        is_token: jax.Array | None = None,
+        load: list[jax.Array] | None = None,
+    ) -> jax.Array:
+        """[..., T, E]. is_token: bool[..., T]; the others are padding, which no expert computes. `load`: see
+        `ForwardInput.expert_load`.
+        """
         rows = x.reshape(-1, x.shape[-1])
         chosen, shares = self._route(rows)
         if is_token is not None:
             chosen = jnp.where(is_token.reshape(-1, 1), chosen, self.settings.num_experts)
+        if load is not None:
+            numbers = jnp.arange(self.settings.num_experts, dtype=chosen.dtype)
+            load.append((chosen[..., None] == numbers[None, None]).sum((0, 1), dtype=jnp.int32))
         out = experts(
             rows,
             chosen,

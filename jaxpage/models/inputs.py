@@ -27,5 +27,7 @@ class ForwardInput:
     is_embed: jax.Array | None = None
     # bool[..., T]: the others are padding, whose results nobody reads. None: there is none
     is_token: jax.Array | None = None
+    # Each mixture of experts appends int32[X]: of how many tokens each expert is one. None: they are not counted
+    expert_load: list[jax.Array] | None = None
     # int32[..., T]: the slot of each token's adapter, 0 for none; of models with adapters, see `models.lora`
     adapter_slots: jax.Array | None = None

@@ -53,7 +53,8 @@ from jaxpage.models.sources import (
 from jaxpage.models.starcoder2 import starcoder2, starcoder2_config
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.pictures.gemma3 import gemma3_processor
-from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor, qwen3_vl_processor
+from jaxpage.pictures.qwen3_vl import qwen3_vl_processor
+from jaxpage.pictures.qwen_vl import qwen2_5_vl_processor
 from jaxpage.pictures.settings import read_settings
 
 if TYPE_CHECKING:

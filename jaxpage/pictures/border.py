@@ -32,6 +32,14 @@ class Picture:
     content_hash: bytes
     second_per_grid: float | None = None  # of videos: seconds from one row of frames to the next
     kind: str = "image"  # or "video"
+    # Of a video whose frames stand apart in prompts: each row of them as a picture of its own, and its time in seconds.
+    frames: tuple[Picture, ...] = ()
+    times: tuple[float, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Picture, ...]:
+        """What is encoded of it, each part with a span of its own."""
+        return self.frames or (self,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,7 @@ class Expanded:
 
     # Each picture's placeholder repeated `num_tokens` times, with what the family puts around it.
     token_ids: list[int]
-    # (first placeholder, number of placeholders) of each picture, in the order of the pictures.
+    # (first placeholder, number of placeholders) of each part of each picture, in the order of the pictures.
     spans: tuple[tuple[int, int], ...]
     positions: np.ndarray | None  # int32[3, T] of families with mrope, else None: 0 .. T - 1
     next_position: int  # of the first generated token; it is T where positions are None

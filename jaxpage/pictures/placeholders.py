@@ -18,7 +18,7 @@ def expand_placeholders(
     for picture in pictures:
         if picture.kind not in ids:
             raise ValueError(f"the model takes no {picture.kind}s, only {', '.join(ids)}s")
-    once = {kind: _is_short(token_ids, pictures, kind, ids[kind]) for kind in ids}
+    once = {kind: has_one_each(token_ids, pictures, kind, ids[kind]) for kind in ids}
     kinds = {token_id: kind for kind, token_id in ids.items()}
     waiting = {kind: [i for i, p in enumerate(pictures) if p.kind == kind] for kind in ids}
     spans: list[tuple[int, int]] = [(0, 0)] * len(pictures)
@@ -45,8 +45,13 @@ def expand_placeholders(
     return expanded, tuple(spans)
 
 
-def _is_short(token_ids: list[int], pictures: Sequence[Picture], kind: str, token_id: int) -> bool:
-    """Whether the prompt has one placeholder for each picture of a kind, and not all."""
+def has_one_each(
+    token_ids: list[int], pictures: Sequence[Picture], kind: str, token_id: int
+) -> bool:
+    """Whether the prompt has one placeholder for each picture of a kind, and not all.
+
+    Raises ValueError if it has neither.
+    """
     found = token_ids.count(token_id)
     lengths = [picture.num_tokens for picture in pictures if picture.kind == kind]
     if found == len(lengths):

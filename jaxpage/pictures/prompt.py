@@ -15,7 +15,10 @@ from jaxpage.pictures.border import Expanded, Picture
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptPictures:
-    """Pictures in the order of the prompt. The embeddings of a picture stand in the place of the tokens of its span."""
+    """Pictures in the order of the prompt. The embeddings of a picture stand in the place of the tokens of its span.
+
+    A video whose frames stand apart is a picture for each row of them.
+    """
 
     pictures: tuple[Picture, ...]
     spans: tuple[tuple[int, int], ...]  # (first token, number of tokens) of each, ascending
@@ -27,7 +30,8 @@ class PromptPictures:
     @classmethod
     def of(cls, expanded: Expanded, pictures: Sequence[Picture]) -> PromptPictures:
         """Those of an expanded prompt. Raises ValueError if spans and pictures do not match."""
-        wanted = [picture.num_tokens for picture in pictures]
+        parts = [part for picture in pictures for part in picture.parts]
+        wanted = [part.num_tokens for part in parts]
         if [number for _, number in expanded.spans] != wanted:
             raise ValueError(
                 f"the spans {expanded.spans} are not those of pictures of {wanted} tokens"
@@ -40,7 +44,7 @@ class PromptPictures:
             count = int(others[-1]) + 1 if len(others) else 0
             positions = np.ascontiguousarray(positions[:, :count], np.int32)
         return cls(
-            pictures=tuple(pictures[i] for i in order),
+            pictures=tuple(parts[i] for i in order),
             spans=tuple(expanded.spans[i] for i in order),
             positions=positions,
             position_offset=offset,

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL on the host: pictures and videos to patches, prompts with mrope positions.
+"""Qwen2.5-VL on the host: pictures and videos to patches, prompts with mrope positions; and what Qwen3-VL shares of it.
 
 Sizes, rounding and order of patches are those of transformers' Qwen2VLImageProcessor and Qwen2VLVideoProcessor, which
 have no form for videos that works without torchvision. Knows no array on a device.
@@ -27,7 +27,8 @@ _MOST_FRAMES = 768  # as transformers samples at most
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3
-_IMAGE_PIXELS, _VIDEO_PIXELS = (56 * 56, 28 * 28 * 1280), (128 * 28 * 28, 28 * 28 * 768)
+IMAGE_PIXELS = (56 * 56, 28 * 28 * 1280)
+_VIDEO_PIXELS = (128 * 28 * 28, 28 * 28 * 768)
 _OPTIONS = ("min_pixels", "max_pixels")  # that a user may give instead of the checkpoint's
 
 
@@ -43,8 +44,12 @@ class QwenPreparation:
     resample: int
     normalisation: Normalisation
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Patches of a picture of height x width pixels, as (height, width), both multiples of `merge_size`."""
+    def grid(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+        """Patches of frames of height x width pixels, as (height, width), both multiples of `merge_size`.
+
+        The limits are of each frame.
+        """
+        del num_frames
         factor = self.patch_size * self.merge_size
         height, width = smart_resize(
             height, width, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels
@@ -57,7 +62,7 @@ class QwenPreparation:
         Patches that the encoder merges into one embedding follow each other. The last frame is repeated until the
         number divides evenly.
         """
-        grid_height, grid_width = self.grid(*frames[0].shape[:2])
+        grid_height, grid_width = self.grid(*frames[0].shape[:2], len(frames))
         size, merge, depth = self.patch_size, self.merge_size, self.frames_per_patch
         height, width = grid_height * size, grid_width * size
         ready = [self.normalisation(resized(f, height, width, self.resample)) for f in frames]
@@ -71,9 +76,16 @@ class QwenPreparation:
 
 
 def smart_resize(
-    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+    height: int,
+    width: int,
+    *,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    num_frames: int = 1,
+    frames_per_patch: int = 1,
 ) -> tuple[int, int]:
-    """Multiples of `factor` close to height x width pixels, with an area of `min_pixels` to `max_pixels`.
+    """Multiples of `factor` close to height x width pixels; all frames together have `min_pixels` to `max_pixels`.
 
     Raises ValueError for an aspect ratio above 200.
     """
@@ -84,12 +96,13 @@ def smart_resize(
             "is supported"
         )
     near_height, near_width = round(height / factor) * factor, round(width / factor) * factor
-    if near_height * near_width > max_pixels:
-        ratio = math.sqrt(height * width / max_pixels)
+    depth = round(num_frames / frames_per_patch) * frames_per_patch
+    if depth * near_height * near_width > max_pixels:
+        ratio = math.sqrt(num_frames * height * width / max_pixels)
         near_height = max(factor, math.floor(height / ratio / factor) * factor)
         near_width = max(factor, math.floor(width / ratio / factor) * factor)
-    elif near_height * near_width < min_pixels:
-        ratio = math.sqrt(min_pixels / (height * width))
+    elif depth * near_height * near_width < min_pixels:
+        ratio = math.sqrt(min_pixels / (num_frames * height * width))
         near_height = math.ceil(height * ratio / factor) * factor
         near_width = math.ceil(width * ratio / factor) * factor
     return near_height, near_width
@@ -97,39 +110,23 @@ def smart_resize(
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVLProcessor:
-    """The `PictureProcessor` of both."""
+    """The `PictureProcessor` of Qwen2.5-VL."""
 
     images: QwenPreparation
-    videos: QwenPreparation | None  # None: not served
+    videos: QwenPreparation
     image_token_id: int
     video_token_id: int
     tokens_per_second: float  # of videos
 
     def image(self, pixels: Pixels) -> Picture:
-        return _picture([rgb(pixels)], self.images, kind="image", fps=None)
+        return qwen_picture([rgb(pixels)], self.images)
 
     def video(self, frames: Sequence[Pixels], *, fps: float) -> Picture:
-        if self.videos is None:
-            raise ValueError(
-                "videos are not supported for this model; give some frames as pictures"
-            )
-        arrays = [rgb(frame) for frame in frames]
-        if not 1 <= len(arrays) <= _MOST_FRAMES:
-            raise ValueError(
-                f"a video of {len(arrays)} frames; give 1 to {_MOST_FRAMES}, sampled evenly"
-            )
-        if not (fps > 0 and math.isfinite(fps)):
-            raise ValueError(f"fps is {fps}; give the frames per second of a video, above 0")
-        shapes = {frame.shape for frame in arrays}
-        if len(shapes) > 1:
-            sizes = ", ".join(sorted(f"{width}x{height}" for height, width, _ in shapes))
-            raise ValueError(f"the frames of a video have sizes {sizes}; they must have one size")
-        return _picture(arrays, self.videos, kind="video", fps=fps)
+        arrays = checked_frames(frames, fps)
+        return qwen_picture(arrays, self.videos, kind="video", fps=fps)
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> Expanded:
-        ids = {"image": self.image_token_id}
-        if self.videos is not None:
-            ids["video"] = self.video_token_id
+        ids = {"image": self.image_token_id, "video": self.video_token_id}
         expanded, spans = expand_placeholders(token_ids, pictures, ids)
         positions, following = mrope_positions(
             len(expanded),
@@ -143,9 +140,30 @@ class QwenVLProcessor:
         )
 
 
-def _picture(
-    frames: list[np.ndarray], how: QwenPreparation, *, kind: str, fps: float | None
+def checked_frames(frames: Sequence[Pixels], fps: float) -> list[np.ndarray]:
+    """uint8[height, width, 3] of each frame of a video. Raises ValueError for what is none."""
+    arrays = [rgb(frame) for frame in frames]
+    if not 1 <= len(arrays) <= _MOST_FRAMES:
+        raise ValueError(
+            f"a video of {len(arrays)} frames; give 1 to {_MOST_FRAMES}, sampled evenly"
+        )
+    if not (fps > 0 and math.isfinite(fps)):
+        raise ValueError(f"fps is {fps}; give the frames per second of a video, above 0")
+    shapes = {frame.shape for frame in arrays}
+    if len(shapes) > 1:
+        sizes = ", ".join(sorted(f"{width}x{height}" for height, width, _ in shapes))
+        raise ValueError(f"the frames of a video have sizes {sizes}; they must have one size")
+    return arrays
+
+
+def qwen_picture(
+    frames: list[np.ndarray],
+    how: QwenPreparation,
+    *,
+    kind: str = "image",
+    fps: float | None = None,
 ) -> Picture:
+    """Frames of one size as patches of one grid. `fps` says how far apart they are in time."""
     patches, grid = how.patches(frames)
     return Picture(
         patches=patches,
@@ -169,35 +187,18 @@ def qwen2_5_vl_processor(
     Raises ValueError for options and settings that cannot be served.
     """
     del tokenizer
-    told = _checked(options)
+    told = checked_options(options)
     return QwenVLProcessor(
-        images=_preparation(hf, settings.image | told, _IMAGE_PIXELS),
-        videos=_preparation(hf, settings.video | told, _VIDEO_PIXELS),
+        images=qwen_preparation(hf, settings.image | told, IMAGE_PIXELS),
+        videos=qwen_preparation(hf, settings.video | told, _VIDEO_PIXELS),
         image_token_id=hf.image_token_id,
         video_token_id=hf.video_token_id,
         tokens_per_second=hf.vision_config.tokens_per_second,
     )
 
 
-def qwen3_vl_processor(
-    hf: PretrainedConfig,
-    settings: ProcessorSettings,
-    *,
-    tokenizer: Any = None,
-    options: Mapping[str, Any] | None = None,
-) -> QwenVLProcessor:
-    """The same of a Qwen3VLConfig. Videos are not served: their frames stand apart in the prompt, each after a time."""
-    del tokenizer
-    return QwenVLProcessor(
-        images=_preparation(hf, settings.image | _checked(options), _IMAGE_PIXELS),
-        videos=None,
-        image_token_id=hf.image_token_id,
-        video_token_id=hf.video_token_id,
-        tokens_per_second=0.0,
-    )
-
-
-def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a user says of the preparation. Raises ValueError for unknown names and limits that contradict."""
     unknown = sorted(set(options or {}) - set(_OPTIONS))
     if unknown:
         raise ValueError(
@@ -212,9 +213,10 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return told
 
 
-def _preparation(
+def qwen_preparation(
     hf: PretrainedConfig, told: Mapping[str, Any], pixels: tuple[int, int]
 ) -> QwenPreparation:
+    """What a checkpoint says, or `pixels`, the limits, where it says nothing. Raises ValueError if it is not served."""
     vision = hf.vision_config
     off = [key for key in ("do_resize", "do_rescale", "do_normalize") if told.get(key) is False]
     if off:

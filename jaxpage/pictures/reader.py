@@ -68,10 +68,11 @@ class _Counted:
             picture = reader.processor.image(media.frames[0])
         else:
             picture = reader.processor.video(media.frames, fps=media.fps)
-        if len(picture.patches) > reader.most_patches:
+        num_patches = max(len(part.patches) for part in picture.parts)
+        if num_patches > reader.most_patches:
             raise ValueError(
-                f"it has {len(picture.patches)} patches, the largest encoder takes {reader.most_patches}; make it "
-                'smaller, or have it made smaller with mm_processor_kwargs={"max_pixels": ...}'
+                f"it has {num_patches} patches, the largest encoder takes {reader.most_patches}; make it "
+                'smaller, or have pictures made smaller with mm_processor_kwargs={"max_pixels": ...}'
             )
         self.num_tokens += picture.num_tokens
         if self.num_tokens >= reader.most_tokens:

@@ -62,6 +62,7 @@ _NEUTRAL: dict[str, Any] = {
     "record_calls": None,
     "logits_processors": (),
     "kv_offload_dir": None,
+    "record_expert_load": False,
 }
 
 

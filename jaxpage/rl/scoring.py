@@ -14,7 +14,7 @@ from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """N sequences of up to L tokens, padded on the right with 0. The first token of each has 0 too."""
+    """N sequences of up to L tokens, padded on the right with 0. A first token has nothing before it: 0 too."""
 
     logprobs: np.ndarray  # float32[N, L]: of each token, or of its target, given those before it
     lengths: np.ndarray  # int32[N]

@@ -378,6 +378,7 @@ def to_host(launched: Launched) -> StepResult:
         top_logprobs=top_logprobs,
         program=launched.program,
         fill=launched.fill,
+        **({} if result.expert_load is None else {"expert_load": np.asarray(result.expert_load)}),
         **_scored(launched.result),
     )
 

@@ -24,6 +24,7 @@ from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
 
 POSITION_OFFSET = "position_offset"
+EXPERT_LOAD = "expert_load"  # see `StepSpec`; of the launch under way
 ADAPTER = "adapter"  # the field that says which adapter slot a sequence has; 0: none
 
 
@@ -88,6 +89,8 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
     if spec.pictures is not None:  # see `runner.encoder`
         shape = (spec.pictures.num_rows, spec.pictures.vision.embedding_size)
         state["pictures"] = jnp.zeros(shape, words_of(spec.dtype))
+    if spec.expert_load is not None:
+        state[EXPERT_LOAD] = jnp.zeros(spec.expert_load, jnp.int32)
     return state
 
 

@@ -50,3 +50,5 @@ class StepSpec:
     processors: Processors = ()  # of logits, besides what every engine has
     pictures: PictureSpec | None = None  # of models that take pictures
     num_adapters: int = 0  # slots that the model has for adapters
+    # (layers with experts, experts of each) of models whose tokens are counted by expert
+    expert_load: tuple[int, int] | None = None

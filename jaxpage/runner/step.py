@@ -30,7 +30,13 @@ from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.encoder import encode_into, with_pictures
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.slots import ADAPTER, POSITION_OFFSET, has_positions, words_of
+from jaxpage.runner.slots import (
+    ADAPTER,
+    EXPERT_LOAD,
+    POSITION_OFFSET,
+    has_positions,
+    words_of,
+)
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import Scores, score
@@ -49,6 +55,7 @@ class DeviceResult:
 
     sampled: Sampled  # every field with a leading axis P
     num_sampled: jax.Array  # int32[R]
+    expert_load: jax.Array | None = None  # int32[layers with experts, X] of the launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,7 @@ class Step:
         prompt embeddings: words [T, E], and bool[T] where they stand in the place of tokens.
         """
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
-        kv_pool, batch, hidden = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
+        kv_pool, state, batch, hidden = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
         last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
         words = lax.bitcast_convert_type(last, words_of(last.dtype))
         state = state | {"hidden": state["hidden"].at[batch.slots].set(words)}
@@ -122,7 +129,8 @@ class Step:
         hidden = lax.bitcast_convert_type(state["hidden"][rows["slots"]], self.spec.dtype)
         state, sampled, samples = self._sample_rows(self._model(leaves), hidden, state, rows)
         sampled = jax.tree.map(lambda x: x[None], sampled)
-        return state, DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
+        result = DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
+        return _with_load(state, result)
 
     def decode(
         self,
@@ -146,7 +154,7 @@ class Step:
             # from them: on CPU a float32 copy of the whole bf16 embedding table, at every launch.
             weights, index = lax.optimization_barrier((leaves, index))
             now = rows | {"starts": rows["starts"] + index}
-            kv_pool, _, hidden = self._hidden(bucket, weights, kv_pool, state, now)
+            kv_pool, state, _, hidden = self._hidden(bucket, weights, kv_pool, state, now)
             state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
             result = DeviceResult(
                 sampled=jax.tree.map(lambda x, new: x.at[index].set(new), result.sampled, sampled),
@@ -156,7 +164,7 @@ class Step:
 
         carry = (jnp.int32(0), kv_pool, state, _empty_result(bucket, self.spec))
         _, kv_pool, state, result = lax.while_loop(more, one_more, carry)
-        return kv_pool, state, result
+        return kv_pool, *_with_load(state, result)
 
     def encode(
         self,
@@ -195,8 +203,8 @@ class Step:
         state: RequestState,
         rows: Rows,
         embeds: tuple[jax.Array, ...] = (),
-    ) -> tuple[KVPool, StepBatch, jax.Array]:
-        """The hidden states [T, E] of all tokens, whose KV is in the pool then."""
+    ) -> tuple[KVPool, RequestState, StepBatch, jax.Array]:
+        """The hidden states [T, E] of all tokens, whose KV is in the pool then, and whose experts are counted."""
         batch = _unpack_batch(state, rows, bucket, self.spec)
         layer_locations = self.spec.groups.layer_locations
         attention = PagedAttention(
@@ -212,6 +220,7 @@ class Step:
             positions=batch.positions,
             attention=attention,
             is_token=batch.is_token,
+            expert_load=[] if EXPERT_LOAD in state else None,
         )
         if embeds:
             words, where = embeds
@@ -226,7 +235,10 @@ class Step:
             token_slots = batch.slots[_token_rows(rows["num_tokens"], bucket)]
             inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots])
         hidden = self._model(leaves).hidden_states(inputs)
-        return attention.kv_pool, batch, hidden
+        if inputs.expert_load is not None:
+            load = state[EXPERT_LOAD] + jnp.stack(inputs.expert_load)
+            state = state | {EXPERT_LOAD: load}
+        return attention.kv_pool, state, batch, hidden
 
     def _sample_rows(
         self, model: Any, hidden: jax.Array, state: RequestState, rows: Rows
@@ -364,6 +376,14 @@ def _append(
         "token_ids": state["token_ids"].at[slots, position].set(token_ids, mode="drop"),
         "finished": state["finished"].at[slots].set(ended, mode="drop"),
     }
+
+
+def _with_load(state: RequestState, result: DeviceResult) -> tuple[RequestState, DeviceResult]:
+    """At the end of a launch what it counted of experts goes from the state to the result."""
+    if EXPERT_LOAD not in state:
+        return state, result
+    load = state[EXPERT_LOAD]
+    return state | {EXPERT_LOAD: jnp.zeros_like(load)}, replace(result, expert_load=load)
 
 
 def _empty_result(bucket: Bucket, spec: StepSpec) -> DeviceResult:

@@ -101,15 +101,17 @@ def unpack(weight: QuantizedWeight) -> jax.Array:
 def round_rows(x: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, jax.Array]:
     """x [T, E] -> int8[T, E] and float32[T, 1], whose product is x to within half a scale; the largest is 127.
 
-    In float32: scale = max |x| / 127, or 1 for zeros, and integers = round(x / scale), ties to even. `axis_name`: of
-    the mesh, whose devices have parts of the same rows.
+    In float32: scale = max |x| * (1 / 127), or 1 for zeros, and integers = round(x * (1 / scale)), ties to even.
+    `axis_name`: of the mesh, whose devices have parts of the same rows.
     """
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=1, keepdims=True)
     if axis_name is not None:
         largest = jax.lax.pmax(largest, axis_name)
-    scale = jnp.where(largest == 0.0, 1.0, largest / 127.0)
-    return jnp.round(x / scale).astype(jnp.int8), scale
+    # No quotients of rows: XLA multiplies by the reciprocal in some programs and divides in others, and what is in the
+    # middle of two integers would become one of them here and the other there.
+    scale = jnp.where(largest == 0.0, 1.0, largest * (1.0 / 127.0))
+    return jnp.round(x * (1.0 / scale)).astype(jnp.int8), scale
 
 
 def padded(x: jax.Array, weight: QuantizedWeight) -> jax.Array:

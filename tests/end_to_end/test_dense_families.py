@@ -60,8 +60,6 @@ def test_gradient_is_finite_and_equals_a_finite_difference(family, tmp_path):
 def shared():
     for family in dense_families.VARIANTS:
         for way in SHARED:
-            if (family, way) == ("smollm3", "int8 weights"):
-                continue  # two devices answer otherwise than one; whether by rounding alone is not known
             slow = (family, way) in {("olmo2", "plain"), ("starcoder2", "int8 weights")}
             marks = pytest.mark.slow if slow else pytest.mark.deep
             yield pytest.param(family, way, marks=marks, id=f"{family}-{way}")

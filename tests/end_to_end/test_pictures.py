@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.registry import picture_processor
 from jaxpage.replay import replay
+from jaxpage.tokenizer import load_tokenizer
 from tests import checkpoints, picture_models
 from tests.picture_models import (
     END,
@@ -27,28 +32,84 @@ NEVER = range(START, VIDEO + 1)
 GREEDY = SamplingParams(
     temperature=0, max_tokens=64, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -100.0)
 )
+CONFIGS = {"qwen2_5_vl": qwen2_5_vl_config, "qwen3_vl": qwen3_vl_config}
 PIXELS = {"min_pixels": 784, "max_pixels": 130 * 784}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen2_5_vl")
-    return picture_models.save(qwen2_5_vl_config(), folder, seed="qwen2.5-vl in an engine")
+class Family:
+    """A tiny model of a family, transformers' own, and an engine that many tests share."""
+
+    def __init__(self, config: transformers.PretrainedConfig, folder: Path):
+        self.path = picture_models.save(config, folder, seed="qwen3_vl 4")
+        picture_models.save_tokenizer(self.path)
+        self.oracle = picture_models.torch_model(self.path)
+        self.processor = picture_processor(
+            load_hf_config(str(self.path)),
+            self.path,
+            tokenizer=load_tokenizer(str(self.path)),
+            options=PIXELS,
+        )
+        self.llm = make_llm(self.path)
+
+    @functools.cached_property
+    def alone(self) -> list[list[int]]:
+        """The answer to each prompt by itself, in chunks, which is that of transformers."""
+        return [self.checked_answer(prompt) for prompt in PROMPTS]
+
+    def checked_answer(self, prompt) -> list[int]:
+        """The greedy answer to a prompt, whose tokens and log-probabilities are those of transformers."""
+        media, ids = {"image": [], "video": []}, prompt
+        if not isinstance(prompt, list):
+            media, ids = prompt["multi_modal_data"], prompt["prompt_token_ids"]
+        pictures = [self.processor.image(image) for image in media["image"]]
+        pictures += [self.processor.video(frames, **known) for frames, known in media["video"]]
+        expanded = self.processor.expand(list(ids), pictures)
+        params = dataclasses.replace(GREEDY, logprobs=1)
+        (output,) = self.llm.generate(prompt, params, use_tqdm=False)
+        (answer,) = output.outputs
+        assert (output.prompt_token_ids, output.num_cached_tokens) == (expanded.token_ids, 0)
+        whole = dataclasses.replace(expanded, token_ids=[*expanded.token_ids, *answer.token_ids])
+        logits = picture_models.qwen_logits(self.oracle, whole, pictures)
+        logits = logits[len(expanded.token_ids) - 1 : -1]
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        found = [row[i].logprob for row, i in zip(answer.logprobs, answer.token_ids, strict=True)]
+        wanted = logprobs[np.arange(len(found)), answer.token_ids]
+        np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+        logits[:, NEVER] -= 100
+        assert answer.token_ids == logits.argmax(-1).tolist()
+        return answer.token_ids
 
 
 @pytest.fixture(scope="module")
-def oracle(path):
-    return picture_models.torch_model(path)
+def families(tmp_path_factory) -> Callable[[str], Family]:
+    """A family by name, made once."""
+
+    @functools.cache
+    def made(name: str) -> Family:
+        return Family(CONFIGS[name](), tmp_path_factory.mktemp("families") / name)
+
+    return made
 
 
 @pytest.fixture(scope="module")
-def processor(path):
-    return picture_processor(load_hf_config(str(path)), path, options=PIXELS)
+def family(families) -> Family:
+    return families("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def path(family) -> Path:
+    return family.path
+
+
+@pytest.fixture(scope="module")
+def alone(family) -> list[list[int]]:
+    return family.alone
 
 
 def make_llm(path, **options) -> LLM:
     """Steps of 64 tokens, so that most pictures are computed in several."""
     given = {"max_model_len": 640, "mm_processor_kwargs": PIXELS, "enforce_eager": True}
+    given["skip_tokenizer_init"] = False  # times between frames are text
     return checkpoints.make_llm(path, **(given | options))
 
 
@@ -80,57 +141,38 @@ PROMPTS = [
 ]
 
 
-def checked_answer(llm: LLM, oracle, processor, prompt) -> list[int]:
-    """The greedy answer to a prompt alone, whose tokens and log-probabilities are those of transformers."""
-    media, ids = {"image": [], "video": []}, prompt
-    if not isinstance(prompt, list):
-        media, ids = prompt["multi_modal_data"], prompt["prompt_token_ids"]
-    pictures = [processor.image(image) for image in media["image"]]
-    pictures += [processor.video(frames, **known) for frames, known in media["video"]]
-    expanded = processor.expand(list(ids), pictures)
-    params = dataclasses.replace(GREEDY, logprobs=1)
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    (answer,) = output.outputs
-    assert output.prompt_token_ids == expanded.token_ids
-    whole = dataclasses.replace(expanded, token_ids=[*expanded.token_ids, *answer.token_ids])
-    logits = picture_models.qwen_logits(oracle, whole, pictures)[len(expanded.token_ids) - 1 : -1]
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    found = [row[i].logprob for row, i in zip(answer.logprobs, answer.token_ids, strict=True)]
-    wanted = logprobs[np.arange(len(found)), answer.token_ids]
-    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
-    logits[:, NEVER] -= 100
-    assert answer.token_ids == logits.argmax(-1).tolist()
-    return answer.token_ids
-
-
 def answers(llm: LLM, prompts=None, params=GREEDY) -> list[list[int]]:
     outputs = llm.generate(PROMPTS if prompts is None else prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.fixture(scope="module")
-def llm(path):
-    return make_llm(path)
-
-
-@pytest.fixture(scope="module")
-def alone(llm, oracle, processor) -> list[list[int]]:
-    """The answer to each prompt by itself, which is that of transformers."""
-    return [checked_answer(llm, oracle, processor, prompt) for prompt in PROMPTS]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("qwen2_5_vl", "pictures"),
+        ("qwen2_5_vl", "videos"),
+        ("qwen3_vl", "pictures"),
+        ("qwen3_vl", "videos"),
+    ],
+)
+def test_greedy_tokens_equal_transformers(families, name, given):
+    """One picture, three, a video, a picture and a video; and text beside them."""
+    found = families(name).alone
+    assert [len(answer) for answer in found] == [64] * len(PROMPTS)
+    assert len({tuple(answer) for answer in found}) == len(PROMPTS)
+    kind = "video" if given == "videos" else "image"
+    assert any(isinstance(p, dict) and p["multi_modal_data"][kind] for p in PROMPTS)
 
 
 @pytest.mark.slow
-def test_one_three_and_a_video_are_answered_as_by_transformers(alone):
-    assert [len(answer) for answer in alone] == [64] * len(PROMPTS)
-    assert len({tuple(answer) for answer in alone}) == len(PROMPTS)
-
-
-@pytest.mark.slow
-def test_together_in_chunks_cold_and_warm_they_are_answered_alike(path, alone):
-    llm = make_llm(path, async_scheduling=True)
+@pytest.mark.parametrize(("name", "num_pictures"), [("qwen2_5_vl", 7), ("qwen3_vl", 11)])
+def test_together_cold_and_warm_they_are_answered_alike(families, name, num_pictures):
+    """Qwen3-VL's videos are encoded by rows of frames, of which the second prompt with one has two."""
+    alone, llm = families(name).alone, families(name).llm
+    assert llm.stats().num_encoded_pictures == num_pictures
+    llm.reset_prefix_cache()
     assert answers(llm) == alone
-    num_pictures = llm.stats().num_encoded_pictures
-    assert num_pictures == 7
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == alone
     assert all(o.num_cached_tokens > len(o.prompt_token_ids) - 16 for o in outputs)
@@ -152,7 +194,7 @@ def test_preempted_ones_are_answered_alike_and_not_encoded_again(path, alone, mo
     assert llm.stats().num_encoded_pictures == 7
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_pictures_that_are_evicted_are_encoded_again_and_answered_alike(path, alone):
     """Room for the largest picture and little more."""
     row_bytes = 48 * 4
@@ -181,16 +223,17 @@ def test_a_conversation_about_one_picture_encodes_it_once_and_finds_the_rest(pat
 
 
 @pytest.mark.slow
-def test_two_pictures_of_one_size_share_nothing_of_the_cache(llm, path):
+def test_two_pictures_of_one_size_share_nothing_of_the_cache(family):
     first, second = (seeing([7] * 3, pixels(100, 100, seed), after=[8] * 9) for seed in (10, 11))
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
-    a, b = (llm.generate(p, params, use_tqdm=False)[0] for p in (first, second))
+    a, b = (family.llm.generate(p, params, use_tqdm=False)[0] for p in (first, second))
     assert a.prompt_token_ids == b.prompt_token_ids
     assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 0)
 
 
 @pytest.mark.slow
-def test_several_continuations_and_beams_see_the_picture(llm, alone):
+def test_several_continuations_and_beams_see_the_picture(family):
+    llm = family.llm
     params = SamplingParams(n=3, temperature=0.7, seed=3, max_tokens=6)
     (together,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
     (again,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
@@ -202,36 +245,26 @@ def test_several_continuations_and_beams_see_the_picture(llm, alone):
 
 
 @pytest.mark.slow
-def test_pictures_that_reach_several_layers_are_answered_as_by_transformers(tmp_path):
-    """Qwen3-VL, whose embeddings are longer than the decoder's."""
-    path = picture_models.save(qwen3_vl_config(), tmp_path, seed="qwen3-vl in an engine")
-    prompts = [*PROMPTS[:2], PROMPTS[4]]
-    processor = picture_processor(load_hf_config(str(path)), path, options=PIXELS)
-    oracle, llm = picture_models.torch_model(path), make_llm(path)
-    alone = [checked_answer(llm, oracle, processor, prompt) for prompt in prompts]
-    assert answers(make_llm(path), prompts) == alone
-
-
-@pytest.mark.slow
 def test_two_devices_answer_as_one(path, alone):
     llm = make_llm(path, tensor_parallel_size=2)
     assert answers(llm, PROMPTS[:2]) == alone[:2]
 
 
 @pytest.mark.slow
-def test_no_program_copies_the_picture_cache(path):
-    llm = make_llm(path, enforce_eager=False, max_model_len=64, mm_encoder_cache_bytes="32M")
+def test_programs_are_compiled_before_copy_no_cache_and_a_recorded_run_repeats(
+    path, alone, tmp_path
+):
+    file = tmp_path / "run.calls"
+    llm = make_llm(
+        path,
+        enforce_eager=False,
+        record_calls=str(file),
+        max_model_len=400,
+        mm_encoder_cache_bytes="32M",
+    )
     llm.wait_until_warm()
     temporaries = {record.name: record.temp_bytes for record in llm.programs()}
-    assert "encode P=256" in temporaries
-    assert {name: size for name, size in temporaries.items() if size > 8 << 20} == {}
-
-
-@pytest.mark.slow
-def test_programs_are_compiled_before_and_a_recorded_run_repeats(path, alone, tmp_path):
-    file = tmp_path / "run.calls"
-    llm = make_llm(path, enforce_eager=False, record_calls=str(file), max_model_len=400)
-    llm.wait_until_warm()
+    assert {name: size for name, size in temporaries.items() if size > 24 << 20} == {}
     names = [record.name for record in llm.programs() if record.name.startswith("encode")]
     assert names == ["encode P=256", "encode P=512", "encode P=1024", "encode P=2048"]
     assert answers(llm, PROMPTS[:2]) == alone[:2]

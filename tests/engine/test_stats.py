@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from jaxpage.engine.counters import num_computed_slots
+from jaxpage.engine.stats import total
 from jaxpage.plan import NULL_BLOCK
 from tests.engine.harness import make_engine, run
 from tests.fakes import FakeMaskSource, make_beam_request, make_request
@@ -142,3 +146,18 @@ def test_every_step_of_mixed_work_is_accounted_for(
 def test_an_engine_that_has_done_nothing_wastes_nothing():
     stats = make_engine().stats()
     assert stats.kv_waste == stats.mean_kv_waste == 0
+
+
+def test_loads_of_experts_add_up_over_steps_and_replicas():
+    engine = make_engine()
+    collect = engine.runner.collect
+    load = np.array([[2**31 - 1, 0], [3, 1]], np.int32)
+    engine.runner.collect = lambda launched: replace(collect(launched), expert_load=load)
+    idle = engine.stats()
+    assert idle.expert_load == () and idle.expert_imbalance == ()
+    run(engine, make_request("a", [1, 2, 3], ignore_eos=True, max_tokens=2))
+    stats = engine.stats()
+    assert stats.num_steps == 2 and stats.expert_load == ((2**32 - 2, 0), (6, 2))
+    assert stats.expert_imbalance == (2.0, 1.5)
+    both = total([stats, idle, stats])
+    assert both.expert_load == ((2**33 - 4, 0), (12, 4)) and both.expert_imbalance == (2.0, 1.5)

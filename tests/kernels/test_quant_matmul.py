@@ -77,6 +77,24 @@ def test_a_row_of_x_is_off_by_half_a_step_at_most():
     assert (np.abs(integers * scale.astype(np.float64) - x) <= scale * 0.50001).all()
 
 
+def test_what_is_in_the_middle_of_two_integers_is_rounded_alike_on_one_device_and_on_two():
+    rng = np.random.default_rng(0)
+    largest = rng.uniform(1, 9, (300, 1)).astype(np.float32)
+    middles = (rng.integers(-126, 126, (300, 63)) + np.float32(0.5)) * (largest / np.float32(127))
+    x = jnp.asarray(np.concatenate([largest, middles], axis=1))
+    weight = quantize(jnp.asarray(rng.standard_normal((64, 64)), jnp.float32), "int8")
+    product = jax.jit(partial(xla.quant_matmul, round_x=True))
+    expected = product(x, weight)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    for by_out, by_in in (("x", None), (None, "x")):
+        share = QuantizedWeight(
+            data=jax.device_put(weight.data, NamedSharding(mesh, P(by_out, by_in))),
+            scale=jax.device_put(weight.scale, NamedSharding(mesh, P(by_out))),
+        )
+        whole = jax.device_put(x, NamedSharding(mesh, P()))
+        np.testing.assert_array_equal(product(whole, share), expected)
+
+
 def test_the_first_of_two_groups_has_the_low_halves_of_bytes():
     q = jnp.asarray(np.arange(6, dtype=np.uint8)[None])  # groups 01 23 45
     weight = pack(q, jnp.ones((3, 1), jnp.float32), jnp.full((3, 1), 2, jnp.uint8))

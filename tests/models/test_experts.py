@@ -13,8 +13,10 @@ from jax.sharding import Mesh
 
 from jaxpage.aot.collectives import exchanges
 from jaxpage.device import Device
+from jaxpage.models.decoder import mlp_or_experts
 from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, choose, experts
 from jaxpage.parallel.sharding import TENSOR
+from jaxpage.weights.dummy import initialise
 from pallas_kernels.grouped_matmul import gradient
 from tests import checkpoints, mixtures
 from tests.models import test_families as families
@@ -256,3 +258,20 @@ def config(**options):
 
     hf = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **options)
     return qwen3_moe_config(hf, dtype="float32")
+
+
+def test_the_tokens_of_each_expert_are_counted_without_padding():
+    sizes = dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
+    options = config(**sizes, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8)
+    experts_of_layer = mlp_or_experts(options, 0)
+    initialise(experts_of_layer, seed=0)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 30, 16)), jnp.float32)
+    is_token = rng.random((2, 30)) < 0.7
+    load: list[jax.Array] = []
+    out = experts_of_layer(x, jnp.asarray(is_token), load)
+    np.testing.assert_array_equal(out, experts_of_layer(x, jnp.asarray(is_token)))
+    logits = np.asarray(x @ experts_of_layer.gate.weight[...].T)[is_token]
+    expected = np.bincount(np.argsort(-logits)[:, :2].ravel(), minlength=6)
+    assert len(load) == 1 and load[0].dtype == jnp.int32
+    np.testing.assert_array_equal(load[0], expected)
