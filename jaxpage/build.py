@@ -222,11 +222,7 @@ def _build_one(
     if config.record_calls is not None:
         runner.recorder = record_to(config.record_calls, _recording_header(options, config))
         weakref.finalize(runner, runner.recorder.close)
-    scheduler = _make_scheduler(config, runner, on_cpu=sized.device.platform == "cpu")
-    if sized.picture_spec is not None:
-        scheduler.pictures = PictureCache(
-            sized.picture_spec.num_rows, budget=config.max_num_batched_tokens
-        )
+    scheduler = _make_scheduler(sized, runner)
     runner.warmup()
     if hosts is not None:
         wait_for_all(hosts)
@@ -371,8 +367,9 @@ def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[s
     return {"options": given | {"model": resolved.model} | sizes}
 
 
-def _make_scheduler(config: ResolvedConfig, runner: Runner, *, on_cpu: bool) -> Scheduler:
-    memory = runner.host_memory
+def _make_scheduler(spec: EngineSpec, runner: Runner) -> Scheduler:
+    config, pictures, memory = spec.config, spec.picture_spec, runner.host_memory
+    on_cpu = spec.device.platform == "cpu"
     prompt_sizes = tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.decode)
     kv = KVCache(
         runner.pool_spec.num_blocks,
@@ -386,6 +383,7 @@ def _make_scheduler(config: ResolvedConfig, runner: Runner, *, on_cpu: bool) -> 
     return Scheduler(
         kv,
         num_adapters=config.max_loras if config.enable_lora else 0,
+        pictures=pictures and PictureCache(pictures.num_rows, budget=config.max_num_batched_tokens),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

@@ -106,7 +106,8 @@ class EngineConfig:
     model: str  # a checkpoint folder, or a name on the Hugging Face hub, see `hub.local_folder`
     # "auto": the checkpoint's, but bfloat16 for float32; or float16, bfloat16, float32
     dtype: str = "auto"
-    quantization: str | None = None  # "int8": round weights and activations of linear layers
+    # "int8": round weights and activations of linear layers and experts
+    quantization: str | None = None
     # "auto": as `dtype`; or int8, int4, fp8_e4m3 ("fp8"), fp8_e5m2
     kv_cache_dtype: str = "auto"
     # None: the model's own limit; "auto": the largest that fits the KV memory; "8k", "8K" work too

@@ -147,8 +147,7 @@ class EngineSpec:
             join_projections(self.model)
         if config.quantization == "int8":
             reasons = quantize(self.model, self.choose_matmul)
-        else:
-            reasons = choose_experts(self.model, self.choose_experts)
+        reasons |= choose_experts(self.model, self.choose_experts)
         if config.enable_lora:
             sizes = {"num_slots": config.max_loras, "rank": config.max_lora_rank}
             attach_adapters(self.model, **sizes, mesh=self.mesh)
@@ -264,12 +263,6 @@ def make_engine_spec(
         device_memory=hardware.memory_bytes,
     )
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
-    if config.quantization is not None and model.config.experts is not None:
-        raise ValueError(
-            f'quantization="{config.quantization}" is for models without experts; '
-            f"{model.config.architecture} has {model.config.experts.num_experts} a layer: leave it out, and "
-            "share the weights among devices by tensor_parallel_size if one cannot hold them"
-        )
     if config.record_expert_load and model.config.experts is None:
         raise ValueError(
             "record_expert_load=True counts the tokens of experts, and "

@@ -267,7 +267,7 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> str:
 def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
     """Bytes of weights and of a KV block in int8; None where they are already, or cannot be."""
     weights = block = None
-    if spec.config.quantization is None and spec.model.config.experts is None:
+    if spec.config.quantization is None:
         model = nnx.clone(spec.model)
         quantize(model, spec.choose_matmul)
         weights = sum(dataclasses.replace(spec, model=model).weight_bytes.values())

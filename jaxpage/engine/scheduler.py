@@ -49,12 +49,13 @@ class Scheduler:
         samples_late: bool = True,
         padding: Padding = NO_PADDING,
         num_adapters: int = 0,
+        pictures: PictureCache | None = None,
     ):
         """Raises ValueError for limits below 1, or no room for a token of prompt and a token of answer."""
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
         sequences.check_limits(*limits, policy)
         self.kv, self.adapters, self.max_model_len = kv, AdapterSlots(num_adapters), max_model_len
-        self.pictures = PictureCache(1, budget=0)  # whoever builds a model that sees sets another
+        self.pictures = pictures or PictureCache(1, budget=0)  # of models that take none
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
         self.requests: dict[str, Request] = {}  # the unfinished ones

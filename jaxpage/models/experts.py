@@ -56,19 +56,22 @@ class Experts(nnx.Module):
 
         self.gate_up_proj, self.gate_up_proj_bias = weight(2 * inner, embed), bias(2 * inner)
         self.down_proj, self.down_proj_bias = weight(embed, inner), bias(embed)
+        # Once the weights are int8, see `weights.transform`: float32[X, outputs].
+        self.gate_up_proj_scale: nnx.Param | None = None
+        self.down_proj_scale: nnx.Param | None = None
 
     @property
     def weights(self) -> ExpertWeights:
-        biases = (
-            None if each is None else each[...]
-            for each in (self.gate_up_proj_bias, self.down_proj_bias)
-        )
-        gate_up_bias, down_bias = biases
+        def value(parameter: nnx.Param | None) -> jax.Array | None:
+            return None if parameter is None else parameter[...]
+
         return ExpertWeights(
             gate_up=self.gate_up_proj[...],
             down=self.down_proj[...],
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
+            gate_up_bias=value(self.gate_up_proj_bias),
+            down_bias=value(self.down_proj_bias),
+            gate_up_scale=value(self.gate_up_proj_scale),
+            down_scale=value(self.down_proj_scale),
         )
 
 

@@ -5,6 +5,8 @@ Each token is a row for each of its experts. Rows are sorted by expert, multipli
 of its experts, so a token's sum depends on the token alone, whatever shares the batch. Rows of padding have no expert:
 they come last, and nothing is multiplied for them.
 
+For int8 weights each row is rounded to int8 too, before each product, as in `ops.matmul`: sums are exact.
+
 On several devices each has X/n experts and all tokens. It multiplies the rows of its own experts, and one sum over the
 devices, [T, E] in the dtype of x, is all that they exchange.
 """
@@ -35,17 +37,20 @@ from pallas_kernels import hopper, tuning
 from pallas_kernels.grouped_matmul import xla
 from pallas_kernels.grouped_matmul.gradient import gradient
 from pallas_kernels.grouped_matmul.tune import kernel_of, tuned_sizes
+from pallas_kernels.quant_matmul.quantized import round_rows
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """Of all experts of a layer. gate_up: outputs of gate, then as many of up."""
+    """Of all experts of a layer. gate_up: outputs of gate, then as many of up. Weights with a scale are int8."""
 
     gate_up: jax.Array  # [X, 2 F, E]
     down: jax.Array  # [X, E, F]
     gate_up_bias: jax.Array | None = None  # [X, 2 F]
     down_bias: jax.Array | None = None  # [X, E]
+    gate_up_scale: jax.Array | None = None  # float32[X, 2 F]
+    down_scale: jax.Array | None = None  # float32[X, E]
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,13 @@ class _Request:
     device: Device
 
 
+def _refuse_int8(request: _Request) -> None:
+    if request.gate_up.dtype == jnp.int8:
+        raise Unsupported("experts in int8; the kernel takes the dtype of the model")
+
+
 def _accept_tpu(request: _Request) -> ExpertsKernel:
+    _refuse_int8(request)
     if request.dtype not in (jnp.bfloat16, jnp.float32):
         raise Unsupported(f"experts in {request.dtype}; the kernel takes bfloat16 and float32")
     return ExpertsKernel("tpu", tuned_sizes("tpu", request.device.kind))
@@ -82,6 +93,7 @@ def _accept_tpu(request: _Request) -> ExpertsKernel:
 
 def _accept_hopper(request: _Request) -> ExpertsKernel:
     require(hopper.unsupported_reason_on(request.device.compute_capability))
+    _refuse_int8(request)
     for weights in (request.gate_up, request.down):
         rows = jax.ShapeDtypeStruct((1, weights.shape[2]), request.dtype)
         require(kernel_of("gpu").unsupported_reason(rows, weights))
@@ -171,11 +183,10 @@ def _apply(
         axis=0, dtype=jnp.int32
     )
     expert = expert[order]
-    hidden = _multiply(x[order // num_chosen], weights.gate_up, group_sizes, kernel)
+    product = partial(_product, expert=expert, group_sizes=group_sizes, kernel=kernel)
+    hidden = product(x[order // num_chosen], weights.gate_up, weights.gate_up_scale)
     hidden = activation(_with_bias(hidden, weights.gate_up_bias, expert)).astype(x.dtype)
-    out = _with_bias(
-        _multiply(hidden, weights.down, group_sizes, kernel), weights.down_bias, expert
-    )
+    out = _with_bias(product(hidden, weights.down, weights.down_scale), weights.down_bias, expert)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
     out = out[back].reshape(num_tokens, num_chosen, -1)
     parts = [shares[:, i, None] * out[:, i] for i in range(num_chosen)]
@@ -190,6 +201,23 @@ def _with_bias(out: jax.Array, bias: jax.Array | None, expert: jax.Array) -> jax
     if bias is None:
         return out
     return out + bias.at[expert].get(mode="fill", fill_value=0).astype(out.dtype)
+
+
+def _product(
+    x: jax.Array,
+    weights: jax.Array,
+    scale: jax.Array | None,
+    *,
+    expert: jax.Array,
+    group_sizes: jax.Array,
+    kernel: ExpertsKernel,
+) -> jax.Array:
+    """float32[T, F] of rows sorted by expert; int8 weights have a scale. Rows of no expert are 0."""
+    if scale is None:
+        return _multiply(x, weights, group_sizes, kernel)
+    integers, row_scale = round_rows(x)
+    total = xla.grouped_matmul(integers, weights, group_sizes).astype(jnp.float32)
+    return total * row_scale * scale.at[expert].get(mode="fill", fill_value=0)
 
 
 def _multiply(

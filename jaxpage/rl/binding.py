@@ -45,6 +45,7 @@ class Binding:
         self._places: list[Sharding] = []
         self._copies: dict[str, tuple[weakref.ref[Any], nnx.Variable]] = {}
         self.variables: list[nnx.Variable] = []  # that the engine is to read, in its order
+        self._structure: tuple[Any, Any] | None = None  # of the engine's model
         self.trainer = ""  # whose layout it is: "NNX", "Tunix" or "MaxText"
 
     @property
@@ -81,6 +82,8 @@ class Binding:
 
     def _follow(self, spec: EngineSpec, names: Mapping[str, str]) -> None:
         described = specs(spec.model)
+        graphdef, state = nnx.split(spec.model)
+        self._structure = graphdef, jax.tree.structure(state)
         for path, variable in nnx.to_flat_state(nnx.state(spec.model)):
             path = ".".join(map(str, path))
             place = described[path].sharding(spec.mesh)
@@ -90,6 +93,25 @@ class Binding:
                 empty = variable.get_raw_value()
                 variable.set_raw_value(jnp.zeros(empty.shape, empty.dtype, device=place))
             self.variables.append(variable)
+
+    def model_of(self, params: Any = None) -> Any:
+        """The engine's model with a tree of the module's names as its parameters; None: with what is read now.
+
+        Its arrays are those of the tree, tracers too. Raises ValueError for one that lacks a parameter.
+        """
+        leaves = [variable.get_raw_value() for variable in self.variables]
+        if params is not None:
+            given = _flat(nnx.state(params) if isinstance(params, nnx.Module) else params)
+            lacking = sorted({name for name in self._names if name} - set(given))
+            if lacking:
+                raise ValueError(f"params lack {listed(lacking)} of the bound module")
+            leaves = [
+                _array(given[name]) if name else leaf
+                for name, leaf in zip(self._names, leaves, strict=True)
+            ]
+        assert self._structure is not None, "no engine was built"
+        graphdef, treedef = self._structure
+        return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
 
     def refresh(self) -> int:
         """Look where all arrays are now, and copy those that are elsewhere. Returns the bytes that were copied.

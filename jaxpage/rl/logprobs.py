@@ -6,10 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.rl.rollout import Padded
+
+_ROWS = 8  # of a batch that are computed together
 
 
 def logprobs(model: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
@@ -29,3 +33,20 @@ def logprobs(model: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
     found = jnp.take_along_axis(logits, token_ids[:, 1:, None], axis=-1)[..., 0]
     found = jnp.pad(found, ((0, 0), (1, 0)))
     return jnp.where(batch.completion_mask, found, 0.0)
+
+
+def dense_logprobs(model: Any, batch: Padded, temperature: float) -> np.ndarray:
+    """The same in NumPy, a few rows at a time, without keeping what a gradient would need."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def compute(state: Any, rows: Padded) -> jax.Array:
+        return logprobs(nnx.merge(graphdef, state), rows, temperature)
+
+    num_rows = len(batch.token_ids)
+    parts = []
+    for start in range(0, num_rows, _ROWS):
+        rows = np.arange(start, start + _ROWS) % num_rows  # all parts have one shape
+        part = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], batch)
+        parts.append(np.asarray(compute(state, part)))
+    return np.concatenate(parts)[:num_rows]

@@ -37,6 +37,7 @@ class Rollout:
     weight_versions: tuple[tuple[Span, ...], ...]  # which tokens were sampled with which weights
     texts: tuple[str, ...]  # "" without a tokenizer
     pad_id: int
+    temperature: float  # that it was sampled at; 0: the most likely tokens
     logprobs_mode: (
         str  # "temperature": of logits / temperature over the whole vocabulary; "raw", "processed"
     )
@@ -125,6 +126,7 @@ def make_rollout(
     seeds: Sequence[int],
     *,
     pad_id: int,
+    temperature: float,
     logprobs_mode: str,
     versions: dict[int, int],
 ) -> Rollout:
@@ -155,6 +157,7 @@ def make_rollout(
         weight_versions=tuple(_spans(c, versions) for c in completions),
         texts=tuple(c.text for c in completions),
         pad_id=pad_id,
+        temperature=temperature,
         logprobs_mode=logprobs_mode,
     )
 

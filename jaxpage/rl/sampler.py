@@ -11,12 +11,13 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jaxpage.async_llm.step_loop import PauseMode
 from jaxpage.async_llm.tasks import Tasks
 from jaxpage.build import build
 from jaxpage.config import EngineConfig, ResolvedConfig
@@ -25,7 +26,9 @@ from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
 from jaxpage.rl.binding import Binding
-from jaxpage.rl.rollout import Rollout, make_rollout
+from jaxpage.rl.logprobs import dense_logprobs, logprobs
+from jaxpage.rl.parity import ParityReport, compare
+from jaxpage.rl.rollout import Padded, Rollout, make_rollout
 from jaxpage.rl.scoring import Scored, make_scored, scoring_params
 from jaxpage.rl.seeds import GroupSeeds
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
@@ -78,6 +81,7 @@ class Sampler:
         self._read_weights()
         runner.weights_changed()  # there were none before
         self._tasks = Tasks(built)
+        self._is_asleep = False
         pad_id = built.tokenizer and built.tokenizer.pad_token_id
         self.pad_id: int = pad_id or 0  # of padding in rollouts
         # The threads know the tasks and not this object, so it can go while they run.
@@ -128,6 +132,7 @@ class Sampler:
             outputs,
             seeds,
             pad_id=self.pad_id,
+            temperature=params.temperature,
             logprobs_mode=self.config.logprobs_mode,
             versions=self._all_versions(),
         )
@@ -165,6 +170,36 @@ class Sampler:
             return inputs.requests(prompts, params)
 
         return make_scored(_wait(self._tasks.submit(prepare, len(sequences))), top_k)
+
+    def logprob_fn(self) -> Callable[..., jax.Array]:
+        """`f(params, batch, temperature=1.0)`: `jaxpage.rl.logprobs` of parameters in the bound module's layout.
+
+        Pure and differentiable by `params`: the module, its `nnx.State`, or a tree of arrays with its names.
+        """
+        model_of = self._binding.model_of
+
+        def logprob(params: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
+            return logprobs(model_of(params), batch, temperature)
+
+        return logprob
+
+    def check_parity(self, rollout: Rollout) -> ParityReport:
+        """Compare a rollout with the dense forward of `logprob_fn`, on the weights that are read now.
+
+        Raises ValueError for a rollout that such a forward cannot repeat: of other weights than the current version's,
+        or with logprobs of another mode than "temperature", or "raw" at temperature 1.
+        """
+        others = {v for row in rollout.weight_versions for v, _, _ in row} - {self.version}
+        if others:
+            raise ValueError(
+                f"the rollout has tokens of weight versions {sorted(others)}; the current one is {self.version}"
+            )
+        mode, temperature = rollout.logprobs_mode, rollout.temperature
+        if mode != "temperature" and (mode != "raw" or temperature not in (0, 1)):
+            raise ValueError(f"logprobs_mode={mode!r} at temperature {temperature} is not compared")
+        batch = rollout.to_padded(side="right")
+        found = dense_logprobs(self._binding.model_of(), batch, temperature or 1.0)
+        return compare(batch.logprobs[batch.completion_mask], found[batch.completion_mask])
 
     # Weights.
 
@@ -216,6 +251,62 @@ class Sampler:
         last = self._engine.scheduler.counters.num_weight_changes
         return {number: self._version_of(number) for number in range(last + 1)}
 
+    # Pauses.
+
+    def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+        """Sample no more; returns when the device computes nothing any more. Calls of `generate` that come now wait.
+
+        Requests that run stay as they are ("keep"), are answered to their end ("wait"), or end with what they have, and
+        their calls return that ("abort"). Without an `update` in between, those that were kept have the tokens that
+        they would have had. With one they go on with the new weights and the KV that they have;
+        `reset_prefix_cache(recompute=True)` has it computed anew. Raises ValueError for an unknown mode.
+        """
+        if mode not in tuple(PauseMode):
+            raise ValueError(f"mode must be one of {', '.join(PauseMode)}, got {mode!r}")
+        self._tasks.pause(PauseMode(mode)).result().result()
+
+    def resume(self) -> None:
+        """Go on, with the requests that came while paused. Raises RuntimeError while asleep."""
+        if self._is_asleep:
+            raise RuntimeError("the sampler is asleep and has no KV pool; call wake() first")
+        self._call(self._tasks.steps.resume)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._tasks.steps.is_paused
+
+    def abort(self) -> None:
+        """End all requests with what they have: their calls return it, with finish_reason "abort"."""
+        was_paused = self.is_paused
+        self.pause("abort")
+        if not was_paused:
+            self.resume()
+
+    def sleep(self, kv: bool = True, weights: bool = False) -> None:
+        """Pause, keeping requests, and free the memory of the KV pool until `wake`; what was in it is computed anew.
+
+        Raises ValueError for `weights=True`: they are the module's, whose owner moves them.
+        """
+        if weights:
+            raise ValueError("weights=True: the parameters are the module's; move them there")
+        self.pause("keep")
+        if not kv or self._is_asleep:
+            return
+
+        def free() -> None:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._runner.free_pool()
+
+        self._is_asleep = True
+        self._call(free)
+
+    def wake(self) -> None:
+        """Allocate the KV pool again, and go on. Nothing is compiled."""
+        if self._is_asleep:
+            self._call(self._runner.recover)
+            self._is_asleep = False
+        self.resume()
+
     # The engine.
 
     def wait_until_warm(self) -> None:
@@ -226,9 +317,12 @@ class Sampler:
         """The engine's counters, as of now."""
         return self._engine.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV. False, and nothing happens, while requests hold blocks."""
-        return self._call(self._engine.reset_prefix_cache)
+    def reset_prefix_cache(self, recompute: bool = False) -> bool:
+        """Forget all cached KV. False, and nothing happens, while requests hold blocks.
+
+        With `recompute` they give them back, and their KV is computed anew with the current weights.
+        """
+        return self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=recompute))
 
     def shutdown(self) -> None:
         """End the engine; calls that wait raise EngineDeadError. Done at exit too."""

@@ -140,11 +140,6 @@ class Runner:
         return self._spec.groups
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the request state."""
-        return self._lowerings.state_bytes
-
-    @property
     def num_recompiles(self) -> int:
         """Compilations since warm-up on behalf of launches. 0 unless something is wrong (or steps compile lazily)."""
         return self._counter.num_compilations
@@ -179,6 +174,11 @@ class Runner:
             self.execute([Call(calls.RESET)])
             return True
         return False
+
+    def free_pool(self) -> None:
+        """Give back the memory of the KV pool, and what is in it; `recover` allocates another one."""
+        for array in jax.tree.leaves(self._kv_pool):
+            array.delete()
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
@@ -362,10 +362,8 @@ def to_host(launched: Launched) -> StepResult:
     assert result is not None, "nothing was sampled"
     sampled = result.sampled
     token_ids = np.asarray(sampled.token_ids)[:steps, :rows]
-    top_token_ids, top_logprobs = (
-        np.zeros((steps, rows, 0), np.int32),
-        np.zeros((steps, rows, 0), np.float32),
-    )
+    empty = np.zeros((steps, rows, 0), np.float32)
+    top_token_ids, top_logprobs = empty.astype(np.int32), empty
     if launched.has_top_logprobs:
         top_token_ids = np.asarray(sampled.top_token_ids)[:steps, :rows]
         top_logprobs = np.asarray(sampled.top_logprobs)[:steps, :rows]

@@ -143,34 +143,14 @@ def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Turned:
-    """[X, O, I] of a parameter that is stored [X, I, O]."""
-
-    stored: StoredTensor
-
-    @property
-    def name(self) -> str:
-        return self.stored.name
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first, second, third = self.stored.shape
-        return (first, third, second)
-
-    def read(self, index: Index = ()) -> np.ndarray:
-        first, second, third = (slice(*each) for each in _bounds(index, self.shape))
-        return self.stored.read((first, third, second)).swapaxes(1, 2)
-
-
-@dataclass(frozen=True)
-class Parted:
-    """[X, 2 F, ...] with the even entries of the second axis first, then the odd ones."""
+class Reordered:
+    """[X, O, ...] of what is stored in another order: `turns`, as [X, I, O]; `alternates`, with the first half of O in
+    its even entries and the second half in its odd ones.
+    """
 
     stored: Stored
+    turns: bool
+    alternates: bool
 
     @property
     def name(self) -> str:
@@ -182,12 +162,18 @@ class Parted:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+        first, *rest = self.stored.shape
+        return (first, *(reversed(rest) if self.turns else rest))
 
     def read(self, index: Index = ()) -> np.ndarray:
-        whole = self.stored.read(index[:1])
-        parted = np.concatenate([whole[:, 0::2], whole[:, 1::2]], axis=1)
-        return parted[(slice(None), *index[1:])]
+        first, outputs, *rest = (slice(*each) for each in _bounds(index, self.shape))
+        wanted = slice(None) if self.alternates else outputs
+        part = self.stored.read((first, *rest, wanted) if self.turns else (first, wanted, *rest))
+        if self.turns:
+            part = part.swapaxes(1, 2)
+        if self.alternates:
+            part = np.concatenate([part[:, 0::2], part[:, 1::2]], axis=1)[:, outputs]
+        return part
 
 
 def tensors_of(path: str, place: Place, names: Container[str]) -> tuple[str, ...]:
@@ -229,12 +215,10 @@ def stored_parameter(
         _check_shape(blocks, blocks.shape, (*packed, 16), path, shape)
         _check_shape(scales, scales.shape, packed, path, shape)
         _check_shape(blocks, (*shape[:2], packed[2] * 32), shape, path, shape)
-        stored: Stored = Mxfp4(blocks, scales)
-    else:
-        turned = (shape[0], shape[2], shape[1]) if place.turns else shape
-        _check_shape(first, first.shape, turned, path, shape)
-        stored = Turned(first) if place.turns else first
-    return Parted(stored) if place.alternates else stored
+        return Reordered(Mxfp4(blocks, scales), turns=False, alternates=place.alternates)
+    reordered = Reordered(first, turns=place.turns, alternates=place.alternates)
+    _check_shape(first, reordered.shape, shape, path, shape)
+    return reordered
 
 
 def _check_shape(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.models.decoder import MLP, CausalLM, SelfAttention
-from jaxpage.models.experts import MixtureOfExperts
+from jaxpage.models.experts import Experts, MixtureOfExperts
 from jaxpage.models.layers import Linear
 from jaxpage.ops.experts import ExpertsKernel
 from jaxpage.ops.implementations import Choice
@@ -28,6 +28,9 @@ from pallas_kernels.quant_matmul.quantized import QuantizedWeight
 @jax.jit
 def _to_int8(weight: jax.Array) -> QuantizedWeight:
     return quantized.quantize(weight, "int8")
+
+
+_experts_to_int8 = jax.jit(jax.vmap(_to_int8))
 
 
 def join_projections(model: CausalLM) -> None:
@@ -50,12 +53,12 @@ def quantize(
     model: CausalLM,
     choose: Callable[[QuantizedWeight, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]],
 ) -> set[str]:
-    """Round the weight of every linear layer of the decoder to int8 in place, one scale per output; embedding and norms
-    stay, and so does a vision tower, which is small and loses more by it.
+    """Round the weight of every linear layer of the decoder, and of every expert, to int8 in place, one scale per
+    output. Embedding, norms and routers stay, and so does a vision tower, which is small and loses more by it.
 
-    `choose` says what computes products with such a weight, whose axes and units it is told. Returns the reasons why
-    that is not the platform's kernel, where it is not. A tied head becomes a layer of its own: the embedding must stay
-    exact, and the head is read at every token.
+    `choose` says what computes products of a linear layer with such a weight, whose axes and units it is told. Returns
+    the reasons why that is not the platform's kernel, where it is not. A tied head becomes a layer of its own: the
+    embedding must stay exact, and the head is read at every token.
     """
     if model.lm_head is None:
         embedding = model.model.embed_tokens.weight
@@ -71,8 +74,12 @@ def quantize(
         model.lm_head = nnx.data(head)
     reasons = set()
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, Linear) and path[:1] != ("visual",):
+        if isinstance(module, Experts):
+            _quantize_experts(module)
+        elif isinstance(module, Linear) and path[:1] != ("visual",):
             metadata = module.weight.get_metadata()
+            if metadata["axes"][0] == "router":
+                continue
             choice = choose(_quantize(module), metadata["axes"], metadata["units"])
             module.matmul_kernel = choice.chosen
             reasons.add(choice.reason)
@@ -130,9 +137,22 @@ def _joined(parts: list[Linear]) -> Linear:
 
 
 def _quantize(layer: Linear) -> QuantizedWeight:
-    metadata = layer.weight.get_metadata()
     weight = _now(_to_int8, layer.weight.get_value())
+    layer.scale = nnx.data(_scale_of(layer.weight, weight))
     layer.weight.set_value(weight.data)
-    axes, units = metadata["axes"][:1], metadata["units"][:1]
-    layer.scale = nnx.data(nnx.Param(weight.scale, axes=axes, units=units, init=metadata["init"]))
     return weight
+
+
+def _quantize_experts(experts: Experts) -> None:
+    for name in ("gate_up_proj", "down_proj"):
+        parameter: nnx.Param = getattr(experts, name)
+        weight = _now(_experts_to_int8, parameter.get_value())
+        setattr(experts, f"{name}_scale", nnx.data(_scale_of(parameter, weight)))
+        parameter.set_value(weight.data)
+
+
+def _scale_of(parameter: nnx.Param, weight: QuantizedWeight) -> nnx.Param:
+    """The scale of what `parameter` becomes: it lies where the outputs of the weight lie."""
+    metadata = parameter.get_metadata()
+    axes, units = metadata["axes"][:-1], metadata["units"][:-1]
+    return nnx.Param(weight.scale, axes=axes, units=units, init=metadata["init"])

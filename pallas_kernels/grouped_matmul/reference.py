@@ -6,19 +6,21 @@ Letters: T rows (tokens, each as often as it has experts, sorted by expert), G g
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Real
 
 
 def grouped_matmul(
-    x: Float[Array, "T E"], weights: Float[Array, "G F E"], group_sizes: Int[Array, " G"]
-) -> Float[Array, "T F"]:
-    """float32: the first group_sizes[0] rows times weights[0], the next group_sizes[1] times weights[1], and so on.
+    x: Real[Array, "T E"], weights: Real[Array, "G F E"], group_sizes: Int[Array, " G"]
+) -> Real[Array, "T F"]:
+    """The first group_sizes[0] rows times weights[0], the next group_sizes[1] times weights[1], and so on: float32, or
+    int32 if x and weights are int8.
 
     Rows behind the last group are 0, whatever x holds there. A row's result depends on the row and its expert alone.
     """
-    out, first = jnp.zeros((x.shape[0], weights.shape[1]), jnp.float32), 0
+    dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    out, first = jnp.zeros((x.shape[0], weights.shape[1]), dtype), 0
     for group, size in enumerate(group_sizes.tolist()):
         rows = slice(first, first + size)
-        product = x[rows].astype(jnp.float32) @ weights[group].astype(jnp.float32).T
+        product = x[rows].astype(dtype) @ weights[group].astype(dtype).T
         out, first = out.at[rows].set(product), first + size
     return out

@@ -11,21 +11,22 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Real
 
 # A few rows each have an expert where a step decodes; more rows in a tile pay only for long prompts.
 TILE_ROWS = 32
 
 
 def grouped_matmul(
-    x: Float[Array, "T E"], weights: Float[Array, "G F E"], group_sizes: Int[Array, " G"]
-) -> Float[Array, "T F"]:
+    x: Real[Array, "T E"], weights: Real[Array, "G F E"], group_sizes: Int[Array, " G"]
+) -> Real[Array, "T F"]:
     num_rows, tile = x.shape[0], TILE_ROWS
     group_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     tile_ends = jnp.cumsum(-(-group_sizes // tile), dtype=jnp.int32)
     # A slice that begins inside never reaches beyond the end, where it would be moved.
     x = jnp.pad(x, ((0, tile), (0, 0)))
-    out = jnp.zeros((x.shape[0], weights.shape[1]), jnp.float32)
+    dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    out = jnp.zeros((x.shape[0], weights.shape[1]), dtype)
 
     def turn(index: jax.Array, out: jax.Array) -> jax.Array:
         group = jnp.searchsorted(tile_ends, index, side="right", method="compare_all")
@@ -34,7 +35,7 @@ def grouped_matmul(
         first = end - group_sizes[group] + number * tile
         rows = lax.dynamic_slice_in_dim(x, first, tile)
         product = lax.dot_general(
-            rows, weights[group], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            rows, weights[group], (((1,), (1,)), ((), ())), preferred_element_type=dtype
         )
         inside = first + jnp.arange(tile, dtype=jnp.int32) < end
         old = lax.dynamic_slice_in_dim(out, first, tile)

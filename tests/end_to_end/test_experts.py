@@ -48,10 +48,12 @@ def test_alone_and_among_others_in_small_blocks_and_chunks_preempted(family, tmp
     [
         pytest.param("qwen2_moe", "plain", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "preempted", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int8 weights", marks=pytest.mark.slow),
         *(
             pytest.param(family, way, marks=pytest.mark.deep)
             for family in mixtures.VARIANTS
-            for way in ("plain", "quantised pool", "swapped")
+            for way in ("plain", "quantised pool", "int8 weights", "swapped")
+            if (family, way) != ("mixtral", "int8 weights")
         ),
     ],
 )
@@ -62,7 +64,9 @@ def test_tokens_of_devices_that_share_experts_are_those_of_one(family, way, tmp_
         options = options | {"num_gpu_blocks_override": 70}  # of four tables, where others have two
     one = all_answers(path, **options)
     several = all_answers(path, tensor_parallel_size=num_devices, **options)
-    checkpoints.assert_same_answers(several, one, atol=3e-2 if way == "quantised pool" else 1e-4)
+    # As in `test_tensor_parallel`. A number that becomes another integer is a larger part of these few.
+    atol = {"quantised pool": 3e-2, "int8 weights": 1e-1}.get(way, 1e-4)
+    checkpoints.assert_same_answers(several, one, atol=atol)
 
 
 @pytest.mark.deep
@@ -71,13 +75,6 @@ def test_experts_that_do_not_divide_are_on_each_device(tmp_path):
     path = mixtures.build("mixtral", 2, tmp_path)
     one, several = all_answers(path), all_answers(path, tensor_parallel_size=4)
     checkpoints.assert_same_answers(several, one, atol=1e-4)
-
-
-def test_int8_weights_are_refused_before_anything_is_loaded(tmp_path):
-    path = mixtures.build("mixtral", 0, tmp_path)
-    (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match='quantization="int8" is for models without experts'):
-        checkpoints.make_llm(path, quantization="int8")
 
 
 @pytest.mark.slow

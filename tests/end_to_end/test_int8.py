@@ -10,15 +10,16 @@ from jaxpage.models.registry import build
 from jaxpage.ops.matmul import choose
 from jaxpage.weights.load import load
 from jaxpage.weights.transform import join_projections, quantize
-from tests import checkpoints
+from tests import checkpoints, mixtures
 
 PROMPTS = [[5, 9, 13], [7] * 20, list(range(3, 40))]
 NUM_TOKENS = 12
 
 
 @pytest.mark.slow
-def test_the_engine_computes_what_the_rounded_model_computes(tmp_path):
-    path = checkpoints.build("qwen2", 0, tmp_path)
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_the_engine_computes_what_the_rounded_model_computes(family, tmp_path):
+    path = (mixtures if family in mixtures.VARIANTS else checkpoints).build(family, 0, tmp_path)
     llm = checkpoints.make_llm(
         path,
         quantization="int8",

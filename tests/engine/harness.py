@@ -115,10 +115,9 @@ def make_engine(
         store=store,
     )
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
-    scheduler = Scheduler(kv, **(limits | options))
-    scheduler.pictures = PictureCache(
-        picture_rows + 1, budget=(limits | options)["max_num_batched_tokens"]
-    )
+    options = limits | options
+    pictures = PictureCache(picture_rows + 1, budget=options["max_num_batched_tokens"])
+    scheduler = Scheduler(kv, pictures=pictures, **options)
     runner = FakeRunner(
         num_blocks,
         block_size,

@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.grouped_matmul import cases, gpu, tpu, tune, xla
+from pallas_kernels.grouped_matmul import cases, gpu, reference, tpu, tune, xla
 from tests.kernels.grouped_matmul import GroupedMatmulTests, case_of
 
 
@@ -29,6 +30,19 @@ class TestXLA(XLAAndTPU):
 
     def multiply(self, **arguments):
         return np.asarray(self.program(**arguments))
+
+
+def test_integers_are_summed_exactly():
+    rng = np.random.default_rng(0)
+    x = rng.integers(-127, 128, (70, 96)).astype(np.int8)
+    weights = rng.integers(-127, 128, (4, 40, 96)).astype(np.int8)
+    group_sizes = np.array([33, 0, 20, 1])
+    out = TestXLA().multiply(x=x, weights=weights, group_sizes=group_sizes)
+    assert out.dtype == np.int32 and not out[54:].any()
+    np.testing.assert_array_equal(
+        out, reference.grouped_matmul(*map(jnp.asarray, (x, weights, group_sizes)))
+    )
+    np.testing.assert_array_equal(out[:33], x[:33].astype(int) @ weights[0].astype(int).T)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,6 +19,8 @@ from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, choose, exper
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.weights.dummy import initialise
 from pallas_kernels.grouped_matmul import gradient
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, quantize
+from pallas_kernels.quant_matmul.reference import quant_matmul
 from tests import checkpoints, mixtures
 from tests.models import test_families as families
 
@@ -137,6 +140,41 @@ def test_the_gradient_is_that_of_the_definition(bias):
         np.testing.assert_allclose(ours, theirs, atol=2e-3, rtol=1e-4)
 
 
+def in_int8(weights: ExpertWeights) -> ExpertWeights:
+    gate_up, down = (
+        jax.vmap(lambda w: quantize(w, "int8"))(w) for w in (weights.gate_up, weights.down)
+    )
+    return replace(
+        weights,
+        gate_up=gate_up.data,
+        down=down.data,
+        gate_up_scale=gate_up.scale,
+        down_scale=down.scale,
+    )
+
+
+def test_int8_experts_are_what_products_with_int8_weights_say():
+    """One expert after the other, by the definition of such a product; and near to what was rounded."""
+    given = arguments(bias=True)
+    weights = in_int8(given["weights"])
+    out = np.asarray(compute()(**given | {"weights": weights}))
+    expected = np.zeros_like(out)
+    for expert in range(NUM_EXPERTS):
+        gate_up = QuantizedWeight(data=weights.gate_up[expert], scale=weights.gate_up_scale[expert])
+        down = QuantizedWeight(data=weights.down[expert], scale=weights.down_scale[expert])
+        hidden = quant_matmul(given["x"], gate_up, round_x=True)
+        hidden = swiglu(hidden + weights.gate_up_bias[expert][None])
+        result = quant_matmul(hidden, down, round_x=True) + weights.down_bias[expert][None]
+        share = jnp.where(given["chosen"] == expert, given["shares"], 0.0).sum(axis=-1)
+        expected += np.asarray(share[:, None] * result)
+    exact = np.asarray(compute()(**given))
+    scale = np.abs(exact).max()
+    # A row that lies between two integers may be rounded either way, and moves a result by as much as a step.
+    assert np.quantile(np.abs(out - expected), 0.9) < 1e-5 * scale
+    np.testing.assert_allclose(out, expected, atol=2e-2 * scale)
+    assert 1e-4 * scale < np.sqrt(np.mean((out - exact) ** 2)) < 2e-2 * scale
+
+
 def test_rows_of_no_group_have_no_gradient():
     """Whatever stands there and comes back."""
     x, slopes = (jnp.full((6, 4), jnp.nan).at[:3].set(1.0) for _ in range(2))
@@ -160,6 +198,17 @@ def test_devices_share_the_experts_and_exchange_one_sum():
     assert exchanges(whole.lower(**given).compile().as_text()) == []
 
 
+def test_devices_share_experts_in_int8():
+    given = arguments(bias=True)
+    given["weights"] = in_int8(given["weights"])
+    mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR,))
+    divided = compute(ExpertsKernel(None, mesh=mesh, divided=True))
+    np.testing.assert_allclose(divided(**given), compute()(**given), atol=1e-5)
+    text = divided.lower(**given).compile().as_text()
+    assert exchanges(text) == [("all-reduce", 1, 4 * NUM_TOKENS * EMBED)]
+    assert f"s8[{NUM_EXPERTS // 4},{2 * INNER},{EMBED}]" in text  # of a device
+
+
 def test_an_implementation_is_chosen_by_platform_dtype_and_sizes():
     def chosen(device, dtype="bfloat16", inner=768):
         gate_up = jax.ShapeDtypeStruct((128, 2 * inner, 2048), jnp.dtype(dtype))
@@ -169,6 +218,10 @@ def test_an_implementation_is_chosen_by_platform_dtype_and_sizes():
     assert chosen(Device(platform="cpu")).chosen == XLA
     tpu = Device(platform="tpu", kind="TPU v6 lite")
     assert chosen(tpu).chosen.platform == "tpu"
+    for platform in (tpu, Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")):
+        rounded = [jax.ShapeDtypeStruct((8, 256, 256), jnp.int8)] * 2
+        refused = choose(*rounded, platform)
+        assert refused.chosen == XLA and "experts in int8" in str(refused.reason)
     refused = chosen(tpu, "float16")
     assert refused.chosen == XLA and "experts in float16" in str(refused.reason)
     old = chosen(Device(platform="gpu", kind="NVIDIA A100", compute_capability="8.0"))

@@ -12,6 +12,7 @@ import pytest
 from jaxpage.flat_logprobs import FlatLogprobs
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from jaxpage.rl import GroupSeeds, logprobs, to_padded
+from jaxpage.rl.parity import compare
 from jaxpage.rl.rollout import make_rollout
 from tests.rl.modules import make_module, write_config
 
@@ -41,7 +42,12 @@ def rollout():
     first = output([7, 8, 9], completion(0, [PAD, 4, PAD]), completion(1, [5], "length"))
     second = output([6], completion(0, [3, 2], "abort", [(1, 0, 1), (2, 1, 2)]), num_cached=1)
     return make_rollout(
-        [first, second], [11, 12], pad_id=PAD, logprobs_mode="raw", versions={0: 0, 1: 5, 2: 6}
+        [first, second],
+        [11, 12],
+        pad_id=PAD,
+        temperature=1.0,
+        logprobs_mode="raw",
+        versions={0: 0, 1: 5, 2: 6},
     )
 
 
@@ -91,7 +97,7 @@ def test_lengths_that_are_too_short_are_refused(rollout):
 
 def test_a_request_that_was_aborted_before_it_began_is_an_empty_row():
     rollout = make_rollout(
-        [output([1], completion(0, [], "abort"))], [-1], pad_id=0, logprobs_mode="raw",
+        [output([1], completion(0, [], "abort"))], [-1], pad_id=0, temperature=1.0, logprobs_mode="raw",
         versions={0: 0},
     )  # fmt: skip
     assert rollout.token_ids.shape == (1, 0) and rollout.weight_versions == ((),)
@@ -141,3 +147,27 @@ def test_logprobs_of_the_dense_forward_do_not_see_padding(tmp_path, rollout):
     row = jnp.asarray([[7, 8, 9, PAD, 4, PAD]], jnp.int32)
     dense = jax.nn.log_softmax(module(row) / 0.7, -1)[0, jnp.arange(2, 5), row[0, 3:]]
     np.testing.assert_allclose(found[0][0, 3:6], dense, atol=1e-5)
+
+
+def test_parity_counts_bits_and_estimates_kl():
+    rng = np.random.default_rng(0)
+    ours = np.log(rng.uniform(0.01, 1, 1000)).astype(np.float32)
+    same = compare(ours, ours.copy())
+    assert same.bitwise_equal and same.mismatch_count == 0 and same.token_count == 1000
+    assert same.max_abs == same.k1 == same.k3 == 0 and same.pearson == pytest.approx(1)
+    theirs = ours.copy()
+    theirs[3] = np.nextafter(theirs[3], np.float32(-9))
+    theirs[5] += np.float32(0.5)
+    apart = compare(ours, theirs)
+    assert not apart.bitwise_equal and apart.mismatch_count == 2
+    assert apart.max_abs == pytest.approx(0.5, rel=1e-5)
+    assert apart.k1 == pytest.approx(-0.5e-3, rel=1e-3)
+    assert apart.k3 == pytest.approx((np.exp(0.5) - 1.5) / 1000, rel=1e-3)
+    assert 0.9 < apart.pearson < 1
+    assert apart.metrics()["sampler_trainer/logp_diff_max"] == apart.max_abs
+    one = np.zeros(2, np.float32)
+    assert compare(one, one.copy()).pearson == 1
+    with pytest.raises(ValueError, match="no tokens"):
+        compare(ours[:0], ours[:0])
+    with pytest.raises(ValueError, match="not finite"):
+        compare(ours, np.full_like(ours, np.nan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 import weakref
@@ -249,16 +250,37 @@ def test_no_array_of_the_trainers_is_held(bound):
     assert not any(reference() for reference in old)
 
 
-@pytest.mark.parametrize("layout", ["tunix", "maxtext stacked"])
-def test_a_trainers_module_is_sampled_from(path, layout):
+def test_parity_with_the_dense_forward_is_measured(bound):
+    module, sampler = bound
+    rollout = sampler.generate(PROMPTS, PARAMS, n=4, seed=1)
+    report = sampler.check_parity(rollout)
+    assert report.token_count == 120 and report.max_abs < 2e-5 and report.k3 < 1e-9
+    assert report.pearson > 0.99999
+    wrong = dataclasses.replace(rollout, temperature=0.9)
+    assert sampler.check_parity(wrong).max_abs > 0.01
+    with pytest.raises(ValueError, match="'processed' at temperature 0.8 is not compared"):
+        sampler.check_parity(dataclasses.replace(rollout, logprobs_mode="processed"))
+    change(module)
+    sampler.update()
+    with pytest.raises(ValueError, match="of weight versions"):
+        sampler.check_parity(rollout)
+
+
+def test_a_trainers_module_is_sampled_from(path):
     module = make_module(path)
-    theirs = Holder(in_layout(layout, module, path))
+    theirs = Holder(in_layout("tunix", module, path))
     sampler = make_sampler(theirs, path)
     try:
         rollout = sampler.generate(PROMPTS, PARAMS, seed=1)
         np.testing.assert_allclose(
             rollout.logprobs[rollout.mask], dense_logprobs(module, rollout, 0.8), atol=2e-5
         )
+        assert sampler.check_parity(rollout).max_abs < 2e-5
+        batch, forward = rollout.to_padded(), sampler.logprob_fn()
+        grads = jax.grad(lambda params: forward(params, batch, 0.8).sum())(nnx.state(theirs))
+        assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+        with pytest.raises(ValueError, match="params lack"):
+            forward({}, batch)
         change(module), change(theirs)
         rollout = sampler.generate(PROMPTS, PARAMS, seed=1)
         np.testing.assert_allclose(
@@ -335,3 +357,105 @@ def test_scores_that_cannot_be_had_are_refused(bound):
     ]:
         with pytest.raises(ValueError, match=match):
             sampler.score(*arguments)
+
+
+LONG = SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture
+def running(bound):
+    """A sampler with a long call under way, and the future of its rollout."""
+    module, sampler = bound
+    num_tokens = sampler.stats().generation_tokens
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(sampler.generate, PROMPTS, LONG, 2, 9)
+        while sampler.stats().generation_tokens == num_tokens:
+            time.sleep(0.0005)
+        yield module, sampler, future
+        if sampler.is_paused:
+            sampler.wake()
+
+
+def test_what_is_kept_over_pauses_has_the_tokens_it_would_have_had(bound):
+    _, sampler = bound
+    expected = sampler.generate(PROMPTS, LONG, n=2, seed=9)
+    rng = np.random.default_rng(0)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(sampler.generate, PROMPTS, LONG, 2, 9)
+        num_pauses = 0
+        while not future.done():
+            sampler.pause("keep")
+            num_pauses += 1
+            if num_pauses % 3 == 0:
+                sampler.reset_prefix_cache(recompute=True)
+            sampler.resume()
+            time.sleep(rng.random() * 0.01)
+        rollout = future.result()
+    assert num_pauses > 1
+    np.testing.assert_array_equal(rollout.token_ids, expected.token_ids)
+    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=2e-5)
+
+
+def test_a_partial_rollout_goes_on_under_new_weights(running):
+    module, sampler, future = running
+    sampler.pause("keep")
+    first = sampler.version
+    change(module)
+    sampler.update(version=first + 50)
+    assert not future.done()
+    sampler.resume()
+    rollout = future.result()
+    assert (rollout.lengths == 100).all()
+    for spans in rollout.weight_versions:
+        assert [version for version, _, _ in spans] in ([first, first + 50], [first + 50])
+    assert any(len(spans) == 2 for spans in rollout.weight_versions)
+
+
+def test_abort_returns_what_there_is(running):
+    _, sampler, future = running
+    sampler.abort()
+    rollout = future.result(timeout=20)
+    assert set(rollout.finish_reasons) <= {"abort", "length"} and rollout.lengths.sum() < 600
+    assert not sampler.is_paused and sampler.stats().num_running == 0
+    for row, spans in enumerate(rollout.weight_versions):
+        assert spans == () or spans[-1][2] == rollout.lengths[row]
+    assert (sampler.generate(PROMPTS, PARAMS).lengths == 10).all()
+
+
+def test_pause_wait_answers_what_runs_and_holds_what_comes(running):
+    _, sampler, future = running
+    sampler.pause("wait")
+    assert (future.result(timeout=20).lengths == 100).all()
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(sampler.generate, PROMPTS, PARAMS)
+        time.sleep(0.1)
+        assert not later.done()
+        sampler.resume()
+        assert (later.result(timeout=20).lengths == 10).all()
+    with pytest.raises(ValueError, match="mode must be one of abort, wait, keep"):
+        sampler.pause("now")
+
+
+def live_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_sleep_gives_the_pool_back_and_wake_compiles_nothing(running):
+    _, sampler, future = running
+    spec = sampler._runner.pool_spec
+    sampler.pause()  # a step under way has the pool, donated
+    size, before = spec.num_blocks * spec.bytes_per_block, live_bytes()
+    sampler.sleep()
+    sampler.sleep()
+    assert before - live_bytes() > 0.95 * size and not future.done()
+    with pytest.raises(RuntimeError, match="asleep"):
+        sampler.resume()
+    start = time.perf_counter()
+    sampler.wake()
+    assert time.perf_counter() - start < 1
+    rollout, again = future.result(timeout=20), sampler.generate(PROMPTS, LONG, n=2, seed=9)
+    np.testing.assert_array_equal(rollout.token_ids, again.token_ids)
+    assert sampler.stats().num_recompiles == 0
+    with pytest.raises(ValueError, match="weights=True"):
+        sampler.sleep(weights=True)

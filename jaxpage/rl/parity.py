@@ -1,0 +1,67 @@
+"""How far the logprobs of a rollout are from those that a trainer computes: the numbers that trainers log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """Of the sampled tokens of a rollout. Differences are trainer minus sampler; a ratio is their exponential."""
+
+    token_count: int
+    bitwise_equal: bool  # all of them
+    mismatch_count: int  # tokens whose logprobs differ by a bit or more
+    max_abs: float
+    mean_abs: float
+    prob_max_abs: float  # of probabilities
+    prob_mean_abs: float
+    k1: float  # mean of sampler minus trainer: an estimate of the KL divergence
+    k3: float  # mean of ratio - 1 - log ratio: one with less variance, never negative
+    k3_max: float
+    pearson: float  # correlation of the probabilities; 1 if all are equal
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers under the names that Tunix and verl log them by."""
+        return {
+            "sampler_trainer/logp_diff_mean": self.mean_abs,
+            "sampler_trainer/logp_diff_max": self.max_abs,
+            "sampler_trainer/prob_diff_mean": self.prob_mean_abs,
+            "sampler_trainer/prob_diff_max": self.prob_max_abs,
+            "sampler_trainer/probs_pearson_corr": self.pearson,
+            "rollout_corr/kl": self.k1,
+            "rollout_corr/k3_kl": self.k3,
+        }
+
+
+def compare(sampler: np.ndarray, trainer: np.ndarray) -> ParityReport:
+    """Of two float32[tokens] of logprobs. Raises ValueError if there are none, or any is not finite."""
+    if sampler.size == 0:
+        raise ValueError("the rollout has no tokens to compare")
+    if not (np.isfinite(sampler).all() and np.isfinite(trainer).all()):
+        raise ValueError(
+            "a logprob is not finite: the model computes NaN, or a token was impossible"
+        )
+    different = sampler.view(np.int32) != trainer.view(np.int32)
+    ours, theirs = sampler.astype(np.float64), trainer.astype(np.float64)
+    log_ratio = theirs - ours
+    k3 = np.expm1(log_ratio) - log_ratio
+    probs, other_probs = np.exp(ours), np.exp(theirs)
+    apart = np.abs(other_probs - probs)
+    spread = probs.std() * other_probs.std()
+    covariance = ((probs - probs.mean()) * (other_probs - other_probs.mean())).mean()
+    return ParityReport(
+        token_count=sampler.size,
+        bitwise_equal=not different.any(),
+        mismatch_count=int(different.sum()),
+        max_abs=float(np.abs(log_ratio).max()),
+        mean_abs=float(np.abs(log_ratio).mean()),
+        prob_max_abs=float(apart.max()),
+        prob_mean_abs=float(apart.mean()),
+        k1=float(-log_ratio.mean()),
+        k3=float(k3.mean()),
+        k3_max=float(k3.max()),
+        pearson=float(covariance / spread) if spread > 0 else float(not apart.any()),
+    )
