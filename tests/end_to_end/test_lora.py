@@ -63,6 +63,12 @@ def llm(adapted):
     return checkpoints.make_llm(adapted.base, max_loras=3, max_cpu_loras=8, **OPTIONS)
 
 
+def some_slow(cases, count):
+    """The first `count` are slow tests, the others deep ones."""
+    marks = [pytest.mark.slow if i < count else pytest.mark.deep for i in range(len(cases))]
+    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+
+
 def generate(llm, adapted, prompts, numbers, params=PARAMS):
     requests = [adapted.request(number) for number in numbers]
     return llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
@@ -144,10 +150,10 @@ def test_eight_adapters_and_the_model_give_each_what_it_gives_alone(adapted):
 def test_other_adapters_in_the_batch_change_no_bit(adapted):
     """Of the logprobs, on the programs that users get."""
     prompts = prompts_of((9, 17, 5, 30), seed=2)
+    options = {"max_loras": 5, "enable_prefix_caching": False, **OPTIONS}
+    llm = checkpoints.make_llm(adapted.base, **options)
     found = []
     for company in ([0, 0, 0], [2, 3, 4], [4, 2, 0], [5, 1, 1]):
-        llm = checkpoints.make_llm(adapted.base, max_loras=4, **OPTIONS)
-        generate(llm, adapted, prompts[:1], [1])  # adapter 1 has slot 1
         found.append(answers(generate(llm, adapted, prompts, [1, *company]))[0])
     assert all(answer == found[0] for answer in found)
 
@@ -193,18 +199,18 @@ def test_adapters_come_and_go_under_load(adapted, tmp_path):
 
 SMALL_POOL = {"num_gpu_blocks_override": 17}
 WAYS = {
+    "swapped": SMALL_POOL | {"preemption_mode": "swap", "swap_space": 0.01},
+    "two devices": {"tensor_parallel_size": 2},
+    # The rest is deep.
     "one step at a time": {"decode_steps": 1, "async_scheduling": False},
     "preempted": SMALL_POOL | {"preemption_mode": "recompute"},
-    "swapped": SMALL_POOL | {"preemption_mode": "swap", "swap_space": 0.01},
     "no cache": {"enable_prefix_caching": False},
-    "two devices": {"tensor_parallel_size": 2},
     "four devices": {"tensor_parallel_size": 4},
     "two replicas": {"data_parallel_size": 2},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some_slow(WAYS, 2))
 def test_other_ways_to_compute_give_the_same(adapted, way):
     prompts, numbers = prompts_of((30, 7, 20, 12, 30, 41), seed=6), [1, 2, 3, 1, 0, 5]
     options = {"max_loras": 2, "enforce_eager": True, **OPTIONS, **WAYS[way]}
@@ -218,13 +224,13 @@ def test_other_ways_to_compute_give_the_same(adapted, way):
     checkpoints.assert_same_answers(answers(again), answers(outputs), atol=1e-4)
 
 
-FAMILIES = [("llama", 2), ("mistral", 0), ("qwen3", 0), ("gemma2", 0), ("gemma3", 0)]
+# The first is slow, the rest is deep.
+FAMILIES = [("gemma3", 0), ("llama", 2), ("mistral", 0), ("qwen3", 0), ("gemma2", 0)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "variant"), FAMILIES)
-def test_families(family, variant, tmp_path):
-    adapted = Adapted(tmp_path, family, variant, KINDS[:2])
+@pytest.mark.parametrize("family_and_variant", some_slow(FAMILIES, 1))
+def test_families(family_and_variant, tmp_path):
+    adapted = Adapted(tmp_path, *family_and_variant, KINDS[:2])
     check_family(adapted)
 
 
