@@ -167,7 +167,7 @@ def qwen3_vl_processor(
 
     Raises ValueError for options and settings that cannot be served.
     """
-    video = {"image_mean": _HALF, "image_std": _HALF} | settings.video
+    video: dict[str, Any] = {"image_mean": _HALF, "image_std": _HALF} | settings.video
     shared = qwen_preparation(hf, video, _VIDEO_PIXELS)
     capped = video.get("cap_pixels_per_frame")
     return Qwen3VLProcessor(

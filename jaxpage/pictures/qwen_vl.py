@@ -62,7 +62,7 @@ class QwenPreparation:
         Patches that the encoder merges into one embedding follow each other. The last frame is repeated until the
         number divides evenly.
         """
-        grid_height, grid_width = self.grid(*frames[0].shape[:2], len(frames))
+        grid_height, grid_width = self.grid(frames[0].shape[0], frames[0].shape[1], len(frames))
         size, merge, depth = self.patch_size, self.merge_size, self.frames_per_patch
         height, width = grid_height * size, grid_width * size
         ready = [self.normalisation(resized(f, height, width, self.resample)) for f in frames]

@@ -1,4 +1,4 @@
-"""Pictures in /v1/chat/completions: OpenAI's image_url, limits, and errors that name the field."""
+"""Pictures in /v1/chat/completions and /v1/responses: OpenAI's parts, limits, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -77,6 +77,34 @@ def test_streams_and_several_pictures(client):
     chunks = list(ask(client, image(3), image(4), stream=True))
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert streamed == whole.choices[0].message.content
+
+
+def test_responses_see_pictures_and_so_do_those_that_continue_them(client, seeing):
+    content = [{"type": "input_text", "text": "What is it?"}]
+    picture = {"type": "input_image", "image_url": data_url(pixels(1)), "detail": "low"}
+    options = {"model": "demo", "temperature": 0, "max_output_tokens": 8, "store": True}
+    turn = [{"role": "user", "content": [*content, picture]}]
+    first = client.responses.create(input=turn, **options)
+    chat = ask(client, image(1))
+    assert first.output_text == chat.choices[0].message.content
+    assert first.usage.input_tokens == chat.usage.prompt_tokens
+    assert (
+        first.output_text
+        != client.responses.create(input=content[0]["text"], **options).output_text
+    )
+    items = client.responses.input_items.list(first.id).data
+    assert [part.to_dict() for part in items[0].content] == [content[0], picture]
+    before = seeing.stats().num_encoded_pictures
+    second = client.responses.create(input="And?", previous_response_id=first.id, **options)
+    assert second.usage.input_tokens > first.usage.total_tokens
+    assert seeing.stats().num_encoded_pictures == before
+    for url, message in (("file:///c", "allowed_local_media_path"), ("data:,x", "data URL")):
+        wrong = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(input=wrong, **options)
+        body = caught.value.body
+        assert body["param"] == "input" and message in body["message"]
+        assert "messages[0].content[0]: " in body["message"]
 
 
 @pytest.mark.parametrize(

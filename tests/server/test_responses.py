@@ -22,6 +22,7 @@ from tests.test_chat_outputs import NAMED, TOOLS, WEATHER
 
 INPUT = "Tell me a story."
 FUNCTIONS = [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS]
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
 DEEP = functools.reduce(lambda inner, _: {"x": inner}, range(400), {})
 
 
@@ -302,7 +303,14 @@ def test_prompts_that_are_too_long_may_lose_their_beginning(client):
     [
         (dict(input=[]), "input", "at least 1 item"),
         (dict(input=[{"type": "item_reference", "id": "x"}]), "input", "must be of type message"),
-        (dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "input", "input_text"),
+        (dict(input=[{"role": "user", "content": [{"type": "input_file"}]}]), "input", "input_image"),
+        (dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "input", "image_url"),
+        (
+            dict(input=[{"role": "system", "content": [IMAGE]}]),
+            "input",
+            "input_image is for messages of role user, not system",
+        ),
+        (dict(input=[{"role": "user", "content": [IMAGE]}]), None, "only text"),
         (dict(input=[{"role": "nobody", "content": "x"}]), "input", "'user'"),
         (
             dict(input=[{"type": "function_call_output", "call_id": "q", "output": "x"}]),

@@ -6,7 +6,7 @@ Must not know requests or the engine.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -59,10 +59,18 @@ class _Object(BaseModel):
 
 
 class Part(_Object):
-    """A text. Others, such as images, are not served."""
+    """A text."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: Text = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+class ImagePart(_Object):
+    """A picture by its URL. Files that were uploaded are not served."""
+
+    type: Literal["input_image"]
+    image_url: Text
+    detail: Text = "auto"  # pictures have the size that the model's processor gives them
 
 
 def _to_parts(content: Any) -> Any:
@@ -70,23 +78,43 @@ def _to_parts(content: Any) -> Any:
 
 
 Content = Annotated[list[Part], BeforeValidator(_to_parts, json_schema_input_type=str | list[Part])]
+SeenPart = Annotated[Part | ImagePart, Field(discriminator="type")]
+SeenContent = Annotated[
+    list[SeenPart], BeforeValidator(_to_parts, json_schema_input_type=str | list[SeenPart])
+]
 
 
 class Message(_Object):
     type: Literal["message"] = "message"
     id: Text = Field(default_factory=lambda: new_id("msg"))
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: SeenContent
     status: Status = "completed"
+
+    @model_validator(mode="after")
+    def _users_show(self) -> Message:
+        if self.role != "user" and any(isinstance(part, ImagePart) for part in self.content):
+            raise ValueError(f"input_image is for messages of role user, not {self.role}")
+        return self
+
+    @property
+    def text(self) -> str:
+        """Its texts, each in lines of its own."""
+        return "\n".join(part.text for part in self.content if isinstance(part, Part))
 
     def body(self) -> dict[str, Any]:
         """As the API shows it."""
         if self.role == "assistant":
             parts = [
-                {"type": "output_text", "text": p.text, "annotations": []} for p in self.content
+                {"type": "output_text", "text": p.text, "annotations": []}
+                for p in self.content
+                if isinstance(p, Part)
             ]
         else:
-            parts = [{"type": "input_text", "text": p.text} for p in self.content]
+            parts = [
+                {"type": "input_text", "text": p.text} if isinstance(p, Part) else p.model_dump()
+                for p in self.content
+            ]
         return self.model_dump(exclude={"content"}) | {"content": parts}
 
 
@@ -184,7 +212,7 @@ def to_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[st
             case Message(role="user"):
                 messages.append({"role": "user", "content": _content(item.content)})
             case Message():
-                _instruct(messages, "\n".join(part.text for part in item.content))
+                _instruct(messages, item.text)
             case Reasoning():
                 _turn(messages, "reasoning")["reasoning"] = item.text
             case FunctionCall():
@@ -222,7 +250,12 @@ def _instruct(messages: list[dict[str, Any]], text: str) -> None:
         messages.append({"role": "system", "content": text})
 
 
-def _content(parts: list[Part]) -> str | list[dict[str, str]]:
-    if len(parts) == 1:
+def _content(parts: Sequence[Part | ImagePart]) -> str | list[dict[str, Any]]:
+    if len(parts) == 1 and isinstance(parts[0], Part):
         return parts[0].text
-    return [{"type": "text", "text": part.text} for part in parts]
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, Part)
+        else {"type": "image_url", "image_url": {"url": part.image_url}}
+        for part in parts
+    ]
