@@ -185,12 +185,16 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([layer(config, index) for index in range(config.num_layers)])
         self.norm = hidden_norm(norm, config)
 
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """[..., E] of int32[...] tokens: what the first layer gets."""
+        x = self.embed_tokens(token_ids)
+        scale = self.config.scales.embedding
+        # Rounded to the model's dtype first: the weights were trained with that.
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
+
     def __call__(self, inputs: ForwardInput) -> jax.Array:
         config = self.config
-        x = self.embed_tokens(inputs.token_ids)
-        if config.scales.embedding is not None:
-            # Rounded to the model's dtype first: the weights were trained with that.
-            x = x * jnp.asarray(config.scales.embedding, x.dtype)
+        x = self.embed(inputs.token_ids)
         deeper: list[jax.Array] = []  # what is added to the outputs of the first layers
         if inputs.embeds is not None and inputs.is_embed is not None:
             is_embed = inputs.is_embed[..., None]
