@@ -63,6 +63,7 @@ _CHOICES = {
     "logprobs_mode": tuple(_LOGPROBS_MODES),
     "runner": ("auto", "generate", "pooling"),
     "convert": ("auto", "none", "embed", "classify"),
+    "numerics": ("fast", "strict"),
 }
 _RANGES = {  # both ends included
     "block_size": (1, 4096),
@@ -174,6 +175,8 @@ class EngineConfig:
     max_logprobs: int = 20
     # or "temperature", "processed", "raw_logits", "processed_logits": what they come from
     logprobs_mode: str = "raw"
+    # "strict": the bits of logprobs do not depend on the batch, and a trainer can compute the same; costs time
+    numerics: str = "fast"
     # further parts of the sampler, compiled into every step: `jaxpage.sampling.fields.SamplerFeature`s
     logits_processors: tuple[Any, ...] = ()
     runner: str = "auto"  # or "generate", or "pooling": vectors of texts, see `jaxpage.pooling`

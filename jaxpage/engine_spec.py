@@ -34,6 +34,7 @@ from jaxpage.runner.encoder import make_picture_spec
 from jaxpage.runner.lowering import Lowerings, num_bytes
 from jaxpage.runner.memory import SequenceFootprint
 from jaxpage.runner.spec import PictureSpec, StepSpec
+from jaxpage.runner.strict import check_strict
 from jaxpage.sampling.features import processors_of
 from jaxpage.weights.spec import ParamSpec, specs
 from jaxpage.weights.transform import choose_experts, join_projections, quantize
@@ -119,6 +120,7 @@ class EngineSpec:
             pictures=self.picture_spec,
             num_adapters=config.max_loras if config.enable_lora else 0,
             expert_load=(len(experts.layers), experts.num_experts) if counts and experts else None,
+            strict=config.numerics == "strict",
         )
 
     @cached_property
@@ -263,6 +265,8 @@ def make_engine_spec(
         device_memory=hardware.memory_bytes,
     )
     model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
+    if config.numerics == "strict":
+        check_strict(config, model.config, mesh)
     if config.record_expert_load and model.config.experts is None:
         raise ValueError(
             "record_expert_load=True counts the tokens of experts, and "
@@ -282,12 +286,10 @@ def make_engine_spec(
         sharded=num_devices > 1,
         platform=hardware.platform,
     )
-    choice = attention.choose(
-        pool,
-        hardware,
-        shares=shares,
-        table=(config.max_num_seqs, _blocks_per_row(config)),
-    )
+    table = (config.max_num_seqs, _blocks_per_row(config))
+    choice: Choice[KVPoolSpec] = Choice("xla", pool)
+    if config.numerics != "strict":
+        choice = attention.choose(pool, hardware, shares=shares, table=table)
     return EngineSpec(
         config=config,
         hf_config=hf_config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,18 +36,22 @@ def logprobs(model: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
     return jnp.where(batch.completion_mask, found, 0.0)
 
 
-def dense_logprobs(model: Any, batch: Padded, temperature: float) -> np.ndarray:
-    """The same in NumPy, a few rows at a time, without keeping what a gradient would need."""
+def logprobs_of_rows(
+    compute: Callable[[Any, Padded, float], jax.Array], model: Any, batch: Padded, temperature: float
+) -> np.ndarray:
+    """What `compute`, such as `logprobs`, gives for a batch, in NumPy, a few rows at a time: without keeping what a
+    gradient would need.
+    """
     graphdef, state = nnx.split(model)
 
     @jax.jit
-    def compute(state: Any, rows: Padded) -> jax.Array:
-        return logprobs(nnx.merge(graphdef, state), rows, temperature)
+    def of_rows(state: Any, rows: Padded) -> jax.Array:
+        return compute(nnx.merge(graphdef, state), rows, temperature)
 
     num_rows = len(batch.token_ids)
     parts = []
     for start in range(0, num_rows, _ROWS):
         rows = np.arange(start, start + _ROWS) % num_rows  # all parts have one shape
         part = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], batch)
-        parts.append(np.asarray(compute(state, part)))
+        parts.append(np.asarray(of_rows(state, part)))
     return np.concatenate(parts)[:num_rows]

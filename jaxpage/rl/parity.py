@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 
+class ParityError(RuntimeError):
+    """A strict sampler's logprobs are not those of its trainer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
     """Of the sampled tokens of a rollout. Differences are trainer minus sampler; a ratio is their exponential."""
@@ -22,6 +26,15 @@ class ParityReport:
     k3: float  # mean of ratio - 1 - log ratio: one with less variance, never negative
     k3_max: float
     pearson: float  # correlation of the probabilities; 1 if all are equal
+
+    def require_equal(self) -> None:
+        """Raises ParityError unless every logprob is the same, bit for bit."""
+        if not self.bitwise_equal:
+            raise ParityError(
+                f"{self.mismatch_count} of {self.token_count} logprobs of the sampler are not the trainer's, by up to "
+                f'{self.max_abs:.3g}, though numerics="strict"; please report the device, and the versions of jax and '
+                "jaxlib"
+            )
 
     def metrics(self) -> dict[str, float]:
         """The numbers under the names that Tunix and verl log them by."""

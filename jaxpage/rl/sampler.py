@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
@@ -26,11 +27,12 @@ from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
 from jaxpage.rl.binding import Binding
-from jaxpage.rl.logprobs import dense_logprobs, logprobs
+from jaxpage.rl.logprobs import logprobs, logprobs_of_rows
 from jaxpage.rl.parity import ParityReport, compare
 from jaxpage.rl.rollout import Padded, Rollout, make_rollout
 from jaxpage.rl.scoring import Scored, make_scored, scoring_params
 from jaxpage.rl.seeds import GroupSeeds
+from jaxpage.rl.strict import strict_logprobs
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -174,20 +176,27 @@ class Sampler:
     def logprob_fn(self) -> Callable[..., jax.Array]:
         """`f(params, batch, temperature=1.0)`: `jaxpage.rl.logprobs` of parameters in the bound module's layout.
 
-        Pure and differentiable by `params`: the module, its `nnx.State`, or a tree of arrays with its names.
+        Pure and differentiable by `params`: the module, its `nnx.State`, or a tree of arrays with its names. With
+        `numerics="strict"` its values are those of the sampler, bit for bit, on the same kind of device.
         """
-        model_of = self._binding.model_of
+        model_of, compute = self._binding.model_of, self._compute_logprobs()
 
         def logprob(params: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
-            return logprobs(model_of(params), batch, temperature)
+            return compute(model_of(params), batch, temperature)
 
         return logprob
 
+    def _compute_logprobs(self) -> Callable[..., jax.Array]:
+        if self.config.numerics == "strict":
+            return partial(strict_logprobs, block_size=self.config.block_size)
+        return logprobs
+
     def check_parity(self, rollout: Rollout) -> ParityReport:
-        """Compare a rollout with the dense forward of `logprob_fn`, on the weights that are read now.
+        """Compare a rollout with the forward of `logprob_fn`, on the weights that are read now.
 
         Raises ValueError for a rollout that such a forward cannot repeat: of other weights than the current version's,
-        or with logprobs of another mode than "temperature", or "raw" at temperature 1.
+        or with logprobs of another mode than "temperature", or "raw" at temperature 1. With `numerics="strict"`
+        ParityError if any logprob differs by a bit.
         """
         others = {v for row in rollout.weight_versions for v, _, _ in row} - {self.version}
         if others:
@@ -198,8 +207,12 @@ class Sampler:
         if mode != "temperature" and (mode != "raw" or temperature not in (0, 1)):
             raise ValueError(f"logprobs_mode={mode!r} at temperature {temperature} is not compared")
         batch = rollout.to_padded(side="right")
-        found = dense_logprobs(self._binding.model_of(), batch, temperature or 1.0)
-        return compare(batch.logprobs[batch.completion_mask], found[batch.completion_mask])
+        model, compute = self._binding.model_of(), self._compute_logprobs()
+        found = logprobs_of_rows(compute, model, batch, temperature or 1.0)
+        report = compare(batch.logprobs[batch.completion_mask], found[batch.completion_mask])
+        if self.config.numerics == "strict":
+            report.require_equal()
+        return report
 
     # Weights.
 

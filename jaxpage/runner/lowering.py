@@ -59,6 +59,7 @@ from jaxpage.runner.slots import (
 )
 from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step import Step
+from jaxpage.runner.strict import StrictStep
 from jaxpage.sampling.fields import RequestState
 
 # Programs that change the request state alone.
@@ -88,7 +89,8 @@ class Lowerings:
         mesh: Mesh | None = None,
     ):
         graphdef, state = nnx.split(model)
-        self._step = Step(
+        make_step = StrictStep if step_spec.strict else Step
+        self._step = make_step(
             graphdef=graphdef,
             treedef=jax.tree.structure(state),
             spec=step_spec,

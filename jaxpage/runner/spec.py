@@ -52,3 +52,4 @@ class StepSpec:
     num_adapters: int = 0  # slots that the model has for adapters
     # (layers with experts, experts of each) of models whose tokens are counted by expert
     expert_load: tuple[int, int] | None = None
+    strict: bool = False  # bits do not depend on the batch, see `runner.strict`

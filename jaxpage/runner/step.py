@@ -205,7 +205,7 @@ class Step:
         embeds: tuple[jax.Array, ...] = (),
     ) -> tuple[KVPool, RequestState, StepBatch, jax.Array]:
         """The hidden states [T, E] of all tokens, whose KV is in the pool then, and whose experts are counted."""
-        batch = _unpack_batch(state, rows, bucket, self.spec)
+        batch = unpack_batch(state, rows, bucket, self.spec)
         layer_locations = self.spec.groups.layer_locations
         attention = PagedAttention(
             kv_pool,
@@ -232,7 +232,7 @@ class Step:
             positions = _rotary_positions(state, rows, bucket, batch.positions)
             inputs = replace(inputs, positions=positions)
         if ADAPTER in state:
-            token_slots = batch.slots[_token_rows(rows["num_tokens"], bucket)]
+            token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
             inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots])
         hidden = self._model(leaves).hidden_states(inputs)
         if inputs.expert_load is not None:
@@ -312,7 +312,7 @@ def _update_tables(state: RequestState, rows: Rows) -> RequestState:
     return state | {"block_tables": tables}
 
 
-def _token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
+def token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
     """int32[T]: the row of each packed token. num_tokens [2, 3, 0] → [0, 0, 1, 1, 1, R-1, ...]."""
     rows = jnp.arange(bucket.num_rows, dtype=jnp.int32)
     if bucket.decode:
@@ -323,9 +323,9 @@ def _token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
     return jnp.minimum(row, bucket.num_rows - 1).astype(jnp.int32)
 
 
-def _unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpec) -> StepBatch:
+def unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpec) -> StepBatch:
     """The batch as attention and model want it. Rows whose sequence has finished on the device write nowhere."""
-    token_row = _token_rows(rows["num_tokens"], bucket)
+    token_row = token_rows(rows["num_tokens"], bucket)
     slots, starts, num_tokens = rows["slots"], rows["starts"], rows["num_tokens"]
     live = ~state["finished"][slots]
     query_starts = jnp.concatenate(
@@ -355,7 +355,7 @@ def _rotary_positions(
     state: RequestState, rows: Rows, bucket: Bucket, indices: jax.Array
 ) -> jax.Array:
     """int32[3, T], or int32[T] where all three are the same: those that went up, else indices plus their offset."""
-    token_row = _token_rows(rows["num_tokens"], bucket)
+    token_row = token_rows(rows["num_tokens"], bucket)
     later = indices + state[POSITION_OFFSET][rows["slots"]][token_row]
     if bucket.decode:
         return later

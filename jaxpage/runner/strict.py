@@ -1,4 +1,4 @@
-"""The model of `numerics="strict"`: what a token gets is the same, bit for bit, in every batch, chunk and program.
+"""The steps of `numerics="strict"`: what a token gets is the same, bit for bit, in every batch, chunk and program.
 
 All arithmetic of a layer is done a tile of tokens at a time (`runner.tiles`), and each token attends by itself, to
 tiles of keys in their order. What is left between the tiles moves data: keys and values into the pool.
@@ -9,35 +9,64 @@ the pool, for what follows. What is not asked for in a call is never computed, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
 
 from jaxpage.batch import StepBatch
+from jaxpage.config import ResolvedConfig
 from jaxpage.kv_pool import KVPool
+from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
+from jaxpage.plan import NULL_SLOT
+from jaxpage.runner.buckets import Bucket
+from jaxpage.runner.layout import Layout
+from jaxpage.runner.step import Rows, Step, token_rows, unpack_batch
 from jaxpage.runner.tiles import by_tiles
-from jaxpage.sampling.logprobs import log_normaliser
+from jaxpage.sampling.fields import RequestState
+from jaxpage.sampling.logprobs import Scores, log_normaliser, score
+from jaxpage.sampling.sampler import Sampled, vocabulary
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import xla
 
 ROW_TILE = 8  # rows that are sampled together
 
 
+def check_strict(config: ResolvedConfig, model: ModelConfig, mesh: Mesh | None) -> None:
+    """Raises ValueError for what is not computed by tiles."""
+    reasons = {
+        "several devices": mesh is not None and mesh.size > 1,
+        f"quantization={config.quantization!r}": config.quantization is not None,
+        f"kv_cache_dtype={config.kv_cache_dtype!r}": config.kv_cache_dtype != config.dtype,
+        "enable_lora=True": config.enable_lora,
+        "enable_prompt_embeds=True": config.enable_prompt_embeds,
+        "models with experts": model.experts is not None,
+        "models that take pictures": model.vision is not None,
+    }
+    if wrong := [name for name, is_so in reasons.items() if is_so]:
+        raise ValueError(
+            f'numerics="strict" is not for {", ".join(wrong)}; take numerics="fast", whose tokens are the same in '
+            "every batch as well, but not the last bits of their logprobs"
+        )
+
+
 def hidden_states(
     model: CausalLM,
     batch: StepBatch,
-    token_rows: jax.Array,
+    rows_of_tokens: jax.Array,
     kv_pool: KVPool,
     layer_locations: Sequence[tuple[int, int]],
 ) -> tuple[KVPool, jax.Array]:
     """The hidden states [T, E] of a step's tokens, after the final norm, and the pool with their keys and values.
 
-    token_rows: int32[T], the row of each token.
+    `rows_of_tokens`: int32[T].
     """
     decoder, config = model.model, model.config
     is_token = batch.is_token
@@ -56,7 +85,7 @@ def hidden_states(
     pool = list(kv_pool)
     for index, (layer, rope) in enumerate(zip(decoder.layers, config.ropes, strict=True)):
         group, array = layer_locations[index]
-        tables = batch.block_tables[group][token_rows]
+        tables = _wide(batch.block_tables[group], pool[array].shape[1])[rows_of_tokens]
         graphdef, weights = nnx.split(layer)
         q, k, v = by_tiles(partial(_project, graphdef), num_tokens, weights, x, *rotations[rope])
         pool[array] = write_kv(pool[array], k, v, batch.slot_mappings[group])
@@ -72,6 +101,12 @@ def hidden_states(
 
     last, norm = nnx.split(decoder.norm)
     return pool, by_tiles(end, num_tokens, norm, x)
+
+
+def _wide(tables: jax.Array, block_size: int) -> jax.Array:
+    """Block tables [R, M] that have at least the columns of a tile of keys, as these are as many in every program."""
+    missing = xla.TILE_KV_ONE // block_size - tables.shape[1]
+    return jnp.pad(tables, ((0, 0), (0, max(0, missing))))
 
 
 def _project(graphdef: Any, weights: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
@@ -106,8 +141,8 @@ def _finish(
     return nnx.merge(graphdef, weights)(x, (cos, sin), attend)
 
 
-def logits(model: CausalLM, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """float32[R, V] of hidden [R, E], of which the first num_rows count."""
+def logits_of(model: CausalLM, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """float32[R, V] of hidden [R, E], of which the first `num_rows`, int32[], count."""
     graphdef, weights = nnx.split(model)
     return by_tiles(
         lambda constants, x: nnx.merge(graphdef, constants).logits(x), num_rows, weights, hidden
@@ -125,3 +160,103 @@ def token_logprobs(
         return own - log_normaliser(logits)
 
     return by_tiles(of_tile, num_rows, (), logits, token_ids, temperature, tile=ROW_TILE)
+
+
+class StrictStep(Step):
+    """The same programs with everything computed by tiles. For one device, and models without experts or adapters."""
+
+    def _hidden(
+        self,
+        bucket: Bucket,
+        leaves: list[jax.Array],
+        kv_pool: KVPool,
+        state: RequestState,
+        rows: Rows,
+        embeds: tuple[jax.Array, ...] = (),
+    ) -> tuple[KVPool, RequestState, StepBatch, jax.Array]:
+        batch = unpack_batch(state, rows, bucket, self.spec)
+        kv_pool, hidden = hidden_states(
+            self._model(leaves),
+            batch,
+            token_rows(rows["num_tokens"], bucket),
+            kv_pool,
+            self.spec.groups.layer_locations,
+        )
+        return kv_pool, state, batch, hidden
+
+    def _by_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
+        def choose_by_tiles(model, hidden, state, slots, positions, features):
+            def of_tile(constants, logits, slots, positions):
+                state, features = constants
+                return choose(logits, state, slots, positions, features)
+
+            num_rows = _num_rows(slots)
+            logits = logits_of(model, hidden, num_rows)
+            sampled = by_tiles(
+                of_tile,
+                num_rows,
+                (state, features),
+                *(logits, slots, positions),
+                tile=ROW_TILE,
+            )
+            if self.spec.logprobs_mode not in ("raw", "temperature"):
+                return sampled
+            temperature = jnp.ones(slots.shape)
+            if self.spec.logprobs_mode == "temperature":
+                own = state["temperature"][slots]
+                temperature = jnp.where(own > 0, own, 1.0)
+            # Not those of the sampler: a trainer's program has no sampler, and has the loop of these.
+            found = token_logprobs(logits, sampled.token_ids, temperature, num_rows)
+            return replace(sampled, logprobs=found)
+
+        return choose_by_tiles
+
+    def score(
+        self, layout: Layout, leaves: list[jax.Array], hidden: jax.Array, packed: jax.Array
+    ) -> Scores:
+        scored = layout.unpack(packed)
+        token_ids = scored["token_ids"]
+        # All of them, which the compiler must not know.
+        num_tokens = jnp.where(token_ids[0] >= 0, token_ids.size, 0)
+        logits = logits_of(self._model(leaves), hidden[scored["rows"]], num_tokens)
+        raw_logits = self.spec.logprobs_mode.endswith("logits")
+        mode = "raw_logits" if raw_logits else "raw"
+        found = by_tiles(
+            lambda _, *tile: score(
+                *tile, num_top=self.spec.num_top_logprobs, logprobs_mode=mode
+            ),
+            *(num_tokens, (), logits, token_ids),
+            tile=ROW_TILE,
+        )
+        if raw_logits:
+            return found
+        ones = jnp.ones(token_ids.shape)
+        return replace(found, logprobs=token_logprobs(logits, token_ids, ones, num_tokens))
+
+    def vocabulary(
+        self, layout: Layout, leaves: list[jax.Array], state: RequestState, packed: jax.Array
+    ) -> jax.Array:
+        rows = layout.unpack(packed)
+        hidden = lax.bitcast_convert_type(state["hidden"][rows["slots"]], self.spec.dtype)
+        mode, processors = self.spec.logprobs_mode, self.spec.processors
+
+        def say(constants, logits, slots, positions):
+            state, features = constants
+            given = (logits, state, slots, positions, features)
+            return vocabulary(*given, logprobs_mode=mode, processors=processors)
+
+        num_rows = _num_rows(rows["slots"])
+        return by_tiles(
+            say,
+            num_rows,
+            (state, rows["features"]),
+            logits_of(self._model(leaves), hidden, num_rows),
+            *(rows["slots"], rows["starts"] + rows["num_tokens"]),
+            tile=ROW_TILE,
+        )
+
+
+def _num_rows(slots: jax.Array) -> jax.Array:
+    """int32[]: up to the last row that is not padding."""
+    number = jnp.arange(1, slots.size + 1, dtype=jnp.int32)
+    return jnp.where(slots != NULL_SLOT, number, 0).max()
