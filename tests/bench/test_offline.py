@@ -211,8 +211,8 @@ def test_a_checkpoint_becomes_gguf(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_transformers_both_ways_in_turns():
     names = ["transformers-generate", "transformers-continuous"]
-    report = offline.measure(bench(workloads=("decode-1", "questions")), names)
-    assert [r["workload"] for r in report["results"]] == ["decode-1", "questions"]
+    report = offline.measure(bench(workloads=("decode-1",)), names)
+    assert [r["workload"] for r in report["results"]] == ["decode-1"]
     for result in report["results"]:
         for name in names:
             assert len(result["seconds"][name]) == len(result["values"][name]) == 2
@@ -220,4 +220,4 @@ def test_transformers_both_ways_in_turns():
             assert report["versions"][name]["torch"].startswith("2.")
         assert list(result["speedup"]) == ["transformers-continuous"]
     assert json.loads(json.dumps(report))["results"] == report["results"]
-    assert len(offline.table(report["results"]).splitlines()) == 3
+    assert len(offline.table(report["results"]).splitlines()) == 2

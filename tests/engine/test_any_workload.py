@@ -134,7 +134,7 @@ def test_tokens_do_not_depend_on_the_engine_or_on_the_company(engine_options, wo
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(engines(), st.lists(requests(), min_size=1, max_size=10), events)
 def test_tokens_do_not_depend_on_the_engine_or_on_the_company_in_depth(
     engine_options, workload, events

@@ -279,7 +279,7 @@ def test_beams_do_not_depend_on_the_engine_or_on_the_company(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     engines(),
     st.lists(beam_requests(), min_size=2, max_size=5),

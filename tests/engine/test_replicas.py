@@ -461,7 +461,7 @@ def test_no_request_is_lost_or_answered_twice(plans, works, overlap, num_first):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, **SETTINGS)
+@settings(max_examples=150, **SETTINGS)
 @ANY_FAILURES
 def test_no_request_is_lost_or_answered_twice_in_depth(plans, works, overlap, num_first):
     check_any_failures(plans, works, overlap, num_first)

@@ -57,7 +57,7 @@ PRESSURE = {"num_gpu_blocks_override": 24, "max_num_seqs": 4}
 @pytest.mark.parametrize(
     ("num_hosts", "num_devices", "num_requests"),
     [
-        pytest.param(2, 1, 48, marks=pytest.mark.slow),
+        pytest.param(2, 1, 24, marks=pytest.mark.slow),
         pytest.param(2, 1, 200, marks=pytest.mark.deep),
         pytest.param(2, 2, 24, marks=pytest.mark.deep),
         pytest.param(4, 1, 24, marks=pytest.mark.deep),
@@ -95,7 +95,11 @@ def check_loss(model, few_batches, *, victim, signal_number, lines, pause):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "signal_number"),
-    [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
+    [
+        (1, signal.SIGKILL),
+        (0, signal.SIGKILL),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.deep),
+    ],
 )
 def test_a_lost_host_ends_the_others(model, few_batches, victim, signal_number):
     check_loss(model, few_batches, victim=victim, signal_number=signal_number, lines=2, pause=0.1)

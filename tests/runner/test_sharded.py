@@ -143,8 +143,8 @@ def make_requests() -> list[Request]:
     ("num_heads", "num_kv_heads", "kv_format"),
     [
         (8, 4, None),  # each of four devices has a KV head
-        (8, 2, None),  # two devices have the same one
-        (8, 1, "int8"),
+        pytest.param(8, 2, None, marks=pytest.mark.deep),  # two devices have the same one
+        pytest.param(8, 1, "int8", marks=pytest.mark.deep),
         (6, 2, None),  # query heads that do not divide, with padding
         (6, 3, "int8"),  # a device has nothing but padding
     ],

@@ -85,7 +85,7 @@ def draws(logits: np.ndarray, row: Row, count: int) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.usefixtures("production_compiler")
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(i, marks=pytest.mark.deep) for i in range(3, NUM_CASES))]
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.deep) for i in range(1, NUM_CASES))]
 )
 def test_what_is_drawn_is_what_is_defined(seed):
     logits, row = random_case(seed)
