@@ -90,6 +90,10 @@ class JaxpageInt8(Jaxpage):
     options = {"quantization": "int8"}
 
 
+class JaxpageStrict(Jaxpage):
+    options = {"numerics": "strict"}
+
+
 class JaxpageNoPrefixCache(Jaxpage):
     options = {"enable_prefix_caching": False}
 

@@ -47,6 +47,7 @@ ENGINES = {  # what `compare` may name: peers
     "vllm": ("vllm",),
     "llama.cpp": ("llama.cpp",),
     "jaxpage-int8": ("jaxpage-int8",),
+    "jaxpage-strict": ("jaxpage-strict",),
 }
 
 
@@ -54,7 +55,7 @@ ENGINES = {  # what `compare` may name: peers
 class OfflineBench:
     """Compare offline throughput with other engines, in bfloat16, greedily."""
 
-    # besides jaxpage: transformers, vllm, llama.cpp, jaxpage-int8; "a,b" and "a b" are the same
+    # besides jaxpage: transformers, vllm, llama.cpp, jaxpage-int8, jaxpage-strict; "a,b" and "a b" are the same
     compare: tuple[str, ...] = ()
     python: tuple[str, ...] = ()  # ENGINE=EXECUTABLE: an engine's Python, if not the one running
     shape: Shape = "qwen2.5-0.5b"  # random weights of this shape

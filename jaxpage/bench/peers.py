@@ -20,6 +20,7 @@ from jaxpage.bench.subprocess_rpc import RemoteObject
 PEERS: dict[str, type[Peer]] = {
     "jaxpage": engines.Jaxpage,
     "jaxpage-int8": engines.JaxpageInt8,
+    "jaxpage-strict": engines.JaxpageStrict,
     "jaxpage-no-prefix-cache": engines.JaxpageNoPrefixCache,
     "transformers-generate": engines.TransformersGenerate,
     "transformers-continuous": engines.TransformersContinuous,

@@ -37,7 +37,10 @@ def logprobs(model: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
 
 
 def logprobs_of_rows(
-    compute: Callable[[Any, Padded, float], jax.Array], model: Any, batch: Padded, temperature: float
+    compute: Callable[[Any, Padded, float], jax.Array],
+    model: Any,
+    batch: Padded,
+    temperature: float,
 ) -> np.ndarray:
     """What `compute`, such as `logprobs`, gives for a batch, in NumPy, a few rows at a time: without keeping what a
     gradient would need.

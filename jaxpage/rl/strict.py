@@ -1,8 +1,8 @@
 """The trainer's logprobs of `numerics="strict"`: the bits that the sampler computed.
 
 The forward runs the functions that the sampler's steps run, by the same tiles, on a KV pool of its own; see
-`runner.strict`. Its gradient is that of the dense forward, computed anew from the parameters: XLA computes other bits in
-a program that differentiates what it computes, and so the forward is not differentiated.
+`runner.strict`. Its gradient is that of the dense forward, computed anew from the parameters: where XLA differentiates a
+function it computes other bits of it, so this one is not differentiated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -55,9 +54,7 @@ def strict_logprobs(
     return compute(state, jax.tree.map(jnp.asarray, batch), temperature)
 
 
-def _forward(
-    model: CausalLM, batch: Padded, temperature: jax.Array, block_size: int
-) -> jax.Array:
+def _forward(model: CausalLM, batch: Padded, temperature: jax.Array, block_size: int) -> jax.Array:
     shape, config = batch.token_ids.shape, model.config
     num_rows, width = shape
     num_blocks = -(-width // block_size)  # of a row

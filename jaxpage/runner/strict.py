@@ -4,7 +4,7 @@ All arithmetic of a layer is done a tile of tokens at a time (`runner.tiles`), a
 tiles of keys in their order. What is left between the tiles moves data: keys and values into the pool.
 
 A layer is called twice for each tile: first for its queries, keys and values, then, when the keys of all tokens are in
-the pool, for what follows. What is not asked for in a call is never computed, so no layer need be written in two halves.
+the pool, for what follows. XLA drops what a call does not use, so no layer has to be written in two halves.
 """
 
 from __future__ import annotations
@@ -222,9 +222,7 @@ class StrictStep(Step):
         raw_logits = self.spec.logprobs_mode.endswith("logits")
         mode = "raw_logits" if raw_logits else "raw"
         found = by_tiles(
-            lambda _, *tile: score(
-                *tile, num_top=self.spec.num_top_logprobs, logprobs_mode=mode
-            ),
+            lambda _, *tile: score(*tile, num_top=self.spec.num_top_logprobs, logprobs_mode=mode),
             *(num_tokens, (), logits, token_ids),
             tile=ROW_TILE,
         )

@@ -20,7 +20,11 @@ T = TypeVar("T")
 
 
 def by_tiles(
-    function: Callable[..., T], num_tokens: jax.Array, constants: Any, *tokens: jax.Array, tile: int = TILE
+    function: Callable[..., T],
+    num_tokens: jax.Array,
+    constants: Any,
+    *tokens: jax.Array,
+    tile: int = TILE,
 ) -> T:
     """`function(constants, *tokens)` of the first `num_tokens`, int32[], of all arrays [T, ...]; zeros for the others.
 
@@ -41,7 +45,9 @@ def by_tiles(
         own = [lax.dynamic_slice_in_dim(x, index * tile, tile) for x in padded]
         found = function(tied, *own)
         return jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, _bits(part), index * tile, 0),
+            lambda whole, part: lax.dynamic_update_slice_in_dim(
+                whole, _bits(part), index * tile, 0
+            ),
             results,
             found,
         )

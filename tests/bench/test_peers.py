@@ -75,6 +75,7 @@ def test_variants_differ_by_one_option():
     assert variants == {
         "jaxpage": {},
         "jaxpage-int8": {"quantization": "int8"},
+        "jaxpage-strict": {"numerics": "strict"},
         "jaxpage-no-prefix-cache": {"enable_prefix_caching": False},
     }
 

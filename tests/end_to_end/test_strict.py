@@ -1,0 +1,189 @@
+"""`numerics="strict"`: a request gives the same bits, whatever shares its batch and however the engine is set."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxpage import SamplingParams
+from tests import checkpoints, dense_families
+from tests.end_to_end.test_invariance import answers, assert_nothing_leaked, make_llm
+from tests.end_to_end.test_invariance import workload as any_workload
+
+NUM_REQUESTS = 24
+DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.deep)]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("qwen2"))
+
+
+def workload(number=NUM_REQUESTS):
+    return any_workload(number)
+
+
+def make_strict(path, dtype, **options):
+    return make_llm(path, dtype=dtype, **(options | {"numerics": "strict"}))
+
+
+def test_the_scores_of_a_prompt_do_not_depend_on_chunks(path):
+    """Nor on the size of the pieces that are scored, and a token sampled has the score that it has as a prompt."""
+    prompt = workload()[0][3]
+    found = []
+    for chunk in (64, 7):
+        with checkpoints.few_programs():
+            llm = make_strict(path, "float32", max_num_batched_tokens=chunk, max_num_seqs=5)
+        params = SamplingParams(max_tokens=12, temperature=0, logprobs=0, prompt_logprobs=2)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        completion = output.outputs[0]
+        longer = [*prompt, *completion.token_ids]
+        scores = SamplingParams(max_tokens=1, prompt_logprobs=2)
+        (scored,) = llm.generate([longer], scores, use_tqdm=False)
+        by_token = [
+            row[t].logprob for row, t in zip(scored.prompt_logprobs[1:], longer[1:], strict=True)
+        ]
+        sampled = [
+            row[t].logprob for row, t in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+        assert by_token[len(prompt) - 1 :] == sampled
+        found.append(by_token)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.deep) for f in ("cohere2", "olmo3"))]
+)
+def test_families(family, tmp_path):
+    """Windows, norms after their layers, parallel layers: alone, and in chunks among others. And it is the model."""
+    builder = dense_families if family in dense_families.VARIANTS else checkpoints
+    path = builder.build(family, 0, tmp_path)
+    prompts, params = workload(6)
+    expected = None
+    for options in ({"max_num_seqs": 1}, {"max_num_seqs": 6, "max_num_batched_tokens": 17}):
+        with checkpoints.few_programs():
+            llm = make_strict(path, "float32", **options)
+        found = answers(llm.generate(prompts, params, use_tqdm=False))
+        assert found == (expected or found)
+        expected = found
+    prompt = prompts[0] * 3
+    greedy = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    (output,) = llm.generate([prompt], greedy, use_tqdm=False)
+    logits = checkpoints.torch_logits(path, np.array([prompt]))[0].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for row, token, scores in zip(
+        output.prompt_logprobs[1:], prompt[1:], logprobs[:-1], strict=True
+    ):
+        assert row[token].logprob == pytest.approx(scores[token], abs=1e-4)
+
+
+# The rest is compiled as users have it.
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def dtype(request, production_compiler):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(dtype, path):
+    """One request after another, alone in the engine: the plain loop, one token a step, no cache."""
+    options = {"enable_prefix_caching": False, "async_scheduling": False, "decode_steps": 1}
+    with checkpoints.few_programs():
+        llm = make_strict(path, dtype, **options, max_num_seqs=1, max_num_batched_tokens=64)
+    return answers(
+        llm.generate([prompt], params, use_tqdm=False)[0]
+        for prompt, params in zip(*workload(), strict=True)
+    )
+
+
+SETTINGS = {
+    "among-23-others, chunks-of-33": {"max_num_batched_tokens": 33, "max_num_seqs": 24},
+    "preempted, chunks-of-7, blocks-of-4": {
+        "num_gpu_blocks_override": 42,
+        "block_size": 4,
+        "max_num_batched_tokens": 7,
+    },
+    "swapped": {
+        "num_gpu_blocks_override": 22,
+        "max_num_seqs": 5,
+        "swap_space": 0.01,
+        "preemption_mode": "swap",
+    },
+    "all sizes of programs": {"max_num_seqs": 64},
+}
+SLOW = ("among-23-others, chunks-of-33", "preempted, chunks-of-7, blocks-of-4")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in SLOW else pytest.param(n, marks=pytest.mark.deep) for n in SETTINGS]
+)
+def test_no_bit_depends_on_settings_or_neighbours(name, dtype, path, expected):
+    with nullcontext() if name == "all sizes of programs" else checkpoints.few_programs():
+        llm = make_strict(path, dtype, **SETTINGS[name])
+    prompts, params = workload()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert answers(outputs) == expected
+    if "preempted" in name or "swapped" in name:
+        assert sum(output.metrics.num_preemptions > 0 for output in outputs) > 5
+    if name == "all sizes of programs":
+        for few in (1, 2, 3, 5, 9):
+            some = llm.generate(prompts[:few], params[:few], use_tqdm=False)
+            assert answers(some) == expected[:few]
+    assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected  # cache warm
+    assert llm.stats().prefix_cache_hits > 0
+    assert_nothing_leaked(llm)
+
+
+@pytest.fixture(scope="module")
+def shared(dtype, path):
+    with checkpoints.few_programs():
+        return make_strict(
+            path, dtype, max_num_seqs=9, max_num_batched_tokens=32, num_gpu_blocks_override=60
+        )
+
+
+@pytest.mark.deep
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    order=st.permutations(range(NUM_REQUESTS)),
+    arrivals=st.lists(st.integers(0, 4), min_size=1, max_size=20),
+)
+def test_no_bit_depends_on_the_order_of_arrivals(order, arrivals, shared, expected):
+    """`arrivals`: how many come before each step."""
+    prompts, params = workload()
+    waiting = list(order[: sum(arrivals)])
+    finished = {}
+    for number in [*arrivals, *[0] * 1000]:
+        for _ in range(min(number, len(waiting))):
+            i = waiting.pop()
+            shared.add_request(str(i), prompts[i], params[i], priority=i % 3)
+        for output in shared.step():
+            if output.finished:
+                finished[int(output.request_id)] = output
+        if not waiting and not shared.has_unfinished_requests():
+            break
+    assert len(finished) == min(sum(arrivals), NUM_REQUESTS)
+    for i, output in finished.items():
+        assert answers([output]) == [expected[i]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "several devices"),
+        ({"quantization": "int8"}, "quantization='int8'"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8'"),
+        ({"enable_lora": True}, "enable_lora=True"),
+        ({"numerics": "exact"}, "numerics must be one of fast, strict, got 'exact'"),
+    ],
+)
+def test_what_is_not_computed_by_tiles_is_refused(options, message, path):
+    with pytest.raises(ValueError, match=message):
+        make_llm(path, **({"numerics": "strict"} | options))
