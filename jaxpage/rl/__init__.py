@@ -2,7 +2,7 @@
 
 from jaxpage.rl.logprobs import logprobs
 from jaxpage.rl.module import load_module
-from jaxpage.rl.parity import ParityReport
+from jaxpage.rl.parity import ParityError, ParityReport
 from jaxpage.rl.rollout import Padded, Rollout, to_padded
 from jaxpage.rl.sampler import Sampler
 from jaxpage.rl.scoring import Scored
@@ -11,6 +11,7 @@ from jaxpage.rl.seeds import GroupSeeds
 __all__ = [
     "GroupSeeds",
     "Padded",
+    "ParityError",
     "ParityReport",
     "Rollout",
     "Sampler",

@@ -1,8 +1,8 @@
 """The trainer's logprobs of `numerics="strict"`: the bits that the sampler computed.
 
 The forward runs the functions that the sampler's steps run, by the same tiles, on a KV pool of its own; see
-`runner.strict`. Its gradient is that of the dense forward, computed anew from the parameters: where XLA differentiates a
-function it computes other bits of it, so this one is not differentiated.
+`runner.strict`. Its gradient is that of the dense forward, computed anew from the parameters: where a function is
+differentiated XLA computes other bits of its value, so this one is not.
 """
 
 from __future__ import annotations

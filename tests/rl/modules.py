@@ -48,9 +48,9 @@ def write_config(path: Path) -> Path:
     return path
 
 
-def make_module(path: Path, seed: int = 0) -> CausalLM:
+def make_module(path: Path, seed: int = 0, dtype: str = "float32") -> CausalLM:
     """The module of a config.json, whose logits are not flat."""
-    module = registry.build(checkpoints.config(path), dtype="float32", max_model_len=128)
+    module = registry.build(checkpoints.config(path), dtype=dtype, max_model_len=128)
     initialise(module, seed=seed)
     rng = np.random.default_rng(seed)
     for name, variable in variables(module).items():
@@ -58,7 +58,7 @@ def make_module(path: Path, seed: int = 0) -> CausalLM:
         wide = 1.0 + 0.3 * rng.normal(size=shape) if "norm" in name else rng.normal(size=shape)
         if "norm" not in name:
             wide *= 0.3 if "embed" in name else 1.5 * shape[-1] ** -0.5
-        variable.set_value(jnp.asarray(wide, jnp.float32))
+        variable.set_value(jnp.asarray(wide, dtype))
     return module
 
 

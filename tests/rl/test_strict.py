@@ -1,0 +1,95 @@
+"""Strict numerics: the trainer's logprobs are the sampler's, bit for bit; its gradients are the dense forward's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpage import SamplingParams
+from jaxpage.rl import ParityError, logprobs
+from tests.rl.modules import Holder, change, in_layout, make_module, make_sampler, write_config
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, *range(20, 60)], [3, 4, 5], [9]]
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("production_compiler")]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(
+    scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.deep)]
+)
+def bound(request, path, production_compiler):
+    """A module and its sampler."""
+    module = make_module(path, dtype=request.param)
+    sampler = make_sampler(module, path, numerics="strict")
+    yield module, sampler
+    sampler.shutdown()
+
+
+def test_every_logprob_is_the_trainers(bound):
+    """Of other batches than the sampler's, and in the program that differentiates."""
+    module, sampler = bound
+    rollout = sampler.generate(PROMPTS, PARAMS, n=4, seed=1)
+    report = sampler.check_parity(rollout)
+    assert report.token_count == 144 and report.mismatch_count == 0 and report.max_abs == 0
+    forward = sampler.logprob_fn()
+    batch = jax.device_put(rollout.to_padded(prompt_length=60, completion_length=20))
+    sampled = batch.completion_mask
+
+    def loss(module, forward):
+        found = forward(module, batch, 0.8)
+        return (found * jnp.sin(jnp.arange(found.size)).reshape(found.shape)).sum(), found
+
+    gradient = nnx.jit(nnx.grad(loss, has_aux=True), static_argnums=1)
+    ours, found = gradient(module, forward)
+    assert (found[sampled] == batch.logprobs[sampled]).all() and not found[~sampled].any()
+    dense, other = gradient(module, logprobs)
+    assert not (other[sampled] == batch.logprobs[sampled]).all()
+    for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(dense), strict=True):
+        assert np.abs(theirs).max() > 0
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_scores_are_the_trainers_too(bound):
+    _, sampler = bound
+    rollout = sampler.generate(PROMPTS, dataclasses.replace(PARAMS, temperature=1.0), seed=2)
+    sequences = [rollout.prompt(i) + rollout.completion(i) for i in range(len(rollout))]
+    scored = sampler.score(sequences)
+    for i, (number, length) in enumerate(zip(rollout.lengths, rollout.prompt_lengths, strict=True)):
+        found = scored.logprobs[i, length : length + number]
+        np.testing.assert_array_equal(found, rollout.logprobs[i, :number])
+
+
+def test_other_weights_have_other_bits_and_the_same_parity(bound):
+    module, sampler = bound
+    before = sampler.generate(PROMPTS, PARAMS, seed=3)
+    change(module)
+    after = sampler.generate(PROMPTS, PARAMS, seed=3)
+    assert (before.logprobs != after.logprobs).any()
+    assert sampler.check_parity(after).bitwise_equal
+    assert sampler.stats().num_recompiles == 0
+
+
+def test_one_bit_is_an_error(bound):
+    _, sampler = bound
+    rollout = sampler.generate(PROMPTS, PARAMS, seed=4)
+    changed = rollout.logprobs.copy()
+    changed[1, 3] = np.nextafter(changed[1, 3], np.float32(0))
+    with pytest.raises(ParityError, match="1 of 36 logprobs of the sampler are not the trainer's"):
+        sampler.check_parity(dataclasses.replace(rollout, logprobs=changed))
+
+
+def test_the_layouts_of_others_are_refused(path):
+    theirs = Holder(in_layout("tunix", make_module(path), path))
+    with pytest.raises(ValueError, match=r'numerics="strict" is for modules of jaxpage'):
+        make_sampler(theirs, path, numerics="strict")
