@@ -54,10 +54,11 @@ READING = ("score", "vocabulary")  # programs that change nothing
 
 def assert_in_place(runner, temp_bound):
     pool = runner.pool_spec.num_bytes
+    state = sum(array.nbytes for array in jax.tree.leaves(runner._state))
     for program in runner.programs.ready.values():
         without_pool = program.name.startswith(("admit", "sample", "set ", *READING))
         without_state = program.name.startswith(READING)
-        owned = (0 if without_state else runner.state_bytes) + (0 if without_pool else pool)
+        owned = (0 if without_state else state) + (0 if without_pool else pool)
         assert program.alias_bytes >= owned, program.name
         assert program.temp_bytes < temp_bound, program.name
 

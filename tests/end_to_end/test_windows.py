@@ -39,7 +39,14 @@ def random_prompt(length):
     return [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)]
 
 
-@pytest.mark.parametrize(("family", "variant"), [("gemma3", 0), ("gemma2", 2), ("mistral", 0)])
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        ("gemma3", 0),
+        pytest.param("gemma2", 2, marks=pytest.mark.deep),
+        pytest.param("mistral", 0, marks=pytest.mark.deep),
+    ],
+)
 def test_far_beyond_the_window_tokens_are_those_of_transformers(family, variant, tmp_path):
     path = checkpoints.build(family, variant, tmp_path, max_position_embeddings=2048)
     prompt, count = random_prompt(1500), 40
@@ -57,7 +64,9 @@ def test_far_beyond_the_window_tokens_are_those_of_transformers(family, variant,
     assert logits[len(prompt) + count - 1 : -1].argmax(axis=-1).tolist() == list(more)
 
 
-@pytest.mark.parametrize("length", [8192, pytest.param(32_768, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "length", [4096, *(pytest.param(n, marks=pytest.mark.deep) for n in (8192, 32_768))]
+)
 def test_far_beyond_the_window_a_pool_without_room_for_all_layers_is_enough(length, tmp_path):
     """Five layers of six see 64 tokens, one everything, as in Gemma 3."""
     layer_types = ["sliding_attention"] * 5 + ["full_attention"]
