@@ -26,7 +26,7 @@ from tests.server.conftest import serving
 ROOT = Path(__file__).parent.parent
 FILE_MAPS = (
     *("jaxpage", "jaxpage/aot", "jaxpage/bench", "jaxpage/demo", "jaxpage/ray_serve"),
-    *("jaxpage/rl", "jaxpage/server", "pallas_kernels"),
+    *("jaxpage/research", "jaxpage/rl", "jaxpage/server", "pallas_kernels"),
 )
 TEXTS = {
     name: (ROOT / name / "README.md").read_text(encoding="utf-8")

@@ -61,9 +61,23 @@ class DenseAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         del layer
+        weights = self.weights(q, k, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        return self.combine(weights, v).astype(q.dtype)
+
+    def weights(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """float32[..., H, T, T]: how much of each key's value a query gets; rows add up to 1, less with sinks."""
         num_kv_heads = k.shape[-2]
         groups = q.astype(jnp.float32).reshape(*q.shape[:-2], num_kv_heads, -1, q.shape[-1])
-        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+        k = k.astype(jnp.float32)
         scores = scale * jnp.einsum("...tkgd,...skd->...kgts", groups, k)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -82,5 +96,12 @@ class DenseAttention:
         weights = jax.nn.softmax(scores, axis=-1)
         if sinks is not None:
             weights = weights[..., :-1]
-        out = jnp.einsum("...kgts,...skd->...tkgd", weights, v)
-        return out.reshape(q.shape).astype(q.dtype)
+        return weights.reshape(*weights.shape[:-4], -1, *weights.shape[-2:])
+
+    def combine(self, weights: jax.Array, v: jax.Array) -> jax.Array:
+        """float32[..., T, H, D] of `weights` and v [..., T, K, D]."""
+        num_kv_heads = v.shape[-2]
+        by_head = (num_kv_heads, -1, *weights.shape[-2:])
+        groups = weights.reshape(*weights.shape[:-3], *by_head)
+        out = jnp.einsum("...kgts,...skd->...tkgd", groups, v.astype(jnp.float32))
+        return out.reshape(*out.shape[:-3], -1, out.shape[-1])

@@ -1,0 +1,99 @@
+"""A dense, differentiable call of a module with taps: what `run_with_cache` and `run_with_hooks` run.
+
+Layers, their attention and their MLP are wrapped in a copy of the module that shares its arrays, for one trace; so no
+model knows that it is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpage.models.attention import DenseAttention
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.experts import MixtureOfExperts
+from jaxpage.models.inputs import ForwardInput
+from jaxpage.research.points import Hook, Names, Taps
+
+
+def run_with_cache(
+    module: CausalLM,
+    token_ids: Any,
+    names: Names = None,
+    *,
+    hooks: Sequence[tuple[str, Hook]] = (),
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Logits float32[B, T, V] of int32[B, T] tokens, or [T, V] of [T], and values inside the model by name.
+
+    `names`: which, as a name, several, patterns such as "blocks.*.hook_resid_post", or a function of a name; None: all
+    of `points(module.config)`. `hooks`: (name or pattern, function of a value and its name), in the order in which they
+    are called; what a function returns stands in the place of the value. Pure, so it may be jitted, differentiated and
+    mapped; vectors that hooks close over are best arguments of the jitted function, and then do not recompile it.
+
+    Raises ValueError for a name that no point has, and for a hook that returns another shape.
+    """
+    taps = Taps(module.config, hooks, names)
+    token_ids = jnp.asarray(token_ids, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[-1], dtype=jnp.int32), token_ids.shape)
+    inputs = ForwardInput(
+        token_ids=token_ids,
+        positions=positions,
+        attention=_Attention(DenseAttention(positions), taps),
+    )
+    tapped = _tapped(module, taps)
+    hidden = taps("ln_final.hook_normalized", tapped.hidden_states(inputs))
+    return tapped.logits(hidden), taps.seen
+
+
+def run_with_hooks(
+    module: CausalLM, token_ids: Any, hooks: Sequence[tuple[str, Hook]]
+) -> jax.Array:
+    """Logits, with values inside the model changed: see `run_with_cache`."""
+    return run_with_cache(module, token_ids, (), hooks=hooks)[0]
+
+
+class _Attention:
+    """Dense attention with taps at its queries, keys, values, weights and results."""
+
+    def __init__(self, dense: DenseAttention, taps: Taps):
+        self._dense, self._taps = dense, taps
+
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
+    ) -> jax.Array:
+        def tap(name: str, value: jax.Array) -> jax.Array:
+            return self._taps(f"blocks.{layer}.attn.hook_{name}", value)
+
+        q, k, v = tap("q", q), tap("k", k), tap("v", v)
+        weights = tap("pattern", self._dense.weights(q, k, **options))
+        return tap("z", self._dense.combine(weights, v).astype(q.dtype))
+
+
+class _Tapped(nnx.Module):
+    """A module whose first argument and result go through taps; "" is none."""
+
+    def __init__(self, module: nnx.Module, taps: Taps, before: str, after: str):
+        self._module, self._taps = module, nnx.static(taps)
+        self._before, self._after = before, after
+
+    def __call__(self, x: jax.Array, *rest: Any, **more: Any) -> jax.Array:
+        if self._before:
+            x = self._taps(self._before, x)
+        result = self._module(x, *rest, **more)  # pyright: ignore[reportCallIssue]
+        return self._taps(self._after, result) if self._after else result
+
+
+def _tapped(module: CausalLM, taps: Taps) -> CausalLM:
+    copy = nnx.merge(*nnx.split(module))
+    decoder: Any = copy.model
+    for index, layer in enumerate(decoder.layers):
+        name = f"blocks.{index}.hook_"
+        layer.self_attn = _Tapped(layer.self_attn, taps, "", f"{name}attn_out")
+        if not isinstance(layer.mlp, MixtureOfExperts):
+            layer.mlp = _Tapped(layer.mlp, taps, "", f"{name}mlp_out")
+        decoder.layers[index] = _Tapped(layer, taps, f"{name}resid_pre", f"{name}resid_post")
+    return copy

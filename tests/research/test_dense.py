@@ -1,0 +1,118 @@
+"""Values inside a model against those of transformers, and what happens when they are changed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpage.research import points, run_with_cache, run_with_hooks
+from jaxpage.rl import load_module
+from tests import checkpoints
+
+TOKENS = np.random.default_rng(0).integers(3, checkpoints.VOCAB_SIZE, (2, 20))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma2"])
+def case(request, tmp_path_factory):
+    """A module, and what transformers says of its inside."""
+    path = checkpoints.build(request.param, 0, tmp_path_factory.mktemp(request.param))
+    return load_module(str(path)), inside(path)
+
+
+def inside(path):
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS), output_hidden_states=True, output_attentions=True)
+
+
+def test_values_are_those_of_transformers(case):
+    module, theirs = case
+    logits, cache = run_with_cache(module, TOKENS)
+    np.testing.assert_allclose(logits, theirs.logits, atol=1e-4)
+    assert list(cache) == points(module.config)
+    last = module.config.num_layers - 1
+    for index in range(module.config.num_layers):
+        block = f"blocks.{index}"
+        pairs = {f"{block}.hook_resid_pre": theirs.hidden_states[index]}
+        pairs[f"{block}.attn.hook_pattern"] = theirs.attentions[index]
+        if index < last:
+            pairs[f"{block}.hook_resid_post"] = theirs.hidden_states[index + 1]
+        for name, value in pairs.items():
+            np.testing.assert_allclose(cache[name], value, atol=1e-4, err_msg=name)
+        z = cache[f"{block}.attn.hook_z"]
+        assert z.shape == (2, 20, module.config.num_heads, module.config.head_dim)
+    np.testing.assert_allclose(
+        cache["ln_final.hook_normalized"], theirs.hidden_states[-1], atol=1e-4
+    )
+    alone, few = run_with_cache(module, TOKENS[0], "blocks.*.hook_mlp_out")
+    np.testing.assert_allclose(alone, logits[0], atol=1e-5)
+    assert sorted(few) == [f"blocks.{i}.hook_mlp_out" for i in range(last + 1)]
+
+
+def test_what_a_hook_returns_goes_on(case):
+    """A vector as an argument: another one compiles nothing. Patching a layer's result patches all that follows."""
+    module, _ = case
+    traced = []
+
+    @jax.jit
+    def steered(vector):
+        traced.append(1)
+        hook = lambda value, name: value.at[..., 5:, :].add(vector[None, None])  # noqa: E731
+        return run_with_hooks(module, TOKENS, [("blocks.0.hook_resid_post", hook)])
+
+    plain, clean = run_with_cache(module, TOKENS)
+    size = module.config.hidden_size
+    np.testing.assert_allclose(steered(jnp.zeros(size)), plain, atol=1e-5)
+    changed = steered(jnp.ones(size))
+    assert len(traced) == 1
+    np.testing.assert_allclose(changed[:, :5], plain[:, :5], atol=1e-5)
+    assert np.abs(changed[:, 5:] - plain[:, 5:]).max() > 0.01
+    other, unclean = run_with_cache(module, (TOKENS + 1) % checkpoints.VOCAB_SIZE)
+    assert np.abs(other - plain).max() > 0.1
+    last = f"blocks.{module.config.num_layers - 1}.hook_resid_post"
+    patched = run_with_hooks(module, TOKENS, [(last, lambda value, name: unclean[name])])
+    np.testing.assert_allclose(patched, other, atol=1e-5)
+    looked = run_with_hooks(module, TOKENS, [("*", lambda value, name: None)])
+    np.testing.assert_allclose(looked, plain, atol=1e-5)
+
+
+def test_heads_are_removed_and_effects_differentiated(case):
+    """The gradient by a factor on each head is what a small change of the factor does."""
+    module, _ = case
+    shape = (module.config.num_layers, module.config.num_heads)
+
+    def score(factors):
+        def scale(value, name):
+            return value * factors[int(name.split(".")[1])][None, None, :, None]
+
+        logits = run_with_hooks(module, TOKENS, [("blocks.*.attn.hook_z", scale)])
+        return jax.nn.log_softmax(logits[0, -1])[7]
+
+    ones = jnp.ones(shape)
+    gradient = jax.jit(jax.grad(score))(ones)
+    step = 1e-2
+    for layer, head in ((0, 1), (shape[0] - 1, 0)):
+        apart = score(ones.at[layer, head].add(step)) - score(ones.at[layer, head].add(-step))
+        assert float(apart) / (2 * step) == pytest.approx(
+            float(gradient[layer, head]), rel=0.05, abs=1e-3
+        )
+    assert float(score(ones.at[0, 1].set(0))) != pytest.approx(float(score(ones)))
+
+
+def test_names_and_shapes_are_checked(case):
+    module, _ = case
+    with pytest.raises(
+        ValueError, match=r"no point is called 'blocks\.9\*'; there are blocks\.0\.hook"
+    ):
+        run_with_cache(module, TOKENS, "blocks.9*")
+    with pytest.raises(ValueError, match="no point is called 'resid'"):
+        run_with_hooks(module, TOKENS, [("resid", lambda value, name: value)])
+    with pytest.raises(ValueError, match=r"returned \[2, 20\] in the place of \[2, 20, "):
+        run_with_hooks(module, TOKENS, [("blocks.0.hook_resid_post", lambda v, name: v[..., 0])])
