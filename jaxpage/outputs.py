@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from jaxpage.output_display import to_html, to_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,3 +111,13 @@ class RequestOutput:
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_cache_creation_tokens: int = 0  # prompt tokens that the prefix cache gained
+
+    def df(self) -> Any:
+        """A pandas DataFrame: index of the continuation, position, token id, token, logprob and rank of each token.
+
+        Tokens and what follows are None unless `logprobs` were asked for. Needs pandas.
+        """
+        return to_table(self)
+
+    def _repr_html_(self) -> str:
+        return to_html(self)
