@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +165,43 @@ def test_update_copies_nothing_and_compiles_nothing(bound):
     assert sampler.generate(PROMPTS, PARAMS).weight_versions[0] == ((119, 0, 10),)
     assert sampler.stats().num_recompiles == 0
     assert sorted(seconds)[10] < 0.05  # 0.3 ms on an idle machine
+
+
+def test_two_hundred_updates_while_sixteen_threads_sample(path):
+    """Nothing is compiled, no array is left over, and each rollout says which weights its tokens are of."""
+    module = make_module(path)
+    sampler = make_sampler(module, path)
+    own = nnx.state(module, nnx.Param)
+    trees = [jax.tree.map(lambda x, factor=f: x * factor, own) for f in (1.0, 1.01, 1.02)]
+    is_over = threading.Event()
+
+    def sample(thread):
+        found = []
+        while not is_over.is_set():
+            found.append(sampler.generate([[3 + thread, 4, 5]], PARAMS))
+        return found
+
+    try:
+        sampler.generate(PROMPTS, PARAMS)
+        num_arrays = len(jax.live_arrays())
+        with ThreadPoolExecutor(16) as pool:
+            futures = [pool.submit(sample, thread) for thread in range(16)]
+            for number in range(200):
+                sampler.update(trees[number % 3], version=1000 + number)
+            is_over.set()
+            rollouts = [rollout for future in futures for rollout in future.result()]
+        assert len(rollouts) >= 16
+        for rollout in rollouts:
+            spans = rollout.weight_versions[0]
+            assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])]
+            assert spans[-1][2] == 10 and np.isfinite(rollout.logprobs).all()
+            assert list(spans) == sorted(spans)
+        assert {version for r in rollouts for version, _, _ in r.weight_versions[0]} > {1199}
+        assert sampler.stats().num_recompiles == 0
+        assert len(jax.live_arrays()) == num_arrays
+    finally:
+        is_over.set()
+        sampler.shutdown()
 
 
 def test_update_with_arrays_of_the_callers(bound, path):
