@@ -10,6 +10,7 @@ import math
 import jax.numpy as jnp
 
 from jaxpage.aot.exchange import Collective
+from jaxpage.aot.pictures import ENCODER
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.models.decoder import CausalLM
 from jaxpage.weights.spec import ParamSpec, specs
@@ -33,9 +34,11 @@ def numbers_of(spec: EngineSpec) -> dict[str, int] | None:
 
 
 def num_active(model: CausalLM) -> int:
-    """Parameters that a token uses, the embedding counted as a whole."""
+    """Parameters that a token uses, the embedding counted as a whole; not those of an encoder of pictures."""
     experts, total = model.config.experts, 0
-    for each in specs(model).values():
+    for path, each in specs(model).items():
+        if path.startswith(ENCODER):
+            continue
         count = math.prod(each.shape)
         if experts is not None and _is_of_experts(each):
             count = count * experts.experts_per_token // experts.num_experts

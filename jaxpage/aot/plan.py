@@ -142,6 +142,7 @@ def show(measured: dict[str, Any], estimated: Estimate) -> str:
         f"{measured['target']} ({chip['device_kind']}), {devices}, {chip['num_bytes'] / GIB:.1f} GiB each; "
         + ", ".join(f"{name}={value}" for name, value in config.items() if value is not None),
         *_experts(measured),
+        *_encoder(measured),
         "",
         f"{'on each device':<28}{'GiB':>8}",
         *(
@@ -184,6 +185,16 @@ def _experts(measured: dict[str, Any]) -> list[str]:
     return [
         f"{total:.1f} G parameters, of which a token uses {active:.1f} G: {experts['experts_per_token']} of "
         f"{experts['num_experts']} experts a layer"
+    ]
+
+
+def _encoder(measured: dict[str, Any]) -> list[str]:
+    encoder = measured["encoder"]
+    if encoder is None:
+        return []
+    return [
+        f"of the weights {encoder['weight_bytes'] / GIB:.2f} GiB, {encoder['num_parameters'] / 1e9:.2f} G parameters, "
+        f"encode pictures; the largest has {encoder['largest']} patches"
     ]
 
 

@@ -34,6 +34,7 @@ from jaxpage.aot.experts import (
     temp_bytes_of_experts,
 )
 from jaxpage.aot.hlo import copies_of_size, kernel_calls
+from jaxpage.aot.pictures import numbers_of_encoder, temp_bytes_of_encoder
 from jaxpage.aot.process import Report, serve
 from jaxpage.aot.steps import exchange_of, most_temp_bytes
 from jaxpage.aot.targets import Target, parse_target
@@ -114,13 +115,15 @@ def measure(
     # Where the weights alone are too many there is nothing to compile.
     fits = _pool_bytes(spec, target, 0) > 0
     state_bytes = job.lowerings.state_bytes
+    encoder = numbers_of_encoder(spec)
     programs: list[dict[str, Any]] = []
     temp_bytes = 0
     if fits and compiles:
         programs = _remembered(job, partial(_compile_largest, job, report))
         temp_bytes = largest_step_bytes(programs, config.decode_steps)
     elif fits:
-        temp_bytes = most_temp_bytes(spec) + temp_bytes_of_experts(spec)
+        largest = temp_bytes_of_encoder(encoder["largest"]) if encoder else 0
+        temp_bytes = max(most_temp_bytes(spec) + temp_bytes_of_experts(spec), largest)
     sized = size(
         spec,
         available=partial(_pool_bytes, spec, target),
@@ -141,9 +144,12 @@ def measure(
         "exchange": [*exchange_of(spec), *exchange_of_experts(spec)],
         "weight_bytes": sum(weights.values()),
         # Of an embedding that is not the head too, only the rows of the step's tokens are read.
-        "bytes_per_step": sum(weights.values()) - embedding,
+        "bytes_per_step": sum(weights.values())
+        - embedding
+        - (encoder["weight_bytes"] if encoder else 0),
         "flops_per_token": 2 * _num_multiplied(spec.model, embedding > 0) // num_devices,
         "experts": numbers_of(spec),
+        "encoder": encoder,
         "state_bytes": state_bytes,
         "temp_bytes": temp_bytes,
         "block_bytes": spec.block_bytes,
@@ -187,13 +193,19 @@ def compile_and_inspect(
 
 
 def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
-    """The layers of the largest decode step, then the largest `forward` and `sample` programs."""
+    """The layers of the largest decode step, the largest `forward` and `sample` programs, and the largest encoder."""
     buckets = job.spec.buckets
     decode = [bucket for bucket in buckets if bucket.decode][-1]
     layers = f"layers R={decode.num_rows}"
     forward, sample = buckets[-1].programs(buckets[-1].num_rows)
     lowerings = job.lowerings.programs | {layers: partial(job.lowerings.layers_of, decode)}
-    order = (forward, sample, layers)  # the longest compilation first: there may be fewer threads
+    encoders = job.lowerings.encoders[-1:]
+    order = (
+        forward,
+        sample,
+        layers,
+        *encoders,
+    )  # the longest compilation first: there may be fewer threads
     report({"compiling": order})
 
     def compile_one(name: str) -> dict[str, Any]:
@@ -203,7 +215,7 @@ def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
 
     with ThreadPoolExecutor(min(num_cores(), len(order))) as pool:
         found = dict(zip(order, pool.map(compile_one, order), strict=True))
-    return [found[name] for name in (layers, forward, sample)]
+    return [found[name] for name in (layers, forward, sample, *encoders)]
 
 
 class Memory(NamedTuple):
@@ -216,13 +228,16 @@ class Memory(NamedTuple):
 def largest_step_bytes(programs: list[dict[str, Any]], decode_steps: int) -> int:
     """Upper bound of what a step, or a launch of so many decode steps, needs besides weights, state and pool.
 
-    `programs`: the layers of a decode step, forward, sample; or none, which need nothing.
+    `programs`: the layers of a decode step, forward, sample, and an encoder if there is one; or none, which need
+    nothing.
     """
     if not programs:
         return 0
-    layers, forward, sample = (Memory(p["temp_bytes"], p["result_bytes"]) for p in programs)
+    layers, forward, sample, *encoders = (
+        Memory(p["temp_bytes"], p["result_bytes"]) for p in programs
+    )
     decode = Memory(layers.temp_bytes + sample.temp_bytes, decode_steps * sample.result_bytes)
-    return max(step_bytes([decode]), step_bytes([forward, sample]))
+    return max(step_bytes([decode]), step_bytes([forward, sample, *encoders]))
 
 
 def _remembered(

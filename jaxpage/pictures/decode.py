@@ -7,6 +7,8 @@ channel reduced to 8; what is transparent put on white. Knows no URL and no mode
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +20,20 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_BYTES = 32 << 20  # of a file
 MAX_PIXELS = 64 << 20  # of a picture: 192 MiB as RGB
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+# What PIL raises for files that are truncated, have broken checksums or bad tables; Warning where warnings are errors.
+_DAMAGED = (
+    OSError,
+    SyntaxError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    NotImplementedError,
+    struct.error,
+    zlib.error,
+    Warning,
+)
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 
@@ -34,7 +50,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
         raise ValueError(f"the file has {len(data)} bytes, more than the {max_bytes} that are read")
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        check_size(image, max_pixels)
+        check_size(*image.size, max_pixels)
         image.load()  # of several frames the first
         image = ImageOps.exif_transpose(image)
     except UnidentifiedImageError:
@@ -45,23 +61,22 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
         raise ValueError(f"the picture is too large: {error}") from None
     except ValueError:
         raise
-    except Exception as error:  # of many types: truncated, broken checksums, bad tables
+    except _DAMAGED as error:
         raise ValueError(f"the picture is damaged: {error or type(error).__name__}") from None
     return to_rgb(image, max_pixels=max_pixels)
 
 
-def check_size(image: Image, max_pixels: int = MAX_PIXELS) -> None:
-    """Raise ValueError for an image that would take too much memory; its pixels need not be decoded yet."""
-    width, height = image.size
+def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
+    """Raise ValueError for a picture that would take too much memory; its pixels need not be decoded yet."""
     if width * height > max_pixels:
         raise ValueError(
-            f"the picture has {width}x{height} pixels, more than the {max_pixels} that are decoded"
+            f"the picture has {width}x{height} pixels, more than the {max_pixels} that are read"
         )
 
 
 def to_rgb(image: Image, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """uint8[height, width, 3] of an image of any usual mode. Raises ValueError for others, and for damaged ones."""
-    check_size(image, max_pixels)
+    check_size(*image.size, max_pixels)
     try:
         if image.mode in _SIXTEEN_BITS:
             return _of_16_bits(np.asarray(image))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.pictures.border import Picture
-from jaxpage.pictures.decode import decode, to_rgb
+from jaxpage.pictures.decode import check_size, decode, to_rgb
 
 FPS = 2.0  # of frames that come without saying so: as Qwen's tools sample videos
 _PARTS = ("image_url", "image_pil", "image", "video")
@@ -171,6 +171,7 @@ def _frame(value: Any) -> np.ndarray:
             raise ValueError(
                 f"an array must be uint8 [height, width, 3], got {array.dtype} {list(array.shape)}"
             )
+        check_size(array.shape[1], array.shape[0])
         return np.ascontiguousarray(array)
     if not hasattr(value, "getbands"):
         raise ValueError(

@@ -42,6 +42,7 @@ def measured(**changes):
         "bytes_per_step": 3 * GB,
         "flops_per_token": 3 * GB,
         "experts": None,
+        "encoder": None,
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
         "in_int8": {"weight_bytes": 2 * GB, "block_bytes": 10**6 // 2},
@@ -153,3 +154,13 @@ def test_every_chip_has_plausible_numbers():
         # What a step reads in the time of a product's multiplications: between 100 and 1000 flops a byte.
         assert 100 < chip.flops_per_second / chip.bytes_per_second < 1000
         assert 15 * 2**30 < chip.num_bytes < 200 * 2**30
+
+
+def test_the_encoder_of_pictures_is_named():
+    encoder = {"num_parameters": 10**9, "weight_bytes": 2**31, "largest": 65_536}
+    found = measured(encoder=encoder)
+    text = (
+        "of the weights 2.00 GiB, 1.00 G parameters, encode pictures; the largest has 65536 patches"
+    )
+    assert text in show(found, estimate(found)).splitlines()
+    assert "encode pictures" not in show(measured(), estimate(measured()))

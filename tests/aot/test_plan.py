@@ -12,6 +12,7 @@ import pytest
 from jaxpage.aot.plan import Plan, main
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import environment
+from tests.aot.models import EXPERTS, QWEN2_5_VL_3B
 from tests.aot.tiny import CONFIG
 
 pytestmark = pytest.mark.aot
@@ -95,6 +96,21 @@ def test_divisions_of_a_target_are_compared_without_a_compiler_at_work(config, c
     assert all(each["programs"] == [] and each["temp_bytes"] > 64 << 20 for each in found)
     printed = capsys.readouterr()
     assert printed.out.count("Best: --tp ") == 2 and "compil" not in printed.err
+
+
+def test_a_model_with_pictures_and_one_with_experts_are_planned(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN2_5_VL_3B))
+    code, (found, *_) = run(path, target="v6e:2x2", tp="auto", max_model_len="16384")
+    assert code == 0 and found["encoder"]["largest"] == 65_536
+    assert (
+        found["temp_bytes"] == 100_000_000 + 60_000 * 65_536
+    )  # of the encoder, which needs the most
+    assert found["bytes_per_step"] == found["weight_bytes"] - found["encoder"]["weight_bytes"]
+    path.write_text(json.dumps(EXPERTS["Qwen3-30B-A3B"]))
+    code, found = run(path, target="v6e:2x2", tp="auto", max_model_len="16384")
+    assert [each["estimate"]["fits"] for each in found] == [False, False, True]
+    assert found[0]["experts"]["num_active"] == 3_353_032_704 and found[0]["encoder"] is None
 
 
 def test_a_model_that_does_not_fit_is_told_by_the_exit_code(config, capsys):

@@ -18,6 +18,7 @@ def division(num_devices: int, **changes) -> Division:
         "block_bytes": 10**6 // num_devices,
         "flops_per_token": 3 * GB // num_devices,
         "experts": None,
+        "encoder": None,
         "config": {"block_size": 100} | changes.pop("config", {}),
     }
     return Division(measured(**share | changes))

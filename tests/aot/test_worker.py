@@ -8,12 +8,13 @@ import jax
 import pytest
 
 from jaxpage.aot.exchange import Collective
-from jaxpage.aot.experts import exchange_of_experts, numbers_of
+from jaxpage.aot.experts import exchange_of_experts, num_active, numbers_of
+from jaxpage.aot.pictures import numbers_of_encoder
 from jaxpage.aot.worker import largest_step_bytes
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import make_engine_spec
 from jaxpage.parallel.mesh import local_mesh
-from tests.aot.models import EXPERTS, MODELS
+from tests.aot.models import EXPERTS, MODELS, QWEN2_5_VL_3B
 
 
 def program(temp_bytes: int, result_bytes: int) -> dict[str, int]:
@@ -29,6 +30,11 @@ def test_a_decode_step_needs_its_layers_and_its_sampler():
 def test_a_step_with_prompts_needs_the_larger_of_its_programs():
     found = largest_step_bytes([program(100, 7), program(3000, 20), program(1000, 5)], 1)
     assert found == 3000 + 2 * (20 + 5)
+
+
+def test_an_encoder_of_pictures_may_need_the_most():
+    programs = [program(100, 7), program(3000, 20), program(1000, 5), program(9000, 1)]
+    assert largest_step_bytes(programs, 1) == 9000 + 2 * (20 + 5 + 1)
 
 
 def test_nothing_compiled_needs_nothing():
@@ -50,6 +56,24 @@ def test_a_token_uses_a_ninth_of_qwen3_30b_a3b(tmp_path):
     assert numbers["num_active"] == 3_353_032_704
     assert numbers["weight_bytes"] == 48 * 128 * 3 * 768 * 2048 * 2
     assert numbers_of(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path)) is None
+
+
+def test_tokens_do_not_pass_the_encoder_of_pictures(tmp_path):
+    size, mlp, merged, text = 1280, 3420, 4 * 1280, 2048
+    attention = 3 * size * (size + 1) + size * (size + 1)
+    block = attention + 2 * mlp * (size + 1) + size * (mlp + 1) + 2 * size
+    merger = size + merged * (merged + 1) + text * (merged + 1)
+    tower = 32 * block + size * 3 * 2 * 14 * 14 + merger
+    spec = spec_of(QWEN2_5_VL_3B | {"max_position_embeddings": 8192}, tmp_path)
+    # Pictures of a prompt have 4 patches a token, and some token is no picture's.
+    assert numbers_of_encoder(spec) == {
+        "num_parameters": tower,
+        "weight_bytes": 2 * tower,
+        "largest": 4 * 8192,
+    }
+    layer = 2 * 2048 * 2048 + 2048 + 2 * (256 * 2048 + 256) + 3 * 2048 * 11008 + 2 * 2048
+    assert num_active(spec.model) == 36 * layer + 151936 * 2048 + 2048
+    assert numbers_of_encoder(spec_of(MODELS["Qwen2.5-0.5B"], tmp_path)) is None
 
 
 @pytest.mark.parametrize(("num_devices", "count"), [(1, 0), (8, 48)])

@@ -150,6 +150,15 @@ def test_large_files_and_pictures_are_refused():
         to_rgb(colours(), max_pixels=3)
 
 
+def test_errors_that_are_not_of_the_file_are_not_hidden(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("not of the file")
+
+    monkeypatch.setattr(Image, "open", fails)
+    with pytest.raises(RuntimeError, match="not of the file"):
+        decode(encoded(colours()))
+
+
 def test_an_image_that_was_opened_and_not_loaded_may_be_damaged(tmp_path):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
     file = tmp_path / "half.png"

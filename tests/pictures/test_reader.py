@@ -99,6 +99,13 @@ def test_videos_are_arrays_or_frames(inputs, video):
     assert picture.second_per_grid in (0.25, 0.5)
 
 
+def test_arrays_have_the_limits_of_files(inputs):
+    huge = np.broadcast_to(np.uint8(0), (20_000, 20_000, 3))  # no memory of its own
+    given = {"prompt_token_ids": [PLACEHOLDER], "multi_modal_data": {"image": huge}}
+    with pytest.raises(ValueError, match="image 0: the picture has 20000x20000 pixels, more than"):
+        inputs.parse(given)
+
+
 def test_every_form_of_a_picture_in_a_message_is_the_same_picture(inputs, tmp_path, tokenizer):
     Image.fromarray(pixels(1)).save(tmp_path / "a.png")
     inputs = make_inputs(tokenizer, allowed_local_media_path=tmp_path)
