@@ -1,0 +1,1 @@
+"""Low-rank adapters, many in one batch; `reference.py` is the definition."""

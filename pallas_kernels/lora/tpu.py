@@ -1,0 +1,258 @@
+"""Low-rank adapters on TPUs (Mosaic): shrink and expand in one kernel, which reads only what the batch uses.
+
+The columns of B, S r of them, are cut into units of LANES: of several slots if the rank is small, of a part of one if
+it is large. A tile of tokens visits the units that its tokens' slots touch, in order; the grid is (tile of tokens, tile
+of outputs, visited unit), and its last size is found at run time. A x of each visited unit is computed with the first
+tile of outputs and stays in VMEM, with 0 where a column is of another slot than the token's.
+
+Slots of no token may lie in a visited unit. Their columns of A x are 0 already; those of B are set to 0 as bits, as NaN
+times 0 is NaN.
+
+A row's sums run over its own units in order, and all else adds 0: its result does not depend on how many rows there
+are, as long as the MXU's does not.
+
+Letters: T tokens, E inputs, S slots, r rank, P projections, F outputs, U units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+LANES = 128
+SUBLANES = 16  # tokens of a tile, and ranks of bfloat16, are multiples
+VMEM_BYTES = 48 << 20  # of 64 MB and more
+TILES_BYTES = 40 << 20  # of all tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSizes:
+    """What may differ from one kind of device to another; no result depends on it.
+
+    tile_tokens: tokens of a tile, SUBLANES times a power of two, at most; half of it, and so on, where that does not
+    fit. tile_out: outputs of a tile, a multiple of LANES.
+    """
+
+    tile_tokens: int = 512
+    tile_out: int = 2048
+
+
+DEFAULT = TileSizes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shapes:
+    """Of one call. tile_outs: of each projection."""
+
+    num_slots: int
+    rank: int
+    num_in: int
+    num_outs: tuple[int, ...]
+    itemsize: int
+    tile_tokens: int
+    tile_outs: tuple[int, ...]
+
+    @property
+    def num_units(self) -> int:
+        return self.num_slots * self.rank // LANES
+
+    @property
+    def tiles_bytes(self) -> int:
+        """In VMEM: what comes and goes is there twice."""
+        parts, tokens, outs = len(self.num_outs), self.tile_tokens, sum(self.tile_outs)
+        moved = (tokens + parts * LANES) * self.num_in + outs * LANES
+        inner = self.num_units * parts * tokens * LANES
+        return (2 * moved + inner) * self.itemsize + 2 * tokens * (outs + LANES) * 4
+
+    @property
+    def first_tiles(self) -> list[int]:
+        """The number of each projection's first tile of outputs, and of all tiles."""
+        first = [0]
+        for num_out, tile in zip(self.num_outs, self.tile_outs, strict=True):
+            first.append(first[-1] + pl.cdiv(num_out, tile))
+        return first
+
+
+def unsupported_reason(
+    a: jax.ShapeDtypeStruct | jax.Array,
+    b: Sequence[jax.ShapeDtypeStruct | jax.Array],
+    *,
+    num_slots: int,
+) -> str | None:
+    """Why the kernel cannot serve such adapters, in one line; None if it can. Shapes and dtypes suffice."""
+    if a.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"adapters are {a.dtype}; the kernel reads bfloat16 and float32"
+    rank = b[0].shape[1] // num_slots
+    if rank % SUBLANES or (LANES % rank and rank % LANES):
+        return f"rank {rank} is none of 16, 32, 64, and no multiple of {LANES}"
+    if num_slots * rank % LANES:
+        return f"{num_slots} slots of rank {rank} are no multiple of {LANES}"
+    if a.shape[1] % LANES:
+        return f"{a.shape[1]} inputs are no multiple of {LANES}"
+    if _fitting(0, a, b, num_slots, DEFAULT).tiles_bytes > TILES_BYTES:
+        return f"{num_slots} slots of rank {rank} with {a.shape[1]} inputs do not fit into VMEM"
+    return None
+
+
+def lora(
+    x: Float[Array, "T E"],
+    a: Float[Array, "S*P*r E"],
+    b: Sequence[Float[Array, "F S*r"]],
+    slots: Int[Array, " T"],
+    *,
+    num_slots: int,
+    sizes: TileSizes = DEFAULT,
+    interpret: pltpu.InterpretParams | bool = False,
+) -> Float[Array, "T F+..."]:
+    """Same contract as `reference.lora`. Raises NotImplementedError with the reason."""
+    if reason := unsupported_reason(a, b, num_slots=num_slots):
+        raise NotImplementedError(reason)
+    num_tokens = x.shape[0]
+    shapes = _fitting(num_tokens, a, b, num_slots, sizes)
+    missing = -num_tokens % shapes.tile_tokens
+    x = jnp.pad(x.astype(a.dtype), ((0, missing), (0, 0)))
+    outs = _call(x, a, b, jnp.pad(slots, (0, missing)), shapes, interpret)
+    return (outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1))[:num_tokens]
+
+
+def _fitting(num_tokens: int, a, b, num_slots: int, sizes: TileSizes) -> _Shapes:
+    """The largest tile of tokens that fits; the smallest if none does."""
+    tokens = min(sizes.tile_tokens, pl.cdiv(max(num_tokens, 1), SUBLANES) * SUBLANES)
+    while True:
+        shapes = _Shapes(
+            num_slots=num_slots,
+            rank=b[0].shape[1] // num_slots,
+            num_in=a.shape[1],
+            num_outs=tuple(each.shape[0] for each in b),
+            itemsize=a.dtype.itemsize,
+            tile_tokens=tokens,
+            tile_outs=tuple(
+                min(sizes.tile_out, pl.cdiv(each.shape[0], LANES) * LANES) for each in b
+            ),
+        )
+        if shapes.tiles_bytes <= TILES_BYTES or tokens == SUBLANES:
+            return shapes
+        tokens = pl.cdiv(tokens // 2, SUBLANES) * SUBLANES
+
+
+def _visited(slots: jax.Array, shapes: _Shapes) -> tuple[jax.Array, jax.Array]:
+    """Units that each tile of tokens visits, int32[tiles, U], in order, the last one again and again behind them; and
+    how many they are, int32[tiles].
+    """
+    own = jax.nn.one_hot(slots - 1, shapes.num_slots, dtype=jnp.bool_)
+    is_used = own.reshape(-1, shapes.tile_tokens, shapes.num_slots).any(axis=1)
+    columns = jnp.repeat(is_used, shapes.rank, axis=1)
+    is_visited = columns.reshape(is_used.shape[0], -1, LANES).any(axis=2)
+    count = is_visited.sum(axis=1, dtype=jnp.int32)
+    units = jnp.argsort(~is_visited, axis=1, stable=True).astype(jnp.int32)
+    turn = jnp.arange(shapes.num_units, dtype=jnp.int32)
+    turn = jnp.minimum(turn[None], jnp.maximum(count - 1, 0)[:, None])
+    return jnp.take_along_axis(units, turn, axis=1), count
+
+
+def _call(x, a, b, slots, shapes: _Shapes, interpret) -> list[jax.Array]:
+    """x [T, E] and slots [T] with T a multiple of the tile -> [T, F] of each projection."""
+    tokens, parts, first = shapes.tile_tokens, len(b), shapes.first_tiles
+    units, count = _visited(slots, shapes)
+    # Of a slot, or of several, each projection's ranks lie together.
+    a = a.reshape(shapes.num_slots, parts, shapes.rank, -1)
+    together, pieces = max(1, LANES // shapes.rank), max(1, shapes.rank // LANES)
+
+    def index_a(t, o, j, units, count):
+        # Later tiles of outputs ask for what is there.
+        unit = units[t, jnp.where(o == 0, j, shapes.num_units - 1)]
+        return unit // pieces, 0, unit % pieces, 0
+
+    def tile_of(part, o):
+        return jnp.clip(o - first[part], 0, first[part + 1] - first[part] - 1)
+
+    def index_b(part, t, o, j, units, count):
+        # Before the projection's turn its first tile, behind it its last: nothing is read twice.
+        turn = jnp.where(o < first[part], 0, jnp.where(o < first[part + 1], j, shapes.num_units - 1))
+        return tile_of(part, o), units[t, turn]
+
+    return pl.pallas_call(
+        partial(_body, shapes=shapes),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(x.shape[0] // tokens, first[-1], jnp.maximum(count.max(), 1)),
+            in_specs=[
+                pl.BlockSpec((tokens, 1), lambda t, o, j, *_: (t, 0)),
+                pl.BlockSpec((tokens, x.shape[1]), lambda t, o, j, *_: (t, 0)),
+                pl.BlockSpec((together, parts, LANES // together, x.shape[1]), index_a),
+                *(
+                    pl.BlockSpec((tile, LANES), partial(index_b, part))
+                    for part, tile in enumerate(shapes.tile_outs)
+                ),
+            ],
+            out_specs=[
+                pl.BlockSpec(
+                    (tokens, tile), lambda t, o, j, *_, part=part: (t, tile_of(part, o))
+                )
+                for part, tile in enumerate(shapes.tile_outs)
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((shapes.num_units, parts, tokens, LANES), a.dtype),
+                pltpu.VMEM((shapes.num_units, 1, LANES), jnp.int32),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((x.shape[0], num_out), jnp.float32) for num_out in shapes.num_outs
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        interpret=interpret,
+        name="lora",
+    )(units, count, slots[:, None], x, a, *b)
+
+
+def _body(units, count, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
+    """refs: B of each projection, the results, and scratch: A x of the visited units, and bits that keep the columns of
+    slots that a token of the tile has.
+    """
+    parts, first = len(shapes.num_outs), shapes.first_tiles
+    b_refs, out_refs, (inner_ref, keep_ref) = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
+    t, o, j = (pl.program_id(axis) for axis in range(3))
+    is_visited = j < count[t]
+
+    @pl.when(is_visited & (o == 0))
+    def _shrink():
+        column = units[t, j] * LANES + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+        own = slot_ref[...] == column // shapes.rank + 1
+        is_used = own.astype(jnp.float32).max(axis=0, keepdims=True) > 0.0
+        keep_ref[j] = jnp.where(is_used, -1, 0)
+        for part in range(parts):
+            inner = _product(x_ref[...], a_ref[:, part].reshape(LANES, -1))
+            inner_ref[j, part] = jnp.where(own, inner, 0.0).astype(inner_ref.dtype)
+
+    def expand(part):
+        out_ref = out_refs[part]
+
+        @pl.when(j == 0)
+        def _begin():
+            out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
+
+        @pl.when(is_visited)
+        def _add():
+            b = pltpu.bitcast(b_refs[part][...], jnp.int32) & keep_ref[j]
+            out_ref[...] += _product(inner_ref[j, part], pltpu.bitcast(b, inner_ref.dtype))
+
+    for part in range(parts):
+        pl.when((first[part] <= o) & (o < first[part + 1]))(partial(expand, part))
+
+
+def _product(x, weight):
+    """x [T, E] times weight [F, E], transposed; of float32 as exact as can be."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
