@@ -33,7 +33,7 @@ SMALL = (
     Case(name="one-slot", slots=(5,)),
     Case(name="no-adapter", slots=(0,)),
     Case(name="one-token", num_tokens=1, slots=(7,)),
-    Case(name="ragged", num_tokens=67, num_outs=(200, 136)),
+    Case(name="ragged", num_tokens=67, num_outs=(384, 256)),
     Case(name="rank-16", rank=16, num_slots=16, slots=(1, 9, 16), num_outs=(256, 128)),
     Case(name="rank-64", rank=64, num_slots=6, slots=(0, 2, 5)),
     Case(name="rank-128", rank=128, num_slots=3, slots=(0, 3, 1)),

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ DEFAULT = TileSizes()
 
 @dataclass(frozen=True, kw_only=True)
 class _Shapes:
-    """Of one call. tile_outs: of each projection."""
+    """Of one call."""
 
     num_slots: int
     rank: int
@@ -58,7 +59,7 @@ class _Shapes:
     num_outs: tuple[int, ...]
     itemsize: int
     tile_tokens: int
-    tile_outs: tuple[int, ...]
+    tile_out: int
 
     @property
     def num_units(self) -> int:
@@ -67,18 +68,15 @@ class _Shapes:
     @property
     def tiles_bytes(self) -> int:
         """In VMEM: what comes and goes is there twice."""
-        parts, tokens, outs = len(self.num_outs), self.tile_tokens, sum(self.tile_outs)
-        moved = (tokens + parts * LANES) * self.num_in + outs * LANES
+        parts, tokens = len(self.num_outs), self.tile_tokens
+        moved = (tokens + parts * LANES) * self.num_in + parts * self.tile_out * LANES
         inner = self.num_units * parts * tokens * LANES
-        return (2 * moved + inner) * self.itemsize + 2 * tokens * (outs + LANES) * 4
+        return (2 * moved + inner) * self.itemsize + 2 * tokens * (self.tile_out + LANES) * 4
 
     @property
     def first_tiles(self) -> list[int]:
         """The number of each projection's first tile of outputs, and of all tiles."""
-        first = [0]
-        for num_out, tile in zip(self.num_outs, self.tile_outs, strict=True):
-            first.append(first[-1] + pl.cdiv(num_out, tile))
-        return first
+        return list(accumulate((pl.cdiv(n, self.tile_out) for n in self.num_outs), initial=0))
 
 
 def unsupported_reason(
@@ -97,6 +95,8 @@ def unsupported_reason(
         return f"{num_slots} slots of rank {rank} are no multiple of {LANES}"
     if a.shape[1] % LANES:
         return f"{a.shape[1]} inputs are no multiple of {LANES}"
+    if odd := [each.shape[0] for each in b if each.shape[0] % LANES]:
+        return f"{odd[0]} outputs are no multiple of {LANES}"
     if _fitting(0, a, b, num_slots, DEFAULT).tiles_bytes > TILES_BYTES:
         return f"{num_slots} slots of rank {rank} with {a.shape[1]} inputs do not fit into VMEM"
     return None
@@ -119,24 +119,24 @@ def lora(
     shapes = _fitting(num_tokens, a, b, num_slots, sizes)
     missing = -num_tokens % shapes.tile_tokens
     x = jnp.pad(x.astype(a.dtype), ((0, missing), (0, 0)))
-    outs = _call(x, a, b, jnp.pad(slots, (0, missing)), shapes, interpret)
-    return (outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1))[:num_tokens]
+    return _call(x, a, b, jnp.pad(slots, (0, missing)), shapes, interpret)[:num_tokens]
 
 
 def _fitting(num_tokens: int, a, b, num_slots: int, sizes: TileSizes) -> _Shapes:
     """The largest tile of tokens that fits; the smallest if none does."""
     tokens = min(sizes.tile_tokens, pl.cdiv(max(num_tokens, 1), SUBLANES) * SUBLANES)
+    num_outs = tuple(each.shape[0] for each in b)
+    num_tiles = pl.cdiv(max(num_outs), sizes.tile_out)
+    tile_out = pl.cdiv(max(num_outs), num_tiles * LANES) * LANES
     while True:
         shapes = _Shapes(
             num_slots=num_slots,
             rank=b[0].shape[1] // num_slots,
             num_in=a.shape[1],
-            num_outs=tuple(each.shape[0] for each in b),
+            num_outs=num_outs,
             itemsize=a.dtype.itemsize,
             tile_tokens=tokens,
-            tile_outs=tuple(
-                min(sizes.tile_out, pl.cdiv(each.shape[0], LANES) * LANES) for each in b
-            ),
+            tile_out=min(tile_out, *num_outs),
         )
         if shapes.tiles_bytes <= TILES_BYTES or tokens == SUBLANES:
             return shapes
@@ -158,9 +158,9 @@ def _visited(slots: jax.Array, shapes: _Shapes) -> tuple[jax.Array, jax.Array]:
     return jnp.take_along_axis(units, turn, axis=1), count
 
 
-def _call(x, a, b, slots, shapes: _Shapes, interpret) -> list[jax.Array]:
-    """x [T, E] and slots [T] with T a multiple of the tile -> [T, F] of each projection."""
-    tokens, parts, first = shapes.tile_tokens, len(b), shapes.first_tiles
+def _call(x, a, b, slots, shapes: _Shapes, interpret) -> jax.Array:
+    """x [T, E] and slots [T] with T a multiple of the tile -> [T, F of all projections]."""
+    tokens, parts = shapes.tile_tokens, len(b)
     units, count = _visited(slots, shapes)
     # Of a slot, or of several, each projection's ranks lie together.
     a = a.reshape(shapes.num_slots, parts, shapes.rank, -1)
@@ -171,42 +171,32 @@ def _call(x, a, b, slots, shapes: _Shapes, interpret) -> list[jax.Array]:
         unit = units[t, jnp.where(o == 0, j, shapes.num_units - 1)]
         return unit // pieces, 0, unit % pieces, 0
 
-    def tile_of(part, o):
-        return jnp.clip(o - first[part], 0, first[part + 1] - first[part] - 1)
-
-    def index_b(part, t, o, j, units, count):
-        # Before the projection's turn its first tile, behind it its last: nothing is read twice.
-        turn = jnp.where(o < first[part], 0, jnp.where(o < first[part + 1], j, shapes.num_units - 1))
-        return tile_of(part, o), units[t, turn]
-
     return pl.pallas_call(
         partial(_body, shapes=shapes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(x.shape[0] // tokens, first[-1], jnp.maximum(count.max(), 1)),
+            grid=(x.shape[0] // tokens, shapes.first_tiles[-1], jnp.maximum(count.max(), 1)),
             in_specs=[
                 pl.BlockSpec((tokens, 1), lambda t, o, j, *_: (t, 0)),
                 pl.BlockSpec((tokens, x.shape[1]), lambda t, o, j, *_: (t, 0)),
                 pl.BlockSpec((together, parts, LANES // together, x.shape[1]), index_a),
                 *(
-                    pl.BlockSpec((tile, LANES), partial(index_b, part))
-                    for part, tile in enumerate(shapes.tile_outs)
+                    pl.BlockSpec(
+                        (pl.Element(shapes.tile_out), pl.Element(LANES)),
+                        partial(_index_b, shapes, part),
+                    )
+                    for part in range(parts)
                 ),
             ],
-            out_specs=[
-                pl.BlockSpec(
-                    (tokens, tile), lambda t, o, j, *_, part=part: (t, tile_of(part, o))
-                )
-                for part, tile in enumerate(shapes.tile_outs)
-            ],
+            out_specs=pl.BlockSpec(
+                (pl.Element(tokens), pl.Element(shapes.tile_out)), partial(_index_out, shapes)
+            ),
             scratch_shapes=[
                 pltpu.VMEM((shapes.num_units, parts, tokens, LANES), a.dtype),
                 pltpu.VMEM((shapes.num_units, 1, LANES), jnp.int32),
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((x.shape[0], num_out), jnp.float32) for num_out in shapes.num_outs
-        ],
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], sum(shapes.num_outs)), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,
@@ -216,12 +206,37 @@ def _call(x, a, b, slots, shapes: _Shapes, interpret) -> list[jax.Array]:
     )(units, count, slots[:, None], x, a, *b)
 
 
+def _first_row(shapes: _Shapes, part: int, o):
+    """Of a projection's B in tile o of all tiles: of its first tile before its turn, of its last behind it. The last
+    one ends where B does, so it may have outputs of the one before, once more.
+    """
+    row = (o - shapes.first_tiles[part]) * shapes.tile_out
+    return pl.multiple_of(jnp.clip(row, 0, shapes.num_outs[part] - shapes.tile_out), LANES)
+
+
+def _index_b(shapes: _Shapes, part: int, t, o, j, units, count):
+    """Where it is not the projection's turn, what is there already or comes next, so that nothing is read twice."""
+    begin, end = shapes.first_tiles[part : part + 2]
+    turn = jnp.where(o < begin, 0, jnp.where(o < end, j, shapes.num_units - 1))
+    column = pl.multiple_of(units[t, turn] * LANES, LANES)
+    return _first_row(shapes, part, o), column
+
+
+def _index_out(shapes: _Shapes, t, o, j, units, count):
+    column, offset = 0, 0
+    for part, num_out in enumerate(shapes.num_outs):
+        is_turn = o >= shapes.first_tiles[part]
+        column = jnp.where(is_turn, offset + _first_row(shapes, part, o), column)
+        offset += num_out
+    return pl.multiple_of(t * shapes.tile_tokens, SUBLANES), pl.multiple_of(column, LANES)
+
+
 def _body(units, count, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
-    """refs: B of each projection, the results, and scratch: A x of the visited units, and bits that keep the columns of
+    """refs: B of each projection, the result, and scratch: A x of the visited units, and bits that keep the columns of
     slots that a token of the tile has.
     """
-    parts, first = len(shapes.num_outs), shapes.first_tiles
-    b_refs, out_refs, (inner_ref, keep_ref) = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
+    *b_refs, out_ref, inner_ref, keep_ref = refs
+    first = shapes.first_tiles
     t, o, j = (pl.program_id(axis) for axis in range(3))
     is_visited = j < count[t]
 
@@ -231,24 +246,20 @@ def _body(units, count, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
         own = slot_ref[...] == column // shapes.rank + 1
         is_used = own.astype(jnp.float32).max(axis=0, keepdims=True) > 0.0
         keep_ref[j] = jnp.where(is_used, -1, 0)
-        for part in range(parts):
+        for part in range(len(b_refs)):
             inner = _product(x_ref[...], a_ref[:, part].reshape(LANES, -1))
             inner_ref[j, part] = jnp.where(own, inner, 0.0).astype(inner_ref.dtype)
 
-    def expand(part):
-        out_ref = out_refs[part]
+    @pl.when(j == 0)
+    def _begin():
+        out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
 
-        @pl.when(j == 0)
-        def _begin():
-            out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
+    for part, b_ref in enumerate(b_refs):
 
-        @pl.when(is_visited)
-        def _add():
-            b = pltpu.bitcast(b_refs[part][...], jnp.int32) & keep_ref[j]
+        @pl.when(is_visited & (first[part] <= o) & (o < first[part + 1]))
+        def _expand(part=part, b_ref=b_ref):
+            b = pltpu.bitcast(b_ref[...], jnp.int32) & keep_ref[j]
             out_ref[...] += _product(inner_ref[j, part], pltpu.bitcast(b, inner_ref.dtype))
-
-    for part in range(parts):
-        pl.when((first[part] <= o) & (o < first[part + 1]))(partial(expand, part))
 
 
 def _product(x, weight):
