@@ -7,9 +7,10 @@ topology. Must not know where weights come from, how many blocks fit, or when pr
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +25,7 @@ from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.lora import attach_adapters
-from jaxpage.ops import attention, matmul
+from jaxpage.ops import attention, lora, matmul
 from jaxpage.ops import experts as ops_experts
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
@@ -142,18 +143,23 @@ class EngineSpec:
         """Join and quantise the model's parameters in place, arrays or shapes, choose what computes experts, and make
         room for adapters. Call once, before `lowerings`. Without `join` parameters stay apart, as a trainer has them.
 
-        Returns the reasons why products of int8 weights, or of experts, are XLA's, where a kernel could have served.
+        Returns lines that say what is plain XLA's, where a kernel could have served, and why.
         """
-        config, reasons = self.config, set()
+        config, lines = self.config, set()
+
+        def note(what: str, reasons: set[str]) -> None:
+            lines.update(f"{what} run in plain XLA: {reason}" for reason in reasons)
+
         if join and self.num_devices == 1:  # a joined weight has no even split
             join_projections(self.model)
         if config.quantization == "int8":
-            reasons = quantize(self.model, self.choose_matmul)
-        reasons |= choose_experts(self.model, self.choose_experts)
+            note("int8 products", quantize(self.model, self.choose_matmul))
+        note("experts", choose_experts(self.model, self.choose_experts))
         if config.enable_lora:
             sizes = {"num_slots": config.max_loras, "rank": config.max_lora_rank}
-            attach_adapters(self.model, **sizes, mesh=self.mesh)
-        return reasons
+            choose = partial(self.choose_lora, num_slots=config.max_loras)
+            note("adapters", attach_adapters(self.model, **sizes, mesh=self.mesh, choose=choose))
+        return lines
 
     def choose_matmul(
         self, weight: QuantizedWeight, axes: tuple[str, ...], units: tuple[int, ...]
@@ -184,6 +190,13 @@ class EngineSpec:
             divided=mesh is not None and gate_up.shape[0] % mesh.size == 0,
             dtype=self.model.config.dtype,
         )
+
+    def choose_lora(
+        self, a: lora.Half, b: Sequence[lora.Half], num_slots: int
+    ) -> Choice[lora.LoraKernel]:
+        """What adds adapters, in as many slots, with such halves."""
+        options = {"num_slots": num_slots, "num_devices": self.num_devices}
+        return lora.choose(a, b, self.hardware, **options)
 
     def with_blocks(self, num_blocks: int) -> EngineSpec:
         """The same with a pool of `num_blocks` blocks."""

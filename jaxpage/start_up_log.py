@@ -41,9 +41,8 @@ def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = loggin
         return
     if spec.no_kernel_reason:
         logger.warning("attention runs in plain XLA: %s", spec.no_kernel_reason)
-    for reason in sorted(slow_products):
-        which = "int8 products" if spec.config.quantization else "experts"
-        logger.warning("%s run in plain XLA: %s", which, reason)
+    for line in sorted(slow_products):
+        logger.warning("%s", line)
     log_options_without_effect(spec.config)
 
 

@@ -57,8 +57,8 @@ def _compile(
 def _compile_one(spec: EngineSpec, target: Target | None, say: Callable[[str], None]) -> None:
     if spec.no_kernel_reason:
         say(f"attention runs in plain XLA: {spec.no_kernel_reason}")
-    for reason in sorted(spec.transform_weights()):
-        say(f"int8 products run in plain XLA: {reason}")
+    for line in sorted(spec.transform_weights()):
+        say(line)
     # The flags that `topology.environment` sets for a GPU do not change what runs on that GPU.
     flags = "" if spec.device.platform == "gpu" and target is not None else compiler_flags()
     cache = executable_cache(spec, flags=flags, devices=spec.devices if target is None else ())

@@ -115,7 +115,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.product(x)
         if self.adapters is not None and self.adapters.slots is not None:
-            y += self.adapters(x)
+            y = self.adapters(y, x)
         if self.bias is not None:
             y += _like(self.bias[...], y).astype(y.dtype)
         return y.astype(x.dtype)

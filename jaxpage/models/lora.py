@@ -1,10 +1,7 @@
 """Low-rank adapters beside linear layers: many in one batch, each token with its own.
 
 The device has a fixed number of adapter slots, 1 .. S; slot 0 stands for no adapter. Beside each linear layer of
-attention and MLP lie the weights of all slots, with zeros up to the largest rank r. All of them are multiplied with all
-tokens, and what is of another slot than the token's is set to 0 in between: two plain products that read each weight
-once. To gather the weights of each token instead reads them as often as there are tokens: on a CPU, gate and up of a
-0.5B model with 8 adapters of rank 16 take 1.8 ms so and 4.0 ms with a gather at 32 tokens, 17 and 119 ms at 256.
+attention and MLP lie the weights of all slots, with zeros up to the largest rank r. `ops.lora` multiplies them.
 
 Knows how adapters are laid out. Must not know files, nor which adapter is in which slot.
 
@@ -13,7 +10,7 @@ Letters: S adapter slots, r rank, P projections that are joined in one layer (se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,7 +20,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxpage.models.layers import Constant, Linear, matmul, param
+from jaxpage.models.layers import Constant, Linear, param
+from jaxpage.ops.implementations import Choice
+from jaxpage.ops.lora import XLA, Half, LoraKernel, lora
 from jaxpage.parallel.sharding import sharding
 
 if TYPE_CHECKING:
@@ -64,37 +63,44 @@ class Adapters(nnx.Module):
                 for num_out in parts.values()
             ]
         )
+        self.kernel = XLA
         self.slots: jax.Array | None = None  # int32[..., T], while a step is traced
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """float32[..., T, out] of [..., T, in], each part behind the one before."""
-        a, slots = self.a[...], self.slots
+    def __call__(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """y float32[..., T, out] of x [..., T, in] with adapters; y has each part behind the one before."""
+        slots = self.slots
         assert slots is not None, "tokens have no adapter slots; see `with_adapters`"
-        inner = matmul(x.astype(a.dtype), a)
-        inner = inner.reshape(*x.shape[:-1], self.num_slots, len(self.parts), -1)
-        own = jax.nn.one_hot(slots - 1, self.num_slots, dtype=jnp.bool_)
-        # `where`, so that what overflows in another slot leaves no trace.
-        inner = jnp.where(own[..., None, None], inner, 0.0).astype(a.dtype)
-        outer = [
-            matmul(inner[..., index, :].reshape(*x.shape[:-1], -1), b[...])
-            for index, b in enumerate(self.b)
-        ]
-        return outer[0] if len(outer) == 1 else jnp.concatenate(outer, axis=-1)
+        halves = self.a[...], [b[...] for b in self.b]
+        return lora(y, x, *halves, slots, num_slots=self.num_slots, kernel=self.kernel)
 
 
-def attach_adapters(model: CausalLM, *, num_slots: int, rank: int, mesh: Mesh | None) -> None:
+def attach_adapters(
+    model: CausalLM,
+    *,
+    num_slots: int,
+    rank: int,
+    mesh: Mesh | None,
+    choose: Callable[[Half, Sequence[Half]], Choice[LoraKernel]] | None = None,
+) -> set[str]:
     """Put empty slots beside every linear layer of attention and MLP, in place; arrays if the model has arrays.
 
-    Call it when the weights are as they will stay (`weights.transform`).
+    `choose` says what multiplies the halves of a layer; otherwise XLA. Returns the reasons why that is not the
+    platform's kernel, where it is not. Call it when the weights are as they will stay (`weights.transform`).
     """
+    reasons = set()
     for module, name, layer, parts in list(_linear_layers(model)):
         adapters = Adapters(layer, parts, num_slots=num_slots, rank=rank, dtype=model.config.dtype)
+        if choose is not None:
+            choice = choose(adapters.a.get_value(), [b.get_value() for b in adapters.b])
+            adapters.kernel = choice.chosen
+            reasons.add(choice.reason)
         if isinstance(layer.weight.get_value(), jax.Array):
             for variable in (adapters.a, *adapters.b):
                 empty, metadata = variable.get_value(), variable.get_metadata()
                 place = sharding(mesh, metadata["axes"], metadata["units"])
                 variable.set_value(jnp.zeros(empty.shape, empty.dtype, device=place))
         getattr(module, name).adapters = nnx.data(adapters)
+    return reasons - {None}
 
 
 def _linear_layers(

@@ -63,6 +63,7 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
         for each in (a, *(each.swapaxes(0, 1) for each in b)):
             each[[slot - 1 for slot in unused]] = np.nan
     return {
+        "y": jnp.asarray(rng.standard_normal((case.num_tokens, sum(case.num_outs))), jnp.float32),
         "x": jnp.asarray(rng.standard_normal((case.num_tokens, case.num_in)), case.dtype),
         "a": jnp.asarray(a.reshape(-1, case.num_in), case.dtype),
         "b": [jnp.asarray(each.reshape(len(each), -1), case.dtype) for each in b],

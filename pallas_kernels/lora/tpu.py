@@ -5,19 +5,21 @@ it is large. A tile of tokens visits the units that its tokens' slots touch, in 
 of outputs, visited unit), and its last size is found at run time. A x of each visited unit is computed with the first
 tile of outputs and stays in VMEM, with 0 where a column is of another slot than the token's.
 
+y is added here: XLA would add it to the result where it multiplies with the layer's weight, in smaller tiles.
+
 Slots of no token may lie in a visited unit. Their columns of A x are 0 already; those of B are set to 0 as bits, as NaN
 times 0 is NaN.
 
 A row's sums run over its own units in order, and all else adds 0: its result does not depend on how many rows there
 are, as long as the MXU's does not.
 
-Letters: T tokens, E inputs, S slots, r rank, P projections, F outputs, U units.
+Letters: T tokens, E inputs, S slots, r rank, P projections, F outputs of all of them, U units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -26,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 LANES = 128
 SUBLANES = 16  # tokens of a tile, and ranks of bfloat16, are multiples
@@ -71,7 +73,7 @@ class _Shapes:
         parts, tokens = len(self.num_outs), self.tile_tokens
         moved = (tokens + parts * LANES) * self.num_in + parts * self.tile_out * LANES
         inner = self.num_units * parts * tokens * LANES
-        return (2 * moved + inner) * self.itemsize + 2 * tokens * (self.tile_out + LANES) * 4
+        return (2 * moved + inner) * self.itemsize + 2 * tokens * (2 * self.tile_out + LANES) * 4
 
     @property
     def first_tiles(self) -> list[int]:
@@ -103,44 +105,48 @@ def unsupported_reason(
 
 
 def lora(
+    y: Float32[Array, "T F"],
     x: Float[Array, "T E"],
     a: Float[Array, "S*P*r E"],
-    b: Sequence[Float[Array, "F S*r"]],
+    b: Sequence[Float[Array, "_ S*r"]],
     slots: Int[Array, " T"],
     *,
     num_slots: int,
     sizes: TileSizes = DEFAULT,
     interpret: pltpu.InterpretParams | bool = False,
-) -> Float[Array, "T F+..."]:
+) -> Float32[Array, "T F"]:
     """Same contract as `reference.lora`. Raises NotImplementedError with the reason."""
     if reason := unsupported_reason(a, b, num_slots=num_slots):
         raise NotImplementedError(reason)
     num_tokens = x.shape[0]
     shapes = _fitting(num_tokens, a, b, num_slots, sizes)
     missing = -num_tokens % shapes.tile_tokens
-    x = jnp.pad(x.astype(a.dtype), ((0, missing), (0, 0)))
-    return _call(x, a, b, jnp.pad(slots, (0, missing)), shapes, interpret)[:num_tokens]
+    y, x = (jnp.pad(each, ((0, missing), (0, 0))) for each in (y, x.astype(a.dtype)))
+    return _call(y, x, a, b, jnp.pad(slots, (0, missing)), shapes, interpret)[:num_tokens]
 
 
 def _fitting(num_tokens: int, a, b, num_slots: int, sizes: TileSizes) -> _Shapes:
-    """The largest tile of tokens that fits; the smallest if none does."""
-    tokens = min(sizes.tile_tokens, pl.cdiv(max(num_tokens, 1), SUBLANES) * SUBLANES)
+    """Tiles of tokens, of one size, as few as fit; the smallest if none fits."""
     num_outs = tuple(each.shape[0] for each in b)
     num_tiles = pl.cdiv(max(num_outs), sizes.tile_out)
     tile_out = pl.cdiv(max(num_outs), num_tiles * LANES) * LANES
+    shapes = _Shapes(
+        num_slots=num_slots,
+        rank=b[0].shape[1] // num_slots,
+        num_in=a.shape[1],
+        num_outs=num_outs,
+        itemsize=a.dtype.itemsize,
+        tile_tokens=0,
+        tile_out=min(tile_out, *num_outs),
+    )
+    most = sizes.tile_tokens
     while True:
-        shapes = _Shapes(
-            num_slots=num_slots,
-            rank=b[0].shape[1] // num_slots,
-            num_in=a.shape[1],
-            num_outs=num_outs,
-            itemsize=a.dtype.itemsize,
-            tile_tokens=tokens,
-            tile_out=min(tile_out, *num_outs),
-        )
-        if shapes.tiles_bytes <= TILES_BYTES or tokens == SUBLANES:
+        num_tiles = pl.cdiv(max(num_tokens, 1), most)
+        tokens = pl.cdiv(max(num_tokens, 1), num_tiles * SUBLANES) * SUBLANES
+        shapes = replace(shapes, tile_tokens=tokens)
+        if shapes.tiles_bytes <= TILES_BYTES or most <= SUBLANES:
             return shapes
-        tokens = pl.cdiv(tokens // 2, SUBLANES) * SUBLANES
+        most //= 2
 
 
 def _visited(slots: jax.Array, shapes: _Shapes) -> tuple[jax.Array, jax.Array]:
@@ -158,8 +164,8 @@ def _visited(slots: jax.Array, shapes: _Shapes) -> tuple[jax.Array, jax.Array]:
     return jnp.take_along_axis(units, turn, axis=1), count
 
 
-def _call(x, a, b, slots, shapes: _Shapes, interpret) -> jax.Array:
-    """x [T, E] and slots [T] with T a multiple of the tile -> [T, F of all projections]."""
+def _call(y, x, a, b, slots, shapes: _Shapes, interpret) -> jax.Array:
+    """T is a multiple of the tile."""
     tokens, parts = shapes.tile_tokens, len(b)
     units, count = _visited(slots, shapes)
     # Of a slot, or of several, each projection's ranks lie together.
@@ -171,12 +177,16 @@ def _call(x, a, b, slots, shapes: _Shapes, interpret) -> jax.Array:
         unit = units[t, jnp.where(o == 0, j, shapes.num_units - 1)]
         return unit // pieces, 0, unit % pieces, 0
 
+    outputs = pl.BlockSpec(
+        (pl.Element(tokens), pl.Element(shapes.tile_out)), partial(_index_out, shapes)
+    )
     return pl.pallas_call(
         partial(_body, shapes=shapes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(x.shape[0] // tokens, shapes.first_tiles[-1], jnp.maximum(count.max(), 1)),
             in_specs=[
+                outputs,
                 pl.BlockSpec((tokens, 1), lambda t, o, j, *_: (t, 0)),
                 pl.BlockSpec((tokens, x.shape[1]), lambda t, o, j, *_: (t, 0)),
                 pl.BlockSpec((together, parts, LANES // together, x.shape[1]), index_a),
@@ -188,27 +198,25 @@ def _call(x, a, b, slots, shapes: _Shapes, interpret) -> jax.Array:
                     for part in range(parts)
                 ),
             ],
-            out_specs=pl.BlockSpec(
-                (pl.Element(tokens), pl.Element(shapes.tile_out)), partial(_index_out, shapes)
-            ),
+            out_specs=outputs,
             scratch_shapes=[
                 pltpu.VMEM((shapes.num_units, parts, tokens, LANES), a.dtype),
                 pltpu.VMEM((shapes.num_units, 1, LANES), jnp.int32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], sum(shapes.num_outs)), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(y.shape, jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,
         ),
         interpret=interpret,
         name="lora",
-    )(units, count, slots[:, None], x, a, *b)
+    )(units, count, y, slots[:, None], x, a, *b)
 
 
 def _first_row(shapes: _Shapes, part: int, o):
     """Of a projection's B in tile o of all tiles: of its first tile before its turn, of its last behind it. The last
-    one ends where B does, so it may have outputs of the one before, once more.
+    one ends where B does, so it may have outputs of the one before, once more: the result must not be y's memory.
     """
     row = (o - shapes.first_tiles[part]) * shapes.tile_out
     return pl.multiple_of(jnp.clip(row, 0, shapes.num_outs[part] - shapes.tile_out), LANES)
@@ -231,7 +239,7 @@ def _index_out(shapes: _Shapes, t, o, j, units, count):
     return pl.multiple_of(t * shapes.tile_tokens, SUBLANES), pl.multiple_of(column, LANES)
 
 
-def _body(units, count, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
+def _body(units, count, y_ref, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
     """refs: B of each projection, the result, and scratch: A x of the visited units, and bits that keep the columns of
     slots that a token of the tile has.
     """
@@ -252,7 +260,7 @@ def _body(units, count, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
 
     @pl.when(j == 0)
     def _begin():
-        out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
+        out_ref[...] = y_ref[...]
 
     for part, b_ref in enumerate(b_refs):
 

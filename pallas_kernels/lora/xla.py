@@ -11,17 +11,18 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 
 def lora(
+    y: Float32[Array, "*T F"],
     x: Float[Array, "*T E"],
     a: Float[Array, "S*P*r E"],
-    b: Sequence[Float[Array, "F S*r"]],
+    b: Sequence[Float[Array, "_ S*r"]],
     slots: Int[Array, "*T"],
     *,
     num_slots: int,
-) -> Float[Array, "*T F+..."]:
+) -> Float32[Array, "*T F"]:
     """Same contract as `reference.lora`, but weights of all slots must be finite. Products of float32 are as exact as
     `jax.default_matmul_precision` asks for.
     """
@@ -34,7 +35,7 @@ def lora(
         _product(inner[..., part, :].reshape(*x.shape[:-1], -1), weight)
         for part, weight in enumerate(b)
     ]
-    return outer[0] if len(outer) == 1 else jnp.concatenate(outer, axis=-1)
+    return y + (outer[0] if len(outer) == 1 else jnp.concatenate(outer, axis=-1))
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -1,0 +1,96 @@
+"""Low-rank adapters for a step: chooses the implementation. Knows no model.
+
+On several devices XLA divides its own products, and the kernel does not serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+
+from jaxpage.device import Device
+from jaxpage.ops.implementations import (
+    Choice,
+    Implementation,
+    Unsupported,
+    first_supported,
+    require,
+)
+from pallas_kernels.lora import tpu, xla
+
+Half = jax.Array | jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class LoraKernel:
+    """What adds adapters: XLA, or the kernel of "tpu"."""
+
+    platform: str | None
+
+
+XLA = LoraKernel(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    a: Half
+    b: Sequence[Half]
+    num_slots: int
+    device: Device
+    num_devices: int
+
+
+def _accept_tpu(request: _Request) -> LoraKernel:
+    if request.num_devices > 1:
+        raise Unsupported(
+            f"the kernel of adapters is for one device; these are {request.num_devices}"
+        )
+    a, b, num_slots = request.a, request.b, request.num_slots
+    require(tpu.unsupported_reason(a, b, num_slots=num_slots))
+    # XLA reads no more than the kernel then, and needs no list of what to read.
+    if b[0].shape[1] == tpu.LANES:
+        rank = tpu.LANES // num_slots
+        raise Unsupported(f"{num_slots} slots of rank {rank} are read at once; XLA does as well")
+    return LoraKernel("tpu")
+
+
+IMPLEMENTATIONS: tuple[Implementation[_Request, LoraKernel], ...] = (
+    Implementation("tpu", "tpu", _accept_tpu),
+    Implementation("xla", None, lambda request: XLA),
+)
+
+
+def choose(
+    a: Half, b: Sequence[Half], device: Device, *, num_slots: int, num_devices: int = 1
+) -> Choice[LoraKernel]:
+    """What adds adapters with such halves there, see `pallas_kernels/lora/reference.py`. Shapes and dtypes suffice."""
+    request = _Request(a=a, b=b, num_slots=num_slots, device=device, num_devices=num_devices)
+    return first_supported("lora", IMPLEMENTATIONS, request, device.platform)
+
+
+def lora(
+    y: jax.Array,
+    x: jax.Array,
+    a: jax.Array,
+    b: Sequence[jax.Array],
+    slots: jax.Array,
+    *,
+    num_slots: int,
+    kernel: LoraKernel,
+) -> jax.Array:
+    """y + B A x of each token's slot: y float32[..., F of all projections], x [..., E], slots int32[...]. By what
+    `choose` chose.
+    """
+    if kernel.platform is None:
+        return xla.lora(y, x, a, b, slots, num_slots=num_slots)
+    rows = (each.reshape(-1, each.shape[-1]) for each in (y, x))
+    return _on_tpu(*rows, a, tuple(b), slots.reshape(-1), num_slots=num_slots).reshape(y.shape)
+
+
+# XLA inlines it; as a jit of its own it is traced and lowered once for all layers that are alike.
+@partial(jax.jit, static_argnames="num_slots")
+def _on_tpu(y, x, a, b, slots, *, num_slots: int) -> jax.Array:
+    return tpu.lora(y, x, a, b, slots, num_slots=num_slots)
