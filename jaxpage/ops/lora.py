@@ -1,6 +1,8 @@
 """Low-rank adapters for a step: chooses the implementation. Knows no model.
 
-On several devices XLA divides its own products, and the kernel does not serve.
+The kernel reads only the slots that a batch uses, which takes the time while tokens are few. Of many tokens it would
+read and write the layer's float32 result once more, which XLA does in the layer's own product: steps with more than
+MOST_TOKENS are XLA's. So are layers on several devices, as XLA divides its own products.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from jaxpage.ops.implementations import (
 )
 from pallas_kernels.lora import tpu, xla
 
+MOST_TOKENS = 128
 Half = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -50,10 +53,6 @@ def _accept_tpu(request: _Request) -> LoraKernel:
         )
     a, b, num_slots = request.a, request.b, request.num_slots
     require(tpu.unsupported_reason(a, b, num_slots=num_slots))
-    # XLA reads no more than the kernel then, and needs no list of what to read.
-    if b[0].shape[1] == tpu.LANES:
-        rank = tpu.LANES // num_slots
-        raise Unsupported(f"{num_slots} slots of rank {rank} are read at once; XLA does as well")
     return LoraKernel("tpu")
 
 
@@ -67,6 +66,8 @@ def choose(
     a: Half, b: Sequence[Half], device: Device, *, num_slots: int, num_devices: int = 1
 ) -> Choice[LoraKernel]:
     """What adds adapters with such halves there, see `pallas_kernels/lora/reference.py`. Shapes and dtypes suffice."""
+    if b[0].shape[1] <= tpu.LANES:  # which the kernel would read at once, as XLA does
+        return Choice("xla", XLA)
     request = _Request(a=a, b=b, num_slots=num_slots, device=device, num_devices=num_devices)
     return first_supported("lora", IMPLEMENTATIONS, request, device.platform)
 
@@ -84,7 +85,7 @@ def lora(
     """y + B A x of each token's slot: y float32[..., F of all projections], x [..., E], slots int32[...]. By what
     `choose` chose.
     """
-    if kernel.platform is None:
+    if kernel.platform is None or slots.size > MOST_TOKENS:
         return xla.lora(y, x, a, b, slots, num_slots=num_slots)
     rows = (each.reshape(-1, each.shape[-1]) for each in (y, x))
     return _on_tpu(*rows, a, tuple(b), slots.reshape(-1), num_slots=num_slots).reshape(y.shape)

@@ -24,9 +24,9 @@ def lora(
 ) -> Float32[Array, "T F"]:
     """y + B A x of each token's slot. y has each projection's outputs behind those of the one before.
 
-    Slots are 1 .. S; of a token of slot 0 it is y. Rows of `a` lie slot by slot, in each projection by projection; columns
-    of `b` slot by slot. x is rounded to the dtype of `a`, and so is A x. What slots of no token hold has no effect,
-    whatever it is; weights of others are finite. A row's result depends on the row and its slot alone.
+    Slots are 1 .. S; of a token of slot 0 it is y. Rows of `a` lie slot by slot, in each projection by projection;
+    columns of `b` slot by slot. x is rounded to the dtype of `a`, and so is A x. What slots of no token hold has no
+    effect, whatever it is; weights of others are finite. A row's result depends on the row and its slot alone.
     """
     high = dict(precision=jax.lax.Precision.HIGHEST)
     slot, is_adapted = jnp.maximum(slots - 1, 0), (slots > 0)[:, None]

@@ -19,6 +19,7 @@ NAMES = (
     "paged_attention_tpu",
     "paged_attention_gpu",
     "grouped_matmul",
+    "lora",
     "vision",
     "block_copy",
     "kv_write",

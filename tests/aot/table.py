@@ -19,6 +19,7 @@ KERNELS = {
     "block_copy": "block_copy",
     "quant_matmul": "quant_matmul",
     "grouped_matmul": "grouped_matmul",
+    "lora": "lora",
 }
 
 
