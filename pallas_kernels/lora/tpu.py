@@ -73,7 +73,8 @@ class _Shapes:
         parts, tokens = len(self.num_outs), self.tile_tokens
         moved = (tokens + parts * LANES) * self.num_in + parts * self.tile_out * LANES
         inner = self.num_units * parts * tokens * LANES
-        return (2 * moved + inner) * self.itemsize + 2 * tokens * (2 * self.tile_out + LANES) * 4
+        floats = 2 * tokens * (2 * self.tile_out + LANES) + self.num_units * 8 * LANES
+        return (2 * moved + inner) * self.itemsize + floats * 4
 
     @property
     def first_tiles(self) -> list[int]:
