@@ -84,6 +84,8 @@ class Sampler:
         runner.weights_changed()  # there were none before
         self._tasks = Tasks(built)
         self._is_asleep = False
+        self.tokenizer: Any = built.tokenizer  # None with `skip_tokenizer_init`
+        self.vocab_size = built.vocab_size
         pad_id = built.tokenizer and built.tokenizer.pad_token_id
         self.pad_id: int = pad_id or 0  # of padding in rollouts
         # The threads know the tasks and not this object, so it can go while they run.
