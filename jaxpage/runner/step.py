@@ -328,8 +328,8 @@ def unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpec
     token_row = token_rows(rows["num_tokens"], bucket)
     slots, starts, num_tokens = rows["slots"], rows["starts"], rows["num_tokens"]
     live = ~state["finished"][slots]
-    ends = jnp.cumsum(num_tokens, dtype=jnp.int32)
-    query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    first = jnp.zeros(1, jnp.int32)
+    query_starts = jnp.concatenate([first, jnp.cumsum(num_tokens, dtype=jnp.int32)])
     token = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
     valid = live[token_row] & (token < query_starts[1:][token_row])
     positions = starts[token_row] + token - query_starts[token_row]

@@ -130,15 +130,14 @@ def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_len
         offset = (tile - (last_tile[row] - num_tiles[row])) * tile_q
         start = query_starts[row] + offset
         position = kv_lens[row] - query_lens[row] + offset
-        end, ahead = position + tile_q, ()
+        ahead = ()
         if last_keys is not None:
             ahead = (lax.dynamic_slice_in_dim(padded_last_keys, start, tile_q)[None],)
-            end = jnp.maximum(end, ahead[0].max() + 1)
         values = attend(
             lax.dynamic_slice_in_dim(queries, start, tile_q)[None],
             TILE_KV,
             lax.dynamic_slice_in_dim(block_table, row, 1),
-            jnp.minimum(kv_lens[row], end)[None],
+            jnp.minimum(kv_lens[row], _end_of_keys(position + tile_q, *ahead))[None],
             position[None],
             *ahead,
         )
@@ -146,6 +145,13 @@ def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_len
         return lax.dynamic_update_slice_in_dim(out, values[0], start, axis=0)
 
     return lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(padded))[:num_tokens]
+
+
+def _end_of_keys(end_of_queries, last_keys=None):
+    """Behind the last key that a tile of queries sees."""
+    if last_keys is None:
+        return end_of_queries
+    return jnp.maximum(end_of_queries, last_keys.max() + 1)
 
 
 def _attend(pool, q, block_table, kv_lens, positions, last_keys=None, *, tile_kv: int, mask: _Mask):
