@@ -210,7 +210,7 @@ def _write_and_attend(
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
-    *rows: jax.Array,
+    *rows: jax.Array | SeeingAhead,
     **options,
 ) -> tuple[Layer, jax.Array]:
     """The pool with k and v in it, and the attention of q. rows: block table, kv_lens, query_starts, and sinks if there

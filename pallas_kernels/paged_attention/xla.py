@@ -131,7 +131,7 @@ def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_len
         start = query_starts[row] + offset
         position = kv_lens[row] - query_lens[row] + offset
         ahead = ()
-        if last_keys is not None:
+        if padded_last_keys is not None:
             ahead = (lax.dynamic_slice_in_dim(padded_last_keys, start, tile_q)[None],)
         values = attend(
             lax.dynamic_slice_in_dim(queries, start, tile_q)[None],

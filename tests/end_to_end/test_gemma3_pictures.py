@@ -124,23 +124,6 @@ def test_greedy_tokens_equal_transformers(alone, name, given):
 
 
 @pytest.mark.slow
-def test_what_comes_later_in_a_picture_is_seen(llm):
-    """Prompts whose pictures differ in their last rows are scored differently from the first token of it on."""
-    first = pixels(56, 56)
-    second = first.copy()
-    second[-14:] = 255 - second[-14:]
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    prompts = [seeing(text(3, 8), each, text(3, 9)) for each in (first, second)]
-    scores = [
-        [next(iter(row.values())).logprob for row in output.prompt_logprobs[1:]]
-        for output in llm.generate(prompts, params, use_tqdm=False)
-    ]
-    differs = np.array(scores[0]) != np.array(scores[1])
-    # Entry i is of token i + 1, said by token i: three of text and the begin, then the picture.
-    assert differs.tolist() == [False] * 4 + [True] * (len(differs) - 4)
-
-
-@pytest.mark.slow
 def test_together_cold_and_warm_they_are_answered_alike(llm, alone):
     llm.reset_prefix_cache()
     before = llm.stats().num_encoded_pictures
