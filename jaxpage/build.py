@@ -137,12 +137,7 @@ def _build(
     given = specs[0].config
     generation_config = load_generation_config(given)
     tokenizer = None if given.skip_tokenizer_init else load_tokenizer(given.tokenizer)
-    processor = registry.picture_processor(
-        specs[0].hf_config,
-        given.hf_config_path or given.model,
-        tokenizer=tokenizer,
-        options=given.mm_processor_kwargs,
-    )
+    processor = specs[0].picture_processor(tokenizer)
     log_replicas(specs)
     parts = [
         _build_one(options, spec, hosts=hosts, use_tqdm=use_tqdm, is_first=i == 0, bind=bind)
@@ -380,12 +375,14 @@ def _make_scheduler(spec: EngineSpec, runner: Runner) -> Scheduler:
         preemption_mode=config.preemption_mode,
         store=None if memory is None else memory.store,
     )
+    budget = config.max_num_batched_tokens
+    whole = pictures is not None and pictures.vision.bidirectional
     return Scheduler(
         kv,
         num_adapters=config.max_loras if config.enable_lora else 0,
-        pictures=pictures and PictureCache(pictures.num_rows, budget=config.max_num_batched_tokens),
+        pictures=pictures and PictureCache(pictures.num_rows, budget=budget, whole=whole),
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=budget,
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,

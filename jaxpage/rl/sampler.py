@@ -71,6 +71,8 @@ class Sampler:
         """
         binding = Binding(module)
         options = {"dtype": binding.dtype, "logprobs_mode": "temperature"} | options
+        if not hasattr(module, "visual"):  # the text part of a model that could see
+            options = {"limit_mm_per_prompt": {"image": 0}} | options
         config = EngineConfig.from_options(model=model, load_format="dummy", **options)
         _check_options(config)
         built = build(config, bind=binding.prepare)
