@@ -87,9 +87,8 @@ class EngineControl:
             raise ValueError(f"tags are of {', '.join(TAGS)}, got {unknown[0]!r}")
 
         def wake() -> None:
-            was_asleep = memory.lacks is not None
             memory.wake_up(tags)
-            if memory.lacks is None and was_asleep:
+            if memory.lacks is None:
                 self._tasks.steps.resume()
             elif set(tags) == set(TAGS):
                 self._check_awake()
