@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.hub import is_url, local_folder, small_files
-from jaxpage.pictures.options import check_picture_options
+from jaxpage.pictures.options import check_picture_options, most_of
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
 from jaxpage.sampling.processors import check_processors
 from jaxpage.structured_outputs.config import (
@@ -322,6 +322,11 @@ class EngineConfig:
         return dataclasses.replace(
             self, model=model, hf_config_path=hf_config_path, tokenizer=tokenizer
         )
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether prompts may have pictures, of models that can see."""
+        return most_of(self.limit_mm_per_prompt, "image") > 0
 
     def resolve(
         self,
