@@ -6,7 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpage.async_llm import AsyncLLM, AsyncLLMEngine, EngineAsleepError, EngineDeadError, StepFailedError
+    from jaxpage.async_llm import (
+        AsyncLLM,
+        AsyncLLMEngine,
+        EngineAsleepError,
+        EngineDeadError,
+        StepFailedError,
+    )
     from jaxpage.beam_search import BeamSearchOutput, BeamSearchSequence
     from jaxpage.config import AsyncEngineArgs, EngineArgs, EngineConfig
     from jaxpage.engine.snapshot import KVSnapshot

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+HIGHEST = jax.lax.Precision.HIGHEST
+
 
 def lora(
     y: Float32[Array, "T F"],
@@ -28,14 +30,15 @@ def lora(
     columns of `b` slot by slot. x is rounded to the dtype of `a`, and so is A x. What slots of no token hold has no
     effect, whatever it is; weights of others are finite. A row's result depends on the row and its slot alone.
     """
-    high = dict(precision=jax.lax.Precision.HIGHEST)
     slot, is_adapted = jnp.maximum(slots - 1, 0), (slots > 0)[:, None]
     own_a = a.reshape(num_slots, len(b), -1, a.shape[1])[slot].astype(jnp.float32)
-    inner = jnp.einsum("te,tpre->tpr", x.astype(a.dtype).astype(jnp.float32), own_a, **high)
+    inner = jnp.einsum(
+        "te,tpre->tpr", x.astype(a.dtype).astype(jnp.float32), own_a, precision=HIGHEST
+    )
     inner = inner.astype(a.dtype).astype(jnp.float32)
     outer = []
     for part, weight in enumerate(b):
         own_b = weight.reshape(weight.shape[0], num_slots, -1)[:, slot].astype(jnp.float32)
-        out = jnp.einsum("tr,ftr->tf", inner[:, part], own_b, **high)
+        out = jnp.einsum("tr,ftr->tf", inner[:, part], own_b, precision=HIGHEST)
         outer.append(jnp.where(is_adapted, out, 0.0))
     return y + jnp.concatenate(outer, axis=1)

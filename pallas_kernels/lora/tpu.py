@@ -232,7 +232,7 @@ def _index_b(shapes: _Shapes, part: int, t, o, j, units, count):
 
 
 def _index_out(shapes: _Shapes, t, o, j, units, count):
-    column, offset = 0, 0
+    column, offset = jnp.int32(0), 0
     for part, num_out in enumerate(shapes.num_outs):
         is_turn = o >= shapes.first_tiles[part]
         column = jnp.where(is_turn, offset + _first_row(shapes, part, o), column)
