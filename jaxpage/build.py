@@ -41,6 +41,7 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.hosts.agreement import check_same, smallest, wait_for_all
 from jaxpage.hosts.group import Hosts, end_with_main_thread
 from jaxpage.hosts.join import join
+from jaxpage.interventions import InterventionSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.pictures.border import PictureProcessor
@@ -92,6 +93,7 @@ class Built:
     picture_processor: PictureProcessor | None = None  # of models that take pictures
     most_patches: int = 0  # of a picture
     adapters: AdapterCache | None = None  # with `enable_lora`
+    interventions: InterventionSpec | None = None  # with `research`
 
 
 def build(options: EngineConfig, *, use_tqdm: bool = True, bind: Bind = None) -> Built:
@@ -174,6 +176,7 @@ def _build(
         picture_processor=processor,
         most_patches=0 if sized[0].picture_spec is None else sized[0].picture_spec.sizes[-1],
         adapters=_make_adapters(config, model) if config.enable_lora else None,
+        interventions=sized[0].interventions,
     )
 
 
@@ -363,6 +366,8 @@ def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[s
     given = {f.name: getattr(options, f.name) for f in fields if f.name not in _NOT_REPLAYED}
     if options.reasoning_config is not None:
         given["reasoning_config"] = vars(options.reasoning_config)
+    if options.research is not None:
+        given["research"] = vars(options.research)
     sizes = {name: getattr(resolved, name) for name in _SIZES}
     return {"options": given | {"model": resolved.model} | sizes}
 

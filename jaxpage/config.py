@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.hub import is_url, local_folder, small_files
-from jaxpage.interventions import ResearchConfig
+from jaxpage.interventions import ResearchConfig, to_research_config
 from jaxpage.pictures.options import check_picture_options
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
 from jaxpage.sampling.processors import check_processors
@@ -189,7 +189,7 @@ class EngineConfig:
     max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     record_expert_load: bool = False  # count the tokens of each expert, for `stats()`
     # what requests may change inside the model, compiled into every step: `SamplingParams.interventions`
-    research: ResearchConfig | None = None
+    research: ResearchConfig | dict[str, Any] | None = None
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()
@@ -231,8 +231,7 @@ class EngineConfig:
             raise ValueError(f"swap_space must be a number of GiB, got {self.swap_space!r}")
         self._check_combinations()
         self._check_hosts()
-        if not isinstance(self.research, ResearchConfig | None):
-            raise ValueError(f"research must be a ResearchConfig, got {self.research!r}")
+        object.__setattr__(self, "research", to_research_config(self.research))
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device import Device
-from jaxpage.interventions import InterventionSpec
+from jaxpage.interventions import InterventionSpec, ResearchConfig
 from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
@@ -132,6 +132,7 @@ class EngineSpec:
         research, model = self.config.research, self.model.config
         if research is None:
             return None
+        assert isinstance(research, ResearchConfig)
         return InterventionSpec(
             points=residual_points(model, research.points),
             max_interventions=research.max_interventions,
@@ -322,7 +323,7 @@ def make_engine_spec(
 
 def _check_research(config: ResolvedConfig, model: CausalLM, mesh: Mesh | None) -> None:
     """Raises ValueError for engines that have no interventions, and for points that the model has not."""
-    assert config.research is not None
+    assert isinstance(config.research, ResearchConfig)
     lacking = {
         'numerics="strict"': config.numerics == "strict",
         "enable_lora=True": config.enable_lora,

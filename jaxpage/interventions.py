@@ -1,7 +1,7 @@
 """What a request changes inside the model: values at named points, at some positions of its sequence.
 
-Every intervention is affine, so one form serves all on the device: value -> factor * value + vector. Knows names, shapes
-and positions. Must not know models, devices or the engine.
+Every intervention is affine, so one form serves all on the device: value -> factor * value + vector. Knows names,
+shapes and positions. Must not know models, devices or the engine.
 """
 
 from __future__ import annotations
@@ -40,6 +40,20 @@ class ResearchConfig:
         most = self.max_interventions
         if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= 64:
             raise ValueError(f"max_interventions must be an int in 1..64, got {most!r}")
+
+
+def to_research_config(given: Any) -> ResearchConfig | None:
+    """A dict as a ResearchConfig. Raises ValueError for what is none."""
+    if isinstance(given, ResearchConfig | None):
+        return given
+    if not isinstance(given, dict) or not {"points"} <= set(given) <= {
+        "points",
+        "max_interventions",
+    }:
+        raise ValueError(
+            f"research must be a ResearchConfig, or a dict of its fields, got {given!r}"
+        )
+    return ResearchConfig(**given)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Looking into a model, and changing what is inside: values by TransformerLens' names, on a dense module; interventions of an engine."""
+"""Looking into a model and changing what is inside: by TransformerLens' names, on a dense module or in an engine."""
 
 from jaxpage.interventions import (
     Intervention,

@@ -208,11 +208,10 @@ class Step:
     ) -> tuple[KVPool, RequestState, StepBatch, jax.Array]:
         """The hidden states [T, E] of all tokens, whose KV is in the pool then, and whose experts are counted."""
         batch = unpack_batch(state, rows, bucket, self.spec)
-        layer_locations = self.spec.groups.layer_locations
         attention = PagedAttention(
             kv_pool,
             batch,
-            layer_locations,
+            self.spec.groups.layer_locations,
             spec=self.pool_spec,
             one_query_per_row=bucket.decode,
             mesh=self.mesh,
