@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpage.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, StepFailedError
+    from jaxpage.async_llm import AsyncLLM, AsyncLLMEngine, EngineAsleepError, EngineDeadError, StepFailedError
     from jaxpage.beam_search import BeamSearchOutput, BeamSearchSequence
     from jaxpage.config import AsyncEngineArgs, EngineArgs, EngineConfig
     from jaxpage.engine.snapshot import KVSnapshot
@@ -40,6 +40,7 @@ _HOME = {
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
     "AsyncEngineArgs": "config",
+    "EngineAsleepError": "async_llm",
     "EngineDeadError": "async_llm",
     "StepFailedError": "async_llm",
     "EngineArgs": "config",
@@ -87,6 +88,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
+    "EngineAsleepError",
     "EngineDeadError",
     "GuidedDecodingParams",
     "KVSnapshot",

@@ -25,3 +25,5 @@ class StepBatch:
     slot_mappings: jax.Array
     block_tables: jax.Array  # int32[G, R, M]
     is_token: jax.Array | None = None  # bool[T]; the others are padding. None: not said
+    # int32[T]: the last token of its sequence that each sees, of models in which some see ahead. None: itself
+    last_keys: jax.Array | None = None

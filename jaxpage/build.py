@@ -31,6 +31,7 @@ from jaxpage.composition import (
     with_sizes,
 )
 from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
+from jaxpage.device_memory import DeviceMemory
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.padding import Padding
@@ -94,6 +95,7 @@ class Built:
     most_patches: int = 0  # of a picture
     adapters: AdapterCache | None = None  # with `enable_lora`
     interventions: InterventionSpec | None = None  # with `research`
+    memory: DeviceMemory | None = None  # of one engine on one host, with parameters of its own
 
 
 def build(options: EngineConfig, *, use_tqdm: bool = True, bind: Bind = None) -> Built:
@@ -139,12 +141,7 @@ def _build(
     given = specs[0].config
     generation_config = load_generation_config(given)
     tokenizer = None if given.skip_tokenizer_init else load_tokenizer(given.tokenizer)
-    processor = registry.picture_processor(
-        specs[0].hf_config,
-        given.hf_config_path or given.model,
-        tokenizer=tokenizer,
-        options=given.mm_processor_kwargs,
-    )
+    processor = specs[0].picture_processor(tokenizer)
     log_replicas(specs)
     parts = [
         _build_one(options, spec, hosts=hosts, use_tqdm=use_tqdm, is_first=i == 0, bind=bind)
@@ -161,6 +158,7 @@ def _build(
     engine = parts[0][1] if len(parts) == 1 else Replicas([engine for _, engine in parts])
     if config.kv_offload_dir is not None:
         atexit.register(_save_prefix_cache, weakref.ref(engine))
+    is_shared = len(parts) > 1 or hosts is not None or bind is not None
     vocab_size = model.config.vocab_size
     eos = eos_token_ids(sized[0].hf_config, generation_config, tokenizer)
     return Built(
@@ -177,6 +175,7 @@ def _build(
         most_patches=0 if sized[0].picture_spec is None else sized[0].picture_spec.sizes[-1],
         adapters=_make_adapters(config, model) if config.enable_lora else None,
         interventions=sized[0].interventions,
+        memory=None if is_shared else DeviceMemory(sized[0], parts[0][1], runners[0]),
     )
 
 
@@ -364,10 +363,9 @@ def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[s
         raise ValueError("record_calls cannot write down a function; give hf_overrides as a dict")
     fields = dataclasses.fields(EngineConfig)
     given = {f.name: getattr(options, f.name) for f in fields if f.name not in _NOT_REPLAYED}
-    if options.reasoning_config is not None:
-        given["reasoning_config"] = vars(options.reasoning_config)
-    if options.research is not None:
-        given["research"] = vars(options.research)
+    for name in ("reasoning_config", "research"):
+        if (values := getattr(options, name)) is not None:
+            given[name] = vars(values)
     sizes = {name: getattr(resolved, name) for name in _SIZES}
     return {"options": given | {"model": resolved.model} | sizes}
 
@@ -385,12 +383,14 @@ def _make_scheduler(spec: EngineSpec, runner: Runner) -> Scheduler:
         preemption_mode=config.preemption_mode,
         store=None if memory is None else memory.store,
     )
+    budget = config.max_num_batched_tokens
+    whole = pictures is not None and pictures.vision.bidirectional
     return Scheduler(
         kv,
         num_adapters=config.max_loras if config.enable_lora else 0,
-        pictures=pictures and PictureCache(pictures.num_rows, budget=config.max_num_batched_tokens),
+        pictures=pictures and PictureCache(pictures.num_rows, budget=budget, whole=whole),
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=budget,
         max_model_len=config.max_model_len,
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.interventions import ResearchConfig, to_research_config
-from jaxpage.pictures.options import check_picture_options
+from jaxpage.pictures.options import check_picture_options, most_of
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
 from jaxpage.sampling.processors import check_processors
 from jaxpage.structured_outputs.config import (
@@ -188,8 +188,7 @@ class EngineConfig:
     max_lora_rank: int = 16  # of any adapter
     max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     record_expert_load: bool = False  # count the tokens of each expert, for `stats()`
-    # what requests may change inside the model, compiled into every step: `SamplingParams.interventions`
-    research: ResearchConfig | dict[str, Any] | None = None
+    research: ResearchConfig | dict[str, Any] | None = None  # what `interventions` may change
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()
@@ -326,6 +325,11 @@ class EngineConfig:
         return dataclasses.replace(
             self, model=model, hf_config_path=hf_config_path, tokenizer=tokenizer
         )
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether prompts may have pictures, of models that can see."""
+        return most_of(self.limit_mm_per_prompt, "image") > 0
 
     def resolve(
         self,

@@ -31,6 +31,7 @@ from jaxpage.ops import experts as ops_experts
 from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import sharding
+from jaxpage.pictures.border import PictureProcessor
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
 from jaxpage.runner.lowering import Lowerings, num_bytes
@@ -152,6 +153,17 @@ class EngineSpec:
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
             has_positions=any(rope.sections is not None for rope in model.ropes),
+        )
+
+    def picture_processor(self, tokenizer: Any) -> PictureProcessor | None:
+        """What prepares pictures, of models that take them. Raises ValueError."""
+        config = self.config
+        if self.model.config.vision is None:
+            return None
+        folder = config.hf_config_path or config.model
+        options = config.mm_processor_kwargs
+        return registry.picture_processor(
+            self.hf_config, folder, tokenizer=tokenizer, options=options
         )
 
     def transform_weights(self, *, join: bool = True) -> set[str]:
@@ -280,7 +292,8 @@ def make_engine_spec(
         device_kind=hardware.kind,
         device_memory=hardware.memory_bytes,
     )
-    model = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
+    sizes = {"dtype": config.dtype, "max_model_len": config.max_model_len}
+    model = registry.build(hf_config, **sizes, pictures=config.takes_pictures)
     if config.numerics == "strict":
         check_strict(config, model.config, mesh)
     if config.record_expert_load and model.config.experts is None:
@@ -304,10 +317,11 @@ def make_engine_spec(
         sharded=num_devices > 1,
         platform=hardware.platform,
     )
-    table = (config.max_num_seqs, _blocks_per_row(config))
     choice: Choice[KVPoolSpec] = Choice("xla", pool)
     if config.numerics != "strict":
-        choice = attention.choose(pool, hardware, shares=shares, table=table)
+        table, vision = (config.max_num_seqs, _blocks_per_row(config)), model.config.vision
+        ahead = vision is not None and vision.bidirectional
+        choice = attention.choose(pool, hardware, shares=shares, table=table, sees_ahead=ahead)
     return EngineSpec(
         config=config,
         hf_config=hf_config,

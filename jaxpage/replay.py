@@ -19,6 +19,7 @@ from jaxpage.build import make_runner
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import make_engine_spec
 from jaxpage.plan import RESULT_ARRAYS, StepResult
+from jaxpage.runner.launched import Executed, Launched, to_host
 from jaxpage.runner.recording import (
     CALLS,
     HEADER,
@@ -28,7 +29,6 @@ from jaxpage.runner.recording import (
     read_calls,
     read_result,
 )
-from jaxpage.runner.runner import Executed, Launched, to_host
 
 
 @dataclass(frozen=True, kw_only=True)

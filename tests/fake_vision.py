@@ -44,6 +44,8 @@ class FakeVision:
     embedding_size: int
     patch_values: int = 3
     patches_per_token: int = 4
+    num_patches: int | None = None
+    bidirectional: bool = False
 
     def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
         patches = np.zeros((padded_patches, 3), np.float32)

@@ -415,7 +415,7 @@ class FakeRunner:
     A row of a group with a window may read what its tokens can see, and no more is looked at.
     With `sends_plans` a plan arrives as bytes. `fail_launch` and `fail_collect` hold numbers of
     launches that raise RuntimeError: at once and without having changed anything, or when they are
-    collected, after they wrote garbage.
+    collected, after they wrote garbage. With `whole_pictures` no row may end within a picture.
     """
 
     num_top_logprobs = 8
@@ -430,8 +430,10 @@ class FakeRunner:
         store: FakeStore | None = None,
         windows: tuple[int | None, ...] = (None,),
         sends_plans: bool = False,
+        whole_pictures: bool = False,
     ):
         self.sends_plans = sends_plans
+        self.whole_pictures = whole_pictures
         self.store = store
         self.windows = windows
         self.num_blocks = num_blocks
@@ -536,6 +538,7 @@ class FakeRunner:
         for row, slot_id in enumerate(plan.slots):
             start, end = plan.starts[row], plan.starts[row] + plan.num_tokens[row]
             for content_hash, first, number in self._slots[slot_id].admission.fields["pictures"]:
+                assert not (self.whole_pictures and start < end and first < end < first + number)
                 for position in range(max(start, first), min(end, first + number)):
                     wanted[row, position - start] = (content_hash, position - first)
         assert read == wanted

@@ -201,3 +201,21 @@ def qwen_logits(model: Any, prompt: Expanded, pictures: list[Picture]) -> np.nda
             given["second_per_grid_ts"] = torch.tensor([p.second_per_grid for p in own])
     with torch.no_grad():
         return model(input_ids=token_ids, mm_token_type_ids=kinds, **given).logits[0].numpy()
+
+
+def gemma_pixels(picture: Picture) -> np.ndarray:
+    """float32[3, 56, 56] of the patches of `gemma3_config`."""
+    blocks = picture.patches.reshape(4, 4, 2, 2, 3, 7, 7).transpose(4, 0, 2, 5, 1, 3, 6)
+    return blocks.reshape(3, 56, 56)
+
+
+def gemma_logits(model: Any, token_ids: list[int], pictures: list[Picture]) -> np.ndarray:
+    """float32[T, V] of transformers' Gemma 3."""
+    import torch
+
+    given: dict[str, Any] = {"input_ids": torch.tensor([token_ids])}
+    if pictures:
+        given["token_type_ids"] = (given["input_ids"] == GEMMA_IMAGE).int()
+        given["pixel_values"] = torch.tensor(np.stack([gemma_pixels(each) for each in pictures]))
+    with torch.no_grad():
+        return model(**given).logits[0].numpy()

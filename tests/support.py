@@ -41,7 +41,7 @@ FAMILIES = {
     "gpt_oss": "gpt-oss",
 }
 # The same of families that take pictures.
-PICTURE_FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
+PICTURE_FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "gemma3": "Gemma 3"}
 _DENSE = "tests.end_to_end.test_dense_families"
 _EXPERTS = "tests.end_to_end.test_experts"
 _SHARED = (
@@ -73,14 +73,22 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "int8 weights": tuple(f"{test}=int8 weights" for test in _SHARED),
     "int8 KV": tuple(f"{test}=quantised pool" for test in (_SHARED[0], _SHARED[2])),
 }
-_SEEN = "tests.models.test_qwen_vl"
-_TOKENS_SEEN = "tests.end_to_end.test_pictures:test_greedy_tokens_equal_transformers"
+_SEEN, _GEMMA_SEEN = "tests.models.test_qwen_vl", "tests.models.test_gemma3_pictures"
+_TOKENS_SEEN = (
+    "tests.end_to_end.test_pictures:test_greedy_tokens_equal_transformers",
+    "tests.end_to_end.test_gemma3_pictures:test_greedy_tokens_equal_transformers",
+)
 PICTURE_FEATURES: dict[str, tuple[str, ...]] = {
-    "embeddings of pictures": (f"{_SEEN}:test_embeddings_of_a_picture_are_those_of_transformers",),
+    "embeddings of pictures": tuple(
+        f"{module}:test_embeddings_of_a_picture_are_those_of_transformers"
+        for module in (_SEEN, _GEMMA_SEEN)
+    ),
     "of videos": (f"{_SEEN}:test_embeddings_of_a_video_are_those_of_transformers",),
-    "logits": (f"{_SEEN}:test_logits_are_those_of_transformers",),
-    "tokens with pictures": (f"{_TOKENS_SEEN}=pictures",),
-    "with videos": (f"{_TOKENS_SEEN}=videos",),
+    "logits": tuple(
+        f"{module}:test_logits_are_those_of_transformers" for module in (_SEEN, _GEMMA_SEEN)
+    ),
+    "tokens with pictures": tuple(f"{test}=pictures" for test in _TOKENS_SEEN),
+    "with videos": tuple(f"{test}=videos" for test in _TOKENS_SEEN),
 }
 
 

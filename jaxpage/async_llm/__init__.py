@@ -2,8 +2,15 @@
 
 from jaxpage.async_llm.llm import AsyncLLM
 from jaxpage.async_llm.streams import Stream
-from jaxpage.engine.errors import EngineDeadError, StepFailedError
+from jaxpage.engine.errors import EngineAsleepError, EngineDeadError, StepFailedError
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name
 
-__all__ = ["AsyncLLM", "AsyncLLMEngine", "EngineDeadError", "StepFailedError", "Stream"]
+__all__ = [
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "EngineAsleepError",
+    "EngineDeadError",
+    "StepFailedError",
+    "Stream",
+]

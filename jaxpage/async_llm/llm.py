@@ -14,10 +14,10 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxpage.async_llm.control import EngineControl
 from jaxpage.async_llm.output_loop import Observer
-from jaxpage.async_llm.step_loop import PauseMode
 from jaxpage.async_llm.streams import Stream
 from jaxpage.async_llm.tasks import Prepare, Tasks
 from jaxpage.config import EngineConfig, ResolvedConfig
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncLLM:
+class AsyncLLM(EngineControl):
     """An engine for many callers at once. `options` are those of `EngineConfig`, as for `LLM`.
 
     `generate` is for tasks of any event loop, a notebook's too, and `submit` for threads without one. All methods may
@@ -71,7 +71,7 @@ class AsyncLLM:
 
     def _start(self, built: Built) -> None:
         self.config: ResolvedConfig = built.config
-        self._tasks = Tasks(built)
+        self._tasks, self._memory = Tasks(built), built.memory
         # The threads know the tasks and not this object, so it can go while they run.
         self._finalizer = weakref.finalize(self, Tasks.shut_down, self._tasks)
 
@@ -269,57 +269,7 @@ class AsyncLLM:
         """Call a function in the thread of the input processor: what is slow to tokenise or to render goes there."""
         return await asyncio.wrap_future(self._tasks.with_inputs(function))
 
-    # The engine.
-
-    async def pause_generation(
-        self, *, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
-    ) -> None:
-        """Stop generating; returns when the device computes nothing any more. Requests that come now wait.
-
-        Those that run are aborted, answered to their end, or kept as they are. `clear_cache`: forget all KV, so that
-        weights may change; with "keep" it is computed anew. Raises ValueError for an unknown mode.
-        """
-        if mode not in tuple(PauseMode):
-            raise ValueError(f"mode must be one of {', '.join(PauseMode)}, got {mode!r}")
-        settled = await asyncio.wrap_future(self._tasks.pause(PauseMode(mode)))
-        await asyncio.wrap_future(settled)
-        if clear_cache:
-            await self.reset_prefix_cache(reset_running_requests=mode == PauseMode.KEEP)
-
-    async def resume_generation(self) -> None:
-        """Go on, with the requests that came while paused."""
-        await self._call(self._tasks.steps.resume)
-
-    async def is_paused(self) -> bool:
-        return self._tasks.steps.is_paused
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached KV. False, and nothing happens, while requests hold blocks.
-
-        With `reset_running_requests` they give them back first, and are computed anew.
-        """
-        reset = functools.partial(
-            self._tasks.engine.reset_prefix_cache, reset_running_requests=reset_running_requests
-        )
-        return await self._call(reset)
-
-    async def check_health(self) -> None:
-        """Raise EngineDeadError if requests can no longer be answered."""
-        if self._tasks.steps.error is not None:
-            raise self._tasks.steps.error
-
-    @property
-    def errored(self) -> bool:
-        """Whether requests can no longer be answered."""
-        return self._tasks.steps.error is not None
-
-    @property
-    def is_running(self) -> bool:
-        return not self.errored
-
-    async def wait_until_warm(self) -> None:
-        """Until every program is compiled. Raises what the compiler raised."""
-        await asyncio.to_thread(self._tasks.engine.wait_until_warm)
+    # The engine; see `EngineControl` besides.
 
     def observe(self, observer: Observer) -> None:
         """Have somebody told of every step and of every request, from now on."""
@@ -371,10 +321,6 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End the engine; unfinished requests get an EngineDeadError. Done at exit too."""
         self._finalizer()
-
-    async def _call(self, action: Callable[[], T]) -> T:
-        """Have the engine's thread do something between two steps."""
-        return await asyncio.wrap_future(self._tasks.steps.call(action))
 
 
 def _prepare(

@@ -9,3 +9,7 @@ class StepFailedError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The engine has stopped, because step after step failed or because it was shut down; it takes no more requests."""
+
+
+class EngineAsleepError(RuntimeError):
+    """Weights or KV pool are not on the devices, so nothing can be computed until `wake_up`."""

@@ -23,13 +23,14 @@ NULL_ROW = 0  # takes the writes of padding; stands for no picture
 class PictureCache:
     """Gives rows to pictures, and says how far a sequence may be computed with what is encoded."""
 
-    def __init__(self, num_rows: int, *, budget: int):
+    def __init__(self, num_rows: int, *, budget: int, whole: bool = False):
         """`num_rows` of the array, the null row included. `budget`: embeddings that a step encodes; one picture may be
-        larger.
+        larger. `whole`: the tokens of a picture see each other, so a step computes all that is left of it or none; its
+        tokens are at most `budget` then, which is the step's too.
         """
         self.num_rows = num_rows - 1  # that pictures can have
         self.num_encoded = 0  # pictures, since start
-        self._budget = budget
+        self._budget, self._whole = budget, whole
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
         # Content hash -> int32[num_tokens] rows; the least recently used first.
         self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
@@ -45,6 +46,11 @@ class PictureCache:
                 raise ValueError(
                     f"a picture takes {picture.num_tokens} embeddings, but mm_encoder_cache_bytes holds "
                     f"{self.num_rows}; make the picture smaller, or raise mm_encoder_cache_bytes"
+                )
+            if self._whole and picture.num_tokens > self._budget:
+                raise ValueError(
+                    f"a picture takes {picture.num_tokens} tokens, which this model computes in one step, but a step "
+                    f"has {self._budget}: raise max_num_batched_tokens"
                 )
 
     def add(self, request: Request) -> None:
@@ -72,6 +78,8 @@ class PictureCache:
         if pictures is None:
             return count
         for picture, first, number in pictures.within(start, end):
+            if self._whole and end < first + number:
+                return max(first - start, 0)
             key = picture.content_hash
             if key not in self._rows:
                 if not self._may_encode(picture):
@@ -90,6 +98,14 @@ class PictureCache:
             return True
         touched = pictures.within(start, start + 1)
         return all(p.content_hash in self._rows or self._may_encode(p) for p, _, _ in touched)
+
+    def least(self, sequence: Sequence, start: int) -> int:
+        """Tokens that a step must have room for if it computes the token `start` of a sequence."""
+        pictures = sequence.request.pictures
+        if pictures is None or not self._whole:
+            return 1
+        spans = pictures.within(start, start + 1)
+        return next((first + number - start for _, first, number in spans), 1)
 
     def rows(self, picture: Picture) -> np.ndarray:
         """int32[num_tokens]: where the embeddings of a picture are that `reach` has just passed."""

@@ -232,7 +232,8 @@ class Scheduler:
         """
         max_query_len = self.max_num_batched_tokens
         waiting = (len(sequence.token_ids) for sequence in self.waiting[: len(self._free_slots)])
-        budget = self.padding.budget(max_query_len - budget, budget, waiting)
+        most, budget = budget, self.padding.budget(max_query_len - budget, budget, waiting)
+        spare = most - budget  # for a picture that must be computed whole
         entrance, num_passed = self.adapters.entrance(self.running), 0
         while num_passed < len(self.waiting) and self._free_slots and budget > 0:
             sequence = self.waiting[num_passed]
@@ -247,7 +248,8 @@ class Scheduler:
             if not self.pictures.may_begin(sequence, found.num_tokens):
                 num_passed += 1  # its picture comes next, and cannot be encoded now
                 continue
-            if not self.kv.admit(sequence, found, max_query_len):
+            least = self.pictures.least(sequence, found.num_tokens)
+            if least > budget + spare or not self.kv.admit(sequence, found, max_query_len):
                 break
             entrance.enter(step.plan, sequence.request)
             del self.waiting[num_passed]
@@ -259,7 +261,7 @@ class Scheduler:
             start, known = sequence.num_computed_tokens, len(sequence.token_ids)
             count_first_scheduling(self.counters, self.kv.pool, sequence.request, start)
             step.admitted.append(sequence)
-            count = step.reach(sequence, start, min(known - start, budget))
+            count = step.reach(sequence, start, min(known - start, max(budget, least)))
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             budget -= count

@@ -74,8 +74,8 @@ class Family:
     # Makes the processor of families that take pictures: (hf, settings, *, tokenizer, options). Their ModelConfig has a
     # `vision`, their model a `visual`.
     processor: Callable[..., PictureProcessor] | None = None
-    # The same checkpoints with their encoder, where only the dense call takes pictures so far.
-    dense_pictures: Family | None = None
+    # The same checkpoints without their encoder, for engines that shall take no pictures.
+    text_only: Family | None = None
 
 
 REGISTRY: dict[str, Family] = {
@@ -87,18 +87,13 @@ REGISTRY: dict[str, Family] = {
     ),
     "Gemma2ForCausalLM": Family(config_from_hf=gemma2_config, module=gemma),
     "Gemma3ForCausalLM": Family(config_from_hf=gemma3_config, module=gemma),
-    # Released Gemma 3 of 4B and more. Pictures are not served: the tokens of one see each other, and paged attention
-    # is causal.
     "Gemma3ForConditionalGeneration": Family(
-        config_from_hf=gemma3_text_config,
-        module=gemma,
-        tensor_name=text_part,
-        dense_pictures=Family(
-            config_from_hf=gemma3_pictures_config,
-            module=gemma_with_pictures,
-            tensor_name=text_and_pictures,
-            processor=gemma3_processor,
-        ),
+        config_from_hf=gemma3_pictures_config,
+        module=gemma_with_pictures,
+        tensor_name=text_and_pictures,
+        processor=gemma3_processor,
+        # Kernels serve it, and trainers have no tower.
+        text_only=Family(config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part),
     ),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
     "GlmForCausalLM": Family(config_from_hf=glm_config, weight_map=fused_gate_up),
@@ -157,20 +152,20 @@ def build(
     *,
     dtype: Any,
     max_model_len: int | None = None,
-    dense_pictures: bool = False,
+    pictures: bool = True,
 ) -> CausalLM:
     """The abstract model of a config: parameters are `jax.ShapeDtypeStruct`s of `dtype`, nothing is
     allocated.
 
-    `dense_pictures`: with its encoder, also where steps cannot take pictures (`Family.dense_pictures`).
+    `pictures`: False leaves out the encoder, of families that have a `Family.text_only`.
 
     `max_model_len` (default: the config's `max_position_embeddings`) fixes the RoPE of some types,
     see `rope`. Fill the model with `weights.load.load` or `weights.dummy.initialise`. Raises
     ValueError for what is not supported.
     """
     chosen = family(hf_config)
-    if dense_pictures:
-        chosen = chosen.dense_pictures or chosen
+    if not pictures:
+        chosen = chosen.text_only or chosen
     return chosen.module(chosen.config_from_hf(hf_config, dtype=dtype, max_model_len=max_model_len))
 
 
@@ -193,7 +188,7 @@ def naming_of(config: ModelConfig) -> Naming:
 
 def _family_of(config: ModelConfig) -> Family:
     found = REGISTRY[config.architecture]
-    return found if config.vision is None else found.dense_pictures or found
+    return found.text_only or found if config.vision is None else found
 
 
 def picture_processor(

@@ -27,6 +27,7 @@ from pallas_kernels import hopper
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
+from pallas_kernels.paged_attention.queries import SeeingAhead
 from pallas_kernels.paged_attention.tune import tuned_sizes
 
 # XLA inlines them; as jits of their own they are traced and lowered once for all layers that are alike.
@@ -58,6 +59,7 @@ class _Request:
     q: jax.ShapeDtypeStruct  # [1, H, D]
     num_kv_heads: int  # of a device
     table: tuple[int, int]  # [R, M]
+    sees_ahead: bool
 
     def layer(self, spec: KVPoolSpec) -> Layer:
         """A device's share of an array of the pool."""
@@ -65,7 +67,14 @@ class _Request:
         return share.abstract()[0]
 
 
+_AHEAD = (
+    "the kernel is causal, and tokens of one picture see each other; without pictures it serves "
+    '(limit_mm_per_prompt={"image": 0})'
+)
+
+
 def _accept_tpu(request: _Request) -> KVPoolSpec:
+    require(_AHEAD if request.sees_ahead else None)
     sizes = tuned_sizes("tpu", request.device.kind)
     rows = tpu_layout.scale_rows(request.num_kv_heads)
     spec = replace(request.spec, layout="tpu", scale_rows=rows)
@@ -78,6 +87,7 @@ def _accept_tpu(request: _Request) -> KVPoolSpec:
 
 
 def _accept_hopper(request: _Request) -> KVPoolSpec:
+    require(_AHEAD if request.sees_ahead else None)
     require(hopper.unsupported_reason_on(request.device.compute_capability))
     require(gpu_layout.unsupported_reason(request.q, request.layer(request.spec)))
     require(hopper.unsupported_ptxas_here())
@@ -98,10 +108,12 @@ def choose(
     *,
     shares: HeadShares,
     table: tuple[int, int],
+    sees_ahead: bool = False,
 ) -> Choice[KVPoolSpec]:
     """The pool as the first implementation that can serve reads it.
 
-    spec: of a pool in the layout "heads", for XLA. table: the largest block table, [R, M].
+    spec: of a pool in the layout "heads", for XLA. table: the largest block table, [R, M]. sees_ahead: some tokens see
+    later ones (`StepBatch.last_keys`).
     """
     q_shape = (1, shares.query_heads_of_a_device, spec.head_dim)
     request = _Request(
@@ -110,6 +122,7 @@ def choose(
         q=jax.ShapeDtypeStruct(q_shape, spec.dtype),
         num_kv_heads=shares.kv_heads_of_a_device,
         table=table,
+        sees_ahead=sees_ahead,
     )
     return first_supported("paged attention", IMPLEMENTATIONS, request, device.platform)
 
@@ -169,7 +182,9 @@ class PagedAttention:
             soft_cap=soft_cap,
             one_query_per_row=self._one_query_per_row,
         )
-        pool = self.kv_pool[array]
+        pool, queries = self.kv_pool[array], batch.query_starts
+        if batch.last_keys is not None:
+            queries = SeeingAhead(queries, batch.last_keys)
         if self._mesh is not None and self._mesh.size > 1:
             shares = share_heads(q.shape[1], k.shape[1], self._mesh.size)
             sharded = partial(_sharded, attend, self._mesh, shares, self._spec, pool)
@@ -182,7 +197,7 @@ class PagedAttention:
             batch.slot_mappings[group],
             batch.block_tables[group],
             batch.kv_lens,
-            batch.query_starts,
+            queries,
             *(() if sinks is None else (sinks,)),
         )
         return out
@@ -195,7 +210,7 @@ def _write_and_attend(
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
-    *rows: jax.Array,
+    *rows: jax.Array | SeeingAhead,
     **options,
 ) -> tuple[Layer, jax.Array]:
     """The pool with k and v in it, and the attention of q. rows: block table, kv_lens, query_starts, and sinks if there

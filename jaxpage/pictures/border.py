@@ -91,6 +91,16 @@ class VisionConfig(Protocol):
         """Values of an embedding: the decoder's hidden_size, or a multiple of it (`ForwardInput.embeds`)."""
         ...
 
+    @property
+    def num_patches(self) -> int | None:
+        """Patches of every picture, None if they differ in size."""
+        ...
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether the tokens of a picture see each other in the decoder, so that all of them are computed together."""
+        ...
+
     def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
         """What `pictures.encode.encode` takes for one picture, padded to `padded_patches` patches.
 

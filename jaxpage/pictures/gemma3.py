@@ -61,6 +61,14 @@ class SiglipConfig:
         return self.out_hidden_size
 
     @property
+    def num_patches(self) -> int:
+        return self.side**2
+
+    @property
+    def bidirectional(self) -> bool:
+        return True
+
+    @property
     def num_tokens(self) -> int:
         """Embeddings of a picture."""
         return (self.side // self.pool_size) ** 2
@@ -118,6 +126,13 @@ class Gemma3Processor:
             token_ids = self._with_ends(token_ids)
         ids = {"image": self.image_token_id}
         expanded, spans = expand_placeholders(token_ids, pictures, ids)
+        ends = {first + number for first, number in spans}
+        touching = next((first for first, _ in spans if first in ends), None)
+        if touching is not None:
+            raise ValueError(
+                f"two pictures touch at token {touching} of the prompt, where Gemma 3 would see one; put their end "
+                f"({self.end_token_id}) and the next one's begin ({self.begin_token_id}) between them"
+            )
         return Expanded(
             token_ids=expanded, spans=spans, positions=None, next_position=len(expanded)
         )
@@ -127,6 +142,13 @@ class Gemma3Processor:
 
         They join newlines beside them to one token, as in a text that is tokenised with both.
         """
+        if self.begin_token_id not in token_ids:
+            return token_ids
+        if 2 not in self.newlines:
+            raise ValueError(
+                "no token of two newlines is known, which stand around a picture in Gemma 3's prompts; use the "
+                f"tokenizer of the checkpoint, or give a placeholder ({self.image_token_id}) for each picture"
+            )
         around, found = self.newlines[2], list[int]()
         joins = False  # whether a picture's newlines are the last token
         for token_id in token_ids:
@@ -194,13 +216,7 @@ def gemma3_processor(
 def _newlines(tokenizer: Any) -> dict[int, int]:
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     lengths = range(1, _MOST_NEWLINES)
-    found = {n: vocabulary["\n" * n] for n in lengths if "\n" * n in vocabulary}
-    if 2 not in found:
-        raise ValueError(
-            "the tokenizer has no token of two newlines, which stand around a picture in Gemma 3's prompts; "
-            "use the tokenizer of the checkpoint"
-        )
-    return found
+    return {n: vocabulary["\n" * n] for n in lengths if "\n" * n in vocabulary}
 
 
 def siglip_config(hf: PretrainedConfig) -> SiglipConfig:

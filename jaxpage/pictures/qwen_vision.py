@@ -46,6 +46,14 @@ class Qwen25VisionConfig:
         return self.out_hidden_size
 
     @property
+    def num_patches(self) -> None:
+        return None
+
+    @property
+    def bidirectional(self) -> bool:
+        return False
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
@@ -130,6 +138,14 @@ class Qwen3VisionConfig:
     @property
     def embedding_size(self) -> int:
         return self.out_hidden_size * (1 + len(self.deep_layers))
+
+    @property
+    def num_patches(self) -> None:
+        return None
+
+    @property
+    def bidirectional(self) -> bool:
+        return False
 
     @property
     def head_dim(self) -> int:

@@ -16,7 +16,7 @@ from jaxpage.models.attention import DenseAttention
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.taps import LAST_POINT, tapped
-from jaxpage.research.points import Hook, Names, Taps
+from jaxpage.research.hooks import Hook, Names, Taps
 
 
 def run_with_cache(

@@ -7,6 +7,7 @@ from jaxpage.rl.rollout import Padded, Rollout, to_padded
 from jaxpage.rl.sampler import Sampler
 from jaxpage.rl.scoring import Scored
 from jaxpage.rl.seeds import GroupSeeds
+from jaxpage.rl.session import Session, collect
 
 __all__ = [
     "GroupSeeds",
@@ -16,6 +17,8 @@ __all__ = [
     "Rollout",
     "Sampler",
     "Scored",
+    "Session",
+    "collect",
     "load_module",
     "logprobs",
     "to_padded",

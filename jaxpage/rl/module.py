@@ -26,5 +26,7 @@ def load_module(
     options = EngineConfig(model=model, dtype=dtype, max_model_len=max_model_len).with_local_files()
     hf_config = load_hf_config(options.hf_config_path or options.model, None)
     config = options.resolve(hf_config, platform="cpu")
-    module = registry.build(hf_config, dtype=config.dtype, max_model_len=config.max_model_len)
+    sizes = {"dtype": config.dtype, "max_model_len": config.max_model_len}
+    # A dense call on tokens would give a tower no gradients.
+    module = registry.build(hf_config, **sizes, pictures=False)
     return load(module, config.model, mesh=mesh, use_tqdm=False)

@@ -26,7 +26,8 @@ class Rollout:
 
     token_ids: Array  # int32[N, C], the stop token included, padded on the right
     logprobs: Array  # float32[N, C] of these tokens, as `logprobs_mode` says; 0 where padded
-    mask: Array  # bool[N, C]: True where a token was sampled
+    # bool[N, C]: True where a token was sampled, False where padded, and for what others said in a `Session`
+    mask: Array
     lengths: Array  # int32[N] of completions
     prompt_ids: Array  # int32[N, P], padded on the left
     prompt_lengths: Array  # int32[N]
@@ -51,7 +52,7 @@ class Rollout:
         return np.asarray(self.prompt_ids[row, width - int(self.prompt_lengths[row]) :]).tolist()
 
     def completion(self, row: int) -> list[int]:
-        """What was sampled in a row, without padding."""
+        """What came after the prompt in a row, without padding."""
         return np.asarray(self.token_ids[row, : int(self.lengths[row])]).tolist()
 
     def device_put(self, sharding: Sharding | None = None) -> Rollout:
@@ -87,19 +88,21 @@ class Rollout:
         begin = first + prompt_lengths[:, None]  # of the completion
         in_prompt = (column >= first) & (column < begin)
         in_completion = (column >= begin) & (column < begin + lengths[:, None])
-        prompts, mask = np.asarray(self.prompt_ids), np.asarray(self.mask)
+        prompts, completions = np.asarray(self.prompt_ids), np.asarray(self.token_ids)
         is_prompt = np.arange(prompts.shape[1]) >= prompts.shape[1] - prompt_lengths[:, None]
+        is_token = np.arange(completions.shape[1]) < lengths[:, None]
         ids = np.full((len(self), total), self.pad_id if pad_id is None else pad_id, np.int32)
-        logprobs = np.zeros(ids.shape, np.float32)
+        logprobs, sampled = np.zeros(ids.shape, np.float32), np.zeros(ids.shape, bool)
         # Both sides of an assignment have the tokens of one row behind those of another.
         ids[in_prompt] = prompts[is_prompt]
-        ids[in_completion] = np.asarray(self.token_ids)[mask]
-        logprobs[in_completion] = np.asarray(self.logprobs)[mask]
+        ids[in_completion] = completions[is_token]
+        logprobs[in_completion] = np.asarray(self.logprobs)[is_token]
+        sampled[in_completion] = np.asarray(self.mask)[is_token]
         return Padded(
             token_ids=ids,
             positions=np.where(in_prompt | in_completion, column - first, 0).astype(np.int32),
             attention_mask=in_prompt | in_completion,
-            completion_mask=in_completion,
+            completion_mask=sampled,
             logprobs=logprobs,
         )
 
@@ -121,6 +124,22 @@ def to_padded(rollout: Rollout, *lengths: int | None, **options: Any) -> Padded:
     return rollout.to_padded(*lengths, **options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a row of a `Rollout` is made of, without padding."""
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: np.ndarray  # float32[tokens]
+    sampled: np.ndarray  # bool[tokens]
+    prompt_index: int
+    num_cached: int
+    seed: int
+    finish_reason: str
+    weight_versions: tuple[Span, ...]
+    text: str
+
+
 def make_rollout(
     outputs: Sequence[RequestOutput],
     seeds: Sequence[int],
@@ -131,18 +150,40 @@ def make_rollout(
     versions: dict[int, int],
 ) -> Rollout:
     """Of final outputs with flat logprobs. `versions`: of weights by how often they had been replaced."""
-    rows = [(i, o, c) for i, o in enumerate(outputs) for c in o.outputs]
-    completions = [c for _, _, c in rows]
-    lengths = np.array([len(c.token_ids) for c in completions], np.int32)
-    prompt_lengths = np.array([len(o.prompt_token_ids) for _, o, _ in rows], np.int32)
-    mask = np.arange(lengths.max(initial=0))[None] < lengths[:, None]
-    token_ids = np.full(mask.shape, pad_id, np.int32)
-    logprobs = np.zeros(mask.shape, np.float32)
+    rows = [
+        Row(
+            prompt_ids=output.prompt_token_ids,
+            token_ids=completion.token_ids,
+            logprobs=_sampled(completion),
+            sampled=np.ones(len(completion.token_ids), bool),
+            prompt_index=index,
+            num_cached=output.num_cached_tokens,
+            seed=seeds[index],
+            finish_reason=str(completion.finish_reason),
+            weight_versions=_spans(completion, versions),
+            text=completion.text,
+        )
+        for index, output in enumerate(outputs)
+        for completion in output.outputs
+    ]
+    return stack_rows(rows, pad_id=pad_id, temperature=temperature, logprobs_mode=logprobs_mode)
+
+
+def stack_rows(
+    rows: Sequence[Row], *, pad_id: int, temperature: float, logprobs_mode: str
+) -> Rollout:
+    """The rows, padded to the longest prompt and the longest completion."""
+    lengths = np.array([len(row.token_ids) for row in rows], np.int32)
+    prompt_lengths = np.array([len(row.prompt_ids) for row in rows], np.int32)
+    shape = (len(rows), lengths.max(initial=0))
+    token_ids = np.full(shape, pad_id, np.int32)
+    logprobs, mask = np.zeros(shape, np.float32), np.zeros(shape, bool)
     prompt_ids = np.full((len(rows), prompt_lengths.max(initial=0)), pad_id, np.int32)
-    for row, (_, output, completion) in enumerate(rows):
-        token_ids[row, : lengths[row]] = completion.token_ids
-        logprobs[row, : lengths[row]] = _sampled(completion)
-        prompt_ids[row, prompt_ids.shape[1] - prompt_lengths[row] :] = output.prompt_token_ids
+    for i, row in enumerate(rows):
+        token_ids[i, : lengths[i]] = row.token_ids
+        logprobs[i, : lengths[i]] = row.logprobs
+        mask[i, : lengths[i]] = row.sampled
+        prompt_ids[i, prompt_ids.shape[1] - prompt_lengths[i] :] = row.prompt_ids
     return Rollout(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -150,12 +191,12 @@ def make_rollout(
         lengths=lengths,
         prompt_ids=prompt_ids,
         prompt_lengths=prompt_lengths,
-        prompt_indices=np.array([i for i, _, _ in rows], np.int32),
-        num_cached=np.array([o.num_cached_tokens for _, o, _ in rows], np.int32),
-        seeds=np.array([seeds[i] for i, _, _ in rows], np.int64),
-        finish_reasons=tuple(str(c.finish_reason) for c in completions),
-        weight_versions=tuple(_spans(c, versions) for c in completions),
-        texts=tuple(c.text for c in completions),
+        prompt_indices=np.array([row.prompt_index for row in rows], np.int32),
+        num_cached=np.array([row.num_cached for row in rows], np.int32),
+        seeds=np.array([row.seed for row in rows], np.int64),
+        finish_reasons=tuple(row.finish_reason for row in rows),
+        weight_versions=tuple(row.weight_versions for row in rows),
+        texts=tuple(row.text for row in rows),
         pad_id=pad_id,
         temperature=temperature,
         logprobs_mode=logprobs_mode,

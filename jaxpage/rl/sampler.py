@@ -71,6 +71,8 @@ class Sampler:
         """
         binding = Binding(module)
         options = {"dtype": binding.dtype, "logprobs_mode": "temperature"} | options
+        if not hasattr(module, "visual"):  # the text part of a model that could see
+            options = {"limit_mm_per_prompt": {"image": 0}} | options
         config = EngineConfig.from_options(model=model, load_format="dummy", **options)
         _check_options(config)
         built = build(config, bind=binding.prepare)
@@ -84,6 +86,8 @@ class Sampler:
         runner.weights_changed()  # there were none before
         self._tasks = Tasks(built)
         self._is_asleep = False
+        self.tokenizer: Any = built.tokenizer  # None with `skip_tokenizer_init`
+        self.vocab_size = built.vocab_size
         pad_id = built.tokenizer and built.tokenizer.pad_token_id
         self.pad_id: int = pad_id or 0  # of padding in rollouts
         # The threads know the tasks and not this object, so it can go while they run.

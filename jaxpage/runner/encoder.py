@@ -44,14 +44,14 @@ def make_picture_spec(
     max_num_batched_tokens: int,
     has_positions: bool,
 ) -> PictureSpec:
-    """Sizes in powers of two up to what a prompt has room for, and a cache of so many bytes.
+    """Sizes in powers of two up to what a prompt has room for, or the only one; and a cache of so many bytes.
 
     Without `cache_bytes` it has room for some steps, and for the largest picture.
     """
     ratio = vision.patches_per_token
     most = min(MOST_PATCHES, (max_model_len - 1) * ratio)
-    sizes = [max(SMALLEST_PATCHES // ratio, 1) * ratio]
-    while sizes[-1] < most:
+    sizes = [vision.num_patches or max(SMALLEST_PATCHES // ratio, 1) * ratio]
+    while vision.num_patches is None and sizes[-1] < most:
         sizes.append(2 * sizes[-1])
     num_rows = min(CACHE_BYTES // row_bytes, 4 * max(max_model_len, max_num_batched_tokens))
     num_rows = max(num_rows, sizes[-1] // ratio)
@@ -124,6 +124,25 @@ def encode_into(
     embeds = encode(model, **inputs).astype(dtype)
     words = lax.bitcast_convert_type(embeds, words_of(dtype))
     return state | {"pictures": state["pictures"].at[destinations].set(words)}
+
+
+def last_keys(
+    spec: PictureSpec | None,
+    rows: Mapping[str, jax.Array],
+    positions: jax.Array,
+    token_rows: jax.Array,
+) -> jax.Array | None:
+    """int32[T]: the last token of its picture for a token of one, itself for others. None if all tokens are causal.
+
+    rows: what went up for the step; positions, token_rows: int32[T]. A step has the rest of every picture that it has
+    a token of, so the last is where the run of tokens with pictures ends; pictures do not touch.
+    """
+    if spec is None or not spec.vision.bidirectional or "picture_rows" not in rows:
+        return None
+    seen, index = rows["picture_rows"] > 0, jnp.arange(positions.shape[0], dtype=jnp.int32)
+    goes_on = seen[:-1] & seen[1:] & (token_rows[:-1] == token_rows[1:])
+    ends = jnp.where(jnp.append(goes_on, False), index.shape[0], index)
+    return positions + lax.cummin(ends, reverse=True) - index
 
 
 def with_pictures(

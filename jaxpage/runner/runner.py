@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jaxpage.runner import calls
 from jaxpage.runner.buckets import Bucket, StepPrograms, fitting_programs, start_order
 from jaxpage.runner.calls import Call
 from jaxpage.runner.host_memory import HostMemory
+from jaxpage.runner.launched import Executed, Launched, to_host
 from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.other_hosts import OtherHosts
 from jaxpage.runner.pack import pack, pack_stores, padded, unpack_stores
@@ -39,31 +40,6 @@ from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step import DeviceResult
 from jaxpage.sampling.features import bits
 from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
-
-
-@dataclass(frozen=True, kw_only=True)
-class Executed:
-    """What calls have left to be read, not yet computed."""
-
-    sampled: DeviceResult | None = None  # by the last of them that samples
-    # (how many count, whether the whole vocabulary is wanted, scores) of each call
-    scores: list[tuple[int, bool, Scores]] = field(default_factory=list)
-    vocabulary: list[tuple[int, jax.Array]] = field(
-        default_factory=list
-    )  # (how many count, [R, V])
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A step under way. `collect` turns it into a `StepResult`."""
-
-    num_steps: int
-    num_rows: int
-    has_top_logprobs: bool
-    result: Executed
-    number: int = 0  # of the launch in a recording
-    program: str = ""  # this and the next as in `StepResult`
-    fill: float = 0.0
 
 
 class Runner:
@@ -161,6 +137,10 @@ class Runner:
             if self.recorder is not None:
                 self.recorder.weights_changed()
         return changed
+
+    def weights_moved(self) -> None:
+        """Parameters are in other arrays, and their values are what they were: what they computed is not stale."""
+        self._seen = [_reference(leaf) for leaf in self._leaves()]
 
     def recover(self) -> bool:
         """After a failed step: allocate pool and state anew if they went with it, and tell so. With other hosts a step
@@ -353,47 +333,3 @@ _MEMORY_CALLS = {
 def _reference(leaf: Any) -> Callable[[], Any]:
     """Weak: the array is its owner's to free. What has only a shape is never replaced in place."""
     return weakref.ref(leaf) if isinstance(leaf, jax.Array) else lambda: None
-
-
-def to_host(launched: Launched) -> StepResult:
-    """What a launched step sampled, without the padding; waits for it."""
-    steps, rows = launched.num_steps, launched.num_rows
-    result = launched.result.sampled
-    assert result is not None, "nothing was sampled"
-    sampled = result.sampled
-    token_ids = np.asarray(sampled.token_ids)[:steps, :rows]
-    empty = np.zeros((steps, rows, 0), np.float32)
-    top_token_ids, top_logprobs = empty.astype(np.int32), empty
-    if launched.has_top_logprobs:
-        top_token_ids = np.asarray(sampled.top_token_ids)[:steps, :rows]
-        top_logprobs = np.asarray(sampled.top_logprobs)[:steps, :rows]
-    return StepResult(
-        token_ids=token_ids,
-        num_sampled=np.asarray(result.num_sampled)[:rows],
-        logprobs=np.asarray(sampled.logprobs)[:steps, :rows],
-        ranks=np.asarray(sampled.ranks)[:steps, :rows],
-        top_token_ids=top_token_ids,
-        top_logprobs=top_logprobs,
-        program=launched.program,
-        fill=launched.fill,
-        **({} if result.expert_load is None else {"expert_load": np.asarray(result.expert_load)}),
-        **_scored(launched.result),
-    )
-
-
-def _scored(executed: Executed) -> dict[str, np.ndarray]:
-    """The fields of a `StepResult` that say more than what was sampled, as far as that was asked for."""
-
-    def joined(parts: list[tuple[int, jax.Array]]) -> np.ndarray:
-        return np.concatenate([np.asarray(part)[:num] for num, part in parts])
-
-    found = {}
-    if executed.vocabulary:
-        found["vocabulary"] = joined(executed.vocabulary)
-    if executed.scores:
-        for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
-            found[f"prompt_{name}"] = joined([(n, getattr(s, name)) for n, _, s in executed.scores])
-        whole = [(num, scores.vocabulary) for num, whole, scores in executed.scores if whole]
-        if whole:
-            found["prompt_vocabulary"] = joined(whole)
-    return found

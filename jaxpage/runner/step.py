@@ -28,7 +28,7 @@ from jaxpage.parallel.rows import deal_rows, pad_rows
 from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
-from jaxpage.runner.encoder import encode_into, with_pictures
+from jaxpage.runner.encoder import encode_into, last_keys, with_pictures
 from jaxpage.runner.interventions import changed_hidden_states
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.slots import (
@@ -328,9 +328,8 @@ def unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpec
     token_row = token_rows(rows["num_tokens"], bucket)
     slots, starts, num_tokens = rows["slots"], rows["starts"], rows["num_tokens"]
     live = ~state["finished"][slots]
-    query_starts = jnp.concatenate(
-        [jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)]
-    )
+    first = jnp.zeros(1, jnp.int32)
+    query_starts = jnp.concatenate([first, jnp.cumsum(num_tokens, dtype=jnp.int32)])
     token = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
     valid = live[token_row] & (token < query_starts[1:][token_row])
     positions = starts[token_row] + token - query_starts[token_row]
@@ -348,6 +347,7 @@ def unpack_batch(state: RequestState, rows: Rows, bucket: Bucket, spec: StepSpec
         slot_mappings=jnp.where(valid[None], slot_mappings, NULL_BLOCK * spec.block_size),
         block_tables=jnp.moveaxis(state["block_tables"][slots], 1, 0),
         is_token=valid,
+        last_keys=last_keys(spec.pictures, rows, positions, token_row),
     )
 
 

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from jaxpage import __version__
-from jaxpage.server import admin, operation, response_routes, tokens
+from jaxpage.server import admin, operation, response_routes, rl, tokens, trl
 from jaxpage.server.access_log import AccessLog
 from jaxpage.server.batch import Caller
 from jaxpage.server.chat import ChatCall
@@ -46,6 +46,9 @@ def make_app(server: Server) -> FastAPI:
     app.include_router(tokens.router(server))
     app.include_router(response_routes.router(server))
     app.include_router(admin.router(server))
+    if server.options.enable_rl:
+        app.include_router(rl.router(server))
+        app.include_router(trl.router(server, answer))
     app.include_router(page_router(server.llm))
     _add_calls(app, server)
     add_checks(app, server)

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from jaxpage.async_llm import EngineDeadError
+from jaxpage.async_llm import EngineAsleepError, EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +20,11 @@ _TYPES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     500: "InternalServerError",
+    501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 _FIELD = re.compile(r"(?:prompt \d+ of \d+: )?(?:the )?([a-z_]+)\b")
@@ -80,6 +82,8 @@ def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
             found = _FIELD.match(str(error))
             name = found[1] if found and found[1] in fields else None
             return ApiError(400, str(error), param=name)
+        case EngineAsleepError():
+            return ApiError(409, str(error))
         case EngineDeadError():
             return ApiError(503, str(error))
         case _:

@@ -95,4 +95,5 @@ class GenerateCall:
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
+            "weight_versions": completion.weight_versions,
         }

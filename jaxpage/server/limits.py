@@ -24,6 +24,19 @@ ADMIN_PATHS = (
     "/abort_requests",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
+    # with --enable-rl
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/update_weights",
+    "/weight_version",
+    "/generate/",
+    "/chat/",
+    "/get_sequence_logprobs/",
+    "/get_world_size/",
+    "/init_communicator/",
+    "/update_named_param/",
+    "/close_communicator/",
 )
 _LINGER_BYTES = 2**20
 _LINGER_SECONDS = 1.0

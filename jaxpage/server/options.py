@@ -20,7 +20,7 @@ class ServerOptions:
     # one of them comes with every request: "Authorization: Bearer KEY"
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None  # the same, a key in each line
-    # of pause, profile, reset, abort and adapters; without one they are for clients of this machine only
+    # of pause, profile, reset, abort, adapters and enable_rl; without one they are for clients of this machine only
     admin_api_key: str | None = None
     api_key_for_all: bool = False  # also for /health and /metrics, which are open otherwise
     ssl_certfile: Path | None = None
@@ -43,6 +43,8 @@ class ServerOptions:
     # no line for each request, which has method, path, status and milliseconds, and no prompts
     disable_access_log: bool = False
     otlp_traces_endpoint: str | None = None  # where spans of requests go (extra `otlp`)
+    # sleep, other weights and TRL's calls, for a trainer in another process; administrative all of them
+    enable_rl: bool = False
     profiler_dir: Path | None = None  # where /start_profile writes
 
     def keys(self) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ def convert(
     files = source
     if hf_config_path is not None or is_url(source):
         files = small_files(str(hf_config_path or source))
-    model = build(load_hf_config(files), dtype="float32")
+    model = build(load_hf_config(files), dtype="float32", pictures=False)
     tree = find_tree(source)
     arrays = _of_safetensors(model, source) if tree is None else _of_orbax(model, tree)
     other = "orbax" if tree is None else "safetensors"
@@ -76,7 +76,9 @@ def convert(
 def _of_safetensors(model: CausalLM, folder: str) -> dict[str, Any]:
     unused = [name for name in open_checkpoint(folder) if tensor_name(model.config, name) is None]
     if unused:
-        raise ValueError(f"{folder} has {listed(unused)}: only the text part of it can be served")
+        raise ValueError(
+            f"{folder} has {listed(unused)}: only the text part of it can be converted"
+        )
     return {path: stored.read() for path, stored in open_safetensors(model, folder).items()}
 
 

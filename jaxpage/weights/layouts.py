@@ -243,6 +243,11 @@ def _row(table: Table, trainer: str, config: ModelConfig, path: str) -> tuple[in
         )
     match = _LAYER.fullmatch(path)
     layer, name = (int(match[1]), match[2]) if match else (-1, path)
+    if name.startswith("visual."):
+        raise ValueError(
+            f"{trainer}'s vision tower is not read; take the text part alone with limit_mm_per_prompt="
+            '{"image": 0}'
+        )
     if name not in table:
         raise ValueError(f"{trainer} has no place for {path}: check config.json")
     return layer, *table[name]

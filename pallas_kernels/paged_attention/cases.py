@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.kv_write.quantized import FORMATS, LEVELS, QuantizedPool
 from pallas_kernels.kv_write.xla import Pool, to_storage
+from pallas_kernels.paged_attention.queries import SeeingAhead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Case:
     dtype: str = "float32"
     format: str | None = None  # of a quantised pool
     sinks: bool = False
+    # (row, first position, number of tokens) that see each other; a row that has the last has all behind its start
+    pictures: tuple[tuple[int, int, int], ...] = ()
 
 
 SMALL = (
@@ -63,6 +66,32 @@ SMALL = (
     ),
     Case(name="bfloat16", query_lens=(1, 30), kv_lens=(130, 65), dtype="bfloat16"),
 )
+# Of implementations that take `queries.SeeingAhead`.
+AHEAD = (
+    Case(
+        name="pictures",
+        query_lens=(1, 60, 0, 40, 1),
+        kv_lens=(50, 60, 0, 90, 21),
+        pictures=((1, 3, 20), (1, 30, 30), (3, 45, 20), (3, 70, 20), (4, 5, 16)),
+        num_padding_tokens=3,
+    ),
+    Case(
+        name="pictures-beyond-a-window",
+        query_lens=(300, 1),
+        kv_lens=(330, 40),
+        window=17,
+        soft_cap=5.0,
+        pictures=((0, 20, 200), (0, 225, 105)),
+    ),
+    Case(
+        name="pictures-of-a-quantised-pool",
+        query_lens=(140, 9),
+        kv_lens=(140, 25),
+        pictures=((0, 1, 137), (1, 10, 12)),
+        dtype="bfloat16",
+        format="int8",
+    ),
+)
 QUANTIZED = tuple(
     replace(case, name=f"{case.name}-{format}", format=format)
     for case in SMALL
@@ -94,6 +123,7 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
             block = table[row, position // case.block_size]
             pool[block, position % case.block_size] = rng.standard_normal(shape[2:])
     num_tokens = sum(case.query_lens) + case.num_padding_tokens
+    starts = jnp.asarray(np.cumsum((0, *case.query_lens)), jnp.int32)
     q = rng.standard_normal((num_tokens, case.num_heads, case.head_dim))
     # From sinks that take nearly all to one that a float32 cannot tell from none.
     sinks = np.linspace(9.0, -40.0, case.num_heads, dtype=np.float32)
@@ -102,12 +132,22 @@ def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
         "pool": _stored(jnp.asarray(pool, case.dtype), case.format),
         "block_table": jnp.asarray(table),
         "kv_lens": jnp.asarray(case.kv_lens, jnp.int32),
-        "query_starts": jnp.asarray(np.cumsum((0, *case.query_lens)), jnp.int32),
+        "query_starts": SeeingAhead(starts, _last_keys(case)) if case.pictures else starts,
         "scale": case.head_dim**-0.5,
         "window": case.window,
         "soft_cap": case.soft_cap,
         **({"sinks": jnp.asarray(sinks)} if case.sinks else {}),
     }
+
+
+def _last_keys(case: Case) -> jax.Array:
+    """int32[T] of `SeeingAhead`; those of padding are 0."""
+    last: list[int] = []
+    for row, (query_len, kv_len) in enumerate(zip(case.query_lens, case.kv_lens, strict=True)):
+        spans = [(first, first + number) for each, first, number in case.pictures if each == row]
+        for position in range(kv_len - query_len, kv_len):
+            last.append(next((b - 1 for a, b in spans if a <= position < b), position))
+    return jnp.asarray(last + [0] * case.num_padding_tokens, jnp.int32)
 
 
 def _stored(pool: jax.Array, format: str | None) -> Pool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.xla import Pool, from_storage
+from pallas_kernels.paged_attention.queries import Queries, parts
 
 
 def paged_attention(
@@ -17,7 +18,7 @@ def paged_attention(
     pool: Pool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
-    query_starts: Int[Array, " R+1"],
+    query_starts: Queries,
     *,
     scale: float,
     window: int | None = None,
@@ -27,7 +28,8 @@ def paged_attention(
     """Causal attention of each packed query over its row's keys and values, found through the block table.
 
     Row r holds queries `query_starts[r] .. query_starts[r+1]`; they are the last of its `kv_lens[r]` positions. The
-    query at position i sees keys `j <= i`, and with a `window` only `j > i - window`. `soft_cap` c replaces a score s
+    query at position i sees keys `j <= i`, or up to its last key (`queries.SeeingAhead`), and with a `window` only
+    `j > i - window`. `soft_cap` c replaces a score s
     by `c * tanh(s / c)`. Query head h reads KV head `h // (H // K)`; the pool interleaves K (`2k`) and V (`2k + 1`).
     `sinks` are one more logit for each head, which takes its share of the softmax and has no value (gpt-oss).
     The pool may be as `kv_write.xla.to_storage` leaves it, and is read as K and V in q's dtype. Scores and softmax are
@@ -36,6 +38,7 @@ def paged_attention(
     """
     pool = from_storage(pool, q.dtype)
     num_tokens, num_heads, head_dim = q.shape
+    query_starts, last_keys = parts(query_starts)
     num_kv_heads = pool.shape[2] // 2
     block_size = pool.shape[1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -48,7 +51,8 @@ def paged_attention(
     blocks = block_table[row]  # [T, M]
     kv = pool[blocks].reshape(num_tokens, -1, num_kv_heads, 2, head_dim).astype(jnp.float32)
     valid = (key_position[None] < kv_lens[row][:, None]) & in_row[:, None]  # [T, M*S]
-    visible = valid & (key_position[None] <= position[:, None])
+    last_key = position if last_keys is None else last_keys
+    visible = valid & (key_position[None] <= last_key[:, None])
     if window is not None:
         visible &= key_position[None] > position[:, None] - window
     kv = jnp.where(visible[:, :, None, None, None], kv, 0.0)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import Pool, from_storage
+from pallas_kernels.paged_attention.queries import Queries, parts
 
 # Measured on 2 cores, 14 query and 2 KV heads of 64: 64 keys suit decoding best; prompts took 1.4 times as long.
 TILE_KV_ONE = 64  # keys a loop turn reads of each row with one query
@@ -32,7 +33,7 @@ def paged_attention(
     pool: Pool,
     block_table: Int[Array, "R M"],
     kv_lens: Int[Array, " R"],
-    query_starts: Int[Array, " R+1"],
+    query_starts: Queries,
     *,
     scale: float,
     window: int | None = None,
@@ -53,7 +54,9 @@ def paged_attention(
     mask = _Mask(scale, window, soft_cap, sinks)
 
     def attend(queries, tile_kv, *of_rows):
-        """queries: the bits of [R, Q, H * D]; of_rows: block table [R, M], kv_lens, positions [R]."""
+        """queries: the bits of [R, Q, H * D]; of_rows: block table [R, M], kv_lens, positions [R], and last keys
+        [R, Q] if there are any.
+        """
         values = from_storage(queries, q.dtype).reshape(*queries.shape[:2], *grouped)
         if isinstance(pool, QuantizedPool):
             values = values.astype(jnp.float32)  # rounding tiles to bf16 costs more than it saves
@@ -65,10 +68,12 @@ def paged_attention(
         out = _attend_groups(attend, flat, block_table, kv_lens)
         return from_storage(out, q.dtype).reshape(q.shape)
 
-    query_lens = query_starts[1:] - query_starts[:-1]
-    out = _attend_query_tiles(attend, flat, block_table, kv_lens, query_starts, query_lens)
+    starts, last_keys = parts(query_starts)
+    query_lens = starts[1:] - starts[:-1]
+    out = _attend_query_tiles(attend, flat, block_table, kv_lens, starts, query_lens, last_keys)
+    # One that is alone is the last of its row: there is nothing ahead that it could see.
     is_single = query_lens == 1
-    first = query_starts[:-1]
+    first = starts[:-1]
     single_lens = jnp.where(is_single, kv_lens, 0)
     queries = jnp.take(flat, first, axis=0, mode="clip")
     single = _attend_groups(attend, queries, block_table, single_lens)
@@ -109,13 +114,14 @@ def _attend_groups(attend, q, block_table, kv_lens):
     return lax.fori_loop(0, num_rows // group, one_group, jnp.zeros_like(q))
 
 
-def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_lens):
+def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_lens, last_keys):
     """Rows with several queries: one tile of queries after another, each over its own keys. [T, H * D], as q."""
     num_tokens = q.shape[0]
     tile_q = min(TILE_Q, num_tokens)
     num_tiles = jnp.where(query_lens > 1, -(-query_lens // tile_q), 0)
     last_tile = jnp.cumsum(num_tiles, dtype=jnp.int32)
     padded = jnp.concatenate([q, jnp.zeros((tile_q, q.shape[1]), q.dtype)])
+    padded_last_keys = None if last_keys is None else jnp.pad(last_keys, (0, tile_q))
 
     def one_tile(tile, out):
         # Tied to the index, the queries are no loop invariant, of which XLA would keep a float32 copy.
@@ -124,12 +130,16 @@ def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_len
         offset = (tile - (last_tile[row] - num_tiles[row])) * tile_q
         start = query_starts[row] + offset
         position = kv_lens[row] - query_lens[row] + offset
+        ahead = ()
+        if padded_last_keys is not None:
+            ahead = (lax.dynamic_slice_in_dim(padded_last_keys, start, tile_q)[None],)
         values = attend(
             lax.dynamic_slice_in_dim(queries, start, tile_q)[None],
             TILE_KV,
             lax.dynamic_slice_in_dim(block_table, row, 1),
-            jnp.minimum(kv_lens[row], position + tile_q)[None],
+            jnp.minimum(kv_lens[row], _end_of_keys(position + tile_q, *ahead))[None],
             position[None],
+            *ahead,
         )
         # The tile's tail may run into the next row's tokens; that row's own tiles come later and overwrite it.
         return lax.dynamic_update_slice_in_dim(out, values[0], start, axis=0)
@@ -137,8 +147,18 @@ def _attend_query_tiles(attend, q, block_table, kv_lens, query_starts, query_len
     return lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros_like(padded))[:num_tokens]
 
 
-def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv: int, mask: _Mask):
-    """Attention of Q consecutive queries per row, the first at `positions`: q [R, Q, K, G, D] → float32, same shape."""
+def _end_of_keys(end_of_queries, last_keys=None):
+    """Behind the last key that a tile of queries sees."""
+    if last_keys is None:
+        return end_of_queries
+    return jnp.maximum(end_of_queries, last_keys.max() + 1)
+
+
+def _attend(pool, q, block_table, kv_lens, positions, last_keys=None, *, tile_kv: int, mask: _Mask):
+    """Attention of Q consecutive queries per row, the first at `positions`: q [R, Q, K, G, D] → float32, same shape.
+
+    They are causal, or see up to `last_keys` [R, Q].
+    """
     num_rows, num_queries, num_kv_heads, group, head_dim = q.shape
     window, soft_cap = mask.window, mask.soft_cap
     tile_blocks = max(1, min(tile_kv // pool.shape[1], block_table.shape[1]))
@@ -146,6 +166,7 @@ def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv: int, mask: _Ma
     # Whole tiles only: a slice that ran over the table's end would be shifted back, onto the wrong positions.
     block_table = jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % tile_blocks)))
     query_position = positions[:, None] + jnp.arange(num_queries, dtype=jnp.int32)[None]
+    last_key = query_position if last_keys is None else last_keys
     queries = jnp.moveaxis(q, 1, 3)  # [R, K, G, Q, D]
     queries = queries.reshape(num_rows, num_kv_heads, group * num_queries, head_dim)
 
@@ -162,7 +183,7 @@ def _attend(pool, q, block_table, kv_lens, positions, *, tile_kv: int, mask: _Ma
         )
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        visible = valid[:, None] & (key_position[None, None] <= query_position[:, :, None])
+        visible = valid[:, None] & (key_position[None, None] <= last_key[:, :, None])
         if window is not None:
             visible &= key_position[None, None] > query_position[:, :, None] - window
         visible = jnp.tile(visible, (1, group, 1))[:, None]  # [R, 1, G*Q, B]

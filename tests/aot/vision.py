@@ -41,7 +41,7 @@ def tower(values: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(values | {"vision_config": vision}))
-        return build(load_hf_config(str(file)), dtype="bfloat16", dense_pictures=True)
+        return build(load_hf_config(str(file)), dtype="bfloat16")
 
 
 def _lower(config: dict[str, Any], num_patches: int, target: str) -> Any:

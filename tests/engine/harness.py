@@ -101,6 +101,7 @@ def make_engine(
     windows: tuple[int | None, ...] = (None,),
     sends_plans: bool = False,
     picture_rows: int = 0,
+    whole_pictures: bool = False,
     kind: type[Engine] = TextEngine,
     **options,
 ) -> Any:
@@ -116,7 +117,8 @@ def make_engine(
     )
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 64}
     options = limits | options
-    pictures = PictureCache(picture_rows + 1, budget=options["max_num_batched_tokens"])
+    budget = options["max_num_batched_tokens"]
+    pictures = PictureCache(picture_rows + 1, budget=budget, whole=whole_pictures)
     scheduler = Scheduler(kv, pictures=pictures, **options)
     runner = FakeRunner(
         num_blocks,
@@ -126,6 +128,7 @@ def make_engine(
         store=store,
         windows=windows,
         sends_plans=sends_plans,
+        whole_pictures=whole_pictures,
     )
     return kind(scheduler, runner, overlap=overlap)
 

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxpage.engine.padding import Padding
 from jaxpage.request import WaitingFor
 from tests.engine.harness import assert_expected, finish, make_engine, run
 from tests.fakes import make_pictures, make_request
@@ -167,18 +168,76 @@ def test_new_weights_encode_anew():
     assert len(engine.runner.encoded) == 2
 
 
+def make_whole(**options):
+    return make_engine(picture_rows=30, whole_pictures=True, **options)
+
+
+def test_a_picture_that_must_be_whole_is_in_one_chunk():
+    """Of steps of 10 tokens: what is before a picture, the picture and what still fits, the rest."""
+    engine = make_whole(max_num_batched_tokens=10)
+    request = seeing("a", (2, 9, 1), max_tokens=1)
+    run(engine, request)
+    assert_expected(engine, request)
+    assert [plan.num_tokens for plan in engine.runner.plans] == [[2], [10], [2]]
+
+
+def test_a_picture_that_must_be_whole_and_is_larger_than_a_step_is_refused():
+    engine = make_whole(max_num_batched_tokens=8)
+    with pytest.raises(ValueError, match="takes 9 tokens.* a step has 8: raise max_num_batched"):
+        engine.add(seeing("a", (2, 9, 1)))
+    assert not engine.has_unfinished_requests()
+    run(make_whole(max_num_batched_tokens=9), seeing("a", (2, 9, 1)))
+
+
+def test_a_picture_that_must_be_whole_waits_for_room_and_nobody_overtakes_it():
+    """9 of 10 tokens: it does not fit beside two that decode, and who comes later would keep it from ever running."""
+    engine = make_whole(max_num_batched_tokens=10)
+    others = [make_request(f"text {i}", [1, 2], max_tokens=5, ignore_eos=True) for i in range(2)]
+    first = seeing("first", (0, 9, 1), prompt=[0] * 9 + [3], max_tokens=3)
+    last = make_request("last", [1, 2], max_tokens=5)
+    for request in (*others, first, last):
+        engine.add(request)
+    engine.step()
+    assert [s.request.request_id for s in engine.scheduler.waiting] == ["first", "last"]
+    finish(engine)
+    assert_expected(engine, *others, first, last)
+
+
+def test_a_picture_that_must_be_whole_is_not_cut_for_the_sake_of_padding():
+    """10 tokens would be 8 and 2 by themselves, and 9 of them are a picture."""
+    engine = make_whole(max_num_batched_tokens=64, padding=Padding((8, 64), overhead=1))
+    text = make_request("text", [1] * 10, max_tokens=1)
+    run(engine, text)
+    request = seeing("a", (0, 9, 1), prompt=[0] * 9 + [3], max_tokens=1)
+    run(engine, request)
+    assert_expected(engine, text, request)
+    assert [plan.num_tokens for plan in engine.runner.plans] == [[8], [2], [9], [1]]
+
+
+def test_the_rest_of_a_picture_that_was_cached_is_computed_whole():
+    """Its other half was computed beside all of it, so it may be read."""
+    engine = make_whole(max_num_batched_tokens=10)
+    run(engine, seeing("a", (2, 9, 1), max_tokens=1))
+    request = seeing("b", (2, 9, 1), prompt=PROMPT[:11], max_tokens=1)
+    run(engine, request)
+    assert_expected(engine, request)
+    assert request.num_cached_tokens == 8 and engine.runner.plans[-1].num_tokens == [3]
+
+
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_workload(seed):
-    answer_anything(seed)
+def test_any_workload(seed, whole):
+    answer_anything(seed, whole=whole)
 
 
 @pytest.mark.deep
-def test_any_workload_in_2_000_examples():
+@pytest.mark.parametrize("whole", [False, True])
+def test_any_workload_in_2_000_examples(whole):
     for seed in range(2000):
-        answer_anything(seed)
+        answer_anything(seed, whole=whole)
 
 
-def answer_anything(seed: int) -> None:
+def answer_anything(seed: int, *, whole: bool) -> None:
     """Small caches, few blocks, chunks, overlap, host blocks: each token reads its own embedding, and nothing hangs."""
     rng = np.random.default_rng(seed)
     engine = make_engine(
@@ -187,7 +246,8 @@ def answer_anything(seed: int) -> None:
         num_host_blocks=int(rng.integers(0, 2)) * 20,
         preemption_mode=[None, "swap", "recompute"][rng.integers(3)],
         picture_rows=int(rng.integers(7, 20)),
-        max_num_batched_tokens=int(rng.integers(3, 20)),
+        whole_pictures=whole,
+        max_num_batched_tokens=int(rng.integers(5 if whole else 3, 20)),
         max_num_seqs=int(rng.integers(1, 5)),
         max_model_len=26,
         overlap=bool(rng.integers(2)),

@@ -104,7 +104,7 @@ def dense_attention(case: Case, arguments: dict) -> np.ndarray:
     """A third opinion in NumPy float64, row by row, that knows the pool only to read it once."""
     out = np.zeros(arguments["q"].shape)
     pool = as_floats(arguments["pool"])
-    starts = np.asarray(arguments["query_starts"])
+    starts = np.cumsum((0, *case.query_lens))
     for row, (query_len, kv_len) in enumerate(zip(case.query_lens, case.kv_lens, strict=True)):
         if query_len == 0:
             continue
@@ -118,7 +118,11 @@ def dense_attention(case: Case, arguments: dict) -> np.ndarray:
             scores = case.soft_cap * np.tanh(scores / case.soft_cap)
         i = np.arange(kv_len - query_len, kv_len)[:, None]
         j = np.arange(kv_len)[None]
-        visible = (j <= i) & (j > i - (case.window or kv_len + 1))
+        visible = j <= i
+        for _, first, number in (picture for picture in case.pictures if picture[0] == row):
+            of_query, of_key = (((x >= first) & (x < first + number)) for x in (i, j))
+            visible |= of_query & of_key
+        visible &= j > i - (case.window or kv_len + 1)
         v = np.where(visible.any(axis=0)[:, None, None], v, 0)  # NaN stands where nobody looks
         scores = np.where(visible[None], scores, -np.inf)
         sinks = np.full(case.num_heads, -np.inf)

@@ -45,14 +45,16 @@ FAST = ("block-edges", "mixed", "empty-rows-between", "window", "sinks-of-a-wind
 
 
 class TestReference(PagedAttentionTests):
-    fast = ("mixed", "sinks-of-a-window")
+    cases = (*cases.SMALL, *cases.AHEAD)
+    fast = ("mixed", "sinks-of-a-window", "pictures")
 
     def attend(self, case, arguments, *, one_query_per_row=False):
         return run(reference.paged_attention, arguments)  # whose contract is the same
 
 
 class TestXLA(PagedAttentionTests):
-    fast = FAST
+    cases = (*cases.SMALL, *cases.AHEAD)
+    fast = (*FAST, "pictures", "pictures-beyond-a-window")
 
     def attend(self, case, arguments, **options):
         return run(xla.paged_attention, arguments, **options)
@@ -174,6 +176,17 @@ def spec_of_a_gpu(**changes) -> KVPoolSpec:
 
 HOPPER = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
 TPU, CPU = Device(platform="tpu", kind="TPU v6 lite"), Device(platform="cpu")
+
+
+@pytest.mark.parametrize("device", [HOPPER, TPU], ids=["hopper", "tpu"])
+def test_no_kernel_sees_ahead(device, monkeypatch, good_ptxas):
+    monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
+    spec = replace(spec_of_a_gpu(), platform=device.platform, head_dim=128, block_size=128)
+    asked = dict(shares=share_heads(2, 2, 1), table=(4, 9))
+    assert choose(spec, device, **asked).name == device.platform.replace("gpu", "hopper")
+    choice = choose(spec, device, **asked, sees_ahead=True)
+    assert (choice.name, choice.chosen) == ("xla", spec)
+    assert 'limit_mm_per_prompt={"image": 0}' in (choice.reason or "")
 
 
 @pytest.fixture

@@ -10,13 +10,19 @@ import pytest
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.inputs import ForwardInput
-from jaxpage.models.registry import build, picture_processor
+from jaxpage.models.registry import build
 from jaxpage.pictures.encode import encode
 from jaxpage.pictures.gemma3 import gemma3_processor
 from jaxpage.pictures.settings import read_settings
 from jaxpage.weights.load import load
 from tests import picture_models
-from tests.picture_models import GEMMA_BEGIN, GEMMA_IMAGE, gemma3_config, pixels
+from tests.picture_models import (
+    GEMMA_BEGIN,
+    gemma3_config,
+    gemma_logits,
+    gemma_pixels,
+    pixels,
+)
 
 NEWLINES = {"\n": 11, "\n\n": 12}
 
@@ -35,7 +41,7 @@ def oracle(path):
 @pytest.fixture(scope="module")
 def model(path):
     hf_config = load_hf_config(str(path))
-    return load(build(hf_config, dtype="float32", dense_pictures=True), path, use_tqdm=False)
+    return load(build(hf_config, dtype="float32"), path, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +63,15 @@ def encoded(model):
     return embeddings
 
 
-def pixel_values(picture) -> np.ndarray:
-    """float32[3, 56, 56] of its patches."""
-    blocks = picture.patches.reshape(4, 4, 2, 2, 3, 7, 7).transpose(4, 0, 2, 5, 1, 3, 6)
-    return blocks.reshape(3, 56, 56)
-
-
 @pytest.mark.slow
-def test_embeddings_are_those_of_transformers_whatever_the_padding(oracle, pictures, encoded):
+@pytest.mark.parametrize(("name", "number"), [("gemma3", 2)])
+def test_embeddings_of_a_picture_are_those_of_transformers(oracle, pictures, encoded, name, number):
+    """Whatever the padding."""
     import torch
 
-    for picture in pictures[1][:2]:
+    for picture in pictures[1][:number]:
         with torch.no_grad():
-            values = torch.tensor(pixel_values(picture))[None]
+            values = torch.tensor(gemma_pixels(picture))[None]
             expected = oracle.model.get_image_features(values).pooler_output[0].numpy()
         assert expected.std() > 0.3
         for padded in (64, 80):
@@ -78,19 +80,13 @@ def test_embeddings_are_those_of_transformers_whatever_the_padding(oracle, pictu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 3])
-def test_logits_are_those_of_transformers(oracle, model, pictures, encoded, number):
-    import torch
-
+@pytest.mark.parametrize(("name", "number"), [("gemma3", 1), ("gemma3", 3)])
+def test_logits_are_those_of_transformers(oracle, model, pictures, encoded, name, number):
     processor, own = pictures[0], pictures[1][:number]
     between = [GEMMA_BEGIN, 7, 8]
     prompt = processor.expand([5, 6, *between * number, 9], own)
     token_ids = np.array(prompt.token_ids)
-    kinds = torch.tensor(token_ids == GEMMA_IMAGE).int()[None]
-    with torch.no_grad():
-        values = torch.tensor(np.stack([pixel_values(picture) for picture in own]))
-        ids = torch.tensor(token_ids)[None]
-        expected = oracle(input_ids=ids, pixel_values=values, token_type_ids=kinds).logits[0]
+    expected = gemma_logits(oracle, prompt.token_ids, own)
 
     size = len(token_ids)
     embeds, of_picture = np.zeros((size, 32), np.float32), np.full(size, -1, np.int32)
@@ -107,12 +103,10 @@ def test_logits_are_those_of_transformers(oracle, model, pictures, encoded, numb
         is_embed=jnp.array(of_picture >= 0),
     )
     found = np.asarray(model.logits(model.hidden_states(inputs)))
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-def test_steps_refuse_pictures(path):
-    """Until paged attention can see the rest of a picture, the registry has no processor for it, and no tower."""
-    hf_config = load_hf_config(str(path))
-    assert picture_processor(hf_config, path) is None
-    model = build(hf_config, dtype="float32")
-    assert model.config.vision is None and not hasattr(model, "visual")
+def test_the_text_part_alone_has_no_tower(path):
+    text = build(load_hf_config(str(path)), dtype="float32", pictures=False)
+    load(text, path, use_tqdm=False)
+    assert text.config.vision is None and not hasattr(text, "visual")

@@ -32,7 +32,7 @@ def test_configs_that_cannot_be_served_are_refused(make, change, message):
     }
     config.architectures = [architectures[make]]
     with pytest.raises(ValueError, match=message):
-        build(config, dtype="float32", dense_pictures=True)
+        build(config, dtype="float32")
 
 
 @pytest.mark.parametrize("most_near", [16, 4096])

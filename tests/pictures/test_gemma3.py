@@ -123,8 +123,12 @@ def test_what_cannot_be_served_is_refused(make, tokenizer, tmp_path):
         make(do_pan_and_scan=True)
     with pytest.raises(ValueError, match="max_pixels unknown"):
         make(max_pixels=5)
-    with pytest.raises(ValueError, match="no token of two newlines"):
-        gemma3_processor(gemma3_config(), read_settings(tmp_path))
+    with pytest.raises(ValueError, match="two pictures touch at token 17 of the prompt"):
+        processor.expand([5, GEMMA_IMAGE, GEMMA_IMAGE, 6], [picture] * 2)
+    without = gemma3_processor(gemma3_config(), read_settings(tmp_path))
+    assert without.expand([5, GEMMA_IMAGE], [picture]).spans == ((1, 16),)
+    with pytest.raises(ValueError, match="no token of two newlines is known"):
+        without.expand([5, GEMMA_BEGIN], [picture])
     with pytest.raises(ValueError, match="does not pool evenly to 16 embeddings"):
         gemma3_processor(gemma3_config(image_size=63), read_settings(tmp_path), tokenizer=tokenizer)
     size = {"size": {"height": 224, "width": 224}}

@@ -13,7 +13,7 @@ from jaxpage.flat_logprobs import FlatLogprobs
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from jaxpage.rl import GroupSeeds, logprobs, to_padded
 from jaxpage.rl.parity import compare
-from jaxpage.rl.rollout import make_rollout
+from jaxpage.rl.rollout import Row, make_rollout, stack_rows
 from tests.rl.modules import make_module, write_config
 
 PAD = 0
@@ -84,6 +84,30 @@ def test_padding_on_the_left_and_on_the_right(rollout):
         ]
         assert [row.tolist() for row in logprobs] == [[-0.5, -2.5, -0.5], [-3.0], [-2.0, -1.5]]
         assert not padded.logprobs[~padded.completion_mask].any()
+
+
+def row(prompt_ids, token_ids, sampled):
+    sampled = np.array(sampled, bool)
+    return Row(
+        prompt_ids=prompt_ids, token_ids=token_ids, logprobs=np.where(sampled, -1.0, 0.0),
+        sampled=sampled, prompt_index=0, num_cached=0, seed=-1, finish_reason="stop",
+        weight_versions=(), text="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_of_others_within_a_completion_are_seen_and_not_trained_on(side):
+    rows = [row([7, 8], [3, PAD, 4, 5], [1, 0, 0, 1]), row([6], [9, 9], [1, 1])]
+    rollout = stack_rows(rows, pad_id=PAD, temperature=1.0, logprobs_mode="temperature")
+    assert rollout.mask.tolist() == [[True, False, False, True], [True, True, False, False]]
+    padded = rollout.to_padded(side=side)
+    for i, each in enumerate(rows):
+        seen = padded.attention_mask[i]
+        assert padded.token_ids[i][seen].tolist() == [*each.prompt_ids, *each.token_ids]
+        trained = [False] * len(each.prompt_ids) + each.sampled.tolist()
+        assert padded.completion_mask[i][seen].tolist() == trained
+        assert padded.positions[i][seen].tolist() == list(range(len(trained)))
+        np.testing.assert_array_equal(padded.logprobs[i], -1.0 * padded.completion_mask[i])
 
 
 def test_lengths_that_are_too_short_are_refused(rollout):

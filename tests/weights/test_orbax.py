@@ -24,7 +24,7 @@ from jaxpage.weights import restore
 from jaxpage.weights.load import load
 from jaxpage.weights.orbax import Checkpoint, find_tree
 from jaxpage.weights.spec import shardings, variables
-from tests import checkpoints
+from tests import checkpoints, picture_models
 from tests.weights import trees
 
 # Where one array cannot be read, Orbax leaves the reads of others to end when nobody waits for them any more.
@@ -124,6 +124,19 @@ def test_gemma3_with_as_many_kv_heads_as_heads(tmp_path):
     tree = trees.tunix_gemma3(tensors(folder), checkpoints.config(folder))
     assert "qkv_einsum" in tree["layers"]["0"]["attn"]
     assert_same(load(abstract(folder), run_of(tree, tmp_path), use_tqdm=False), folder)
+
+
+@pytest.mark.slow
+def test_of_a_gemma3_that_sees_tunix_has_the_text_part(tmp_path):
+    hf = picture_models.save(picture_models.gemma3_config(), tmp_path / "hf", seed="orbax")
+    config = checkpoints.config(hf)
+    text = values(load(build(config, dtype="float32", pictures=False), hf, use_tqdm=False))
+    run = run_of(trees.tunix_gemma3(text, config.get_text_config()), tmp_path)
+    with pytest.raises(ValueError, match=r'tower is not read.* limit_mm_per_prompt={"image": 0}'):
+        load(build(config, dtype="float32"), run, use_tqdm=False)
+    found = values(load(build(config, dtype="float32", pictures=False), run, use_tqdm=False))
+    assert found.keys() == text.keys()
+    assert all(np.array_equal(found[path], text[path]) for path in text)
 
 
 @pytest.mark.slow

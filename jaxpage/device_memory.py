@@ -1,0 +1,134 @@
+"""What one engine has on its devices, its parameters and its KV pool: given back for a while, and replaced.
+
+Adapters are no parameters here: they have slots of their own. Must not know who asks, nor pauses: whoever frees memory
+has seen to it that no step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, Sharding
+
+from jaxpage.engine.engine import Engine
+from jaxpage.engine_spec import EngineSpec
+from jaxpage.models import registry
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.lora import slot_axis
+from jaxpage.parallel.sharding import TENSOR
+from jaxpage.runner.runner import Runner
+from jaxpage.weights.load import load
+
+Arrays = Mapping[str, jax.Array]  # by path in the engine's model
+
+TAGS = ("weights", "kv_cache")  # vLLM's names of what is there
+
+
+class DeviceMemory:
+    """`read` may be called from any thread; all else is for the engine's thread, between two steps."""
+
+    def __init__(self, spec: EngineSpec, engine: Engine, runner: Runner):
+        self._spec, self._engine, self._runner = spec, engine, runner
+        self._variables = _own_variables(spec.model)
+        self._places: dict[str, Sharding] = {
+            path: variable.get_raw_value().sharding for path, variable in self._variables.items()
+        }
+        self._has_pool = True
+        self._on_host = False  # the parameters
+        self._are_lost = False  # they: only others can be had
+
+    @property
+    def lacks(self) -> str | None:
+        """Why no step can run; None if one can."""
+        if self._are_lost:
+            return "the weights were discarded: update_weights before generation goes on"
+        if self._on_host or not self._has_pool:
+            return "the engine is asleep: wake_up before generation goes on"
+        return None
+
+    @property
+    def version(self) -> int:
+        """How often parameters have been replaced."""
+        return self._engine.scheduler.counters.num_weight_changes
+
+    def read(self, folder: str | Path) -> Arrays:
+        """The parameters of a checkpoint, joined and rounded as the engine has them, in host memory.
+
+        Safetensors or Orbax, as `weights.load` reads them, of the model that the engine was built for. Raises
+        ValueError for one that does not fit it or is damaged.
+        """
+        config = replace(self._spec.config, enable_lora=False)
+        sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
+        model = registry.build(self._spec.hf_config, **sizes, pictures=config.takes_pictures)
+        load(model, folder, mesh=Mesh(np.array([_host_device()]), (TENSOR,)), use_tqdm=False)
+        replace(self._spec, config=config, model=model).transform_weights()
+        return {path: each.get_raw_value() for path, each in _own_variables(model).items()}
+
+    def replace_weights(self, arrays: Arrays, *, keep_cache: bool = False) -> int:
+        """Have these instead, of `read`; returns their version. Nothing is compiled.
+
+        One parameter at a time is there twice. Should a transfer fail, the parameters are lost. `keep_cache`: KV of the
+        old ones goes on being found.
+        """
+        assert arrays.keys() == self._variables.keys(), "these are of another model"
+        self._are_lost = True
+        for path, variable in self._variables.items():
+            variable.set_raw_value(None)
+            variable.set_raw_value(_put(arrays[path], self._places[path]))
+        self._are_lost = self._on_host = False
+        return self._engine.look_at_weights(keep_cache=keep_cache)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free the KV pool, whose requests are computed anew later, and the parameters, which go to the host or are
+        lost.
+        """
+        if self._has_pool:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._runner.free_pool()
+            self._has_pool = False
+        if keep_weights and not (self._on_host or self._are_lost):
+            for variable in self._variables.values():
+                variable.set_raw_value(np.asarray(variable.get_raw_value()))
+            self._on_host = True
+        elif not keep_weights:
+            for variable in self._variables.values():
+                variable.set_raw_value(None)
+            self._on_host, self._are_lost = False, True
+
+    def wake_up(self, tags: Collection[str] = TAGS) -> None:
+        """Have again what there was, as far as it is in `tags` and not lost. Nothing is compiled."""
+        if "weights" in tags and self._on_host:
+            for path, variable in self._variables.items():
+                variable.set_raw_value(_put(variable.get_raw_value(), self._places[path]))
+            self._on_host = False
+            self._runner.weights_moved()
+        if "kv_cache" in tags and not self._has_pool:
+            self._runner.recover()
+            self._has_pool = True
+
+
+def _own_variables(model: CausalLM) -> dict[str, nnx.Variable]:
+    """All parameters but those of adapters, also the parts of quantised ones, by path."""
+    state = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, path)): v for path, v in state if slot_axis(v) is None}
+
+
+def _put(array: Any, place: Sharding) -> jax.Array:
+    # Waiting keeps transfers, and the host copies that they hold, from piling up.
+    return jax.block_until_ready(jax.device_put(array, place))
+
+
+def _host_device() -> jax.Device:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ValueError(
+            f"weights are read into host memory, which needs JAX's CPU backend: {error}. "
+            'Set JAX_PLATFORMS to your platform and "cpu", as in JAX_PLATFORMS=tpu,cpu'
+        ) from None

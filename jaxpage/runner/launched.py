@@ -1,0 +1,81 @@
+"""A step under way: what its calls have left on the device, and how that comes to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from jaxpage.plan import StepResult
+from jaxpage.runner.step import DeviceResult
+from jaxpage.sampling.logprobs import Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executed:
+    """What calls have left to be read, not yet computed."""
+
+    sampled: DeviceResult | None = None  # by the last of them that samples
+    # (how many count, whether the whole vocabulary is wanted, scores) of each call
+    scores: list[tuple[int, bool, Scores]] = field(default_factory=list)
+    vocabulary: list[tuple[int, jax.Array]] = field(
+        default_factory=list
+    )  # (how many count, [R, V])
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way. `collect` turns it into a `StepResult`."""
+
+    num_steps: int
+    num_rows: int
+    has_top_logprobs: bool
+    result: Executed
+    number: int = 0  # of the launch in a recording
+    program: str = ""  # this and the next as in `StepResult`
+    fill: float = 0.0
+
+
+def to_host(launched: Launched) -> StepResult:
+    """What a launched step sampled, without the padding; waits for it."""
+    steps, rows = launched.num_steps, launched.num_rows
+    result = launched.result.sampled
+    assert result is not None, "nothing was sampled"
+    sampled = result.sampled
+    token_ids = np.asarray(sampled.token_ids)[:steps, :rows]
+    empty = np.zeros((steps, rows, 0), np.float32)
+    top_token_ids, top_logprobs = empty.astype(np.int32), empty
+    if launched.has_top_logprobs:
+        top_token_ids = np.asarray(sampled.top_token_ids)[:steps, :rows]
+        top_logprobs = np.asarray(sampled.top_logprobs)[:steps, :rows]
+    return StepResult(
+        token_ids=token_ids,
+        num_sampled=np.asarray(result.num_sampled)[:rows],
+        logprobs=np.asarray(sampled.logprobs)[:steps, :rows],
+        ranks=np.asarray(sampled.ranks)[:steps, :rows],
+        top_token_ids=top_token_ids,
+        top_logprobs=top_logprobs,
+        program=launched.program,
+        fill=launched.fill,
+        **({} if result.expert_load is None else {"expert_load": np.asarray(result.expert_load)}),
+        **_scored(launched.result),
+    )
+
+
+def _scored(executed: Executed) -> dict[str, np.ndarray]:
+    """The fields of a `StepResult` that say more than what was sampled, as far as that was asked for."""
+
+    def joined(parts: list[tuple[int, jax.Array]]) -> np.ndarray:
+        return np.concatenate([np.asarray(part)[:num] for num, part in parts])
+
+    found = {}
+    if executed.vocabulary:
+        found["vocabulary"] = joined(executed.vocabulary)
+    if executed.scores:
+        for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
+            found[f"prompt_{name}"] = joined([(n, getattr(s, name)) for n, _, s in executed.scores])
+        whole = [(num, scores.vocabulary) for num, whole, scores in executed.scores if whole]
+        if whole:
+            found["prompt_vocabulary"] = joined(whole)
+    return found

@@ -1,0 +1,52 @@
+"""What a trainer in another process asks of a server: sleep and other weights, under vLLM's names. With `--enable-rl`.
+
+Only an administrator may; `limits.KeyCheck` sees to that. Pauses are among `admin`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from jaxpage.server.context import Server
+
+
+class UpdateWeights(BaseModel):
+    """Which checkpoint to have the weights of."""
+
+    model_path: str = Field(min_length=1)  # on the server's machine, or gs://...
+    keep_cache: bool = False  # KV of the old weights goes on being found
+
+
+def router(server: Server) -> APIRouter:
+    """Sleep and weights."""
+    routes = APIRouter()
+    llm = server.llm
+
+    @routes.post("/sleep")
+    async def sleep(level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
+        await llm.sleep(level, mode)
+        return Response()
+
+    @routes.post("/wake_up")
+    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        await llm.wake_up(tags)
+        return Response()
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": await llm.is_sleeping()}
+
+    @routes.post("/update_weights")
+    async def update_weights(body: UpdateWeights) -> dict[str, Any]:
+        version = await llm.update_weights(body.model_path, keep_cache=body.keep_cache)
+        return {"weight_version": version}
+
+    @routes.get("/weight_version")
+    async def weight_version() -> dict[str, int]:
+        return {"weight_version": await llm.weight_version()}
+
+    return routes
