@@ -200,6 +200,21 @@ def test_recorded_calls_have_the_vectors(path, expected, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_size": 2},
+        {"swap_space": 0.01, "preemption_mode": "swap"},
+        {"enable_prefix_caching": False, "kv_cache_dtype": "float32", "async_scheduling": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_whatever_the_engine(path, expected, options):
+    llm, names = make_llm(path, **options), list(ASKED)
+    assert_expected(answers(llm, names), names, expected)
+
+
+@pytest.mark.slow
 def test_requests_are_refused_before_anything_changes(llm, path):
     point = "blocks.1.hook_resid_pre"
     ones = np.ones(SIZE)
