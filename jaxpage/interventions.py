@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class ResearchConfig:
     request. Raises ValueError.
     """
 
-    points: tuple[str, ...]
+    points: Sequence[str]  # after construction a tuple
     max_interventions: int = 1
 
     def __post_init__(self) -> None:
@@ -216,16 +216,19 @@ def _positions(given: Positions | slice) -> Positions:
         OPEN_END if given.stop is None else given.stop,
         1 if given.step is None else given.step,
     ]
-    is_int = all(isinstance(x, int) and not isinstance(x, bool) for x in numbers_)
+    is_int = all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in numbers_)
     if not is_int or min(numbers_) < 0 or max(numbers_) > OPEN_END or numbers_[2] == 0:
         raise ValueError(
             f"a slice of positions has ints of at least 0, and a step of at least 1, got {given}"
         )
-    return Positions("slice", *numbers_)
+    return Positions("slice", *map(int, numbers_))
 
 
 def _vector(given: Any) -> np.ndarray:
-    vector = np.array(given, np.float32)
+    try:
+        vector = np.array(given, np.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a vector has numbers, got {given!r:.100}") from error
     if vector.ndim != 1:
         raise ValueError(f"a vector has one axis, got {list(vector.shape)}")
     if not np.isfinite(vector).all():

@@ -236,6 +236,7 @@ def test_requests_are_refused_before_anything_changes(llm, path):
     [
         (lambda: add("a", [1.0, float("nan")], prompt()), "1 of its numbers"),
         (lambda: replace("a", [[1.0]], prompt()), r"one axis, got \[1, 1\]"),
+        (lambda: add("a", {"a": 1}, prompt()), "has numbers"),
         (lambda: scale("a", float("inf"), prompt()), "finite"),
         (lambda: scale("a", 1.0, slice(-3, None)), "at least 0"),
         (lambda: scale("a", 1.0, slice(0, 4, 0)), "at least 1"),
