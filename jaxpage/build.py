@@ -42,6 +42,7 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.hosts.agreement import check_same, smallest, wait_for_all
 from jaxpage.hosts.group import Hosts, end_with_main_thread
 from jaxpage.hosts.join import join
+from jaxpage.interventions import InterventionSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.pictures.border import PictureProcessor
@@ -93,6 +94,7 @@ class Built:
     picture_processor: PictureProcessor | None = None  # of models that take pictures
     most_patches: int = 0  # of a picture
     adapters: AdapterCache | None = None  # with `enable_lora`
+    interventions: InterventionSpec | None = None  # with `research`
     memory: DeviceMemory | None = None  # of one engine on one host, with parameters of its own
 
 
@@ -172,6 +174,7 @@ def _build(
         picture_processor=processor,
         most_patches=0 if sized[0].picture_spec is None else sized[0].picture_spec.sizes[-1],
         adapters=_make_adapters(config, model) if config.enable_lora else None,
+        interventions=sized[0].interventions,
         memory=None if is_shared else DeviceMemory(sized[0], parts[0][1], runners[0]),
     )
 
@@ -360,8 +363,9 @@ def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[s
         raise ValueError("record_calls cannot write down a function; give hf_overrides as a dict")
     fields = dataclasses.fields(EngineConfig)
     given = {f.name: getattr(options, f.name) for f in fields if f.name not in _NOT_REPLAYED}
-    if options.reasoning_config is not None:
-        given["reasoning_config"] = vars(options.reasoning_config)
+    for name in ("reasoning_config", "research"):
+        if (values := getattr(options, name)) is not None:
+            given[name] = vars(values)
     sizes = {name: getattr(resolved, name) for name in _SIZES}
     return {"options": given | {"model": resolved.model} | sizes}
 

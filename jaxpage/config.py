@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.hub import is_url, local_folder, small_files
+from jaxpage.interventions import ResearchConfig, to_research_config
 from jaxpage.pictures.options import check_picture_options, most_of
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
 from jaxpage.sampling.processors import check_processors
@@ -187,6 +188,7 @@ class EngineConfig:
     max_lora_rank: int = 16  # of any adapter
     max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     record_expert_load: bool = False  # count the tokens of each expert, for `stats()`
+    research: ResearchConfig | dict[str, Any] | None = None  # what `interventions` may change
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()
@@ -228,6 +230,7 @@ class EngineConfig:
             raise ValueError(f"swap_space must be a number of GiB, got {self.swap_space!r}")
         self._check_combinations()
         self._check_hosts()
+        object.__setattr__(self, "research", to_research_config(self.research))
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
         if self.max_model_len not in (None, "auto", -1):

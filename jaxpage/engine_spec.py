@@ -20,11 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device import Device
+from jaxpage.interventions import InterventionSpec, ResearchConfig
 from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.lora import attach_adapters
+from jaxpage.models.taps import residual_points
 from jaxpage.ops import attention, lora, matmul
 from jaxpage.ops import experts as ops_experts
 from jaxpage.ops.implementations import Choice
@@ -122,7 +124,21 @@ class EngineSpec:
             pictures=self.picture_spec,
             num_adapters=config.max_loras if config.enable_lora else 0,
             expert_load=(len(experts.layers), experts.num_experts) if counts and experts else None,
+            interventions=self.interventions,
             strict=config.numerics == "strict",
+        )
+
+    @cached_property
+    def interventions(self) -> InterventionSpec | None:
+        """What requests may change inside the model."""
+        research, model = self.config.research, self.model.config
+        if research is None:
+            return None
+        assert isinstance(research, ResearchConfig)
+        return InterventionSpec(
+            points=residual_points(model, research.points),
+            max_interventions=research.max_interventions,
+            hidden_size=model.hidden_size,
         )
 
     @cached_property
@@ -298,6 +314,8 @@ def make_engine_spec(
             "record_expert_load=True counts the tokens of experts, and "
             f"{model.config.architecture} has none: leave it out"
         )
+    if config.research is not None:
+        _check_research(config, model, mesh)
     groups = group_layers(model.config.windows, config.max_model_len)
     num_devices = 1 if mesh is None else mesh.size
     shares = share_heads(model.config.num_heads, model.config.num_kv_heads, num_devices)
@@ -328,6 +346,21 @@ def make_engine_spec(
         pool=choice.chosen,
         no_kernel_reason=choice.reason,
     )
+
+
+def _check_research(config: ResolvedConfig, model: CausalLM, mesh: Mesh | None) -> None:
+    """Raises ValueError for engines that have no interventions, and for points that the model has not."""
+    assert isinstance(config.research, ResearchConfig)
+    lacking = {
+        'numerics="strict"': config.numerics == "strict",
+        "enable_lora=True": config.enable_lora,
+        "models that take pictures": model.config.vision is not None,
+        f"{mesh.size if mesh else 1} devices": mesh is not None and mesh.size > 1,
+    }
+    for what, is_so in lacking.items():
+        if is_so:
+            raise ValueError(f"research={config.research!r} is not supported with {what}")
+    residual_points(model.config, config.research.points)
 
 
 def _bytes_on_one_device(parameter: ParamSpec, mesh: Mesh | None) -> int:

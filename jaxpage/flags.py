@@ -43,6 +43,7 @@ class EngineFlags(EngineConfig):
     pooler_config: JsonDict = None  # how texts are pooled, if not as the checkpoint says
     logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
+    research: tyro.conf.Suppress[Any] = None  # for Python
     mesh: tyro.conf.Suppress[Any] = None  # a Python object
     # devices that share weights and KV heads; none: one, or all local ones if the weights do not fit on one
     tensor_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=("-tp", "--tp"))] = None

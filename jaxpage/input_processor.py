@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpage.chat_outputs import ChatFormat, chat_format
 from jaxpage.chat_template import check_conversations
+from jaxpage.interventions import slot_values
 from jaxpage.lora_request import Adapter, LoRARequest
 from jaxpage.pictures.border import Picture
 from jaxpage.pictures.messages import has_media, pictures_of
@@ -68,6 +69,7 @@ class InputProcessor:
         self._ids_in_use = ids_in_use
         self._num_requests = 0  # ever made
         self._adapters = built.adapters
+        self._interventions = built.interventions
 
     def default_params(self) -> SamplingParams:
         """What the model's generation config says, else vLLM's defaults."""
@@ -278,7 +280,9 @@ class InputProcessor:
         self._say_what_is_scored(request)
         processors = processors_of(self._config)
         request.features = features_of(request, processors)
-        request.slot_fields = slot_fields_of(request, self.limits.vocab_size, processors)
+        fields = slot_fields_of(request, self.limits.vocab_size, processors)
+        changes = slot_values(params.interventions, len(prompt.token_ids), self._interventions)
+        request.slot_fields = {**fields, **changes}
         if prompt.pictures is not None and prompt.pictures.positions is not None:
             offset = {"position_offset": prompt.pictures.position_offset}
             request.slot_fields = dict(request.slot_fields) | offset

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.interventions import Intervention, to_interventions
 from jaxpage.param_aliases import accept_aliases, tell
 from jaxpage.param_values import (
     if_given,
@@ -89,6 +90,8 @@ class SamplingParams:
     # what the output must match; or a dict of its fields. EOS ends an output that does, also with `ignore_eos`
     structured_outputs: StructuredOutputsParams | None = None
     truncate_prompt_tokens: int | None = None  # only the last so many count; -1: as many as fit
+    # what changes inside the model, in this order; see `jaxpage.research`. After construction a tuple
+    interventions: list[Intervention] | tuple[Intervention, ...] | None = None
     extra_args: dict[str, Any] | None = None  # for logits processors of the engine's user
 
     logprob_token_ids: list[int] | None = None  # at each token these, instead of the best
@@ -341,6 +344,7 @@ _CONVERTED: dict[str, Callable[[str, Any], Any]] = {
     "skip_reading_prefix_cache": if_given(to_bool),
     "prompt_logprob_token_ids": if_given(to_rows),
     "logit_bias": if_given(to_biases),
+    "interventions": if_given(to_interventions),
 }
 
 # Field -> what to do instead.

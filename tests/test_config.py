@@ -220,6 +220,7 @@ def test_nothing_is_left_to_interpret():
     unset |= {"preemption_mode", "kv_offload_dir", "revision", "tokenizer_revision", "download_dir"}
     unset |= {"hf_overrides", "override_generation_config", "hf_token", "record_calls"}
     unset |= {"reasoning_config", "structured_outputs_config", "tool_call_parser", "mesh"}
+    unset |= {"research"}
     unset |= {"hf_config_path", "dist_init_addr", "allowed_local_media_path"}
     unset |= {"limit_mm_per_prompt", "mm_processor_kwargs", "mm_encoder_cache_bytes"}
     unset |= {"tensor_parallel_size"}  # whoever knows the devices decides

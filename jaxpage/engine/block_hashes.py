@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 
+from jaxpage.interventions import block_keys
 from jaxpage.request import Request, Sequence
 
 
@@ -63,6 +64,9 @@ def extra_keys(request: Request, start: int, end: int) -> tuple[str, ...]:
     if request.pictures is not None:
         for picture, first, _ in request.pictures.within(start, end):
             keys.append(f"picture {picture.content_hash.hex()} {first - start}")
+    if request.params.interventions:
+        prompt_len = len(request.prompt_token_ids)
+        keys += block_keys(request.params.interventions, prompt_len, start, end)
     return tuple(keys)
 
 
@@ -70,7 +74,7 @@ def extend_hashes(sequence: Sequence, count: int, block_size: int, weight_epoch:
     """Complete `sequence.block_hashes` to its first `count` blocks."""
     hashes, tokens, request = sequence.block_hashes, sequence.token_ids, sequence.request
     sources = (request.cache_salt, request.prompt_embeds, request.pictures, request.adapter)
-    has_keys = any(source is not None for source in sources)
+    has_keys = any(source is not None for source in sources) or request.params.interventions
     for start in range(len(hashes) * block_size, count * block_size, block_size):
         end = start + block_size
         parent = hashes[-1] if hashes else root_hash(weight_epoch)

@@ -63,6 +63,7 @@ _NEUTRAL: dict[str, Any] = {
     "logits_processors": (),
     "kv_offload_dir": None,
     "record_expert_load": False,
+    "research": None,
     "numerics": "fast",
 }
 

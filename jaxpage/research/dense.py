@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.decoder import CausalLM
-from jaxpage.models.experts import MixtureOfExperts
 from jaxpage.models.inputs import ForwardInput
-from jaxpage.research.points import Hook, Names, Taps
+from jaxpage.models.taps import LAST_POINT, tapped
+from jaxpage.research.hooks import Hook, Names, Taps
 
 
 def run_with_cache(
@@ -44,9 +43,9 @@ def run_with_cache(
         positions=positions,
         attention=_Attention(DenseAttention(positions), taps),
     )
-    tapped = _tapped(module, taps)
-    hidden = taps("ln_final.hook_normalized", tapped.hidden_states(inputs))
-    return tapped.logits(hidden), taps.seen
+    copy = tapped(module, taps)
+    hidden = taps(LAST_POINT, copy.hidden_states(inputs))
+    return copy.logits(hidden), taps.seen
 
 
 def run_with_hooks(
@@ -71,29 +70,3 @@ class _Attention:
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
         weights = tap("pattern", self._dense.weights(q, k, **options))
         return tap("z", self._dense.combine(weights, v).astype(q.dtype))
-
-
-class _Tapped(nnx.Module):
-    """A module whose first argument and result go through taps; "" is none."""
-
-    def __init__(self, module: nnx.Module, taps: Taps, before: str, after: str):
-        self._module, self._taps = module, nnx.static(taps)
-        self._before, self._after = before, after
-
-    def __call__(self, x: jax.Array, *rest: Any, **more: Any) -> jax.Array:
-        if self._before:
-            x = self._taps(self._before, x)
-        result = self._module(x, *rest, **more)  # pyright: ignore[reportCallIssue]
-        return self._taps(self._after, result) if self._after else result
-
-
-def _tapped(module: CausalLM, taps: Taps) -> CausalLM:
-    copy = nnx.merge(*nnx.split(module))
-    decoder: Any = copy.model
-    for index, layer in enumerate(decoder.layers):
-        name = f"blocks.{index}.hook_"
-        layer.self_attn = _Tapped(layer.self_attn, taps, "", f"{name}attn_out")
-        if not isinstance(layer.mlp, MixtureOfExperts):
-            layer.mlp = _Tapped(layer.mlp, taps, "", f"{name}mlp_out")
-        decoder.layers[index] = _Tapped(layer, taps, f"{name}resid_pre", f"{name}resid_post")
-    return copy

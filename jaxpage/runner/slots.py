@@ -51,6 +51,10 @@ def admission_layout(spec: StepSpec) -> Layout:
                 Field(f.name, f.shape(spec.vocab_size), f.dtype, f.fill)
                 for f in fields_of(spec.processors)
             ),
+            *(
+                Field(*each)
+                for each in (() if spec.interventions is None else spec.interventions.fields())
+            ),
             # rotary position of a token behind the prompt's pictures, less its index
             *([Field(POSITION_OFFSET)] if has_positions(spec) else []),
         )
@@ -97,6 +101,13 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
 def abstract_request_state(spec: StepSpec) -> RequestState:
     """The same with `jax.ShapeDtypeStruct`s for arrays."""
     return jax.eval_shape(lambda: allocate_request_state(spec))
+
+
+def update_tables(state: RequestState, rows: dict[str, jax.Array]) -> RequestState:
+    """The state with the blocks that rows gained."""
+    where = (rows["update_slots"], rows["update_groups"], rows["update_indices"])
+    tables = state["block_tables"].at[where].set(rows["update_blocks"])
+    return state | {"block_tables": tables}
 
 
 def make_admit(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:

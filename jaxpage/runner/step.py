@@ -29,12 +29,14 @@ from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.encoder import encode_into, last_keys, with_pictures
+from jaxpage.runner.interventions import changed_hidden_states
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.slots import (
     ADAPTER,
     EXPERT_LOAD,
     POSITION_OFFSET,
     has_positions,
+    update_tables,
     words_of,
 )
 from jaxpage.runner.spec import StepSpec
@@ -190,7 +192,7 @@ class Step:
         rows = layout.unpack(packed)
         copies = (rows["copy_sources"], rows["copy_destinations"])
         kv_pool = copy_blocks(kv_pool, *copies, spec=self.pool_spec, mesh=self.mesh)
-        return kv_pool, _update_tables(state, rows), rows
+        return kv_pool, update_tables(state, rows), rows
 
     def _model(self, leaves: list[jax.Array]) -> Any:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
@@ -206,11 +208,10 @@ class Step:
     ) -> tuple[KVPool, RequestState, StepBatch, jax.Array]:
         """The hidden states [T, E] of all tokens, whose KV is in the pool then, and whose experts are counted."""
         batch = unpack_batch(state, rows, bucket, self.spec)
-        layer_locations = self.spec.groups.layer_locations
         attention = PagedAttention(
             kv_pool,
             batch,
-            layer_locations,
+            self.spec.groups.layer_locations,
             spec=self.pool_spec,
             one_query_per_row=bucket.decode,
             mesh=self.mesh,
@@ -234,7 +235,12 @@ class Step:
         if ADAPTER in state:
             token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
             inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots])
-        hidden = self._model(leaves).hidden_states(inputs)
+        model, changes = self._model(leaves), self.spec.interventions
+        if changes is None:
+            hidden = model.hidden_states(inputs)
+        else:
+            token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
+            hidden = changed_hidden_states(model, inputs, state, token_slots, changes)
         if inputs.expert_load is not None:
             load = state[EXPERT_LOAD] + jnp.stack(inputs.expert_load)
             state = state | {EXPERT_LOAD: load}
@@ -304,12 +310,6 @@ def _pieces(hidden: jax.Array, size: int) -> list[jax.Array]:
     """[size, E] each, of [T, E]; the last one is padded."""
     missing = -hidden.shape[0] % size
     return jnp.split(jnp.pad(hidden, ((0, missing), (0, 0))), (hidden.shape[0] + missing) // size)
-
-
-def _update_tables(state: RequestState, rows: Rows) -> RequestState:
-    where = (rows["update_slots"], rows["update_groups"], rows["update_indices"])
-    tables = state["block_tables"].at[where].set(rows["update_blocks"])
-    return state | {"block_tables": tables}
 
 
 def token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:

@@ -1,0 +1,94 @@
+"""Named places in a decoder, TransformerLens' names, and a copy of the model that passes their values to a function.
+
+Letters: B batch, T tokens, E model dim, H query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.decoder import CausalLM
+from jaxpage.models.experts import MixtureOfExperts
+
+Tap = Callable[[str, jax.Array], jax.Array]  # (name, value) -> what goes on from that point
+
+_OF_A_BLOCK = (
+    "hook_resid_pre",  # [B, T, E] what the layer gets
+    "attn.hook_q",  # [B, T, H, D] after norms and rotary embedding, as those below
+    "attn.hook_k",  # [B, T, K, D]
+    "attn.hook_v",  # [B, T, K, D]
+    "attn.hook_pattern",  # float32[B, H, T, T]
+    "attn.hook_z",  # [B, T, H, D] what each head makes of the values
+    "hook_attn_out",  # [B, T, E] what attention returns, and the MLP below
+    "hook_mlp_out",  # [B, T, E]
+    "hook_resid_post",  # [B, T, E] what the layer gives
+)
+LAST_POINT = "ln_final.hook_normalized"
+
+
+def points(config: ModelConfig) -> list[str]:
+    """All names of a model, in the order in which they are computed. Mixtures of experts have no `hook_mlp_out`."""
+    of_experts = () if config.experts is None else config.experts.layers
+    blocks = [
+        f"blocks.{index}.{name}"
+        for index in range(config.num_layers)
+        for name in _OF_A_BLOCK
+        if not (index in of_experts and name == "hook_mlp_out")
+    ]
+    return [*blocks, LAST_POINT]
+
+
+def matching(pattern: str, known: Sequence[str]) -> list[str]:
+    """The names that match. Raises ValueError if there are none."""
+    found = [name for name in known if fnmatchcase(name, pattern)]
+    if not found:
+        raise ValueError(f"no point is called {pattern!r}; there are {', '.join(known[:10])}, ...")
+    return found
+
+
+def residual_points(config: ModelConfig, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Those that match and have values [..., T, E], in their order. Raises ValueError for others."""
+    known = points(config)
+    wanted = {name for pattern in patterns for name in matching(pattern, known)}
+    inside = [name for name in known if name in wanted and ".attn." in name]
+    if inside:
+        raise ValueError(
+            f"the engine has no point {inside[0]}: values inside attention are for jaxpage.research.run_with_hooks"
+        )
+    return tuple(name for name in known if name in wanted)
+
+
+def tapped(module: CausalLM, tap: Tap) -> CausalLM:
+    """A copy that shares the module's arrays, for one trace, whose layers, attention and MLPs pass values to `tap`.
+
+    Points inside attention belong to its argument, and the last one to the caller of `hidden_states`.
+    """
+    copy = nnx.merge(*nnx.split(module))
+    decoder: Any = copy.model
+    for index, layer in enumerate(decoder.layers):
+        name = f"blocks.{index}.hook_"
+        layer.self_attn = _Tapped(layer.self_attn, tap, "", f"{name}attn_out")
+        if not isinstance(layer.mlp, MixtureOfExperts):
+            layer.mlp = _Tapped(layer.mlp, tap, "", f"{name}mlp_out")
+        decoder.layers[index] = _Tapped(layer, tap, f"{name}resid_pre", f"{name}resid_post")
+    return copy
+
+
+class _Tapped(nnx.Module):
+    """A module whose first argument and result go through taps; "" is none."""
+
+    def __init__(self, module: nnx.Module, tap: Tap, before: str, after: str):
+        self._module, self._tap = module, nnx.static(tap)
+        self._before, self._after = before, after
+
+    def __call__(self, x: jax.Array, *rest: Any, **more: Any) -> jax.Array:
+        if self._before:
+            x = self._tap(self._before, x)
+        result = self._module(x, *rest, **more)  # pyright: ignore[reportCallIssue]
+        return self._tap(self._after, result) if self._after else result
