@@ -76,11 +76,16 @@ class ChatParser:
 
 @pytest.fixture(scope="module", autouse=True)
 def promotion():
-    """Tunix mixes dtypes, in threads of its own too."""
-    strict = jax.config.jax_numpy_dtype_promotion
+    """Tunix mixes dtypes and ranks, in threads of its own too."""
+    ours = {
+        "jax_numpy_dtype_promotion": jax.config.jax_numpy_dtype_promotion,
+        "jax_numpy_rank_promotion": jax.config.jax_numpy_rank_promotion,
+    }
     jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
     yield
-    jax.config.update("jax_numpy_dtype_promotion", strict)
+    for name, value in ours.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +302,8 @@ def test_grpo_with_jaxpage_as_rollout(path):
         log(each, **options),
     )
     before = params_of(cluster.actor_trainer.model)
-    batch = {"prompts": ["a b", "c d"], "question": ["a b", "c d"], "answer": ["a", "a"]}
+    prompts = np.array(["a b", "c d"])
+    batch = {"prompts": prompts, "question": prompts, "answer": np.array(["a", "a"])}
     learner.train([batch] * 3)
     after = params_of(cluster.actor_trainer.model)
     assert cluster.global_steps == 3
