@@ -71,19 +71,24 @@ class JaxpageRollout(base_rollout.BaseRollout):
 
         The noise of a completion follows from `rollout_config.seed` (None: 0), the weight version, its prompt, and how
         often this prompt came before: members of a group, which come with one seed, in one call or many, differ.
-        Log-probabilities are of the whole vocabulary at the sampling temperature. Raises as `Sampler.generate`.
+        Log-probabilities are of the whole vocabulary at the sampling temperature; the pad id is not sampled, unless it is
+        a stop token. Raises as `Sampler.generate`.
         """
         if kwargs:
             raise ValueError(f"generate got {sorted(kwargs)}, which jaxpage does not know")
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         ids = [self._encode(text) for text in texts]
+        stops = list(rollout_config.eos_tokens or [self.eos_id()])
+        pad = self.pad_id()
         params = SamplingParams(
             max_tokens=rollout_config.max_tokens_to_generate,
             temperature=rollout_config.temperature,
             top_p=1.0 if rollout_config.top_p is None else rollout_config.top_p,
             top_k=rollout_config.top_k or 0,
-            stop_token_ids=list(rollout_config.eos_tokens or [self.eos_id()]),
+            stop_token_ids=stops,
             ignore_eos=True,  # those are all
+            # Tunix's trainer takes each pad id for padding, and computes other positions for what follows it.
+            logit_bias=None if pad in stops else {pad: -100.0},
         )
         seeds = self._seeds(_base_seed(rollout_config.seed))
         rollout = self.sampler.generate(ids, params, seed=seeds)
@@ -91,7 +96,7 @@ class JaxpageRollout(base_rollout.BaseRollout):
         logprobs = [rollout.logprobs[i, : len(each)] for i, each in enumerate(tokens)]
         return base_rollout.RolloutOutput(
             text=[self._text(rollout, i) for i in range(len(rollout))],
-            logits=None,  # pyright: ignore[reportArgumentType]
+            logits=None,
             tokens=tokens,
             left_padded_prompt_tokens=self._padded(ids, rollout_config.max_prompt_length),
             logprobs=logprobs if rollout_config.return_logprobs else None,
