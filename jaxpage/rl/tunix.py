@@ -66,13 +66,13 @@ class JaxpageRollout(base_rollout.BaseRollout):
     def generate(
         self, prompts: str | Sequence[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> base_rollout.RolloutOutput:
-        """A completion of each prompt. The prompts that come back are int32[N, P], P = `max_prompt_length`, or the power
-        of two that holds the longest.
+        """A completion of each prompt. The prompts that come back are int32[N, P], P = `max_prompt_length`, or the
+        power of two that holds the longest.
 
         The noise of a completion follows from `rollout_config.seed` (None: 0), the weight version, its prompt, and how
         often this prompt came before: members of a group, which come with one seed, in one call or many, differ.
-        Log-probabilities are of the whole vocabulary at the sampling temperature; the pad id is not sampled, unless it is
-        a stop token. Raises as `Sampler.generate`.
+        Log-probabilities are of the whole vocabulary at the sampling temperature; the pad id is not sampled, unless it
+        is a stop token. Raises as `Sampler.generate`.
         """
         if kwargs:
             raise ValueError(f"generate got {sorted(kwargs)}, which jaxpage does not know")
@@ -110,8 +110,8 @@ class JaxpageRollout(base_rollout.BaseRollout):
     ) -> jax.Array:
         """float32[B, C]: of completions [B, C], padded on the right, given prompts [B, P], padded on the left.
 
-        At temperature 1, with the current weights, computed as a prefill. 0 where padded: what `completion_mask` does not
-        have, or without it what follows the first EOS, or is padding at the end.
+        At temperature 1, with the current weights, computed as a prefill. 0 where padded: what `completion_mask` does
+        not have, or without it what follows the first EOS, or is padding at the end.
         """
         prompts = [self._without_padding(row) for row in np.asarray(prompt_tokens)]
         completions = np.asarray(completion_tokens)

@@ -311,7 +311,8 @@ def test_grpo_with_jaxpage_as_rollout(path):
     learner.train([batch] * 3)
     after = params_of(cluster.actor_trainer.model)
     assert cluster.global_steps == 3
-    assert any((x != y).any() for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after)))
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    assert any((x != y).any() for x, y in pairs)
     assert cluster.rollout.sampler.version >= 3
     differences = metrics["sampler_trainer/logp_diff_max"]
     assert len(differences) >= 3 and max(differences) < 2e-5
