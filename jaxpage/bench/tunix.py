@@ -87,7 +87,7 @@ def measure(bench: TunixBench) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> str:
     """A line for each size and engine, and the strict sampler's mismatches."""
     heads = ("", "tokens/s", "tokens", "off by a bit", "max off", "update ms", "KV MB")
-    rows = [heads]
+    rows: list[tuple[str, ...]] = [heads]
     for size in report["sizes"]:
         for name, found in size["engines"].items():
             label = f"{size['groups']}x{size['group_size']} {name}"
@@ -281,7 +281,7 @@ def _write_config(bench: TunixBench, folder: str) -> None:
         num_attention_heads=_HEADS,
         num_key_value_heads=_KV_HEADS,
         head_dim=_HEAD_DIM,
-        rope_theta=1_000_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
         architectures=["Qwen3ForCausalLM"],

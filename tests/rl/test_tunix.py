@@ -98,7 +98,7 @@ def path(tmp_path_factory):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        rope_theta=1_000_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
         architectures=["Qwen3ForCausalLM"],
