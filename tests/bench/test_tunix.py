@@ -39,7 +39,7 @@ def test_the_table_has_both_engines_and_their_ratio():
     size = {"groups": 8, "group_size": 4, "engines": engines, "ratio": 2.5}
     text = tunix.show({"sizes": [size], "strict": {"tokens": 64, "mismatches": 0}})
     lines = text.splitlines()
-    assert lines[1].split()[-6:] == ["100", "5", "50", "%", "1.0e-06", "1.00", "2"][-6:]
+    assert lines[1].split()[-7:] == ["100", "5", "50", "%", "1.0e-06", "1.00", "2"]
     assert lines[3].split() == ["8x4", "ratio", "2.50"]
     assert lines[4].endswith("0 of 64 logprobs differ from the trainer's")
 
