@@ -124,7 +124,7 @@ def make_actor(seed: int = 0) -> Qwen3:
     )
     actor = Qwen3(config, rngs=nnx.Rngs(seed))
     embedding = actor.embedder.input_embedding
-    embedding.set_value(5 * embedding.get_value())  # so that logits are not flat
+    embedding.set_value(2.5 * embedding.get_value())  # so that logits are not flat
     return actor
 
 
@@ -316,6 +316,7 @@ def test_grpo_with_jaxpage_as_rollout(path):
     assert cluster.rollout.sampler.version >= 3
     differences = metrics["sampler_trainer/logp_diff_max"]
     assert len(differences) >= 3 and max(differences) < 2e-5
+    assert max(metrics["generation/completions/mean_length"]) > 2
     cluster.rollout.sampler.shutdown()
 
 
