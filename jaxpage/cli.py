@@ -56,6 +56,7 @@ USAGE = """usage: jaxpage COMMAND [--help]
   bench startup    time cold and cached starts
   bench step       show where the time of a decode step goes
   bench suite      check and measure everything that has a bar, on an H200
+  bench tunix      time rollouts of groups, beside Tunix's own sampler
 """
 BENCHES = tuple(line.split()[1] for line in USAGE.splitlines() if line.startswith("  bench "))
 

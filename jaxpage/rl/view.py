@@ -66,17 +66,18 @@ class TrainerView(nnx.Module):
 
     def hidden_states(self, inputs: ForwardInput) -> jax.Array:
         """See `CausalLM`."""
-        return self._ours().hidden_states(inputs)
+        return self.ours().hidden_states(inputs)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """See `CausalLM`."""
-        return self._ours().logits(hidden)
+        return self.ours().logits(hidden)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """See `CausalLM`."""
-        return self._ours()(token_ids, positions)
+        return self.ours()(token_ids, positions)
 
-    def _ours(self) -> CausalLM:
+    def ours(self) -> CausalLM:
+        """A model of ours with these parameters, made into our layout."""
         arrays = [each.get_raw_value() for each in self.stored]
         return self.recipe.model(dict(zip(self.names, arrays, strict=True)))
 
