@@ -161,7 +161,7 @@ class InterventionSpec:
 
 
 def slot_values(
-    asked: tuple[Intervention, ...] | None, prompt_len: int, spec: InterventionSpec | None
+    asked: Sequence[Intervention] | None, prompt_len: int, spec: InterventionSpec | None
 ) -> Mapping[str, np.ndarray]:
     """The slot fields of a request, {} if it asks for nothing. Raises ValueError for what the engine cannot do."""
     if not asked:
@@ -191,7 +191,7 @@ def slot_values(
     return values
 
 
-def block_keys(asked: tuple[Intervention, ...], prompt_len: int, start: int, end: int) -> list[str]:
+def block_keys(asked: Sequence[Intervention], prompt_len: int, start: int, end: int) -> list[str]:
     """What is changed at the tokens `start .. end` of a sequence, for the hash of their block."""
     keys = []
     for each in asked:
