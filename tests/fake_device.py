@@ -46,6 +46,8 @@ def fake_built(
         picture_processor=None,
         hosts=hosts,
         adapters=None,
+        interventions=None,
+        memory=None,
     )
 
 

@@ -49,6 +49,7 @@ def make(tmp_path_factory):
             default_sampling={},
             picture_processor=None,
             adapters=None,
+            interventions=None,
         )
         return LLM.from_built(built)
 

@@ -164,6 +164,7 @@ def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM
         default_sampling={},
         picture_processor=None,
         adapters=None,
+        interventions=None,
     )
     return LLM.from_built(built)
 
