@@ -131,7 +131,7 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
 def _checked(options: EngineConfig) -> EngineConfig:
     for name, neutral in _NEUTRAL.items():
         value = getattr(options, name)
-        if value not in (neutral, 1) and value != neutral:
+        if value != neutral and (name, value) != ("tensor_parallel_size", 1):
             raise ValueError(
                 f"{name}={value!r} is not supported by pooling models; leave it {neutral!r}"
             )

@@ -84,6 +84,7 @@ def test_options_of_the_engine_that_pooling_lacks_are_refused(folder):
     for options, complaint in (
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported by pooling"),
         ({"quantization": "int8"}, "quantization='int8' is not supported by pooling"),
+        ({"record_expert_load": True}, "record_expert_load=True is not supported by pooling"),
         ({"max_model_len": 64}, "exceeds the 32 positions"),
         ({"pooler_config": {"pooling_type": "AVG"}}, "pooling_type must be one of"),
         ({"runner": "draft"}, "runner must be one of"),
