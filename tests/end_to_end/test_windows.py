@@ -65,7 +65,7 @@ def test_far_beyond_the_window_tokens_are_those_of_transformers(family, variant,
 
 
 @pytest.mark.parametrize(
-    "length", [2048, *(pytest.param(n, marks=pytest.mark.deep) for n in (8192, 32_768))]
+    "length", [4096, *(pytest.param(n, marks=pytest.mark.deep) for n in (8192, 32_768))]
 )
 def test_far_beyond_the_window_a_pool_without_room_for_all_layers_is_enough(length, tmp_path):
     """Five layers of six see 64 tokens, one everything, as in Gemma 3."""
