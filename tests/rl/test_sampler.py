@@ -48,9 +48,8 @@ def dense_logprobs(model, rollout, temperature):
 
 
 def assert_same(first, second):
-    """The same tokens; logprobs have the same bits only with strict numerics."""
     np.testing.assert_array_equal(first.token_ids, second.token_ids)
-    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(first.logprobs, second.logprobs)
 
 
 def test_logprobs_are_those_of_the_module_at_the_temperature(bound):
@@ -150,7 +149,10 @@ def test_a_replaced_parameter_is_sampled_with_and_finds_no_old_kv(bound, path):
     )
     fresh = make_sampler(module, path)
     try:
-        assert_same(rollout, fresh.generate(PROMPTS, PARAMS, seed=2))
+        again = fresh.generate(PROMPTS, PARAMS, seed=2)
+        np.testing.assert_array_equal(rollout.token_ids, again.token_ids)
+        # Another engine's bits are promised with strict numerics only; 1e-6 apart was seen.
+        np.testing.assert_allclose(rollout.logprobs, again.logprobs, atol=1e-5)
     finally:
         fresh.shutdown()
 
