@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,9 +147,9 @@ def make_rollout(
     pad_id: int,
     temperature: float,
     logprobs_mode: str,
-    versions: dict[int, int],
+    version_of: Callable[[int], int],
 ) -> Rollout:
-    """Of final outputs with flat logprobs. `versions`: of weights by how often they had been replaced."""
+    """Of final outputs with flat logprobs. `version_of`: of weights by how often they had been replaced."""
     rows = [
         Row(
             prompt_ids=output.prompt_token_ids,
@@ -160,7 +160,7 @@ def make_rollout(
             num_cached=output.num_cached_tokens,
             seed=seeds[index],
             finish_reason=str(completion.finish_reason),
-            weight_versions=_spans(completion, versions),
+            weight_versions=_spans(completion, version_of),
             text=completion.text,
         )
         for index, output in enumerate(outputs)
@@ -211,12 +211,12 @@ def _sampled(completion: CompletionOutput) -> np.ndarray:
     return np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices, np.int64)]
 
 
-def _spans(completion: CompletionOutput, versions: dict[int, int]) -> tuple[Span, ...]:
+def _spans(completion: CompletionOutput, version_of: Callable[[int], int]) -> tuple[Span, ...]:
     num_tokens = len(completion.token_ids)
     spans = completion.weight_versions
     if spans is None:
         spans = [(0, 0, num_tokens)] if num_tokens else []
-    return tuple((versions[number], start, end) for number, start, end in spans)
+    return tuple((version_of(number), start, end) for number, start, end in spans)
 
 
 def _width(name: str, wanted: int | None, lengths: np.ndarray) -> int:

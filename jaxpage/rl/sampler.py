@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
@@ -79,7 +81,8 @@ class Sampler:
         assert isinstance(built.engine, Engine)
         self.config: ResolvedConfig = built.config
         self._binding, self._engine = binding, built.engine
-        self._versions = {0: 0}  # weight version by how often parameters had been replaced
+        # (how often parameters had been replaced, the version from there on), ascending; callers read while it grows
+        self._versions = [(0, 0)]
         runner: Any = built.engine.runner
         self._runner: Runner = runner
         self._read_weights()
@@ -140,7 +143,7 @@ class Sampler:
             pad_id=self.pad_id,
             temperature=params.temperature,
             logprobs_mode=self.config.logprobs_mode,
-            versions=self._all_versions(),
+            version_of=self._version_of,
         )
 
     def score(
@@ -249,7 +252,10 @@ class Sampler:
             self._read_weights()
             number = self._engine.look_at_weights(keep_cache=keep_cache)
             if version is not None:
-                self._versions[number] = version
+                if self._versions[-1][0] == number:
+                    self._versions[-1] = (number, version)
+                else:
+                    self._versions.append((number, version))
             return self._version_of(number)
 
         return self._call(take)
@@ -261,12 +267,9 @@ class Sampler:
         self._runner.read_from(self._binding.variables)
 
     def _version_of(self, number: int) -> int:
-        known = max(each for each in self._versions if each <= number)
-        return self._versions[known] + number - known
-
-    def _all_versions(self) -> dict[int, int]:
-        last = self._engine.scheduler.counters.num_weight_changes
-        return {number: self._version_of(number) for number in range(last + 1)}
+        index = bisect_right(self._versions, number, key=itemgetter(0))
+        known, version = self._versions[index - 1]
+        return version + number - known
 
     # Pauses.
 

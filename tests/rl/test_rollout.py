@@ -47,7 +47,7 @@ def rollout():
         pad_id=PAD,
         temperature=1.0,
         logprobs_mode="raw",
-        versions={0: 0, 1: 5, 2: 6},
+        version_of={0: 0, 1: 5, 2: 6}.__getitem__,
     )
 
 
@@ -122,7 +122,7 @@ def test_lengths_that_are_too_short_are_refused(rollout):
 def test_a_request_that_was_aborted_before_it_began_is_an_empty_row():
     rollout = make_rollout(
         [output([1], completion(0, [], "abort"))], [-1], pad_id=0, temperature=1.0, logprobs_mode="raw",
-        versions={0: 0},
+        version_of={0: 0}.__getitem__,
     )  # fmt: skip
     assert rollout.token_ids.shape == (1, 0) and rollout.weight_versions == ((),)
     assert rollout.to_padded(completion_length=2).token_ids.tolist() == [[1, 0, 0]]
