@@ -42,10 +42,10 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.hosts.agreement import check_same, smallest, wait_for_all
 from jaxpage.hosts.group import Hosts, end_with_main_thread
 from jaxpage.hosts.join import join
-from jaxpage.interventions import InterventionSpec
 from jaxpage.models import registry
 from jaxpage.models.decoder import CausalLM
 from jaxpage.pictures.border import PictureProcessor
+from jaxpage.research_config import ResearchSpec
 from jaxpage.runner.block_store import BlockStore, fingerprint
 from jaxpage.runner.host_memory import HostMemory, content_shapes, content_shardings
 from jaxpage.runner.memory import check_room, pool_bytes
@@ -94,7 +94,7 @@ class Built:
     picture_processor: PictureProcessor | None = None  # of models that take pictures
     most_patches: int = 0  # of a picture
     adapters: AdapterCache | None = None  # with `enable_lora`
-    interventions: InterventionSpec | None = None  # with `research`
+    research: ResearchSpec | None = None
     memory: DeviceMemory | None = None  # of one engine on one host, with parameters of its own
 
 
@@ -110,7 +110,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True, bind: Bind = None) ->
     print_unless_configured()
     if options.runner == "pooling":
         raise ValueError(
-            'runner="pooling" is for LLM and jaxpage serve; this engine generates text'
+            'runner="pooling" is for LLM, AsyncLLM and jaxpage serve; this engine generates text'
         )
     start = time.perf_counter()
     hosts = join(options)
@@ -174,7 +174,7 @@ def _build(
         picture_processor=processor,
         most_patches=0 if sized[0].picture_spec is None else sized[0].picture_spec.sizes[-1],
         adapters=_make_adapters(config, model) if config.enable_lora else None,
-        interventions=sized[0].interventions,
+        research=sized[0].research,
         memory=None if is_shared else DeviceMemory(sized[0], parts[0][1], runners[0]),
     )
 

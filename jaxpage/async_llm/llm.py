@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxpage.async_llm.control import EngineControl
 from jaxpage.async_llm.output_loop import Observer
+from jaxpage.async_llm.pooling import AsyncPoolingCalls, PoolingTasks
 from jaxpage.async_llm.streams import Stream
 from jaxpage.async_llm.tasks import Prepare, Tasks
 from jaxpage.config import EngineConfig, ResolvedConfig
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncLLM(EngineControl):
+class AsyncLLM(EngineControl, AsyncPoolingCalls):
     """An engine for many callers at once. `options` are those of `EngineConfig`, as for `LLM`.
 
-    `generate` is for tasks of any event loop, a notebook's too, and `submit` for threads without one. All methods may
-    be called from any thread. The constructor returns when the first request can run, which may take a while.
+    `generate` is for tasks of any event loop, a notebook's too, and `submit` for threads without one; `encode` is for
+    models that pool. All methods may be called from any thread. The constructor returns when the first request can run,
+    which may take a while.
     """
 
     def __init__(self, model: str, **options: Any):
@@ -66,8 +68,22 @@ class AsyncLLM(EngineControl):
 
     def _build(self, options: EngineConfig) -> None:
         from jaxpage.build import build
+        from jaxpage.pooling.choose import pools
 
-        self._start(build(options))
+        if pools(options):
+            self._start_pooling(options)
+        else:
+            self._start(build(options))
+
+    def _start_pooling(self, options: EngineConfig) -> None:
+        from jaxpage.pooling.async_pooler import AsyncPooler
+        from jaxpage.pooling.build import build_pooler
+
+        built = build_pooler(options)
+        self.config, self._pooler = built.config, AsyncPooler.from_built(built)
+        tasks: Any = PoolingTasks(self._pooler, built)
+        self._tasks = self._memory = tasks
+        self._finalizer = weakref.finalize(self, self._pooler.shutdown)
 
     def _start(self, built: Built) -> None:
         self.config: ResolvedConfig = built.config

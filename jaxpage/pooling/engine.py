@@ -130,7 +130,7 @@ class PoolingEngine:
         """Raises ValueError: there is no KV pool to look at."""
         raise ValueError("a pooling model has no KV pool")
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """There is none."""
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxpage import LLM, AsyncLLM, PoolingParams, SamplingParams
+from jaxpage import LLM, PoolingParams, SamplingParams
 from tests.pooling.pooling_checkpoints import OPTIONS, build, write_modules, write_tokenizer
 
 
@@ -92,8 +92,6 @@ def test_options_of_the_engine_that_pooling_lacks_are_refused(folder):
     ):
         with pytest.raises(ValueError, match=complaint):
             LLM(str(folder), **(OPTIONS | options))
-    with pytest.raises(ValueError, match="LLM and jaxpage serve"):
-        AsyncLLM(str(folder))
 
 
 def test_a_model_that_generates_refuses_to_embed_until_it_is_told_to(tmp_path):
