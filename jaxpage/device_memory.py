@@ -113,6 +113,24 @@ class DeviceMemory:
             self._has_pool = True
 
 
+def needed(memory: DeviceMemory | None) -> DeviceMemory:
+    """Raises ValueError if there is none."""
+    if memory is None:
+        raise ValueError(
+            "weights can be replaced, and an engine can sleep, with one replica on one host: start it without "
+            "data_parallel_size and nnodes, or use one engine for each"
+        )
+    return memory
+
+
+def check_tags(tags: Collection[str] | None) -> Collection[str]:
+    """`TAGS` for None. Raises ValueError for others."""
+    unknown = sorted(set(tags or ()) - set(TAGS))
+    if unknown:
+        raise ValueError(f"tags are of {', '.join(TAGS)}, got {unknown[0]!r}")
+    return TAGS if tags is None else tags
+
+
 def _own_variables(model: CausalLM) -> dict[str, nnx.Variable]:
     """All parameters but those of adapters, also the parts of quantised ones, by path."""
     state = nnx.to_flat_state(nnx.state(model))

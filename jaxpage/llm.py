@@ -24,6 +24,7 @@ from jaxpage.call_guard import OneCaller, interrupts_deferred
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import AnyLoRA, InputProcessor
 from jaxpage.lora_request import LoRARequest
+from jaxpage.memory_calls import MemoryCalls
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
 from jaxpage.outputs import RequestOutput
 from jaxpage.pooling.calls import PoolingCalls
@@ -33,13 +34,14 @@ from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from jaxpage.build import Built
     from jaxpage.engine.snapshot import KVSnapshot
+    from jaxpage.engine.step_output import StepOutput
     from jaxpage.engine.verbs import EngineVerbs
     from jaxpage.runner.programs import ProgramRecord
 
 UseTqdm = bool | Callable[..., tqdm]
 
 
-class LLM(PoolingCalls):
+class LLM(PoolingCalls, MemoryCalls):
     """An engine and its tokenizer. `options` are those of `EngineConfig`, under vLLM's names.
 
     `generate` and `chat` answer a batch; `add_request` and `step` drive the same engine step by
@@ -75,7 +77,7 @@ class LLM(PoolingCalls):
         self._engine: EngineVerbs = built.engine
         self._outputs = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
         self._inputs = InputProcessor(built, ids_in_use=self._outputs)
-        self._caller = OneCaller()
+        self._caller, self._memory = OneCaller(), built.memory
 
     # A batch at a time.
 
@@ -207,7 +209,7 @@ class LLM(PoolingCalls):
                             request.params.output_kind = RequestOutputKind.FINAL_ONLY
                             self._add(request)
                             num_running += 1
-                    for request_id in self._step():
+                    for request_id in self._take(self._engine.step):
                         if request_id in outputs:
                             output = outputs[request_id] = self._outputs.take_one(request_id)
                             num_running -= 1
@@ -244,7 +246,8 @@ class LLM(PoolingCalls):
         """
         with self._caller:
             if self._outputs.num_unfinished:
-                self._step()
+                self._check_awake()
+                self._take(self._engine.step)
             return self._outputs.take()
 
     def has_unfinished_requests(self) -> bool:
@@ -263,6 +266,7 @@ class LLM(PoolingCalls):
             self._drain()
 
     def _add(self, request: Request) -> None:
+        self._check_awake()
         self._outputs.add(request)
         try:
             self._engine.add(request)
@@ -270,11 +274,11 @@ class LLM(PoolingCalls):
             self._outputs.discard(request.request_id)
             raise
 
-    def _step(self) -> list[str]:
-        """One step of the engine, taken in; ids of the requests that finished."""
+    def _take(self, move_on: Callable[[], StepOutput]) -> list[str]:
+        """A step of the engine, taken in; ids of the requests that finished."""
         with interrupts_deferred():
             try:
-                step = self._engine.step()
+                step = move_on()
             except BaseException:
                 self._outputs.abort(self._engine.take_failed())
                 raise

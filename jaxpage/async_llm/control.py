@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from jaxpage.async_llm.step_loop import PauseMode
 from jaxpage.async_llm.tasks import Tasks
-from jaxpage.device_memory import TAGS, DeviceMemory
+from jaxpage.device_memory import TAGS, DeviceMemory, check_tags, needed
 from jaxpage.engine.errors import EngineAsleepError
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class EngineControl:
         `update_weights`. Requests that are kept are computed anew later. An engine that sleeps may go from level 1 to
         2. Raises ValueError for another level, and where several engines or hosts work together.
         """
-        memory = self._get_memory()
+        memory = needed(self._memory)
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {level}")
 
@@ -81,10 +81,7 @@ class EngineControl:
         `tags`: "weights", "kv_cache", only these of them; generation goes on once both are there. Raises ValueError for
         other tags, EngineAsleepError if the weights were discarded and no others have come.
         """
-        memory, tags = self._get_memory(), TAGS if tags is None else tags
-        unknown = sorted(set(tags) - set(TAGS))
-        if unknown:
-            raise ValueError(f"tags are of {', '.join(TAGS)}, got {unknown[0]!r}")
+        memory, tags = needed(self._memory), check_tags(tags)
 
         def wake() -> None:
             memory.wake_up(tags)
@@ -112,13 +109,13 @@ class EngineControl:
         Raises ValueError, and changes nothing, for a checkpoint that does not fit or is damaged, and where several
         engines or hosts work together.
         """
-        memory = self._get_memory()
+        memory = needed(self._memory)
         arrays = await asyncio.to_thread(memory.read, model)
         return await self._call(lambda: memory.replace_weights(arrays, keep_cache=keep_cache))
 
     async def weight_version(self) -> int:
         """How often the weights have been replaced. `CompletionOutput.weight_versions` counts the same."""
-        return self._get_memory().version
+        return needed(self._memory).version
 
     # The rest.
 
@@ -157,11 +154,3 @@ class EngineControl:
     def _check_awake(self) -> None:
         if self._memory is not None and self._memory.lacks is not None:
             raise EngineAsleepError(self._memory.lacks)
-
-    def _get_memory(self) -> DeviceMemory:
-        if self._memory is None:
-            raise ValueError(
-                "weights can be replaced, and an engine can sleep, with one replica on one host: start it without "
-                "data_parallel_size and nnodes, or use one server for each"
-            )
-        return self._memory

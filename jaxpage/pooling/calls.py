@@ -33,6 +33,7 @@ class PoolingCalls:
     _caller: OneCaller
     _engine: Any
     _inputs: Any
+    _memory: Any
     _outputs: OutputProcessor
     _pooling: BuiltPooler | None = None
 
@@ -45,6 +46,7 @@ class PoolingCalls:
         self.config, self._engine = built.config, built.engine
         self._outputs = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
         self._inputs = DoesNotGenerate(built.tokenizer, facts.name, facts.tasks)
+        self._memory = self._inputs
         self._caller = OneCaller()
 
     def encode(
