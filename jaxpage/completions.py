@@ -122,7 +122,7 @@ class _PartialCompletion(CompletionOutput):
         self.text = text
         self.cumulative_logprob = growing.logprobs and growing.logprobs.cumulative
         self.finish_reason = self.stop_reason = None
-        self.routed_experts = self.lora_request = self.weight_versions = None
+        self.routed_experts = self.lora_request = self.weight_versions = self.captures = None
         self._num_tokens = len(growing.token_ids)
         self._all_token_ids = growing.token_ids
         self._all_logprobs = logprobs

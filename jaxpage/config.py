@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.hub import is_url, local_folder, small_files
-from jaxpage.interventions import ResearchConfig, to_research_config
 from jaxpage.pictures.options import check_picture_options, most_of
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
+from jaxpage.research_config import ResearchConfig, to_research_config
 from jaxpage.sampling.processors import check_processors
 from jaxpage.structured_outputs.config import (
     StructuredOutputsConfig,
@@ -188,7 +188,7 @@ class EngineConfig:
     max_lora_rank: int = 16  # of any adapter
     max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     record_expert_load: bool = False  # count the tokens of each expert, for `stats()`
-    research: ResearchConfig | dict[str, Any] | None = None  # what `interventions` may change
+    research: ResearchConfig | dict[str, Any] | None = None  # what requests may capture and change
     use_tqdm_on_load: bool = True  # show how far the weights are loaded
     # Names of options that were given and change nothing here; told at start-up.
     options_without_effect: tuple[str, ...] = ()

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device import Device
-from jaxpage.interventions import InterventionSpec, ResearchConfig
 from jaxpage.kv_groups import KVGroups, group_layers
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models import registry
@@ -33,6 +32,7 @@ from jaxpage.ops.implementations import Choice
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import sharding
 from jaxpage.pictures.border import PictureProcessor
+from jaxpage.research_config import ResearchConfig, ResearchSpec
 from jaxpage.runner.buckets import Bucket, make_buckets
 from jaxpage.runner.encoder import make_picture_spec
 from jaxpage.runner.lowering import Lowerings, num_bytes
@@ -124,19 +124,20 @@ class EngineSpec:
             pictures=self.picture_spec,
             num_adapters=config.max_loras if config.enable_lora else 0,
             expert_load=(len(experts.layers), experts.num_experts) if counts and experts else None,
-            interventions=self.interventions,
+            research=self.research,
             strict=config.numerics == "strict",
         )
 
     @cached_property
-    def interventions(self) -> InterventionSpec | None:
-        """What requests may change inside the model."""
+    def research(self) -> ResearchSpec | None:
+        """What requests may look at and change inside the model."""
         research, model = self.config.research, self.model.config
         if research is None:
             return None
         assert isinstance(research, ResearchConfig)
-        return InterventionSpec(
+        return ResearchSpec(
             points=residual_points(model, research.points),
+            captures=residual_points(model, research.captures),
             max_interventions=research.max_interventions,
             hidden_size=model.hidden_size,
         )
@@ -349,7 +350,7 @@ def make_engine_spec(
 
 
 def _check_research(config: ResolvedConfig, model: CausalLM, mesh: Mesh | None) -> None:
-    """Raises ValueError for engines that have no interventions, and for points that the model has not."""
+    """Raises ValueError for engines that cannot have it, and for points that the model has not."""
     assert isinstance(config.research, ResearchConfig)
     lacking = {
         'numerics="strict"': config.numerics == "strict",
@@ -360,7 +361,7 @@ def _check_research(config: ResolvedConfig, model: CausalLM, mesh: Mesh | None) 
     for what, is_so in lacking.items():
         if is_so:
             raise ValueError(f"research={config.research!r} is not supported with {what}")
-    residual_points(model.config, config.research.points)
+    residual_points(model.config, (*config.research.points, *config.research.captures))
 
 
 def _bytes_on_one_device(parameter: ParamSpec, mesh: Mesh | None) -> int:

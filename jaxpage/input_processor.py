@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxpage.captures import wanted_captures
 from jaxpage.chat_outputs import ChatFormat, chat_format
 from jaxpage.chat_template import check_conversations
 from jaxpage.interventions import slot_values
@@ -69,7 +70,7 @@ class InputProcessor:
         self._ids_in_use = ids_in_use
         self._num_requests = 0  # ever made
         self._adapters = built.adapters
-        self._interventions = built.interventions
+        self._research = built.research
 
     def default_params(self) -> SamplingParams:
         """What the model's generation config says, else vLLM's defaults."""
@@ -276,12 +277,13 @@ class InputProcessor:
             prompt_embeds=self._rounded(prompt),
             pictures=prompt.pictures,
             mask_source=self._mask_source(prompt, params),
+            captures=wanted_captures(params.capture, len(prompt.token_ids), self._research),
         )
         self._say_what_is_scored(request)
         processors = processors_of(self._config)
         request.features = features_of(request, processors)
         fields = slot_fields_of(request, self.limits.vocab_size, processors)
-        changes = slot_values(params.interventions, len(prompt.token_ids), self._interventions)
+        changes = slot_values(params.interventions, len(prompt.token_ids), self._research)
         request.slot_fields = {**fields, **changes}
         if prompt.pictures is not None and prompt.pictures.positions is not None:
             offset = {"position_offset": prompt.pictures.position_offset}

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxpage.completions import GrowingCompletion, weight_spans
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.output_logprobs import LogprobRows, PromptLogprobs, SampledLogprobs, ScoredPrompt
@@ -19,6 +21,8 @@ from jaxpage.outputs import RequestOutput, RequestStateStats
 from jaxpage.request import FinishReason, Request
 from jaxpage.sampling_params import RequestOutputKind
 from jaxpage.tokenizer import Detokenizer
+
+CapturedPart = tuple[np.ndarray, np.ndarray]  # positions int32[n], values float32[n, P, E]
 
 
 def make_detokenizer(tokenizer: Any, request: Request) -> Detokenizer | None:
@@ -71,6 +75,8 @@ class OutputProcessor:
         logprob_rows = LogprobRows(step.result, step.vocabulary_rows)
         if step.scored:
             self._take_prompts(step)
+        if step.captured:
+            self._take_captures(step)
         columns = zip(step.request_ids, step.indices, step.token_ids, step.rows, strict=True)
         for entry, (request_id, index, token_ids, row) in enumerate(columns):
             request = self._requests.get(request_id)
@@ -123,6 +129,17 @@ class OutputProcessor:
             start += count
             vocabulary_start += count if whole else 0
 
+    def _take_captures(self, step: StepOutput) -> None:
+        assert step.result is not None
+        start = 0
+        for request_id, index, positions in step.captured:
+            stop = start + len(positions)
+            request = None if request_id is None else self._requests.get(request_id)
+            if request is not None:
+                part = np.array(positions, np.int32), step.result.captured[start:stop]
+                request.captured(index, part)
+            start = stop
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with what they have; their last outputs say so."""
         for request_id in request_ids:
@@ -154,7 +171,7 @@ class _RequestState:
 
     __slots__ = (
         "request", "request_id", "prompt_token_ids", "kind", "reports_progress", "sequences",
-        "num_unfinished", "first_token_time", "last_token_time", "prompt", "_prompt_logprobs",
+        "num_unfinished", "first_token_time", "last_token_time", "prompt", "_prompt_logprobs", "_captured",
     )  # fmt: skip
 
     def __init__(self, request: Request, make_detokenizer: Callable[[Request], Detokenizer | None]):
@@ -183,6 +200,7 @@ class _RequestState:
         if request.scores_prompt:
             self.prompt = ScoredPrompt(params, request.prompt_token_ids)
         self._prompt_logprobs: PromptLogprobs | None = None
+        self._captured: list[list[CapturedPart]] = [[] for _ in self.sequences]
         self.num_unfinished = params.n  # sequences
         self.first_token_time = self.last_token_time = 0.0
 
@@ -191,6 +209,12 @@ class _RequestState:
         self.num_unfinished -= ended
         self.first_token_time = self.first_token_time or time
         self.last_token_time = time
+
+    def captured(self, index: int | None, part: CapturedPart) -> None:
+        """Values of tokens of one sequence, or of what all of them have in common."""
+        for sequence in self.sequences if index is None else [self.sequences[index]]:
+            if sequence.finish_reason is None:
+                self._captured[sequence.index].append(part)
 
     def abort(self) -> None:
         self.num_unfinished = 0
@@ -206,6 +230,9 @@ class _RequestState:
         else:
             outputs = [s.completion() for s in self.sequences]
         for completion in outputs:
+            if completion.finish_reason is not None and request.captures is not None:
+                parts = self._captured[completion.index]
+                completion.captures = request.captures.by_point(parts)
             if completion.finish_reason is not None and request.beams is None:
                 num_tokens = len(self.sequences[completion.index].token_ids)
                 for sequence in request.sequences[completion.index :][:1]:  # none before it began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from jaxpage.output_display import to_html, to_table
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxpage.captures import Captured
     from jaxpage.flat_logprobs import FlatLogprobs
     from jaxpage.lora_request import LoRARequest
     from jaxpage.tool_parsers import ToolCall
@@ -43,6 +45,8 @@ class CompletionOutput:
     # (weights, start, end) of spans of `token_ids`, in order: how often the parameters had been replaced when these
     # tokens were sampled. Of final outputs; None if they never were
     weight_versions: list[tuple[int, int, int]] | None = None
+    # by name of the point, of final outputs; only with `SamplingParams.capture`
+    captures: Mapping[str, Captured] | None = field(default=None, compare=False, repr=False)
     # What is read from `text`, by `LLM.chat`: the text without reasoning and tool calls, and these
     content: str | None = None
     reasoning: str | None = None

@@ -105,6 +105,8 @@ class StepPlan:
     # (row, first of its tokens in this step, what comes after that and the next ones, whether the log-probabilities of
     # the whole vocabulary are wanted there)
     prompt_scores: list[tuple[int, int, list[int], bool]] = field(default_factory=list)
+    # (row, which of its tokens in this step, ascending): what is computed of them at certain points is wanted
+    captured: list[tuple[int, list[int]]] = field(default_factory=list)
     # rows that sample, for which the log-probabilities of the whole vocabulary are wanted
     vocabulary_rows: list[int] = field(default_factory=list)
     # (adapter slot, its contents from now on), before anybody is admitted
@@ -148,6 +150,8 @@ class StepResult:
     prompt_top_token_ids: np.ndarray = _no_ints()
     prompt_top_logprobs: np.ndarray = _no_floats()  # float32[N, W]
     prompt_vocabulary: np.ndarray = _no_floats()  # float32[A, V]
+    # float32[K, P, E] of the K tokens of `plan.captured`, in their order: their values at each point that is captured
+    captured: np.ndarray = _no_floats()
     # int32[layers with experts, X] with `record_expert_load`: how many tokens the step routed to each expert
     expert_load: np.ndarray = _no_ints()
     program: str = ""  # that computed the step's tokens; that sampled, if there were none

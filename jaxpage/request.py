@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpage.captures import WantedCaptures
 from jaxpage.lora_request import Adapter
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.reasoning import ReasoningTokens
@@ -97,6 +98,8 @@ class Request:
     adapter: Adapter | None = None  # beside the model's weights
     trace_headers: Mapping[str, str] | None = None  # its caller's W3C trace context, for observers
     arrival: int = 0  # number of the request in order of arrival, set by the engine
+    # Its rows are tokens in and at most one out, nothing else: most requests, and each row asks. Set by the engine.
+    is_plain: bool = False
     arrival_time: float = field(default_factory=time.time)  # seconds since the epoch
     # the same moment on the clock of the times below
     queued_time: float = field(default_factory=time.monotonic)
@@ -113,6 +116,7 @@ class Request:
     scores_prompt: bool = False  # the log-probabilities of the prompt's tokens are wanted
     wants_prompt_vocabulary: bool = False  # and those of every token in their place
     mask_source: MaskSource | None = None  # who says which tokens may come next; None: all may
+    captures: WantedCaptures | None = None  # what is wanted of the inside of the model
     sequences: list[Sequence] = field(default_factory=list)
     beams: Any = (
         None  # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
@@ -142,6 +146,8 @@ class Sequence:
     # Of `token_ids`, at the end: appended by the host, and not yet among the device's.
     num_unsent_tokens: int = 0
     num_reported_tokens: int = 0  # of `token_ids`; only with a mask source
+    # What its request wants captured of so many tokens, from the first on, is; only with captures.
+    num_captured_tokens: int = 0
     waiting_for: WaitingFor | None = None
     # Block ids in the order of positions, a table for each KV-cache group (see `kv_groups`); NULL_BLOCK where the block
     # is behind the group's window. No tables while the sequence has no slot.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpage.captures import Capture, to_captures
 from jaxpage.interventions import Intervention, to_interventions
 from jaxpage.param_aliases import accept_aliases, tell
 from jaxpage.param_values import (
@@ -92,6 +93,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # only the last so many count; -1: as many as fit
     # what changes inside the model, in this order; see `jaxpage.research`. After construction a tuple
     interventions: list[Intervention] | tuple[Intervention, ...] | None = None
+    # what is wanted of the inside of the model, or names of points: `CompletionOutput.captures`. Likewise
+    capture: list[Capture | str] | tuple[Capture, ...] | Capture | str | None = None
     extra_args: dict[str, Any] | None = None  # for logits processors of the engine's user
 
     logprob_token_ids: list[int] | None = None  # at each token these, instead of the best
@@ -345,6 +348,7 @@ _CONVERTED: dict[str, Callable[[str, Any], Any]] = {
     "prompt_logprob_token_ids": if_given(to_rows),
     "logit_bias": if_given(to_biases),
     "interventions": if_given(to_interventions),
+    "capture": if_given(to_captures),
 }
 
 # Field -> what to do instead.

@@ -46,7 +46,7 @@ def fake_built(
         picture_processor=None,
         hosts=hosts,
         adapters=None,
-        interventions=None,
+        research=None,
         memory=None,
     )
 

@@ -49,7 +49,8 @@ def make(tmp_path_factory):
             default_sampling={},
             picture_processor=None,
             adapters=None,
-            interventions=None,
+            research=None,
+            memory=None,
         )
         return LLM.from_built(built)
 

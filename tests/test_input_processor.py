@@ -32,7 +32,7 @@ def make(tmp_path_factory):
             default_sampling=default_sampling or {},
             picture_processor=None,
             adapters=None,
-            interventions=None,
+            research=None,
         )
         return InputProcessor(built, ids_in_use=taken)
 

@@ -164,7 +164,8 @@ def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM
         default_sampling={},
         picture_processor=None,
         adapters=None,
-        interventions=None,
+        research=None,
+        memory=None,
     )
     return LLM.from_built(built)
 

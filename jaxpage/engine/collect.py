@@ -34,6 +34,7 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
         num_tokens=step.plan.total_tokens if num_steps == 1 else sum(num_sampled),
         result=result,
         scored=step.scored,
+        captured=step.captured,
         vocabulary_rows=step.plan.vocabulary_rows,
     )
     collected = Collected(output)

@@ -75,6 +75,10 @@ class KVCache:
         if not pool.enable_prefix_caching or sequence.request.params.skip_reading_prefix_cache:
             return FoundKV(0, [[] for _ in windows])
         count = (len(sequence.token_ids) - 1) // size
+        captures = sequence.request.captures
+        if captures is not None:  # what is wanted and was not captured yet must be computed
+            missing = captures.within(sequence.num_captured_tokens, count * size)
+            count = missing[0] // size if missing else count
         if sequence.request.beams is not None and self._has_windows:
             # The other beams start where they differ from the first, and need what is seen from there.
             count = min(count, len(sequence.request.prompt_token_ids) // size)

@@ -229,7 +229,8 @@ class Replicas:
         """Take in what requests gained."""
         self._all[number].take_one()
         forgotten = self._forgotten[number]
-        names = {*output.request_ids, *(name for name, _, _ in output.scored if name is not None)}
+        places = (*output.scored, *output.captured)
+        names = {*output.request_ids, *(name for name, *_ in places if name is not None)}
         stale = {name for name in names if name in forgotten or not self._has(number, name)}
         if stale:
             output = output.without(stale)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxpage.captures import WantedCaptures
 from jaxpage.engine.adapter_slots import AdapterSlots
 from jaxpage.engine.kv_cache import KVCache
 from jaxpage.engine.picture_cache import PictureCache
@@ -33,6 +34,9 @@ class ScheduledStep:
     failed: list[Sequence] = field(default_factory=list)  # no mask will come for them
     # (request id, number of tokens, whole vocabulary) of the plan's `prompt_scores`
     scored: list[tuple[str, int, bool]] = field(default_factory=list)
+    # (request id, index of the sequence, None: of all that the request will have; positions) of the plan's `captured`
+    captured: list[tuple[str, int | None, list[int]]] = field(default_factory=list)
+    captures_next: bool = False  # some row wants to capture what a later step computes
     has_beams: bool = False
     launch_time: float = 0.0  # seconds, monotonic
     _unsent: list[Sequence] = field(default_factory=list)  # have tokens that the device does not
@@ -54,18 +58,37 @@ class ScheduledStep:
         if num_hashed // kv.block_size > sequence.num_registered_blocks:
             kv.register(sequence, num_hashed)
         plan, request = self.plan, sequence.request
-        samples = end == known
+        samples, is_first = end == known, False
+        if not request.is_plain:
+            samples, is_first = self._add_extras(sequence, start, end, samples)
+        plan.features |= request.features
+        self.sequences.append(sequence)
+        plan.slots.append(sequence.slot)
+        plan.starts.append(start)
+        plan.num_tokens.append(count)
+        plan.samples.append(samples)
+        if samples:
+            sequence.num_in_flight += 1
+        return is_first
+
+    def _add_extras(
+        self, sequence: Sequence, start: int, end: int, is_last: bool
+    ) -> tuple[bool, bool]:
+        """What the row to come needs besides its tokens `start .. end`, the last known one perhaps among them.
+
+        Returns whether it samples, and whether it is the first of its request to get there.
+        """
+        plan, request, samples = self.plan, sequence.request, is_last
         if request.beams is not None:
             self.has_beams = True
             sequence.waiting_for = WaitingFor.BEAMS if samples else None
-        if request.prompt_embeds is not None and count and start < len(request.prompt_embeds):
-            embeds = request.prompt_embeds[start:end]
-            plan.input_embeds.append((len(plan.slots), embeds))
+        if request.prompt_embeds is not None and start < min(end, len(request.prompt_embeds)):
+            plan.input_embeds.append((len(plan.slots), request.prompt_embeds[start:end]))
         if request.pictures is not None:
             self._place_pictures(request.pictures, start, end)
         if samples and request.mask_source is not None:
             if append_forced(sequence):
-                samples, known = False, known + sequence.num_unsent_tokens
+                samples = is_last = False
             elif (mask := self._mask(sequence)) is None:
                 samples, sequence.waiting_for = False, WaitingFor.MASK
             else:
@@ -77,15 +100,9 @@ class ScheduledStep:
             plan.vocabulary_rows.append(len(plan.slots))
         if request.scores_prompt:
             self._score(request, start, end)
-        plan.features |= request.features
-        self.sequences.append(sequence)
-        plan.slots.append(sequence.slot)
-        plan.starts.append(start)
-        plan.num_tokens.append(count)
-        plan.samples.append(samples)
-        if samples:
-            sequence.num_in_flight += 1
-        return end == known and request.params.n > len(request.sequences)
+        if request.captures is not None:
+            self._capture(sequence, request.captures, start, end)
+        return samples, is_last and request.params.n > len(request.sequences)
 
     def add_sibling(self, parent: Sequence, sibling: Sequence, slot: int) -> None:
         """A row of the request in the row before it, which has just computed the prompt's last token."""
@@ -147,6 +164,7 @@ class ScheduledStep:
             plan.num_tokens.count(1) == plan.num_rows
             and not (self.admitted or self.has_beams or plan.masks or plan.input_embeds)
             and not (plan.vocabulary_rows or plan.picture_tokens or plan.positions)
+            and not (plan.captured or self.captures_next)
             and all(plan.samples)
         )
 
@@ -190,6 +208,18 @@ class ScheduledStep:
             row = len(self.plan.slots)
             self.plan.prompt_scores.append((row, first - start, next_ids, whole))
             self.scored.append((request.request_id, len(next_ids), whole))
+
+    def _capture(self, sequence: Sequence, captures: WantedCaptures, start: int, end: int) -> None:
+        """Have captured what is wanted of the tokens `start .. end` of the row to come, and was not yet."""
+        first = max(start, sequence.num_captured_tokens)
+        positions = captures.within(first, end)
+        sequence.num_captured_tokens = max(first, end)
+        self.captures_next = self.captures_next or captures.wants_from(end)
+        if positions:
+            request, row = sequence.request, len(self.plan.slots)
+            index = None if len(request.sequences) == 1 else sequence.index
+            self.plan.captured.append((row, [position - start for position in positions]))
+            self.captured.append((request.request_id, index, positions))
 
     def _mask(self, sequence: Sequence) -> np.ndarray | None:
         """What it may sample next; None if that is not known yet. If it never will be, the sequence has failed."""

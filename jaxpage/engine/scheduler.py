@@ -73,6 +73,7 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.sequences = self.first_sequences(request)
+        request.is_plain = sequences.is_plain(request)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
@@ -188,7 +189,7 @@ class Scheduler:
             end = start + count
             if end > sequence.writable_len and not self._make_room(step, sequence, end):
                 break  # it was preempted itself, so it was the last
-            if sequence.request.pictures is not None:
+            if not sequence.request.is_plain:
                 count = step.reach(sequence, start, count)
                 if not count:
                     continue

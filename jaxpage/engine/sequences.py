@@ -36,6 +36,13 @@ def restart(request: Request) -> None:
             source.restart()
 
 
+def is_plain(request: Request) -> bool:
+    """Whether the rows of a request need nothing but its tokens, and nobody joins it later."""
+    has_more = request.wants_vocabulary or request.scores_prompt or request.params.n > 1
+    others = (request.beams, request.mask_source, request.prompt_embeds, request.pictures)
+    return not has_more and all(x is None for x in (*others, request.captures))
+
+
 def new_sibling(parent: Sequence, index: int) -> Sequence:
     """Continuation `index` of the request of `parent`, which has computed the prompt and what is forced behind it."""
     return Sequence(
@@ -44,6 +51,7 @@ def new_sibling(parent: Sequence, index: int) -> Sequence:
         token_ids=list(parent.token_ids),
         max_len=parent.max_len,
         num_reported_tokens=parent.num_reported_tokens,
+        num_captured_tokens=parent.num_captured_tokens,
         weight_starts=list(parent.weight_starts),
     )
 

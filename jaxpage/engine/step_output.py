@@ -52,6 +52,8 @@ class StepOutput:
     result: StepResult | None = None  # None: nothing was sampled
     # (request id, number of tokens, whole vocabulary): whose prompts the result scores, in the order of the plan
     scored: Sequence[tuple[str | None, int, bool]] = field(default_factory=list)  # None: nobody's
+    # (request id, index of the sequence or None: all, positions): whose tokens the result captures, in its order
+    captured: Sequence[tuple[str | None, int | None, list[int]]] = field(default_factory=list)
     vocabulary_rows: list[int] = field(default_factory=list)  # of the plan
     replica: int = 0  # which of several engines made the step
     # Ids of requests that begin anew: what earlier steps said of them does not count any more.
@@ -67,9 +69,13 @@ class StepOutput:
             token_ids=[self.token_ids[i] for i in kept],
             rows=[self.rows[i] for i in kept],
             ends={new: self.ends[old] for new, old in enumerate(kept) if old in self.ends},
-            # What is scored is found by its place.
+            # What is scored or captured is found by its place.
             scored=[
                 (None if name is None or name in request_ids else name, count, whole)
                 for name, count, whole in self.scored
+            ],
+            captured=[
+                (None if name in request_ids else name, index, positions)
+                for name, index, positions in self.captured
             ],
         )

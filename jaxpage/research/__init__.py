@@ -1,23 +1,21 @@
 """Looking into a model and changing what is inside: by TransformerLens' names, on a dense module or in an engine."""
 
-from jaxpage.interventions import (
-    Intervention,
-    ResearchConfig,
-    add,
-    generated,
-    last_prompt,
-    prompt,
-    replace,
-    scale,
-)
+from jaxpage.captures import Capture, Captured, capture
+from jaxpage.interventions import Intervention, add, replace, scale
 from jaxpage.models.taps import points
 from jaxpage.research.dense import Hook, run_with_cache, run_with_hooks
+from jaxpage.research_config import ResearchConfig
+from jaxpage.token_positions import Positions, generated, last_prompt, prompt
 
 __all__ = [
+    "Capture",
+    "Captured",
     "Hook",
     "Intervention",
+    "Positions",
     "ResearchConfig",
     "add",
+    "capture",
     "generated",
     "last_prompt",
     "points",

@@ -22,6 +22,7 @@ READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memor
 # Calls that are no program of their own.
 STORE_HOST, STORE_DEVICE, LOAD = "store host blocks", "store device blocks", "load blocks"
 SWAP_OUT, SWAP_IN = "swap out", "swap in"
+CAPTURE = "capture"  # some tokens of the last `forward` or `decode`: which piece, and its rows
 RESET = "reset"  # pool and request state begin anew
 
 # At most; buffers of fewer are padded.

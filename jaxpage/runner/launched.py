@@ -22,6 +22,8 @@ class Executed:
     vocabulary: list[tuple[int, jax.Array]] = field(
         default_factory=list
     )  # (how many count, [R, V])
+    # (rows int32[K], [C, P, E]) of each call
+    captured: list[tuple[np.ndarray, jax.Array]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def _scored(executed: Executed) -> dict[str, np.ndarray]:
     found = {}
     if executed.vocabulary:
         found["vocabulary"] = joined(executed.vocabulary)
+    if executed.captured:
+        parts = [np.asarray(values)[rows] for rows, values in executed.captured]
+        found["captured"] = np.concatenate(parts).astype(np.float32)
     if executed.scores:
         for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
             found[f"prompt_{name}"] = joined([(n, getattr(s, name)) for n, _, s in executed.scores])

@@ -7,6 +7,7 @@ are admitted; forced tokens are appended; masks are set; pictures are encoded; t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from jaxpage.runner.buckets import Bucket, StepPrograms
 from jaxpage.runner.calls import (
     ADMIT,
     BLOCKS_PER_CALL,
+    CAPTURE,
     LOAD,
     LOAD_ADAPTER,
     MASKS_PER_CALL,
@@ -137,7 +139,8 @@ def pack(
     if programs.bucket is not None:
         packed = _pack_step(plan, layouts[programs.bucket.name])
         calls.append(Call(programs.bucket.name, (packed, *_embeds(plan, programs.bucket))))
-    calls += [*_scores(plan, layouts), *_vocabulary(plan, layouts)]
+    calls += [*_captures(plan, programs.bucket, layouts), *_scores(plan, layouts)]
+    calls += _vocabulary(plan, layouts)
     if programs.sample is not None:
         packed = _pack_rows(plan, layouts[programs.sample], plan.num_rows)
         calls.append(Call(programs.sample, (packed,)))
@@ -208,11 +211,29 @@ def _forced_tokens(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
     return calls
 
 
+def _captures(plan: StepPlan, bucket: Bucket | None, layouts: dict[str, Layout]) -> Iterator[Call]:
+    """One for each run of tokens in the same piece, in the order of the plan. A decode step has one piece."""
+    if not plan.captured:
+        return
+    assert bucket is not None, "tokens that are captured are computed"
+    size = bucket.num_rows if bucket.decode else _piece_size(layouts)
+    row_starts = np.cumsum([0, *plan.num_tokens])
+    places = [int(row_starts[row]) + offset for row, offsets in plan.captured for offset in offsets]
+    for piece, run in itertools.groupby(places, lambda place: place // size):
+        rows = [place - piece * size for place in run]
+        yield Call(CAPTURE, (np.array(piece, np.int32), np.array(rows, np.int32)))
+
+
+def _piece_size(layouts: dict[str, Layout]) -> int:
+    """Tokens of a piece of what `forward` leaves."""
+    return layouts[SCORE].view(layouts[SCORE].new_buffer(), "rows").size
+
+
 def _scores(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
     """Those of the tokens for which the whole vocabulary is wanted come last."""
     if not plan.prompt_scores:
         return []
-    size = layouts[SCORE].view(layouts[SCORE].new_buffer(), "rows").size
+    size = _piece_size(layouts)
     row_starts = np.cumsum([0, *plan.num_tokens])
     pieces: dict[tuple[bool, int], list[tuple[int, int]]] = {}
     for row, offset, next_ids, whole in plan.prompt_scores:

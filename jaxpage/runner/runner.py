@@ -37,7 +37,7 @@ from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import CompilationCounter, Programs
 from jaxpage.runner.recording import CallRecorder
 from jaxpage.runner.spec import StepSpec
-from jaxpage.runner.step import DeviceResult
+from jaxpage.runner.step import DeviceResult, split_pieces
 from jaxpage.sampling.features import bits
 from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
 
@@ -189,6 +189,7 @@ class Runner:
         self._num_launches += 1
         sampled, executed = None, Executed()
         hidden: list[jax.Array] = []  # of `forward`, in pieces
+        captured: list[jax.Array] = []  # likewise, or of `decode`, in one
         with self._counter.watching(), self._everywhere(step):
             for call in step:
                 self.programs.num_calls[call.program] += 1
@@ -196,12 +197,17 @@ class Runner:
                     executed.scores.append(self._score(hidden, *call.buffers))
                 elif call.program == calls.VOCABULARY:
                     executed.vocabulary.append(self._vocabulary(*call.buffers))
+                elif call.program == calls.CAPTURE:
+                    piece, rows = call.buffers
+                    executed.captured.append((rows, captured[int(piece)]))
                 else:
                     result = self._run(call.program, *call.buffers)
-                    if isinstance(result, list):
-                        hidden = result
-                    else:
+                    if isinstance(result, DeviceResult):
                         sampled = result
+                        if result.captured is not None:
+                            captured = [result.captured]
+                    elif result is not None:
+                        hidden, captured = split_pieces(result, self._spec)
         return replace(executed, sampled=sampled)
 
     def store_blocks(self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]]) -> None:
@@ -222,7 +228,8 @@ class Runner:
     def _computed(self, result: Executed) -> AbstractContextManager[None]:
         if self.other_hosts is None:
             return nullcontext()
-        leaves = jax.tree.leaves((result.sampled, result.scores, result.vocabulary))
+        read = (result.sampled, result.scores, result.vocabulary, result.captured)
+        leaves = jax.tree.leaves(read)
         return self.other_hosts.reading([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
 
     def _choose(self, plan: StepPlan) -> StepPrograms:
@@ -234,7 +241,7 @@ class Runner:
 
     def _run(self, name: str, *buffers: np.ndarray) -> DeviceResult | list[jax.Array] | None:
         """One call: what its program takes besides the buffers, and what it leaves. Returns what was sampled, or the
-        hidden states of a `forward`.
+        pieces of a `forward`.
         """
         if name in _MEMORY_CALLS:
             _MEMORY_CALLS[name](self, *buffers)

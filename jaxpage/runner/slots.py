@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxpage.interventions import slot_fields as intervention_fields
 from jaxpage.plan import NULL_SLOT, Admission
 from jaxpage.runner.layout import Field, Layout
 from jaxpage.runner.spec import StepSpec
@@ -51,10 +52,7 @@ def admission_layout(spec: StepSpec) -> Layout:
                 Field(f.name, f.shape(spec.vocab_size), f.dtype, f.fill)
                 for f in fields_of(spec.processors)
             ),
-            *(
-                Field(*each)
-                for each in (() if spec.interventions is None else spec.interventions.fields())
-            ),
+            *(Field(*each) for each in intervention_fields(spec.research)),
             # rotary position of a token behind the prompt's pictures, less its index
             *([Field(POSITION_OFFSET)] if has_positions(spec) else []),
         )

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from jax.typing import DTypeLike
 
-from jaxpage.interventions import InterventionSpec
 from jaxpage.kv_groups import KVGroups
 from jaxpage.pictures.border import VisionConfig
+from jaxpage.research_config import ResearchSpec
 from jaxpage.sampling.fields import Processors
 
 
@@ -53,5 +53,5 @@ class StepSpec:
     num_adapters: int = 0  # slots that the model has for adapters
     # (layers with experts, experts of each) of models whose tokens are counted by expert
     expert_load: tuple[int, int] | None = None
-    interventions: InterventionSpec | None = None  # what requests may change inside the model
+    research: ResearchSpec | None = None  # what requests may look at and change inside the model
     strict: bool = False  # bits do not depend on the batch, see `runner.strict`

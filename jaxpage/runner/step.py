@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.encoder import encode_into, last_keys, with_pictures
-from jaxpage.runner.interventions import changed_hidden_states
+from jaxpage.runner.interventions import tapped_hidden_states
 from jaxpage.runner.layout import Layout
 from jaxpage.runner.slots import (
     ADAPTER,
@@ -58,6 +58,17 @@ class DeviceResult:
     sampled: Sampled  # every field with a leading axis P
     num_sampled: jax.Array  # int32[R]
     expert_load: jax.Array | None = None  # int32[layers with experts, X] of the launch
+    captured: jax.Array | None = None  # [R, P, E] of the last step
+
+
+class Computed(NamedTuple):
+    """What a step's tokens have left when they are through the layers."""
+
+    kv_pool: KVPool  # with their keys and values
+    state: RequestState
+    batch: StepBatch
+    hidden: jax.Array  # [T, E]
+    captured: jax.Array | None = None  # [T, P, E]; None: nothing is captured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +95,21 @@ class Step:
         *embeds: jax.Array,
     ) -> tuple[KVPool, RequestState, list[jax.Array]]:
         """The rows' tokens through the layers; the hidden state of each row's last token is in its slot afterwards.
-        Those of all tokens come back in pieces [C, E] for `score`.
+        Those of all tokens come back in pieces [C, E] for `score`; behind them what is captured, in pieces [C, P, E].
 
         A sibling row has no tokens of its own: its last token is that of the row before it. `embeds`, if the spec has
         prompt embeddings: words [T, E], and bool[T] where they stand in the place of tokens.
         """
         kv_pool, state, rows = self._begin(layout, leaves, kv_pool, state, packed)
-        kv_pool, state, batch, hidden = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
+        computed = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
+        kv_pool, state, batch, hidden, captured = computed
         last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
         words = lax.bitcast_convert_type(last, words_of(last.dtype))
         state = state | {"hidden": state["hidden"].at[batch.slots].set(words)}
-        return kv_pool, state, _pieces(hidden, self.spec.num_scored)
+        pieces = _pieces(hidden, self.spec.num_scored)
+        if captured is not None:
+            pieces += _pieces(captured, self.spec.num_scored)
+        return kv_pool, state, pieces
 
     def score(
         self, layout: Layout, leaves: list[jax.Array], hidden: jax.Array, packed: jax.Array
@@ -156,11 +171,13 @@ class Step:
             # from them: on CPU a float32 copy of the whole bf16 embedding table, at every launch.
             weights, index = lax.optimization_barrier((leaves, index))
             now = rows | {"starts": rows["starts"] + index}
-            kv_pool, state, _, hidden = self._hidden(bucket, weights, kv_pool, state, now)
+            computed = self._hidden(bucket, weights, kv_pool, state, now)
+            kv_pool, state, _, hidden, captured = computed
             state, sampled, samples = self._sample_rows(self._model(weights), hidden, state, now)
             result = DeviceResult(
                 sampled=jax.tree.map(lambda x, new: x.at[index].set(new), result.sampled, sampled),
                 num_sampled=result.num_sampled + samples.astype(jnp.int32),
+                captured=captured,
             )
             return index + 1, kv_pool, state, result
 
@@ -205,8 +222,8 @@ class Step:
         state: RequestState,
         rows: Rows,
         embeds: tuple[jax.Array, ...] = (),
-    ) -> tuple[KVPool, RequestState, StepBatch, jax.Array]:
-        """The hidden states [T, E] of all tokens, whose KV is in the pool then, and whose experts are counted."""
+    ) -> Computed:
+        """All tokens through the layers; their experts are counted."""
         batch = unpack_batch(state, rows, bucket, self.spec)
         attention = PagedAttention(
             kv_pool,
@@ -235,16 +252,17 @@ class Step:
         if ADAPTER in state:
             token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
             inputs = replace(inputs, adapter_slots=state[ADAPTER][token_slots])
-        model, changes = self._model(leaves), self.spec.interventions
-        if changes is None:
+        model, research, captured = self._model(leaves), self.spec.research, None
+        if research is None:
             hidden = model.hidden_states(inputs)
         else:
             token_slots = batch.slots[token_rows(rows["num_tokens"], bucket)]
-            hidden = changed_hidden_states(model, inputs, state, token_slots, changes)
+            found = tapped_hidden_states(model, inputs, state, token_slots, research)
+            hidden, captured = found
         if inputs.expert_load is not None:
             load = state[EXPERT_LOAD] + jnp.stack(inputs.expert_load)
             state = state | {EXPERT_LOAD: load}
-        return attention.kv_pool, state, batch, hidden
+        return Computed(attention.kv_pool, state, batch, hidden, captured)
 
     def _sample_rows(
         self, model: Any, hidden: jax.Array, state: RequestState, rows: Rows
@@ -306,10 +324,20 @@ class Step:
         )
 
 
-def _pieces(hidden: jax.Array, size: int) -> list[jax.Array]:
-    """[size, E] each, of [T, E]; the last one is padded."""
-    missing = -hidden.shape[0] % size
-    return jnp.split(jnp.pad(hidden, ((0, missing), (0, 0))), (hidden.shape[0] + missing) // size)
+def _pieces(values: jax.Array, size: int) -> list[jax.Array]:
+    """[size, ...] each, of [T, ...]; the last one is padded."""
+    missing = -values.shape[0] % size
+    padding = ((0, missing), *[(0, 0)] * (values.ndim - 1))
+    return jnp.split(jnp.pad(values, padding), (values.shape[0] + missing) // size)
+
+
+def split_pieces(
+    pieces: list[jax.Array], spec: StepSpec
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What `forward` returns: the hidden states, and what is captured, as many pieces if anything is."""
+    has_captures = spec.research is not None and bool(spec.research.captures)
+    num_hidden = len(pieces) // 2 if has_captures else len(pieces)
+    return pieces[:num_hidden], pieces[num_hidden:]
 
 
 def token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
@@ -397,4 +425,12 @@ def _empty_result(bucket: Bucket, spec: StepSpec) -> DeviceResult:
             top_logprobs=jnp.zeros((*shape, top), jnp.float32),
         ),
         num_sampled=jnp.zeros(bucket.num_rows, jnp.int32),
+        captured=_nothing_captured(bucket, spec),
     )
+
+
+def _nothing_captured(bucket: Bucket, spec: StepSpec) -> jax.Array | None:
+    if spec.research is None or not spec.research.captures:
+        return None
+    shape = (bucket.num_rows, len(spec.research.captures), spec.hidden_size)
+    return jnp.zeros(shape, spec.dtype)

@@ -28,7 +28,7 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.plan import NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.step import Rows, Step, token_rows, unpack_batch
+from jaxpage.runner.step import Computed, Rows, Step, token_rows, unpack_batch
 from jaxpage.runner.tiles import by_tiles
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import Scores, log_normaliser, score
@@ -173,7 +173,7 @@ class StrictStep(Step):
         state: RequestState,
         rows: Rows,
         embeds: tuple[jax.Array, ...] = (),
-    ) -> tuple[KVPool, RequestState, StepBatch, jax.Array]:
+    ) -> Computed:
         batch = unpack_batch(state, rows, bucket, self.spec)
         kv_pool, hidden = hidden_states(
             self._model(leaves),
@@ -182,7 +182,7 @@ class StrictStep(Step):
             kv_pool,
             self.spec.groups.layer_locations,
         )
-        return kv_pool, state, batch, hidden
+        return Computed(kv_pool, state, batch, hidden)
 
     def _by_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
         def choose_by_tiles(model, hidden, state, slots, positions, features):

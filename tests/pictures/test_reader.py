@@ -42,7 +42,7 @@ def make_inputs(tokenizer, *, most_patches: int = 256, **options) -> InputProces
         default_sampling={},
         picture_processor=FakeProcessor(),
         adapters=None,
-        interventions=None,
+        research=None,
         most_patches=most_patches,
     )
     return InputProcessor(built, ids_in_use=())

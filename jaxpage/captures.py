@@ -1,0 +1,108 @@
+"""What a request wants to know of the inside of the model: values at named points, at some positions of its sequence.
+
+Knows names, positions and values. Must not know models, devices or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpage.research_config import ResearchSpec
+from jaxpage.token_positions import OPEN_END, Positions, Where, to_positions, within
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Use `capture`."""
+
+    pattern: str
+    positions: Positions
+
+
+def capture(name: str, positions: Positions | slice = slice(None)) -> Capture:
+    """The values at a point, or at those that match a pattern, of some positions; see `CompletionOutput.captures`.
+
+    Those of an answer are of its tokens as inputs, so its last token has none. Values that an intervention has changed
+    are those from after it. Raises ValueError.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"what is captured is the name of a point, or a pattern, got {name!r}")
+    return Capture(name, to_positions(positions))
+
+
+def to_captures(name: str, value: Any) -> tuple[Capture, ...]:
+    """One or several, or names of points whose every position is wanted; raises ValueError for what is none."""
+    given = (value,) if isinstance(value, Capture | str) else value
+    if not isinstance(given, list | tuple) or not all(isinstance(x, Capture | str) for x in given):
+        raise ValueError(
+            f"{name} must be a list of what jaxpage.research.capture returns, or of names, got {value!r:.200}"
+        )
+    return tuple(capture(each) if isinstance(each, str) else each for each in given)
+
+
+class Captured(NamedTuple):
+    """The values at one point."""
+
+    positions: np.ndarray  # int32[n], ascending, counted from the first token of the prompt
+    values: np.ndarray  # float32[n, E]
+
+
+@dataclass(frozen=True)
+class WantedCaptures:
+    """What a request wants: (number of the point among those that the engine captures, positions), sorted by points."""
+
+    points: tuple[str, ...]  # all that the engine captures
+    wanted: tuple[tuple[int, Where], ...]
+
+    def within(self, start: int, end: int) -> list[int]:
+        """The positions of `start .. end` at which some point is wanted, ascending."""
+        found: set[int] = set()
+        for where in {where for _, where in self.wanted}:
+            found.update(within(where, start, end))
+        return sorted(found)
+
+    def wants_from(self, start: int) -> bool:
+        """Whether anything is wanted of the position `start`, or of a later one."""
+        return any(within(where, start, OPEN_END) for _, where in self.wanted)
+
+    def by_point(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Mapping[str, Captured]:
+        """What was captured: (positions int32[n], values float32[n, P, E]) of each part, in the order of positions."""
+        if not parts:
+            return {}
+        positions = np.concatenate([positions for positions, _ in parts])
+        values = np.concatenate([values for _, values in parts])
+        found = {}
+        for index in dict.fromkeys(index for index, _ in self.wanted):
+            here = np.zeros(len(positions), bool)
+            for other, (start, stop, stride) in self.wanted:
+                inside = (positions >= start) & (positions < stop)
+                here |= inside & ((positions - start) % stride == 0) & (other == index)
+            found[self.points[index]] = Captured(positions[here], values[here, index])
+        return found
+
+
+def wanted_captures(
+    asked: Any, prompt_len: int, spec: ResearchSpec | None
+) -> WantedCaptures | None:
+    """None if a request asks for nothing. `asked`: `SamplingParams.capture`.
+
+    Raises ValueError for what the engine does not capture.
+    """
+    if not asked:
+        return None
+    if spec is None or not spec.captures:
+        raise ValueError("capture needs an engine with research=ResearchConfig(captures=[...])")
+    wanted: set[tuple[int, Where]] = set()
+    for each in to_captures("capture", asked):
+        found = [i for i, name in enumerate(spec.captures) if fnmatchcase(name, each.pattern)]
+        if not found:
+            raise ValueError(
+                f"{each.pattern!r} is not among the captures of ResearchConfig: {', '.join(spec.captures)}"
+            )
+        wanted.update((index, each.positions.resolve(prompt_len)) for index in found)
+    return WantedCaptures(spec.captures, tuple(sorted(wanted)))
