@@ -6,12 +6,9 @@ contents of steps, or devices.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-from tqdm.auto import tqdm
 
 from jaxpage.beam_search import (
     BeamSearchOutput,
@@ -28,6 +25,7 @@ from jaxpage.memory_calls import MemoryCalls
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
 from jaxpage.outputs import RequestOutput
 from jaxpage.pooling.calls import PoolingCalls
+from jaxpage.progress_bar import UseTqdm, progress_bar
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from jaxpage.engine.step_output import StepOutput
     from jaxpage.engine.verbs import EngineVerbs
     from jaxpage.runner.programs import ProgramRecord
-
-UseTqdm = bool | Callable[..., tqdm]
 
 
 class LLM(PoolingCalls, MemoryCalls):
@@ -200,7 +196,7 @@ class LLM(PoolingCalls, MemoryCalls):
         waiting = requests[::-1]
         outputs: dict[str, RequestOutput | None] = dict.fromkeys(r.request_id for r in requests)
         num_running = 0
-        with _progress(len(requests), use_tqdm) as progress:
+        with progress_bar(len(requests), use_tqdm) as progress:
             try:
                 while waiting or num_running:
                     with interrupts_deferred():
@@ -381,31 +377,3 @@ def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value:
             raise ValueError(f"{name}={value!r} is not supported; leave it None")
-
-
-@contextlib.contextmanager
-def _progress(num_requests: int, use_tqdm: UseTqdm) -> Iterator[Callable[[RequestOutput], None]]:
-    """A bar as vLLM's; call it with each final output."""
-    if not use_tqdm:
-        yield lambda output: None
-        return
-    make_bar = use_tqdm if callable(use_tqdm) else tqdm
-    speeds = "est. speed input: {:.2f} toks/s, output: {:.2f} toks/s"
-    num_input = num_output = 0
-    with make_bar(
-        total=num_requests,
-        desc="Processed prompts",
-        dynamic_ncols=True,
-        postfix=speeds.format(0, 0),
-    ) as bar:
-
-        def update(output: RequestOutput) -> None:
-            nonlocal num_input, num_output
-            num_input += len(output.prompt_token_ids) * len(output.outputs)
-            num_output += output.metrics.num_generation_tokens
-            elapsed = bar.format_dict["elapsed"] or 1e-9
-            bar.postfix = speeds.format(num_input / elapsed, num_output / elapsed)
-            bar.update(1)
-
-        yield update
-        bar.refresh()

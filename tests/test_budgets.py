@@ -30,7 +30,6 @@ RAISED: dict[tuple[str, str], tuple[int, str]] = {
     ("lines", "jaxpage/config.py"): (541, "one subject: those options, and what follows from them"),
     ("parameters", "jaxpage/engine/scheduler.py:Scheduler.__init__"): (10, _SCARCE),
     ("attributes on self", "jaxpage/engine/scheduler.py:Scheduler"): (17, _SCARCE),
-    ("lines", "jaxpage/llm.py"): (410, "vLLM's verbs with all of their parameters"),
     ("parameters", "jaxpage/llm.py:LLM.chat"): (14, _VLLM),
     ("parameters", "jaxpage/prompts.py:parse_chat"): (9, _VLLM),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxpage.kv_groups import Windows, first_seen_block
 from jaxpage.plan import NULL_BLOCK
+from jaxpage.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,19 @@ class FoundKV:
             for table in self.tables
             for hit in table
         )
+
+
+def num_findable(sequence: Sequence, block_size: int, *, has_windows: bool) -> int:
+    """How many of a sequence's first blocks may be taken from a cache, if they are there."""
+    count = (len(sequence.token_ids) - 1) // block_size
+    captures = sequence.request.captures
+    if captures is not None:  # what is wanted and was not captured yet must be computed
+        missing = captures.within(sequence.num_captured_tokens, count * block_size)
+        count = missing[0] // block_size if missing else count
+    if sequence.request.beams is not None and has_windows:
+        # The other beams start where they differ from the first, and need what is seen from there.
+        count = min(count, len(sequence.request.prompt_token_ids) // block_size)
+    return count
 
 
 def longest_prefix(

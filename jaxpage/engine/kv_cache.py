@@ -14,7 +14,7 @@ from functools import cache
 
 from jaxpage.engine.block_hashes import extend_hashes, group_key
 from jaxpage.engine.block_pool import BlockPool
-from jaxpage.engine.found_kv import FoundKV, HostBlock, longest_prefix
+from jaxpage.engine.found_kv import FoundKV, HostBlock, longest_prefix, num_findable
 from jaxpage.engine.host_tier import BlockStore, HostTier
 from jaxpage.kv_groups import Windows, first_seen_block, widest_window
 from jaxpage.plan import NULL_BLOCK, BlockTransfers, StepPlan
@@ -74,14 +74,7 @@ class KVCache:
         pool, size, windows = self.pool, self.block_size, self.windows
         if not pool.enable_prefix_caching or sequence.request.params.skip_reading_prefix_cache:
             return FoundKV(0, [[] for _ in windows])
-        count = (len(sequence.token_ids) - 1) // size
-        captures = sequence.request.captures
-        if captures is not None:  # what is wanted and was not captured yet must be computed
-            missing = captures.within(sequence.num_captured_tokens, count * size)
-            count = missing[0] // size if missing else count
-        if sequence.request.beams is not None and self._has_windows:
-            # The other beams start where they differ from the first, and need what is seen from there.
-            count = min(count, len(sequence.request.prompt_token_ids) // size)
+        count = num_findable(sequence, size, has_windows=self._has_windows)
         extend_hashes(sequence, count, size, self.weight_epoch)
 
         @cache

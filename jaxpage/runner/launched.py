@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxpage.plan import StepResult
-from jaxpage.runner.step import DeviceResult
+from jaxpage.runner.step_result import DeviceResult
 from jaxpage.sampling.logprobs import Scores
 
 

@@ -37,7 +37,7 @@ from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import CompilationCounter, Programs
 from jaxpage.runner.recording import CallRecorder
 from jaxpage.runner.spec import StepSpec
-from jaxpage.runner.step import DeviceResult, split_pieces
+from jaxpage.runner.step_result import DeviceResult, split_pieces
 from jaxpage.sampling.features import bits
 from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,13 @@ from jaxpage.runner.slots import (
     words_of,
 )
 from jaxpage.runner.spec import StepSpec
+from jaxpage.runner.step_result import (
+    Computed,
+    DeviceResult,
+    empty_result,
+    to_pieces,
+    with_load,
+)
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import Scores, score
 from jaxpage.sampling.sampler import Sampled, sample, stops, vocabulary
@@ -48,27 +55,6 @@ from jaxpage.sampling.sampler import Sampled, sample, stops, vocabulary
 _sample = jax.jit(sample, static_argnames=("num_top_logprobs", "logprobs_mode", "processors"))
 
 Rows = dict[str, jax.Array]  # the fields of `pack.rows_layout` or `pack.step_layout`
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class DeviceResult:
-    """`plan.StepResult` still on the device and padded. P decode steps (1 in a mixed step), R rows, W top logprobs."""
-
-    sampled: Sampled  # every field with a leading axis P
-    num_sampled: jax.Array  # int32[R]
-    expert_load: jax.Array | None = None  # int32[layers with experts, X] of the launch
-    captured: jax.Array | None = None  # [R, P, E] of the last step
-
-
-class Computed(NamedTuple):
-    """What a step's tokens have left when they are through the layers."""
-
-    kv_pool: KVPool  # with their keys and values
-    state: RequestState
-    batch: StepBatch
-    hidden: jax.Array  # [T, E]
-    captured: jax.Array | None = None  # [T, P, E]; None: nothing is captured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +92,9 @@ class Step:
         last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
         words = lax.bitcast_convert_type(last, words_of(last.dtype))
         state = state | {"hidden": state["hidden"].at[batch.slots].set(words)}
-        pieces = _pieces(hidden, self.spec.num_scored)
+        pieces = to_pieces(hidden, self.spec.num_scored)
         if captured is not None:
-            pieces += _pieces(captured, self.spec.num_scored)
+            pieces += to_pieces(captured, self.spec.num_scored)
         return kv_pool, state, pieces
 
     def score(
@@ -147,7 +133,7 @@ class Step:
         state, sampled, samples = self._sample_rows(self._model(leaves), hidden, state, rows)
         sampled = jax.tree.map(lambda x: x[None], sampled)
         result = DeviceResult(sampled=sampled, num_sampled=samples.astype(jnp.int32))
-        return _with_load(state, result)
+        return with_load(state, result)
 
     def decode(
         self,
@@ -181,9 +167,9 @@ class Step:
             )
             return index + 1, kv_pool, state, result
 
-        carry = (jnp.int32(0), kv_pool, state, _empty_result(bucket, self.spec))
+        carry = (jnp.int32(0), kv_pool, state, empty_result(bucket, self.spec))
         _, kv_pool, state, result = lax.while_loop(more, one_more, carry)
-        return kv_pool, *_with_load(state, result)
+        return kv_pool, *with_load(state, result)
 
     def encode(
         self,
@@ -324,22 +310,6 @@ class Step:
         )
 
 
-def _pieces(values: jax.Array, size: int) -> list[jax.Array]:
-    """[size, ...] each, of [T, ...]; the last one is padded."""
-    missing = -values.shape[0] % size
-    padding = ((0, missing), *[(0, 0)] * (values.ndim - 1))
-    return jnp.split(jnp.pad(values, padding), (values.shape[0] + missing) // size)
-
-
-def split_pieces(
-    pieces: list[jax.Array], spec: StepSpec
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What `forward` returns: the hidden states, and what is captured, as many pieces if anything is."""
-    has_captures = spec.research is not None and bool(spec.research.captures)
-    num_hidden = len(pieces) // 2 if has_captures else len(pieces)
-    return pieces[:num_hidden], pieces[num_hidden:]
-
-
 def token_rows(num_tokens: jax.Array, bucket: Bucket) -> jax.Array:
     """int32[T]: the row of each packed token. num_tokens [2, 3, 0] → [0, 0, 1, 1, 1, R-1, ...]."""
     rows = jnp.arange(bucket.num_rows, dtype=jnp.int32)
@@ -404,33 +374,3 @@ def _append(
         "token_ids": state["token_ids"].at[slots, position].set(token_ids, mode="drop"),
         "finished": state["finished"].at[slots].set(ended, mode="drop"),
     }
-
-
-def _with_load(state: RequestState, result: DeviceResult) -> tuple[RequestState, DeviceResult]:
-    """At the end of a launch what it counted of experts goes from the state to the result."""
-    if EXPERT_LOAD not in state:
-        return state, result
-    load = state[EXPERT_LOAD]
-    return state | {EXPERT_LOAD: jnp.zeros_like(load)}, replace(result, expert_load=load)
-
-
-def _empty_result(bucket: Bucket, spec: StepSpec) -> DeviceResult:
-    shape, top = (spec.decode_steps, bucket.num_rows), spec.num_top_logprobs
-    return DeviceResult(
-        sampled=Sampled(
-            token_ids=jnp.zeros(shape, jnp.int32),
-            logprobs=jnp.zeros(shape, jnp.float32),
-            ranks=jnp.zeros(shape, jnp.int32),
-            top_token_ids=jnp.zeros((*shape, top), jnp.int32),
-            top_logprobs=jnp.zeros((*shape, top), jnp.float32),
-        ),
-        num_sampled=jnp.zeros(bucket.num_rows, jnp.int32),
-        captured=_nothing_captured(bucket, spec),
-    )
-
-
-def _nothing_captured(bucket: Bucket, spec: StepSpec) -> jax.Array | None:
-    if spec.research is None or not spec.research.captures:
-        return None
-    shape = (bucket.num_rows, len(spec.research.captures), spec.hidden_size)
-    return jnp.zeros(shape, spec.dtype)

@@ -28,7 +28,8 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.plan import NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
-from jaxpage.runner.step import Computed, Rows, Step, token_rows, unpack_batch
+from jaxpage.runner.step import Rows, Step, token_rows, unpack_batch
+from jaxpage.runner.step_result import Computed
 from jaxpage.runner.tiles import by_tiles
 from jaxpage.sampling.fields import RequestState
 from jaxpage.sampling.logprobs import Scores, log_normaliser, score
