@@ -30,7 +30,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "script-src 'self'",
         "style-src 'self'",
         "connect-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' data:",  # pictures that the user adds
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",

@@ -84,6 +84,14 @@ test("what was not answered is left out, unless it is the last", () => {
   assert.deepEqual(sent([user("lost"), answer("", { isRunning: true })]), ["system: be brief", "user: lost"]);
 });
 
+test("pictures go before the text of their message", () => {
+  const picture = { type: "image_url", image_url: { url: "data:image/png;base64,AA" } };
+  const asked = { ...user("what?"), pictures: [picture.image_url.url] };
+  assert.deepEqual(toRequest([asked], "")[0].content, [picture, { type: "text", text: "what?" }]);
+  assert.deepEqual(toRequest([{ ...asked, content: " " }], "")[0].content, [picture]);
+  assert.equal(toRequest([{ ...asked, pictures: [] }], "")[0].content, "what?");
+});
+
 test("calls of tools come in pieces, and go back with their results", () => {
   const called = answer("I look.");
   const delta = (toolCall) => take(called, { id: "x", choices: [{ index: 0, delta: { tool_calls: [toolCall] } }] });

@@ -77,7 +77,11 @@ async def _report(request: Request, error: ApiError) -> Response:
 
 def _kind(body: dict[str, Any]) -> str:
     last = body["messages"][-1]
-    return "result" if last["role"] == "tool" else last["content"].split()[-1]
+    if last["role"] == "tool":
+        return "result"
+    content = last["content"]
+    said = content if isinstance(content, str) else content[-1].get("text", "text")
+    return said.split()[-1]
 
 
 async def _stream(stub: Stub, body: dict[str, Any]) -> AsyncIterator[bytes]:

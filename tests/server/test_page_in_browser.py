@@ -129,6 +129,47 @@ def visit(browser, stub, url):
 # The conversation.
 
 
+def test_pictures_are_chosen_dropped_and_sent(visit, tmp_path):
+    from PIL import Image
+
+    colours = ("red", "green")
+    for colour in colours:
+        Image.new("RGB", (40, 30), colour).save(tmp_path / f"{colour}.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    files = [tmp_path / f"{colour}.png" for colour in colours]
+    visit.page.set_input_files("#files", [*files, tmp_path / "notes.txt"])
+    shown = visit.page.locator("#pictures img")
+    shown.nth(1).wait_for()
+    assert shown.count() == 2
+    visit.page.get_by_role("button", name="Remove picture 1").click()
+    assert shown.count() == 1
+    visit.ask("what is it? text")
+    (picture, text) = visit.sent["messages"][-1]["content"]
+    assert text == {"type": "text", "text": "what is it? text"}
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+    seen = visit.page.locator("#messages li.user img")
+    assert seen.evaluate("img => [img.naturalWidth, img.naturalHeight]") == [40, 30]
+    assert visit.page.locator("#pictures").is_hidden()
+    # Another question about the same picture.
+    visit.page.get_by_role("button", name="Edit").click()
+    visit.page.fill("form.edit textarea", "and what now? text")
+    visit.page.get_by_role("button", name="Ask again").click()
+    visit.wait()
+    assert visit.sent["messages"][-1]["content"][0] == picture
+
+
+def test_a_picture_is_sent_without_a_word(visit, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    assert visit.page.locator("#send").is_disabled()
+    visit.page.set_input_files("#files", tmp_path / "one.png")
+    visit.page.locator("#send:enabled").click()
+    visit.wait()
+    (picture,) = visit.sent["messages"][-1]["content"]
+    assert picture["type"] == "image_url"
+
+
 def test_an_answer_is_shown_while_it_comes(visit):
     visit.stub.delay = 0.02
     visit.ask("hello text", wait=False)

@@ -1,6 +1,7 @@
 // The chat: asks, streams, stops, and shows what came.
 
 import { call } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { isLeftOut, newAnswer, take, toRequest } from "./conversation.js";
 import { announce, byId, setText } from "./dom.js";
 import { AnswerView, UserView } from "./message.js";
@@ -21,6 +22,7 @@ export class Chat {
     this.isAtEnd = true;
     this.prompt = byId("prompt");
     this.log = byId("log");
+    this.attachments = new Attachments({ onChange: () => this.#updateButtons() });
     this.#listen();
     this.#update();
   }
@@ -66,11 +68,15 @@ export class Chat {
 
   #send() {
     const text = this.prompt.value;
-    if (this.running || !text.trim() || !this.#isReady()) return;
+    if (this.running || this.#isNothingToSend() || !this.#isReady()) return;
     this.prompt.value = "";
     this.#fitPrompt();
-    this.#push({ role: "user", content: text });
+    this.#push({ role: "user", content: text, pictures: this.attachments.take() });
     this.#answer();
+  }
+
+  #isNothingToSend() {
+    return this.prompt.value.trim() === "" && this.attachments.pictures.length === 0;
   }
 
   #isReady() {
@@ -80,8 +86,9 @@ export class Chat {
   /** Ask again from the message at `index` on; what comes after it goes. */
   #askAgain(index, content) {
     if (this.running || !this.#isReady()) return;
+    const { pictures } = this.messages[index];
     this.#truncate(index);
-    if (content !== undefined) this.#push({ role: "user", content });
+    if (content !== undefined) this.#push({ role: "user", content, pictures });
     this.#answer();
     this.prompt.focus();
   }
@@ -208,7 +215,7 @@ export class Chat {
     const isBusy = this.running !== null;
     const isEmpty = this.messages.length === 0;
     byId("send").hidden = isBusy;
-    byId("send").disabled = this.prompt.value.trim() === "" || this.page.model() === "";
+    byId("send").disabled = this.#isNothingToSend() || this.page.model() === "";
     byId("stop-button").hidden = !isBusy;
     byId("clear").disabled = isEmpty;
     byId("undo").hidden = !this.cleared?.length || !isEmpty;

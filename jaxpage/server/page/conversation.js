@@ -1,6 +1,6 @@
 // Messages as data: what a stream adds to an answer, and what of a conversation goes to the model.
 
-/** @typedef {{role: "user", content: string}} UserMessage */
+/** @typedef {{role: "user", content: string, pictures?: string[]}} UserMessage  pictures: data URLs */
 
 /** An answer before its first token. Times are milliseconds. */
 export function newAnswer() {
@@ -61,10 +61,18 @@ export function toRequest(messages, system) {
   const sent = system ? [{ role: "system", content: system }] : [];
   messages.forEach((message, i) => {
     if (isLeftOut(messages, i)) return;
-    if (message.role === "user") sent.push({ role: "user", content: message.content });
+    if (message.role === "user") sent.push(userMessage(message));
     else sent.push(...answerMessages(message));
   });
   return sent;
+}
+
+/** Pictures stand before the text, as models are trained. */
+function userMessage({ content, pictures = [] }) {
+  if (pictures.length === 0) return { role: "user", content };
+  const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  if (content.trim()) parts.push({ type: "text", text: content });
+  return { role: "user", content: parts };
 }
 
 /** Whether a message is no part of what the model is told. */

@@ -11,12 +11,16 @@ export class UserView {
   constructor(message, { onEdit }) {
     this.message = message;
     this.body = make("div", { class: "prose" }, make("p", {}, message.content));
+    const pictures = (message.pictures ?? []).map((src, i) => make("img", { src, alt: `Picture ${i + 1}` }));
+    this.pictures = make("div", { class: "pictures" }, ...pictures);
+    this.pictures.hidden = pictures.length === 0;
     this.editButton = button("Edit", () => this.#edit(), { class: "quiet small" });
     this.leftOut = make("p", { class: "hint" }, "Was not answered; the model is not told of it.");
     this.leftOut.hidden = true;
     this.onEdit = onEdit;
     this.element = make("li", { class: "message user" },
-      make("div", { class: "message-head" }, make("h3", {}, "You"), this.editButton), this.body, this.leftOut);
+      make("div", { class: "message-head" }, make("h3", {}, "You"), this.editButton),
+      this.pictures, this.body, this.leftOut);
   }
 
   update({ isBusy, isLeftOut }) {
@@ -36,7 +40,7 @@ export class UserView {
       make("button", { type: "submit", class: "primary" }, "Ask again")));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (field.value.trim()) this.onEdit(field.value);
+      if (field.value.trim() || !this.pictures.hidden) this.onEdit(field.value);
     });
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
