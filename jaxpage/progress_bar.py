@@ -13,9 +13,7 @@ UseTqdm = bool | Callable[..., tqdm]
 
 
 @contextlib.contextmanager
-def progress_bar(
-    num_requests: int, use_tqdm: UseTqdm
-) -> Iterator[Callable[[RequestOutput], None]]:
+def progress_bar(num_requests: int, use_tqdm: UseTqdm) -> Iterator[Callable[[RequestOutput], None]]:
     """Call what it gives with each final output."""
     if not use_tqdm:
         yield lambda output: None
