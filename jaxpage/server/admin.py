@@ -57,13 +57,13 @@ def router(server: Server) -> APIRouter:
         return {"is_paused": await llm.is_paused()}
 
     @routes.post("/reset_prefix_cache")
-    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> dict[str, bool]:
         if not await llm.reset_prefix_cache(reset_running_requests):
             raise ApiError(
                 409,
                 "requests hold blocks of the cache; ask again later, or with reset_running_requests=true",
             )
-        return Response()
+        return {"success": True}
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest | None = None) -> dict[str, int]:

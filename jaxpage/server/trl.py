@@ -1,4 +1,6 @@
-"""The server that TRL's `VLLMClient` talks to: many prompts in, token ids and logprobs out. With `--enable-rl`.
+"""The paths that TRL's `VLLMClient` has of its own: many prompts in, token ids and logprobs out. With `--enable-rl`.
+
+They are those of older clients. Newer ones, such as 1.16's, sample and score through OpenAI's paths.
 
 Weights do not come as TRL sends them, by NCCL between GPUs, but from a checkpoint: `/update_weights`.
 """
@@ -94,6 +96,11 @@ def router(
     @routes.post("/get_sequence_logprobs/")
     async def get_sequence_logprobs(body: Score, request: Request) -> Response:
         return await answer(server, body, request, _score)
+
+    @routes.get("/server_info")
+    async def server_info() -> Response:
+        # What newer clients ask before they send weights, and only then; they show the answer.
+        raise ApiError(501, _NO_NCCL)
 
     @routes.post("/init_communicator/")
     async def init_communicator() -> Response:

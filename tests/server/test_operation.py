@@ -246,7 +246,8 @@ def test_pausing_and_aborting_over_http(url, llm):
     assert b'"finish_reason":"abort"' in text and text.endswith(b"data: [DONE]\n\n")
     connection.close()
     wait_until(lambda: is_idle(llm))
-    assert ask(url, "/reset_prefix_cache", method="POST", raw="")[0] == 200
+    status, _, text = ask(url, "/reset_prefix_cache", method="POST", raw="")
+    assert status == 200 and json.loads(text) == {"success": True}
 
 
 def test_a_stream_aborted_by_its_id(url):

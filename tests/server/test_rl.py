@@ -217,3 +217,47 @@ def test_nccl_is_refused_and_told_what_to_do(url):
         status, _, text = ask(url, path, {"name": "x", "dtype": "torch.float32", "shape": [1]})
         assert status == 501 and "/update_weights" in error_of(text)["message"]
     assert post(url, "/close_communicator/")
+    status, _, text = ask(url, "/server_info?config_format=json")
+    assert status == 501 and "/update_weights" in error_of(text)["message"]
+
+
+def test_what_trls_newer_client_asks(url):
+    """The bodies that `trl.generation.vllm_client` 1.16 sends, and what it reads of the answers."""
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    drawn = {
+        "n": 2,
+        "repetition_penalty": 1.0,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+    }
+    body = {"prompt": TEXTS, "max_tokens": 5, "logprobs": 1} | ids | drawn
+    choices = post(url, "/v1/completions", body)["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    for choice in choices:
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["tokens"])
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+        assert all(len(top) >= 1 for top in choice["logprobs"]["top_logprobs"])
+    prompts = [choice["prompt_token_ids"] for choice in choices[::2]]
+
+    scored = [
+        prompt + choice["token_ids"] for prompt, choice in zip(prompts, choices[::2], strict=True)
+    ]
+    body = {"prompt": scored, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 3}
+    for choice, sequence in zip(post(url, "/v1/completions", body)["choices"], scored, strict=True):
+        found = choice["prompt_logprobs"]
+        assert len(found) == len(sequence) and found[0] is None
+        for token_id, entry in zip(sequence[1:], found[1:], strict=True):
+            assert entry[str(token_id)]["logprob"] <= 0
+            assert {value["rank"] for value in entry.values()} >= {1, 2, 3}
+
+    message = {"role": "user", "content": TEXTS[0]}
+    body = (
+        {"messages": [message], "max_tokens": 4, "logprobs": True, "top_logprobs": 0} | ids | drawn
+    )
+    answer = post(url, "/v1/chat/completions", body)
+    assert answer["prompt_token_ids"] and len(answer["choices"]) == 2
+    for choice in answer["choices"]:
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert tokens == [f"token_id:{i}" for i in choice["token_ids"]]
