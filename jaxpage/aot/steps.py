@@ -7,6 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpage.aot.exchange import Collective
 from jaxpage.engine_spec import EngineSpec
+from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.weights.spec import ParamSpec, specs
 
@@ -16,10 +17,10 @@ MIB = 2**20
 
 def exchange_of(spec: EngineSpec) -> list[Collective]:
     """What the devices exchange in a decode step: a sum after each product that is divided over its inputs, and after
-    the embedding; then their shares of the logits, and what was sampled.
+    the embedding; where heads do not divide, what they attended to; then their shares of the logits, and what was
+    sampled.
 
     XLA's own products are summed in float32 on GPUs. Those of int8 weights share the largest number of a row first.
-    Where query heads do not divide, XLA moves heads with padding besides, which is not counted.
     """
     if spec.mesh is None or spec.num_devices == 1:
         return []
@@ -37,12 +38,25 @@ def exchange_of(spec: EngineSpec) -> list[Collective]:
         Collective("all-reduce", int(EMBEDDING in divided), size * itemsize),
         Collective("all-reduce", num_int8, 4),
     ]
-    found = [each for each in sums if each.count]
+    found = [each for each in sums if each.count] + _gathered_heads(spec, list(divided.values()))
     if vocab % num_devices == 0:
         found.append(Collective("all-to-all", 1, 4 * vocab / num_devices))
     # The token, its logprob and rank, and the most likely others.
     sampled = 3 + 2 * spec.step_spec.num_top_logprobs
     return [*found, Collective("all-gather", 1, 4 * sampled)]
+
+
+def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collective]:
+    """Where some heads are padding: q, k and v, if their weights are divided, and what all heads attended to."""
+    model = spec.model.config
+    shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
+    if not shares.has_padding:
+        return []
+    itemsize = jnp.dtype(model.dtype).itemsize
+    num_heads = shares.num_devices * shares.query_heads_of_a_device
+    out = Collective("all-gather", model.num_layers, num_heads * model.head_dim * itemsize)
+    projections = [each for each in divided if each.axes[0] in ("heads", "kv_heads")]
+    return [out, *(Collective("all-gather", 1, each.shape[0] * itemsize) for each in projections)]
 
 
 def most_temp_bytes(spec: EngineSpec) -> int:

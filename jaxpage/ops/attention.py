@@ -14,7 +14,7 @@ from functools import cache, partial
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpage.batch import StepBatch
@@ -236,8 +236,11 @@ def _sharded(
     *,
     has_sinks: bool,
 ) -> Callable:
-    """`attend` with a share of the heads on each device. No device needs anything of another."""
+    """`attend` with a share of the heads on each device. No device needs anything of another, unless some heads are
+    padding: then all of them are on every device before, and after.
+    """
     by_head, pool_by_head = P(None, TENSOR), P(None, None, TENSOR)
+    everywhere = NamedSharding(mesh, P())
     if spec.layout == "tpu" and isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
         pool_by_head = replace(pool, data=pool_by_head, scale_zero=by_head)
 
@@ -245,7 +248,10 @@ def _sharded(
         if not shares.owns_kv_heads:  # all are here, and one is read
             head = lax.axis_index(TENSOR) * shares.padded_kv_heads // mesh.size
             k, v = (lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k, v))
-        return attend(pool, q, k, v, *rest)
+        pool, out = attend(pool, q, k, v, *rest)
+        # One gather: left to itself, XLA moves heads between their places with padding and without in three calls.
+        out = lax.all_gather(out, TENSOR, axis=1, tiled=True) if shares.has_padding else out
+        return pool, out
 
     kv_spec = by_head if shares.owns_kv_heads else P()
     on_each = jax.shard_map(
@@ -255,16 +261,21 @@ def _sharded(
             *(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P()),
             *([P(TENSOR)] * has_sinks),
         ),
-        out_specs=(pool_by_head, by_head),
+        out_specs=(pool_by_head, P() if shares.has_padding else by_head),
         check_vma=False,  # the loops' carries start as constants
     )
 
     def attend_padded(pool, q, k, v, *rest):
+        if shares.has_padding:
+            q, k, v = (lax.with_sharding_constraint(x, everywhere) for x in (q, k, v))
         padded = shares.pad_queries(q), shares.pad_kv(k), shares.pad_kv(v)
         if has_sinks:  # a head each, as queries of one number
             *rest, sinks = rest
             rest.append(shares.pad_queries(sinks[None, :, None])[0, :, 0])
         pool, out = on_each(pool, *padded, *rest)
-        return pool, shares.without_padding(out)
+        out = shares.without_padding(out)
+        if shares.has_padding:
+            out = lax.with_sharding_constraint(out, everywhere)
+        return pool, out
 
     return attend_padded

@@ -43,7 +43,7 @@ class HeadShares:
 
     def pad_queries(self, q: jax.Array) -> jax.Array:
         """[T, H, D] -> [T, H', D] with zeros for the heads that are padding."""
-        if not self._pads:
+        if not self.has_padding:
             return q
         heads = q.reshape(q.shape[0], self.num_kv_heads, self.group, q.shape[2])
         more = (self.padded_kv_heads - self.num_kv_heads, self.padded_group - self.group)
@@ -56,14 +56,14 @@ class HeadShares:
 
     def without_padding(self, out: jax.Array) -> jax.Array:
         """[T, H', D] -> [T, H, D], the inverse of `pad_queries`."""
-        if not self._pads:
+        if not self.has_padding:
             return out
         shape = (out.shape[0], self.padded_kv_heads, self.padded_group, out.shape[2])
         heads = out.reshape(shape)[:, : self.num_kv_heads, : self.group]
         return heads.reshape(out.shape[0], -1, out.shape[2])
 
     @property
-    def _pads(self) -> bool:
+    def has_padding(self) -> bool:
         padded = (self.padded_kv_heads, self.padded_group)
         return padded != (self.num_kv_heads, self.group)
 

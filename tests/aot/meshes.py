@@ -50,6 +50,7 @@ CASES = (
     Case("v5e:2x4", 8, "Qwen2.5-0.5B"),
     Case("v5e:4x4", 16, "Llama-3.3-70B"),  # four hosts
     Case("v6e:2x4", 8, "Qwen2.5-32B"),
+    Case("v6e:2x4", 4, "Phi-4"),  # 10 KV heads, with 4 query heads each
     Case("v5p:2x2x2", 8, "Llama-3.3-70B"),  # both cores of a chip are one device
     Case("tpu7x:2x2x1", 4, "Llama-3.1-8B"),  # each core of a chip is one
     Case("tpu7x:2x2x1", 8, "Qwen2.5-32B"),

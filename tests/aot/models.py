@@ -112,6 +112,22 @@ MODELS = {
     "Qwen2.5-0.5B": qwen2(896, 4864, 14, 2, 24),
     "Qwen2.5-32B": qwen2(5120, 27648, 40, 8, 64, vocab_size=152064, tie_word_embeddings=False),
     "Llama-3.3-70B": llama3(8192, 28672, 64, 80),
+    "Phi-4": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "vocab_size": 100352,
+        "max_position_embeddings": 16384,
+        "rope_theta": 250000.0,
+        "tie_word_embeddings": False,
+        "pad_token_id": 100349,
+        "bos_token_id": 100257,
+        "eos_token_id": 100265,
+    },
 }
 EXPERTS = {
     "Qwen3-30B-A3B": {
