@@ -178,6 +178,10 @@ class Scheduler:
         budget, running, index = self.max_num_batched_tokens, self.running, 0
         num_preemptions = self.counters.num_preemptions
         while index < len(running):  # victims leave at the end
+            num_rows = step.add_decoding_rows(running, index, budget)
+            index, budget = index + num_rows, budget - num_rows
+            if index == len(running):
+                break
             sequence, index = running[index], index + 1
             if sequence.waiting_for is not None and not step.may_advance(sequence):
                 continue
