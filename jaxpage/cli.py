@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 USAGE = """usage: jaxpage COMMAND [--help]
        jaxpage --version
 
-  demo             see what it does, with a tiny model that is packaged
+  demo             see what it does, with a tiny model that is packaged; --pictures: with one that sees
   serve            answer OpenAI's API over HTTP
   chat             talk to a model
   generate         continue prompts with a model
@@ -122,10 +122,13 @@ class RunBatch:
     engine: EngineFlags = field(default_factory=EngineFlags)
 
 
-def demo() -> None:
-    """See what the engine does, with a tiny model that is packaged: no network, no options."""
-    from jaxpage.demo.show import show
+def demo(pictures: bool = False) -> None:
+    """See what the engine does, with a tiny model that is packaged: no network, no options.
 
+    Args:
+        pictures: with another one, which answers questions about pictures.
+    """
+    show = importlib.import_module(f"jaxpage.demo.{'pictures.' if pictures else ''}show").show
     logging.getLogger("jaxpage").setLevel(logging.WARNING)  # it shows what the log would say
     show()
 

@@ -110,10 +110,12 @@ def test_chat_flags_become_options(calls, monkeypatch):
     ]
 
 
-def test_the_demo_takes_no_flags(monkeypatch):
+def test_the_demo_has_two_models_and_no_other_flags(monkeypatch):
     performed = []
-    monkeypatch.setattr("jaxpage.demo.show.show", lambda: performed.append(True))
-    assert cli.main(["demo"]) == 0 and performed == [True]
+    monkeypatch.setattr("jaxpage.demo.show.show", lambda: performed.append("text"))
+    monkeypatch.setattr("jaxpage.demo.pictures.show.show", lambda: performed.append("pictures"))
+    assert cli.main(["demo"]) == 0 and performed == ["text"]
+    assert cli.main(["demo", "--pictures"]) == 0 and performed == ["text", "pictures"]
     with pytest.raises(SystemExit) as exit_:
         cli.main(["demo", "--model", "x"])
     assert exit_.value.code == 2

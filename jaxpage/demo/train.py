@@ -36,7 +36,8 @@ STAGES = (
 WATCHED = ("look-up 3", "look-up 8", "look-up 16", "look-up 24", "json 3", "sum 0..99", "talk")
 WARM_UP = 20  # steps over which the learning rates rise
 
-Step = Callable[[network.Params, optax.OptState, tokens.Batch], tuple[Any, Any, jax.Array]]
+Params = dict[str, jax.Array]
+Step = Callable[[Params, optax.OptState, Any], tuple[Any, Any, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,43 @@ def main(options: Training) -> None:
 
     Raises ValueError if the state was left by other options, FileExistsError if the output exists.
     """
-    if options.output.exists():
-        raise FileExistsError(f"{options.output} exists already; name another folder with --output")
     check_options(options)
     tokenizer = tokens.train_tokenizer()
     config = network.model_config(tokenizer.get_vocab_size())
     params = jax.tree.map(jnp.asarray, start.weights(config, tokenizer, seed=options.seed))
+
+    def batch_of(step: int) -> tokens.Batch:
+        stage, size = stage_of(options, step), options.tokens_per_step
+        return tokens.training_batch(tokenizer, stage, tokens=size, seed=options.seed, step=step)
+
+    def watch(params: network.Params) -> dict[str, float]:
+        return evaluate.accuracy(params, config, tokenizer, suites=WATCHED, questions=60)
+
+    params = fit(options, params, functools.partial(loss_of, config), batch_of, watch)
+    save.write(options.output, params, tokenizer)
+    print(f"saved {options.output}")
+    report(options.output)
+
+
+def loss_of(config: ModelConfig, params: network.Params, batch: tokens.Batch) -> jax.Array:
+    return network.loss(params, config, batch)
+
+
+def fit(
+    options: Any,
+    params: Params,
+    loss: Callable[[Params, Any], jax.Array],
+    batch_of: Callable[[int], Any],
+    watch: Callable[[Params], dict[str, float]],
+) -> Params:
+    """Train, or go on training, by the `batch_of` each step from 0 on. Prints the loss, and what `watch` finds.
+
+    `options`: a `Training`, or what has its fields.
+    """
     optimiser = optimiser_of(options, params)
-    memory = optimiser.init(params)
-    step_of = make_step(config, optimiser)
+    memory, step_of = optimiser.init(params), make_step(loss, optimiser)
     count = sum(p.size for p in params.values())
-    print(f"{count:,} parameters, {config.vocab_size} tokens, {jax.default_backend()}")
+    print(f"{count:,} parameters, {jax.default_backend()}")
     with ocp.CheckpointManager(
         _state_folder(options) / "steps",
         options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
@@ -82,26 +109,17 @@ def main(options: Training) -> None:
             print(f"going on after step {done}")
         began, seen = time.monotonic(), 0
         for step in range(done + 1, options.steps + 1):
-            batch = tokens.training_batch(
-                tokenizer,
-                stage_of(options, step - 1),
-                tokens=options.tokens_per_step,
-                seed=options.seed,
-                step=step - 1,
-            )
-            params, memory, loss = step_of(params, memory, batch)
+            batch = batch_of(step - 1)
+            params, memory, found = step_of(params, memory, batch)
             seen += batch.tokens.size
             if step % options.log_every == 0:
                 rate = seen / (time.monotonic() - began)
-                print(f"step {step}: loss {loss:.3f}, {rate:.0f} tokens/s", flush=True)
+                print(f"step {step}: loss {found:.3f}, {rate:.0f} tokens/s", flush=True)
             if step % options.save_every == 0 or step == options.steps:
                 manager.save(step, args=ocp.args.StandardSave((params, memory)))
-                found = evaluate.accuracy(params, config, tokenizer, suites=WATCHED, questions=60)
-                shares = ", ".join(f"{suite} {share:.2f}" for suite, share in found.items())
+                shares = ", ".join(f"{suite} {share:.2f}" for suite, share in watch(params).items())
                 print(f"  held out: {shares}", flush=True)
-    save.write(options.output, params, tokenizer)
-    print(f"saved {options.output}")
-    report(options.output)
+    return params
 
 
 def stage_of(options: Training, step: int) -> tokens.Stage:
@@ -111,7 +129,7 @@ def stage_of(options: Training, step: int) -> tokens.Stage:
     return reached[-1] if rng.random() < 0.6 else rng.choice(reached)
 
 
-def optimiser_of(options: Training, params: network.Params) -> optax.GradientTransformation:
+def optimiser_of(options: Any, params: Params) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, Adam for everything else."""
 
     def schedule(rate: float) -> optax.Schedule:
@@ -145,22 +163,29 @@ def optimiser_of(options: Training, params: network.Params) -> optax.GradientTra
     return optax.chain(by_kind, optax.stateless(scale))
 
 
-def make_step(config: ModelConfig, optimiser: optax.GradientTransformation) -> Step:
+def make_step(
+    loss: Callable[[Params, Any], jax.Array], optimiser: optax.GradientTransformation
+) -> Step:
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, memory: Any, batch: tokens.Batch) -> tuple[Any, Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(network.loss)(params, config, batch)
+    def step(params: Any, memory: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        found, gradients = jax.value_and_grad(loss)(params, batch)
         updates, memory = optimiser.update(gradients, memory, params)
-        return optax.apply_updates(params, updates), memory, loss
+        return optax.apply_updates(params, updates), memory, found
 
     return step
 
 
-def _state_folder(options: Training) -> Path:
+def _state_folder(options: Any) -> Path:
     return options.output.resolve().with_name(options.output.name + ".state")
 
 
-def check_options(options: Training) -> None:
-    """Write down the options of this run, or check that they are those of the run that was begun."""
+def check_options(options: Any) -> None:
+    """Write down the options of this run, or check that they are those of the run that was begun.
+
+    Raises ValueError if they are not, FileExistsError if the output exists.
+    """
+    if options.output.exists():
+        raise FileExistsError(f"{options.output} exists already; name another folder with --output")
     given = asdict(options) | {"output": options.output.name}
     path = _state_folder(options) / "options.json"
     if not path.exists():

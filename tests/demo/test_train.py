@@ -87,7 +87,11 @@ def test_steps_lower_the_loss(tokenizer):
     config = network.model_config(tokenizer.get_vocab_size())
     params = jax.tree.map(jnp.asarray, start.weights(config, tokenizer, seed=0))
     optimiser = train.optimiser_of(train.Training(steps=100), params)
-    step, state, losses = train.make_step(config, optimiser), optimiser.init(params), []
+    step, state, losses = (
+        train.make_step(functools.partial(train.loss_of, config), optimiser),
+        optimiser.init(params),
+        [],
+    )
     batch = tokens.training_batch(tokenizer, train.STAGES[0], tokens=288, seed=0, step=0)
     for _ in range(12):
         params, state, loss = step(params, state, batch)
