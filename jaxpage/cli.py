@@ -78,9 +78,8 @@ class Chat:
 
     model: Model = ""
     system: str | None = None  # what the model is told before the first question
-    url: str | None = (
-        None  # of a running server, such as http://127.0.0.1:8000, instead of an engine
-    )
+    # of a running server, such as http://127.0.0.1:8000, instead of an engine
+    url: str | None = None
     api_key: str | None = None  # that it asks for
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     engine: ChatEngineFlags = field(default_factory=ChatEngineFlags)
@@ -296,7 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["complete", *rest]:
             command = complete
         case ["serve", *rest]:
-            command, rest = serve, _with_config_file(rest)
+            config_file = importlib.import_module("jaxpage.server.config_file")
+            command, rest = serve, config_file.with_config_file(rest)
         case ["run-batch", *rest]:
             command = run_batch
         case ["compile", *rest]:
@@ -333,12 +333,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code or 0
-
-
-def _with_config_file(args: Sequence[str]) -> list[str]:
-    from jaxpage.server.config_file import with_config_file
-
-    return with_config_file(args)
 
 
 def _unknown(args: list[str]) -> str:
