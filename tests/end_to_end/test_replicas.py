@@ -58,6 +58,7 @@ def devices_of(llm: LLM) -> list[set[jax.Device]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_replicas_answer_as_one_engine(folder, wanted):
     llm = make(folder, data_parallel_size=2)
     assert devices_of(llm) == [{jax.devices()[0]}, {jax.devices()[1]}]

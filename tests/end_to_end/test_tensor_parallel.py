@@ -23,7 +23,6 @@ WAYS = {
     "preempted": {"num_gpu_blocks_override": 45, "preemption_mode": "recompute"},
     "swapped": {"num_gpu_blocks_override": 45, "preemption_mode": "swap", "swap_space": 0.01},
 }
-FAST = {("qwen2", 0, 2, "plain")}
 
 
 def params(prompt: int) -> SamplingParams:
@@ -69,7 +68,7 @@ def answers_of_one():
 def cases():
     """All; those that are not `deep` have each family once, and each way."""
     families, sizes = list(checkpoints.VARIANTS), (2, 4, 8)
-    sampled = {
+    sampled = {("qwen2", 0, 2, "plain")} | {
         (family, i % 2, sizes[i % 3], list(WAYS)[2 * i % len(WAYS)])
         for i, family in enumerate(families)
     }
@@ -78,7 +77,7 @@ def cases():
             case = (family, variant, num_devices, way)
             marks = pytest.mark.slow if case in sampled else pytest.mark.deep
             name = f"{family}-{variant}-{num_devices}-{way}"
-            yield pytest.param(*case, marks=() if case in FAST else marks, id=name)
+            yield pytest.param(*case, marks=marks, id=name)
 
 
 @pytest.mark.parametrize(("family", "variant", "num_devices", "way"), list(cases()))

@@ -100,6 +100,7 @@ def test_what_the_kernel_cannot_do_it_refuses_with_the_reason():
         tpu.lora(**arguments)
 
 
+@pytest.mark.slow
 def test_a_layer_has_its_adapters_from_the_kernel_that_was_chosen():
     """Of a joined layer, with a bias."""
     case = case_of("joined")

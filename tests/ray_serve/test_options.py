@@ -116,6 +116,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch, capsys):
     assert "pip install 'jaxpage[ray]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ray_is_not_imported_unless_it_is_asked_for():
     code = (
         "import sys, jaxpage.cli, jaxpage.server.run, jaxpage.ray_serve, jaxpage.ray_serve.front;"

@@ -323,6 +323,7 @@ def test_the_text_has_prometheus_content_type():
 # A real engine.
 
 
+@pytest.mark.slow
 def test_tokens_counted_are_those_that_requests_had(llm):
     metrics = Metrics(llm, "demo")
     llm.observe(metrics)
@@ -368,6 +369,7 @@ def test_tokens_counted_are_those_that_requests_had(llm):
     assert sum(executables) == len(llm.programs())
 
 
+@pytest.mark.slow
 def test_a_consumer_that_goes_away_leaves_nothing_behind(llm):
     metrics = Metrics(llm, "demo")
     llm.observe(metrics)

@@ -84,6 +84,7 @@ def slow_compiler(llm, monkeypatch):
     may_go.set()
 
 
+@pytest.mark.slow
 def test_a_grammar_that_is_being_compiled_holds_nobody_back(llm, slow_compiler):
     add(llm, "slow", {"regex": "slow"})
     add(llm, "fast", {"regex": "fast"})
@@ -98,6 +99,7 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_back(llm, slow_compiler):
     assert llm.stats().num_steps - before < 10  # it waited, and did not ask again and again
 
 
+@pytest.mark.slow
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(llm, slow_compiler):
     slow_compiler.set()
     add(llm, "bad", {"regex": "fails"}, n=2, temperature=1.0)
@@ -109,6 +111,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(llm, slow_comp
     assert llm.stats().num_blocks_used == 0
 
 
+@pytest.mark.slow
 def test_one_that_takes_too_long_is_given_up(slow_compiler, llm, monkeypatch):
     compiler = llm._inputs._grammars
     monkeypatch.setattr(compiler, "config", StructuredOutputsConfig(compile_timeout=0.3))
@@ -133,6 +136,7 @@ def test_masks_that_need_too_long(tmp_path):
     assert len(other.outputs[0].token_ids) == 5
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_a_grammar_can_be_aborted(llm, slow_compiler):
     add(llm, "a", {"regex": "slow abort"})
     for _ in range(2):
