@@ -1,7 +1,7 @@
 """`LLM`: prompts in, outputs out, in one process and one thread.
 
-Knows how input processor, engine and output processor are joined. Must not know blocks, plans, the
-contents of steps, or devices.
+Knows how input processor, engine and output processor fit together. Must not know blocks, plans, the contents of
+steps, or devices.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ if TYPE_CHECKING:
 class LLM(PoolingCalls, MemoryCalls):
     """An engine and its tokenizer. `options` are those of `EngineConfig`, under vLLM's names.
 
-    `generate` and `chat` answer a batch; `add_request` and `step` drive the same engine step by
-    step, and the two may be mixed. One thread at a time calls it, in the process that made it;
-    RuntimeError for others. Ctrl-C takes effect between steps, never within one, and leaves the
-    engine usable.
+    `generate` and `chat` answer a batch; `add_request` and `step` drive the same engine one step at a time, and the two
+    may be mixed. Only one thread at a time may call it, in the process that created it; other calls raise
+    RuntimeError. Ctrl-C takes effect between steps, never within one, and leaves the engine usable.
     """
 
     def __init__(self, model: str, **options: Any):
-        """Raises ValueError or TypeError for options that cannot be had.
+        """Raises ValueError or TypeError for options that are not supported.
 
-        With `nnodes` it returns on host 0 only. On the others it does what host 0 says, and raises SystemExit(0) when
-        that has ended.
+        With `nnodes` it returns on host 0 only. On the other hosts it executes what host 0 sends, and raises
+        SystemExit(0) when host 0 has ended.
         """
         from jaxpage.build import build
         from jaxpage.pooling.choose import pools
@@ -63,7 +62,7 @@ class LLM(PoolingCalls, MemoryCalls):
 
     @classmethod
     def from_built(cls, built: Built) -> LLM:
-        """An LLM around an engine that was put together elsewhere."""
+        """An LLM around an engine that was built elsewhere."""
         llm = cls.__new__(cls)
         llm._start(built)
         return llm
@@ -88,17 +87,15 @@ class LLM(PoolingCalls, MemoryCalls):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
-        """Answer each prompt; results in the order of the prompts, final ones whatever `output_kind`.
+        """Answer each prompt. Returns final outputs, whatever `output_kind` is, in the order of the prompts.
 
-        A prompt is a str, a list of ids, or a dict with "prompt", "prompt_token_ids" or
-        "prompt_embeds" (an array [T, E], with `enable_prompt_embeds`) and optionally "cache_salt",
-        and "multi_modal_data" for models that take pictures (`inputs.MultiModalData`);
-        `prompts` is one or a list of them (a list of ids is one).
+        A prompt is a str, a list of ids, or a dict with "prompt", "prompt_token_ids" or "prompt_embeds" (an array
+        [T, E], with `enable_prompt_embeds`), optionally with "cache_salt" and, for models that take pictures,
+        "multi_modal_data" (`inputs.MultiModalData`). `prompts` is one prompt or a list of them (a list of ids is one).
         `sampling_params` is one for all, one for each, or None for `get_default_sampling_params()`.
-        `tokenization_kwargs` go to the tokenizer. `lora_request` is an adapter for all, or a list with
-        one or None for each. Raises ValueError before anything runs if any
-        prompt or its params cannot be served; on any exception later, the requests of this call are
-        aborted.
+        `tokenization_kwargs` go to the tokenizer. `lora_request` is one adapter for all, or a list with an adapter or
+        None for each. Raises ValueError before anything runs if any prompt or its params cannot be served; on any
+        later exception, the requests of this call are aborted.
         """
         _refuse(mm_processor_kwargs=mm_processor_kwargs)
         with self._caller:
@@ -127,15 +124,14 @@ class LLM(PoolingCalls, MemoryCalls):
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of messages.
 
-        For models that take pictures, parts of a content may be `image_url`, `image_pil`, `image` or `video`.
+        For models that take pictures, parts of a message's content may be `image_url`, `image_pil`, `image` or `video`.
         Completions have `content`, `reasoning` and `tool_calls` besides their text. `tool_choice`: "auto", "none" (the
-        model is not told of `tools`), "required" (the answer is calls), or {"type": "function", "function": {"name":
-        ...}} for a call of that tool; arguments of the last two always fit the tool's parameters.
+        model is not told about `tools`), "required" (the answer must be tool calls), or {"type": "function",
+        "function": {"name": ...}} to call that tool. With the last two, arguments always match the tool's parameters.
 
-        `chat_template` is a file or a template, None the engine's, else the tokenizer's. The
-        template gets a content that is a list of parts as it is ("openai"), as one string
-        ("string"), or as it seems to expect ("auto"). Raises ValueError as `generate`, and if the
-        template cannot render the messages.
+        `chat_template` is a file or a template; None: the engine's, or else the tokenizer's. A content that is a list
+        of parts goes to the template as it is ("openai"), as one string ("string"), or as the template seems to expect
+        ("auto"). Raises ValueError like `generate`, and if the template cannot render the messages.
         """
         _refuse(mm_processor_kwargs=mm_processor_kwargs)
         with self._caller:
@@ -170,9 +166,9 @@ class LLM(PoolingCalls, MemoryCalls):
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best answers to each prompt, as transformers' `generate(num_beams=)`.
+        """The `beam_width` best answers to each prompt, as transformers' `generate(num_beams=)` finds them.
 
-        At most `concurrency_limit` prompts at a time. Prompts and errors are those of `generate`.
+        At most `concurrency_limit` prompts run at a time. Prompts and errors are those of `generate`.
         """
         if concurrency_limit is not None and concurrency_limit < 1:
             raise ValueError(
@@ -236,9 +232,9 @@ class LLM(PoolingCalls, MemoryCalls):
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Move on by one step: what their `output_kind` says of requests that gained tokens or finished.
+        """Run one step. Returns outputs, as their `output_kind` says, of requests that gained tokens or finished.
 
-        What `add_request`'s requests gained during a `generate` call is reported here too.
+        This includes what requests of `add_request` gained during a `generate` call.
         """
         with self._caller:
             if self._outputs.num_unfinished:
@@ -254,7 +250,7 @@ class LLM(PoolingCalls, MemoryCalls):
         return self._outputs.num_unfinished
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests now; no output comes of them. Unknown and finished ids are ignored."""
+        """End requests now, without an output. Unknown and finished ids are ignored."""
         with self._caller, interrupts_deferred():
             for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
                 if self._outputs.discard(request_id):
@@ -271,7 +267,7 @@ class LLM(PoolingCalls, MemoryCalls):
             raise
 
     def _take(self, move_on: Callable[[], StepOutput]) -> list[str]:
-        """A step of the engine, taken in; ids of the requests that finished."""
+        """Run and process one step of the engine. Returns the ids of the requests that finished."""
         with interrupts_deferred():
             try:
                 step = move_on()
@@ -289,19 +285,19 @@ class LLM(PoolingCalls, MemoryCalls):
         return processed.finished
 
     def _drain(self) -> None:
-        """Collect the step that an overlapped loop still has under way when nobody waits for it."""
+        """Collect the step that is still in flight in the overlapped loop when no request is left."""
         while self._engine.num_unfinished == 0 and self._engine.has_unfinished_requests():
             self._engine.step()
 
-    # Adapters, with `enable_lora`; ValueError without.
+    # Adapters. Without `enable_lora` these raise ValueError.
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now. False if its id is there already. Raises ValueError if it cannot be applied."""
+        """Read an adapter now. False if its id is already loaded. Raises ValueError if it cannot be applied."""
         with self._caller:
             return self._inputs.adapters.add(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; requests that have it end with it. False if there is none of that id."""
+        """Unload an adapter; requests that use it keep it until they end. False if there is none with that id."""
         with self._caller:
             return self._inputs.adapters.remove(lora_id)
 
@@ -313,12 +309,12 @@ class LLM(PoolingCalls, MemoryCalls):
 
     @property
     def llm_engine(self) -> LLM:
-        """vLLM's engine behind its `LLM`: here the same object, which has the same verbs."""
+        """In vLLM the engine behind `LLM`; here the same object, which has the same methods."""
         return self
 
     @property
     def model_config(self) -> ResolvedConfig:
-        """vLLM's name for what of the options is about the model; all of them."""
+        """In vLLM the options about the model; here all options."""
         return self.config
 
     def get_tokenizer(self) -> Any:
@@ -332,7 +328,7 @@ class LLM(PoolingCalls, MemoryCalls):
         return self._inputs.default_params()
 
     def stats(self) -> Any:
-        """The engine's counters, a `jaxpage.engine.stats.EngineStats`; of replicas the sum, and each part."""
+        """The engine's counters, a `jaxpage.engine.stats.EngineStats`; with replicas the sum, and each part."""
         return self._engine.stats()
 
     def programs(self) -> list[ProgramRecord]:
@@ -351,7 +347,7 @@ class LLM(PoolingCalls, MemoryCalls):
             return of_replica(replica, {number: f.result() for number, f in found.items()})
 
     def save_prefix_cache(self) -> None:
-        """Write the prefix cache to `kv_offload_dir`, where a later process finds it; done at exit too.
+        """Write the prefix cache to `kv_offload_dir`, where a later process finds it; also done at exit.
 
         Without `kv_offload_dir` nothing happens.
         """
@@ -359,7 +355,7 @@ class LLM(PoolingCalls, MemoryCalls):
             self._engine.save_prefix_cache()
 
     def wait_until_warm(self) -> None:
-        """Until every program is compiled; the first requests need not wait for all of them.
+        """Wait until every program is compiled; the first requests do not need all of them.
 
         Call it before measuring anything. Raises what the compiler raised.
         """
@@ -373,7 +369,7 @@ class LLM(PoolingCalls, MemoryCalls):
 
 
 def _refuse(**options: Any) -> None:
-    """Raise ValueError for vLLM's options that only work when they are not used."""
+    """Raise ValueError for options of vLLM that are accepted only when unset."""
     for name, value in options.items():
         if value:
             raise ValueError(f"{name}={value!r} is not supported; leave it None")

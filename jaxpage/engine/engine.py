@@ -1,13 +1,12 @@
 """The loop: schedule a step, launch it, collect it, update the requests.
 
-What this file knows: the order of these four verbs, and what to do when one of them fails. What it
-must never learn: what is scheduled (the scheduler's), how a step runs (the runner's), text and
-prompts (the user-facing layer's). It never imports jax; anything with the members of `StepRunner`
-can serve it. Features do not arrive here.
+Knows the order of these four calls, and what to do when one of them fails. Must not know what is scheduled (the
+scheduler does), how a step runs (the runner does), or text and prompts (the user-facing layer does). It never imports
+jax; any object with the members of `StepRunner` will do as a runner. New features do not touch this file.
 
-Two loops stand side by side, the plain one first. The overlapped loop launches step n+1 before it
-collects step n, so the device does not wait for the host. The price: a sequence that ends in step n
-may have a row in step n+1, which is thrown away.
+Two loops stand side by side, the plain one first. The overlapped loop launches step n+1 before it collects step n, so
+the device does not wait for the host. The price: a sequence that ends in step n may have a row in step n+1, whose
+result is discarded.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import DeletedParameterError, StepPlan, StepResult
 from jaxpage.request import Request, WaitingFor
 
-# Seconds that a step waits for a mask when it has nothing to do: whoever steps may have new requests meanwhile.
+# Seconds for which an idle step waits for a mask. Short, because the caller may have new requests by then.
 LONGEST_WAIT = 0.01
-MAX_FAILURES = 3  # steps that fail one after another; then no more are likely to succeed
+MAX_FAILURES = 3  # consecutive failed steps, after which the engine counts as dead
 
 T = TypeVar("T")
 
 
 class StepRunner(Protocol):
-    """What the engine asks of a runner. Steps run, and are collected, in the order of launches."""
+    """What the engine needs from a runner. Steps run, and are collected, in the order of their launches."""
 
     @property
     def num_recompiles(self) -> int: ...
@@ -51,17 +50,17 @@ class StepRunner(Protocol):
         ...
 
     def recover(self) -> bool:
-        """After a step failed: make the next one possible. True if the KV pool was lost."""
+        """Make the next step possible after one has failed. True if the KV pool was lost."""
         ...
 
     def wait_until_warm(self) -> None:
-        """Until nothing is left to compile."""
+        """Wait until nothing is left to compile."""
         ...
 
     def store_blocks(
         self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]], /
     ) -> None:
-        """Write the contents of blocks to the disk: (block of the device or of the host, hash)."""
+        """Write the contents of blocks to disk: pairs of (device or host block, hash)."""
         ...
 
 
@@ -72,37 +71,37 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
-        # The overlapped loop's step under way.
+        # The overlapped loop's step in flight.
         self._launched: tuple[ScheduledStep, Any] | None = None
         self._failed: list[str] = []
-        self._num_failures = 0  # steps that raised since one succeeded
+        self._num_failures = 0  # consecutive steps that raised
         self._launch_length: LaunchLength | None = None
 
     def add(self, request: Request) -> None:
-        """Queue a request, the engine's from here on. Raises ValueError for what can never run."""
+        """Queue a request, which the engine owns from here on. Raises ValueError for one that can never run."""
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request between two steps, with the tokens it has; None if unknown or ended."""
+        """End a request between two steps, with the tokens it has; None if it is unknown or has ended."""
         return self.scheduler.abort(request_id)
 
     def end_by_text(self, end: TextEnd) -> None:
-        """End a sequence between two steps, because of its text; nothing if it has ended already."""
+        """End a sequence between two steps because of its text; no effect if it has already ended."""
         self.scheduler.end_by_text(end)
 
     def step(self) -> StepOutput:
-        """Move on by one step. Returns what sequences gained, perhaps nothing.
+        """Run one step. Returns what sequences gained, which may be nothing.
 
-        If nothing can run before a mask is there, it waits for that, but not for long, and returns. Sequences whose
-        masks will never come end with the step after that which asked for them.
+        If nothing can run until a mask arrives, it waits for at most LONGEST_WAIT and returns. Sequences whose masks
+        will never come end in the step after the one that asked for them.
 
-        If a launch or a collection raises, the requests of that step end as aborted, all others go
-        on with the next call, and the exception propagates; `take_failed` says whose requests.
+        If a launch or a collection raises, the requests of that step end as aborted, all others continue with the next
+        call, and the exception propagates; `take_failed` returns the ids of the failed requests.
         """
         return self._counting_failures(self._step)
 
     def collect(self) -> StepOutput:
-        """Collect the step under way, if there is one, and launch none: what `step` returns and raises."""
+        """Collect the step in flight, if there is one, without launching another. Returns and raises like `step`."""
         return self._counting_failures(self._collect_launched)
 
     @property
@@ -112,20 +111,20 @@ class Engine:
 
     @property
     def death(self) -> str | None:
-        """Why no step is likely to succeed any more; None while one may."""
+        """Why no further step is likely to succeed; None while the engine is alive."""
         if self._num_failures < MAX_FAILURES:
             return None
         return f"{self._num_failures} steps failed in a row"
 
     def take_failed(self) -> list[str]:
-        """Ids of the requests that steps which raised have ended since the last call."""
+        """Ids of the requests that failed steps have ended since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
     def look_at_weights(self, *, keep_cache: bool = False) -> int:
-        """Take in that parameters were replaced, as each step does; returns how often they have been.
+        """Notice replaced parameters, as each step does. Returns how often they have been replaced.
 
-        `keep_cache`: KV that the old ones computed goes on being found.
+        `keep_cache`: KV that the old parameters computed stays in the prefix cache.
         """
         if self.runner.weights_changed():
             self.scheduler.begin_weight_epoch(keep_cache=keep_cache)
@@ -134,7 +133,7 @@ class Engine:
     def _counting_failures(self, move_on: Callable[[], StepOutput]) -> StepOutput:
         try:
             output = move_on()
-        except DeletedParameterError:  # the next step may find others
+        except DeletedParameterError:  # not counted: the parameter may be replaced before the next step
             raise
         except Exception:
             self._num_failures += 1
@@ -166,14 +165,13 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None and self._launched is None:
             self._wait()
-        # A launch that raises leaves the step under way where it is, to be collected by the next
-        # call.
+        # A launch that raises leaves the step in flight to be collected by the next call.
         launched = None if step is None else (step, self._launch(step))
         previous, self._launched = self._launched, launched
         return StepOutput() if previous is None else self._collect(*previous)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether to call `step` again: a request is unfinished, or a step not yet collected."""
+        """Whether to call `step` again: a request is unfinished, or a step has not been collected."""
         return bool(self.scheduler.requests) or self._launched is not None
 
     @property
@@ -183,20 +181,20 @@ class Engine:
 
     @property
     def unfinished_ids(self) -> list[str]:
-        """Of the requests that have not ended."""
+        """Ids of the requests that have not ended."""
         return list(self.scheduler.requests)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. False, and nothing happens, while any request holds blocks.
+        """Empty the prefix cache. Returns False and does nothing while any request holds blocks.
 
-        With `reset_running_requests` they give them back, and are computed anew when they go on.
+        With `reset_running_requests`, running requests are preempted first and recomputed when they resume.
         """
         if reset_running_requests:
             self.scheduler.preempt_all()
         return self.scheduler.kv.pool.reset_prefix_cache()
 
     def save_prefix_cache(self) -> None:
-        """Write what device and host know by hash to `kv_offload_dir`; nothing happens without it."""
+        """Write all cached blocks of device and host to `kv_offload_dir`; no effect without that option."""
         pool, tier = self.scheduler.kv.pool, self.scheduler.kv.tier
         if tier is not None and tier.store is not None:
             self.runner.store_blocks(pool.registered(), tier.pool.registered())
@@ -208,7 +206,7 @@ class Engine:
     def look(
         self, function: Callable[[Scheduler], T], replica: int | None = None
     ) -> dict[int, Future[T]]:
-        """See `EngineVerbs`: there is one scheduler, and the number of its replica is 0."""
+        """See `EngineVerbs`. There is one scheduler, that of replica 0."""
         if replica not in (None, 0):
             return {}
         found: Future[T] = Future()
@@ -225,14 +223,14 @@ class Engine:
         self._launch_length = LaunchLength(self.scheduler.decode_steps)
 
     def wait_until_warm(self) -> None:
-        """Until the runner has nothing left to compile."""
+        """Wait until the runner has nothing left to compile."""
         self.runner.wait_until_warm()
 
     def close(self) -> None:
-        """It has no threads of its own."""
+        """No effect: it has no threads of its own."""
 
     def _wait(self) -> None:
-        """There is nothing to do before a mask is there, or nothing at all."""
+        """Wait for a mask, if any sequence needs one, because there is nothing else to do."""
         if self.scheduler.failed:
             return
         for sequence in self.scheduler.running:
@@ -254,7 +252,7 @@ class Engine:
         try:
             result = self.runner.collect(handle)
         except BaseException:
-            # The step launched after this one built on what it wrote, so it goes too.
+            # The step launched after this one reads what this one wrote, so it fails too.
             failed = [step] if self._launched is None else [step, self._launched[0]]
             self._launched = None
             self._abort_failed(failed)
@@ -266,7 +264,7 @@ class Engine:
             raise
 
     def _abort_failed(self, steps: list[ScheduledStep]) -> None:
-        """End the requests of failed steps. If the pool was lost, the others are computed anew."""
+        """End the requests of failed steps. If the pool was lost, all other requests are recomputed."""
         self._failed += [request.request_id for request in self.scheduler.abort_steps(steps)]
         if self.runner.recover():
             self.scheduler.preempt_all()

@@ -1,15 +1,15 @@
-"""Decides what each step computes: tokens for sequences, blocks for tokens, slots for sequences.
+"""Decides what each step computes: which tokens of which sequences, with which blocks and request slots.
 
-What this file knows: sequences and slots as numbers, and four verbs of the KV cache. What it must never learn: what a
-token means to the model, how a step is packed or run, where KV lies. A feature arrives as a field of the plan or the
-request, never as a branch here.
+Knows sequences and slots as numbers, and the four methods of the KV cache. Must not know what a token means to the
+model, how a step is packed or run, or where KV is stored. A feature arrives as a field of the plan or the request,
+never as a branch here.
 
 There are no phases. A sequence knows `num_known_tokens` and has KV for `num_computed_tokens` of them; a step moves the
-second towards the first. Prefill, chunked prefill, cache hits, decoding and recomputation are that subtraction. The
-last known token has no KV yet when it is scheduled; a row that reaches it samples the next.
+second number towards the first. Prefill, chunked prefill, cache hits, decoding and recomputation are that subtraction.
+The last known token has no KV yet when it is scheduled; a row that reaches it samples the next one.
 
-Nothing is rolled back. `running` is sorted by the order of service; rows are planned from its front, victims of a lack
-of blocks are taken from its end, so a victim was never planned in the same step.
+Nothing is rolled back. `running` is sorted by the order of service. Rows are planned from its front, and when blocks
+run out, sequences are preempted from its end, so a victim never has a row in the same step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from jaxpage.request import FinishReason, Request, Sequence
 
 
 class Scheduler:
-    """Requests from `add` to their end: `schedule` plans a step, `update` takes its result.
+    """Holds requests from `add` to their end: `schedule` plans a step, `update` takes its result.
 
-    What is planned counts as launched. One more step may be planned before the result of the last one is in: tokens
-    that one samples count as known (the device has them), only their ids are not.
+    A planned step counts as launched. One more step may be planned before the result of the last one is in: the tokens
+    which that one samples count as known, because the device has them; the host does not know their ids yet.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Scheduler:
         num_adapters: int = 0,
         pictures: PictureCache | None = None,
     ):
-        """Raises ValueError for limits below 1, or no room for a token of prompt and a token of answer."""
+        """Raises ValueError for limits below 1, or if there is no room for one prompt token and one output token."""
         limits = (max_num_seqs, max_num_batched_tokens, max_model_len, decode_steps)
         sequences.check_limits(*limits, policy)
         self.kv, self.adapters, self.max_model_len = kv, AdapterSlots(num_adapters), max_model_len
-        self.pictures = pictures or PictureCache(1, budget=0)  # of models that take none
+        self.pictures = pictures or PictureCache(1, budget=0)  # empty, for models without vision
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
-        self.failed: list[Sequence] = []  # to be ended by `end_failed`
+        self.failed: list[Sequence] = []  # `end_failed` ends them
         self.counters = Counters()
         self._by_priority = policy == "priority"
         self._num_slots = max_num_seqs
@@ -69,7 +69,7 @@ class Scheduler:
         self._num_arrivals = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError, before anything changes, for what can never run."""
+        """Queue a request. Raises ValueError, before anything changes, for one that can never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.sequences = self.first_sequences(request)
@@ -83,7 +83,7 @@ class Scheduler:
             insort(self.waiting, sequence, key=self._order)
 
     def first_sequences(self, request: Request) -> list[Sequence]:
-        """Those with which a request would begin; any thread may ask. Raises ValueError for what can never run."""
+        """The sequences with which a request begins. Thread-safe. Raises ValueError if they can never run."""
         max_query_len = self.max_num_batched_tokens
         sequences.check_runnable(request, self.max_model_len, self.kv.pool, max_query_len)
         self.pictures.check(request)
@@ -112,7 +112,7 @@ class Scheduler:
         return step
 
     def update(self, step: ScheduledStep, result: StepResult) -> StepOutput:
-        """Append what a step sampled. Returns what each sequence gained, and which of them ended."""
+        """Append the sampled tokens of a step. Returns what each sequence gained, and which of them ended."""
         collected = collect(self.kv, step, result)
         self.counters.count_result(result, collected.num_tokens)
         if collected.ended:
@@ -120,7 +120,7 @@ class Scheduler:
         return collected.output
 
     def end_by_text(self, end: TextEnd) -> None:
-        """End a sequence with fewer tokens than it may have: its text met a stop string."""
+        """End a sequence at a stop string in its text, which may drop some of its last tokens."""
         self.counters.generation_tokens -= end.num_dropped
         request = self.requests.get(end.request_id)
         if request is not None and not request.sequences[end.index].finished:
@@ -129,38 +129,38 @@ class Scheduler:
             self._remove([sequence])
 
     def end_failed(self) -> StepOutput:
-        """End the sequences whose masks will never come."""
+        """End the sequences for which no mask will ever come."""
         collected, self.failed = collect_failed(self.failed), []
         self._remove(collected.ended)
         return collected.output
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now, with what it has; None if it is not among the unfinished ones."""
+        """End a request now, with the tokens it has; None if it is unknown or has ended."""
         request = self.requests.get(request_id)
         if request is not None:
             for sequence in request.sequences:
                 sequence.finish_reason = sequence.finish_reason or FinishReason.ABORT
-            self._remove(request.sequences)  # all: one may have ended in an update that then failed
+            self._remove(request.sequences)  # all of them: one may have ended in an update that then failed
         return request
 
     def abort_steps(self, steps: list[ScheduledStep]) -> list[Request]:
-        """End the requests of steps that failed. Nothing they wrote, or failed to, is reused."""
+        """End the requests of failed steps. Nothing that these steps wrote, or should have written, is reused."""
         requests = dict.fromkeys(s.request.request_id for step in steps for s in step.sequences)
         ended = [request for i in requests if (request := self.abort(i)) is not None]
-        self.kv.invalidate(self.waiting)  # last: sequences that end leave their blocks in the cache
+        self.kv.invalidate(self.waiting)  # after `abort`, which leaves the blocks in the prefix cache
         self.pictures.forget_all()
         self.adapters.forget_loads(step.plan for step in steps)
         return ended
 
     def preempt_all(self) -> None:
-        """All KV is lost: every running sequence is to be computed anew."""
+        """Preempt every running sequence because all KV is lost; they are recomputed."""
         while self.running:
             self._preempt_last(swap=False)
         self.kv.invalidate(self.waiting)
         self.pictures.forget_all()
 
     def begin_weight_epoch(self, *, keep_cache: bool = False) -> None:
-        """The weights change now: KV of before is not for sequences admitted from here on, unless it is kept."""
+        """The weights change now: sequences admitted from here on do not reuse older KV, unless `keep_cache`."""
         self.counters.num_weight_changes += 1
         for sequence in (*self.running, *self.waiting):
             sequences.note_weights(sequence, self.counters.num_weight_changes)
@@ -174,10 +174,12 @@ class Scheduler:
         return (request.priority if self._by_priority else 0, request.arrival, sequence.index)
 
     def _plan_running(self, step: ScheduledStep) -> int:
-        """Rows for the running sequences, front first. Returns the budget left for others: 0 if one was preempted."""
+        """Plan rows for the running sequences, front first. Returns the tokens left for waiting ones; 0 after a
+        preemption.
+        """
         budget, running, index = self.max_num_batched_tokens, self.running, 0
         num_preemptions = self.counters.num_preemptions
-        while index < len(running):  # victims leave at the end
+        while index < len(running):  # preemption shortens the list from its end
             num_rows = step.add_decoding_rows(running, index, budget)
             index, budget = index + num_rows, budget - num_rows
             if index == len(running):
@@ -187,12 +189,12 @@ class Scheduler:
                 continue
             known = len(sequence.token_ids) + sequence.num_in_flight
             if known >= sequence.max_len or not budget:
-                continue  # at `max_len` it ends when it is collected
+                continue  # a sequence at `max_len` ends when its step is collected
             start = sequence.num_computed_tokens
             count = known - start if known - start < budget else budget
             end = start + count
             if end > sequence.writable_len and not self._make_room(step, sequence, end):
-                break  # it was preempted itself, so it was the last
+                break  # it was preempted itself, so it was the last one
             if not sequence.request.is_plain:
                 count = step.reach(sequence, start, count)
                 if not count:
@@ -203,8 +205,8 @@ class Scheduler:
         return budget if self.counters.num_preemptions == num_preemptions else 0
 
     def _make_room(self, step: ScheduledStep, sequence: Sequence, end: int) -> bool:
-        """Have a running sequence grow, and preempt others until it can. False if it was preempted itself."""
-        # What is reserved, too: a victim may have been the other owner of a shared block.
+        """Grow a running sequence, preempting others until it can. False if it was preempted itself."""
+        # Recomputed after each preemption: the victim may have been the other owner of a shared block.
         reserved = partial(beam_scheduling.num_reserved_blocks, self.kv, sequence)
         while not self.kv.grow(step.plan, sequence, end, reserve=reserved()):
             self._preempt_last()
@@ -213,9 +215,8 @@ class Scheduler:
         return True
 
     def _preempt_last(self, *, swap: bool = True) -> None:
-        """Back to waiting, with its tokens. Its KV is swapped out, still found in the cache, or recomputed.
-
-        Tokens it has in flight count when they are collected; it may even end then, while waiting.
+        """Move the last running sequence back to `waiting`. Its KV is swapped out, found in the prefix cache later, or
+        recomputed. Tokens in flight are still appended when they are collected; it may even end then, while waiting.
         """
         victim = self.running.pop()
         if not (swap and self.kv.swap_out(victim)):
@@ -229,16 +230,16 @@ class Scheduler:
         if victim.request.beams is not None:
             beam_scheduling.preempt(victim)
             if self.running and self.running[-1].request is victim.request:
-                self._preempt_last()  # together
+                self._preempt_last()  # beams are preempted together
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
-        """Rows for waiting sequences, in order, until one does not fit. Those whose adapter finds no slot are passed
-        over.
+        """Plan rows for waiting sequences, in order, until one does not fit. Sequences without a slot for their adapter
+        are skipped.
         """
         max_query_len = self.max_num_batched_tokens
         waiting = (len(sequence.token_ids) for sequence in self.waiting[: len(self._free_slots)])
         most, budget = budget, self.padding.budget(max_query_len - budget, budget, waiting)
-        spare = most - budget  # for a picture that must be computed whole
+        spare = most - budget  # used only for a picture that must be computed whole
         entrance, num_passed = self.adapters.entrance(self.running), 0
         while num_passed < len(self.waiting) and self._free_slots and budget > 0:
             sequence = self.waiting[num_passed]
@@ -251,7 +252,7 @@ class Scheduler:
                 break
             found = self.kv.find(sequence)
             if not self.pictures.may_begin(sequence, found.num_tokens):
-                num_passed += 1  # its picture comes next, and cannot be encoded now
+                num_passed += 1  # its next token is a picture's, which cannot be encoded in this step
                 continue
             least = self.pictures.least(sequence, found.num_tokens)
             if least > budget + spare or not self.kv.admit(sequence, found, max_query_len):
@@ -272,9 +273,10 @@ class Scheduler:
             budget -= count
 
     def _fork(self, step: ScheduledStep, parent: Sequence) -> None:
-        """The prompt is about to be answered: create the other sequences, which share its blocks.
+        """The prompt is computed in this step: create the other sequences of the request, which share its blocks.
 
-        One that finds no slot waits like any other and later finds the prompt in the cache, or computes it.
+        A sibling without a free slot waits like any other sequence, and later finds the prompt in the prefix cache or
+        computes it.
         """
         siblings = [sequences.new_sibling(parent, i) for i in range(1, parent.request.params.n)]
         parent.request.sequences += siblings
@@ -285,9 +287,9 @@ class Scheduler:
                 insort(self.waiting, sibling, key=self._order)
 
     def _remove(self, ended: list[Sequence]) -> None:
-        """Take sequences that ended out of the queues."""
+        """Remove ended sequences from the queues, and free what they hold."""
         for sequence in ended:
-            sequence.num_in_flight = 0  # what it still has under way is thrown away
+            sequence.num_in_flight = 0  # its tokens in flight are discarded
             self.kv.release(sequence)
             self.pictures.release(sequence)
             self._free_slot(sequence)
