@@ -1,9 +1,9 @@
 """Paged attention for a step: write the new keys and values, then attend. Chooses the implementation, and shards it.
 
-On a mesh each device has its own heads: query heads, the KV heads that they read, and those heads of the pool.
-Which implementation reads a pool is decided before the pool exists, because a TPU's kernel wants a layout of its own:
-`choose` writes the decision into the pool's spec. That kernel also writes new keys and values; the kernel for Hopper
-GPUs reads what XLA's scatter has written.
+On a mesh each device has its own query heads, the KV heads that they read, and those heads of the pool. The
+implementation is chosen before the pool is allocated, because the TPU kernel needs a layout of its own: `choose`
+records the decision in the pool's spec. The TPU kernel also writes new keys and values; for the Hopper kernels, XLA's
+scatter does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
 from pallas_kernels.paged_attention.queries import SeeingAhead
 from pallas_kernels.paged_attention.tune import tuned_sizes
 
-# XLA inlines them; as jits of their own they are traced and lowered once for all layers that are alike.
+# Separate jits, so that they are traced and lowered once for all equal layers; XLA inlines them.
 _OPTIONS = ("scale", "window", "soft_cap", "one_query_per_row")
 _write_kv = jax.jit(write_kv)
 _paged_attention = jax.jit(xla.paged_attention, static_argnames=_OPTIONS)
@@ -52,12 +52,12 @@ def _gpu_attention():
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """A pool that is to be read, in the shapes of one device's share."""
+    """A pool that attention is to read, with the shapes of one device's share."""
 
     spec: KVPoolSpec
     device: Device
     q: jax.ShapeDtypeStruct  # [1, H, D]
-    num_kv_heads: int  # of a device
+    num_kv_heads: int  # on a device
     table: tuple[int, int]  # [R, M]
     sees_ahead: bool
 
@@ -110,10 +110,10 @@ def choose(
     table: tuple[int, int],
     sees_ahead: bool = False,
 ) -> Choice[KVPoolSpec]:
-    """The pool as the first implementation that can serve reads it.
+    """The pool's spec for the first implementation that supports it.
 
-    spec: of a pool in the layout "heads", for XLA. table: the largest block table, [R, M]. sees_ahead: some tokens see
-    later ones (`StepBatch.last_keys`).
+    spec: a pool in the layout "heads", for XLA. table: the largest block table, [R, M]. sees_ahead: some tokens attend
+    to later ones (`StepBatch.last_keys`).
     """
     q_shape = (1, shares.query_heads_of_a_device, spec.head_dim)
     request = _Request(
@@ -138,9 +138,9 @@ class PagedAttention:
     """The attention argument of a model inside a compiled step (`models.attention.Attention`).
 
     Lives only while the step is traced. `kv_pool` is the list of the pool's arrays, as `spec` describes them;
-    `layer_locations` says of each layer which KV-cache group and which array are its. A call replaces that array, and
-    the step returns the list when the model is done. K and V of all rows are written before any row reads, so a request
-    may hit blocks that another one computes in the same step.
+    `layer_locations` has the KV-cache group and the array of each layer. A call replaces that array, and the step
+    returns the list when the model is done. K and V of all rows are written before any row reads, so a request may hit
+    blocks that another request computes in the same step.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ def _write_and_attend(
     *rows: jax.Array | SeeingAhead,
     **options,
 ) -> tuple[Layer, jax.Array]:
-    """The pool with k and v in it, and the attention of q. rows: block table, kv_lens, query_starts, and sinks if there
-    are any.
+    """The pool with k and v written, and the attention of q. rows: block table, kv_lens, query_starts, and optionally
+    sinks.
     """
     if len(rows) > 3:
         rows, options["sinks"] = rows[:3], rows[3]
@@ -236,8 +236,8 @@ def _sharded(
     *,
     has_sinks: bool,
 ) -> Callable:
-    """`attend` with a share of the heads on each device. No device needs anything of another, unless some heads are
-    padding: then all of them are on every device before, and after.
+    """`attend` with a share of the heads on each device. Devices exchange nothing unless some heads are padding: then
+    every device has all heads before and after.
     """
     by_head, pool_by_head = P(None, TENSOR), P(None, None, TENSOR)
     everywhere = NamedSharding(mesh, P())
@@ -245,11 +245,11 @@ def _sharded(
         pool_by_head = replace(pool, data=pool_by_head, scale_zero=by_head)
 
     def attend_own(pool, q, k, v, *rest):
-        if not shares.owns_kv_heads:  # all are here, and one is read
+        if not shares.owns_kv_heads:  # every device has all KV heads and reads one
             head = lax.axis_index(TENSOR) * shares.padded_kv_heads // mesh.size
             k, v = (lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k, v))
         pool, out = attend(pool, q, k, v, *rest)
-        # One gather: left to itself, XLA moves heads between their places with padding and without in three calls.
+        # One gather: by itself XLA would remove the padding of the heads in three collectives.
         out = lax.all_gather(out, TENSOR, axis=1, tiled=True) if shares.has_padding else out
         return pool, out
 
@@ -269,7 +269,7 @@ def _sharded(
         if shares.has_padding:
             q, k, v = (lax.with_sharding_constraint(x, everywhere) for x in (q, k, v))
         padded = shares.pad_queries(q), shares.pad_kv(k), shares.pad_kv(v)
-        if has_sinks:  # a head each, as queries of one number
+        if has_sinks:  # one number for each query head, padded like queries
             *rest, sinks = rest
             rest.append(shares.pad_queries(sinks[None, :, None])[0, :, 0])
         pool, out = on_each(pool, *padded, *rest)

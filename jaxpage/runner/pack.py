@@ -1,8 +1,9 @@
-"""From a plan to the calls that carry it out. Pure: NumPy in, NumPy out; knows no device.
+"""Turns a plan into the calls that execute it. Pure functions of NumPy arrays, without a device.
 
-The calls of a plan, in order: block contents move between device, host and disk; adapters take their slots; sequences
-are admitted; forced tokens are appended; masks are set; pictures are encoded; then the step, either `decode`, or
-`forward` and `sample` with what is scored in between. Rows that an earlier step computed are in `sample` alone.
+The calls of a plan, in order: block contents move between device, host and disk; adapters are loaded into their slots;
+sequences are admitted; forced tokens are appended; masks are set; pictures are encoded; then the step runs, either
+`decode`, or `forward` and `sample` with the scoring of prompts in between. Rows that an earlier step computed take part
+in `sample` only.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def step_layout(
     num_groups: int = 1,
     pictures: PictureSpec | None = None,
 ) -> Layout:
-    """What goes up for one step of a bucket.
+    """What is uploaded for one step of a bucket.
 
-    In each KV-cache group a row gains at most one block for each `block_size` of its new tokens, one for their start
-    within a block, and one for a copy-on-write; so U table updates always suffice.
+    In each KV-cache group a row gains at most one block for each `block_size` of its new tokens, one because they may
+    start within a block, and one for a copy-on-write; `num_updates` follows from that.
     """
     rows = bucket.num_rows
     new_tokens = rows * decode_steps if bucket.decode else bucket.num_tokens
@@ -73,7 +74,7 @@ def step_layout(
 
 
 def rows_layout(num_rows: int) -> Layout:
-    """What must be known of the rows to sample for them."""
+    """What is uploaded to sample for a number of rows."""
     return Layout(
         (
             Field("features"),
@@ -87,7 +88,7 @@ def rows_layout(num_rows: int) -> Layout:
 
 
 def masks_layout(vocab_size: int) -> Layout:
-    """What the next tokens of some slots may be; padding goes to the null slot, which nobody samples for."""
+    """The tokens that some slots may sample next; padding goes to the null slot, which never samples."""
     return Layout(
         (
             Field("slots", (MASKS_PER_CALL,)),
@@ -97,16 +98,16 @@ def masks_layout(vocab_size: int) -> Layout:
 
 
 def tokens_layout() -> Layout:
-    """Tokens that the host appended to sequences that run; padding goes to the null slot's first."""
+    """Tokens that the host appended to running sequences; padding goes to the null slot's first token."""
     size = (TOKENS_PER_CALL,)
     return Layout((Field("slots", size), Field("positions", size), Field("token_ids", size)))
 
 
 def score_layout(num_scored: int) -> Layout:
-    """Tokens to score: where in a piece of hidden states, and which token comes behind it."""
+    """Tokens to score: their rows in a piece of hidden states, and the id of the token that follows each."""
     return Layout(
         (
-            Field("num"),  # of those that are no padding
+            Field("num"),  # without padding
             Field(
                 "whole"
             ),  # 0 or 1: whether the log-probabilities of the whole vocabulary are wanted
@@ -117,7 +118,7 @@ def score_layout(num_scored: int) -> Layout:
 
 
 def vocabulary_layout() -> Layout:
-    """Rows that sample next, and how many of them are no padding."""
+    """Rows that are about to sample, and how many of them are not padding."""
     return Layout((*rows_layout(VOCABULARY_ROWS).fields, Field("num")))
 
 
@@ -127,7 +128,7 @@ def pack(
     layouts: dict[str, Layout],
     pictures: PictureSpec | None = None,
 ) -> list[Call]:
-    """The calls of a plan. `programs` of its step hold its tokens and rows; `layouts` are those of all programs."""
+    """The calls of a plan. `programs` must hold the plan's tokens and rows; `layouts` are those of all programs."""
     calls = [] if plan.transfers is None else list(_transfers(plan.transfers))
     for slot, arrays in plan.adapter_loads:
         calls.append(Call(LOAD_ADAPTER, (np.array(slot, np.int32), *arrays)))
@@ -148,7 +149,7 @@ def pack(
 
 
 def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
-    """int32[layout.size] with the first rows of a plan."""
+    """int32[layout.size] with the first `num_rows` rows of a plan."""
     buffer = layout.new_buffer()
     layout.view(buffer, "features")[()] = plan.features
     layout.view(buffer, "num_steps")[()] = plan.num_steps
@@ -160,7 +161,7 @@ def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
 
 
 def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
-    """The rows that compute tokens, and what changes in block tables and pool before they run."""
+    """The rows that compute tokens, and the changes of block tables and pool before they run."""
     buffer = _pack_rows(plan, layout, plan.num_rows - plan.num_late_rows)
     if plan.table_updates:
         updates = np.asarray(plan.table_updates, np.int32)
@@ -177,7 +178,7 @@ def _pack_step(plan: StepPlan, layout: Layout) -> np.ndarray:
 
 
 def _embeds(plan: StepPlan, bucket: Bucket) -> tuple[np.ndarray, ...]:
-    """The embeddings among the step's tokens, as words [T, E], and bool[T] where they are; () if there are none."""
+    """The embeddings among the step's tokens as words [T, E], and bool[T] that marks them; () if there are none."""
     if not plan.input_embeds:
         return ()
     row_starts = np.cumsum([0, *plan.num_tokens])
@@ -212,7 +213,7 @@ def _forced_tokens(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
 
 
 def _captures(plan: StepPlan, bucket: Bucket | None, layouts: dict[str, Layout]) -> Iterator[Call]:
-    """One for each run of tokens in the same piece, in the order of the plan. A decode step has one piece."""
+    """One call for each run of tokens in the same piece, in the order of the plan. A decode step has one piece."""
     if not plan.captured:
         return
     assert bucket is not None, "tokens that are captured are computed"
@@ -225,12 +226,12 @@ def _captures(plan: StepPlan, bucket: Bucket | None, layouts: dict[str, Layout])
 
 
 def _piece_size(layouts: dict[str, Layout]) -> int:
-    """Tokens of a piece of what `forward` leaves."""
+    """Tokens in each piece of hidden states that `forward` returns."""
     return layouts[SCORE].view(layouts[SCORE].new_buffer(), "rows").size
 
 
 def _scores(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
-    """Those of the tokens for which the whole vocabulary is wanted come last."""
+    """Calls that score prompt tokens; those that return the whole vocabulary come last."""
     if not plan.prompt_scores:
         return []
     size = _piece_size(layouts)
@@ -278,7 +279,7 @@ def _masks(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
 
 
 def _transfers(transfers: BlockTransfers) -> Iterator[Call]:
-    """Block contents between disk, host memory and the pool, in the order that `BlockTransfers` promises."""
+    """Calls that move block contents between disk, host memory and the pool, in the order of `BlockTransfers`."""
     if transfers.stores:
         yield _store(STORE_HOST, transfers.stores)
     for host_id, content in transfers.loads:
@@ -292,7 +293,7 @@ def _transfers(transfers: BlockTransfers) -> Iterator[Call]:
 def pack_stores(
     device: Sequence[tuple[int, bytes]], host: Sequence[tuple[int, bytes]]
 ) -> list[Call]:
-    """The calls that write the contents of blocks to the disk: (block of the device or of the host, hash)."""
+    """The calls that write the contents of blocks to disk: pairs of (device or host block, hash)."""
     calls = [_store(STORE_HOST, host)] if host else []
     for start in range(0, len(device), BLOCKS_PER_CALL):
         calls.append(_store(STORE_DEVICE, device[start : start + BLOCKS_PER_CALL]))
@@ -300,7 +301,7 @@ def pack_stores(
 
 
 def _store(program: str, blocks: Sequence[tuple[int, bytes]]) -> Call:
-    """Buffers: int32[n] block ids, and uint8[n, hash length]; hashes of one call are equally long."""
+    """Buffers: int32[n] block ids, and uint8[n, 1 + longest hash]; the first byte of a row is the hash's length."""
     ids = np.array([block_id for block_id, _ in blocks], np.int32)
     length = max(len(block_hash) for _, block_hash in blocks)
     hashes = np.zeros((len(blocks), 1 + length), np.uint8)
@@ -311,7 +312,7 @@ def _store(program: str, blocks: Sequence[tuple[int, bytes]]) -> Call:
 
 
 def unpack_stores(ids: np.ndarray, hashes: np.ndarray) -> list[tuple[int, bytes]]:
-    """(block, hash) of a call that stores blocks."""
+    """Pairs of (block, hash) from a call that stores blocks."""
     rows = zip(ids.tolist(), hashes, strict=True)
     return [(block_id, row[1 : 1 + row[0]].tobytes()) for block_id, row in rows]
 
@@ -319,14 +320,14 @@ def unpack_stores(ids: np.ndarray, hashes: np.ndarray) -> list[tuple[int, bytes]
 def portions(
     pairs: Sequence[tuple[int, Other]], size: int = BLOCKS_PER_CALL
 ) -> Iterator[tuple[list[int], list[Other]]]:
-    """The first and the second of at most `size` pairs at a time."""
+    """The first and second elements of at most `size` pairs at a time."""
     for start in range(0, len(pairs), size):
         some = pairs[start : start + size]
         yield [first for first, _ in some], [second for _, second in some]
 
 
 def padded(block_ids: Sequence[int]) -> np.ndarray:
-    """int32[BLOCKS_PER_CALL], the null block behind the given ones."""
+    """int32[BLOCKS_PER_CALL]: the given ids, padded with the null block."""
     ids = np.full(BLOCKS_PER_CALL, NULL_BLOCK, np.int32)
     ids[: len(block_ids)] = block_ids
     return ids

@@ -1,11 +1,11 @@
 """The border between host and device: owns the KV pool and the request state, and executes calls.
 
-What this file knows: programs, the arguments they take, which of these are donated. What it must never learn: requests'
-meaning (the scheduler's), what a layer computes (the model's), how a token is chosen (the sampler's). A feature that
+Knows programs, the arguments they take, and which of these are donated. Must not know what a request means (the
+scheduler does), what a layer computes (the model does), or how a token is chosen (the sampler does). A feature that
 needs the device arrives as a field of the plan or a slot field, and a pure function.
 
 Only the runner holds the pool and the state, and only `execute` replaces them. Programs run on the device in the order
-of their launches; the host may reuse a block or a slot as soon as no later plan refers to it.
+of their launches, so the host may reuse a block or a slot as soon as no later plan refers to it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
 class Runner:
     """Runs the plans of one engine on one model.
 
-    `model` is an NNX module with arrays in place; its parameters are read anew at each launch, so whoever owns the
-    module (a trainer, say) may replace them between steps.
+    `model` is an NNX module that holds arrays. Its parameters are read at each launch, so the owner of the module (a
+    trainer, for example) may replace them between steps.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Runner:
         self._seen = [_reference(leaf) for leaf in self._leaves()]
         self._ahead_of_time = ahead_of_time
         self.host_memory = host_memory
-        self.recorder: CallRecorder | None = None  # whoever sets it gets all calls from then on
+        self.recorder: CallRecorder | None = None  # once set, it records all calls
         self.other_hosts: OtherHosts | None = None  # they execute all calls too; set after `warmup`
         self._num_launches = 0
         self._counter = CompilationCounter()
@@ -83,9 +83,9 @@ class Runner:
         self._buckets = {bucket.name: bucket for bucket in buckets}
 
     def warmup(self) -> None:
-        """Allocate pool and state, and compile what a first prompt needs; the rest follows behind. Call once.
+        """Allocate pool and state, and compile what a first prompt needs; the rest compiles in the background.
 
-        Compiles nothing if not `ahead_of_time`: each program at its first use then.
+        Call it once. Unless `ahead_of_time`, it compiles nothing: each program compiles at its first use.
         """
         if not self._ahead_of_time:
             self._allocate()
@@ -102,7 +102,7 @@ class Runner:
         self.programs.wait_for([[calls.ADMIT, *first]])
 
     def wait_until_warm(self) -> None:
-        """Until every program is compiled. Raises what the compiler raised."""
+        """Wait until every program is compiled. Raises what the compiler raised."""
         self.programs.wait()
 
     @property
@@ -117,15 +117,15 @@ class Runner:
 
     @property
     def num_recompiles(self) -> int:
-        """Compilations since warm-up on behalf of launches. 0 unless something is wrong (or steps compile lazily)."""
+        """Compilations during launches since warm-up. 0 unless something is wrong (or programs compile lazily)."""
         return self._counter.num_compilations
 
     def read_from(self, variables: Iterable[nnx.Variable]) -> None:
-        """Look up parameters in these variables, in the order of their arrays in programs, from the next launch on."""
+        """Read parameters from these variables from the next launch on, in the order in which programs take them."""
         self._variables = list(variables)
 
     def weights_changed(self) -> bool:
-        """Whether a parameter was replaced since the last call. What the old ones computed is stale then."""
+        """Whether a parameter was replaced since the last call, which makes KV of the old parameters stale."""
         leaves = self._leaves()
         changed = any(seen() is not leaf for seen, leaf in zip(self._seen, leaves, strict=True))
         if changed:
@@ -139,12 +139,12 @@ class Runner:
         return changed
 
     def weights_moved(self) -> None:
-        """Parameters are in other arrays, and their values are what they were: what they computed is not stale."""
+        """Parameters were moved to other arrays with the same values, so their KV is not stale."""
         self._seen = [_reference(leaf) for leaf in self._leaves()]
 
     def recover(self) -> bool:
-        """After a failed step: allocate pool and state anew if they went with it, and tell so. With other hosts a step
-        that fails ends the engine on all.
+        """After a failed step, reallocate pool and state if it destroyed them; returns whether it did. With several
+        hosts a failed step ends the engine on all of them, and this does nothing.
         """
         if self.other_hosts is not None:
             return False
@@ -156,12 +156,12 @@ class Runner:
         return False
 
     def free_pool(self) -> None:
-        """Give back the memory of the KV pool, and what is in it; `recover` allocates another one."""
+        """Free the memory of the KV pool; its contents are lost, and `recover` allocates a new one."""
         for array in jax.tree.leaves(self._kv_pool):
             array.delete()
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start the plan's step and return at once, unless no program that can run it has been compiled yet."""
+        """Launch the plan's step and return at once, unless it must wait for a program to be compiled."""
         programs = self._choose(plan)
         step = pack(plan, programs, self._lowerings.layouts, self._spec.pictures)
         try:
@@ -182,14 +182,14 @@ class Runner:
         )
 
     def execute(self, step: Iterable[Call]) -> Executed:
-        """Run calls in order; returns what they have left to be read."""
+        """Run calls in order. Returns their results, which may still be computing."""
         step = list(step)
         if self.recorder is not None:
             self.recorder.calls(step)
         self._num_launches += 1
         sampled, executed = None, Executed()
-        hidden: list[jax.Array] = []  # of `forward`, in pieces
-        captured: list[jax.Array] = []  # likewise, or of `decode`, in one
+        hidden: list[jax.Array] = []  # hidden states of `forward`, in pieces
+        captured: list[jax.Array] = []  # captured values of `forward`, in pieces, or of `decode`, in one
         with self._counter.watching(), self._everywhere(step):
             for call in step:
                 self.programs.num_calls[call.program] += 1
@@ -211,11 +211,11 @@ class Runner:
         return replace(executed, sampled=sampled)
 
     def store_blocks(self, device: list[tuple[int, bytes]], host: list[tuple[int, bytes]]) -> None:
-        """Write the contents of blocks to the disk: (block of the device or of the host, hash)."""
+        """Write the contents of blocks to disk: pairs of (device or host block, hash)."""
         self.execute(pack_stores(device, host))
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a launched step and bring its result to the host. Blocks here, and only here."""
+        """Wait for a launched step and copy its result to the host. The only method that waits for the device."""
         with self._computed(launched.result):
             result = to_host(launched)
         if self.recorder is not None:
@@ -233,15 +233,15 @@ class Runner:
         return self.other_hosts.reading([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
 
     def _choose(self, plan: StepPlan) -> StepPrograms:
-        """The smallest programs that hold the plan and are ready."""
+        """The smallest programs that fit the plan and are compiled."""
         fitting = fitting_programs(self.buckets, plan)
         if not self._ahead_of_time:
             return fitting[0]
         return fitting[self.programs.wait_for([programs.names for programs in fitting])]
 
     def _run(self, name: str, *buffers: np.ndarray) -> DeviceResult | list[jax.Array] | None:
-        """One call: what its program takes besides the buffers, and what it leaves. Returns what was sampled, or the
-        pieces of a `forward`.
+        """Run one call: add the other arguments of its program, and keep the new pool and state. Returns what was
+        sampled, or the pieces of a `forward`.
         """
         if name in _MEMORY_CALLS:
             _MEMORY_CALLS[name](self, *buffers)
@@ -320,7 +320,7 @@ class Runner:
         new = self.programs[calls.LOAD_ADAPTER](old, slot, list(contents))
         for i, array in zip(found, new, strict=True):
             self._variables[i].set_raw_value(array)
-            self._seen[i] = weakref.ref(array)  # the model's own weights are what they were
+            self._seen[i] = weakref.ref(array)  # the base model's weights have not changed
 
     def _leaves(self) -> list[jax.Array]:
         return [variable.get_raw_value() for variable in self._variables]
@@ -338,5 +338,5 @@ _MEMORY_CALLS = {
 
 
 def _reference(leaf: Any) -> Callable[[], Any]:
-    """Weak: the array is its owner's to free. What has only a shape is never replaced in place."""
+    """A weak reference, so that the owner can free the array. A mere shape is never replaced, so it counts as None."""
     return weakref.ref(leaf) if isinstance(leaf, jax.Array) else lambda: None
