@@ -1,7 +1,7 @@
-"""What the engine is doing at one moment, for those who look every second while it works.
+"""What the engine is doing at one moment, for callers that poll it every second while it works.
 
-What this file knows: how to copy the lists of the scheduler and its pools. What it must never do: change them, or
-compute anything from them. Whole arrays of the KV pool are in `jaxpage.engine.snapshot`.
+Knows how to copy the lists of the scheduler and its pools. Must not change them or compute anything from them.
+`jaxpage.engine.snapshot` has the whole KV pool as arrays.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceProgress:
-    """How far one continuation of a request is."""
+    """The progress of one continuation of a request."""
 
     request_id: str
-    index: int  # of n
+    index: int  # 0 .. n-1
     num_prompt_tokens: int
     num_output_tokens: int
-    num_computed_tokens: int  # with KV, once all launched steps are done
+    num_computed_tokens: int  # tokens with KV once all launched steps are done
     age: float  # seconds since the request arrived
     # block ids on the device, a table for each KV-cache group; NULL_BLOCK: behind the group's window
     block_tables: list[list[int]]
@@ -33,20 +33,20 @@ class SequenceProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """Sequences and blocks. What is made of these copies does not hold up the engine's steps."""
+    """Copies of sequences and blocks, so that whoever processes them does not delay the engine's steps."""
 
     time: float  # seconds, monotonic
     block_size: int
     running: list[SequenceProgress]
     waiting: list[SequenceProgress]  # those at the head of the queue
     references: list[int]  # of each block of the device, the null block included
-    hashes: list[bytes | None]  # of those that are in the prefix cache
-    num_host_blocks: int  # that sequences and cache can have; 0: there is no host tier
-    num_host_blocks_used: int  # that sequences hold
+    hashes: list[bytes | None]  # of each block; None: not in the prefix cache
+    num_host_blocks: int  # for sequences and cache; 0: there is no host tier
+    num_host_blocks_used: int  # held by sequences
 
 
 def take_activity(scheduler: Scheduler, max_waiting: int) -> Activity:
-    """Copies of now, with at most so many sequences of the queue. Takes 2 ms for 100,000 blocks."""
+    """The current state, with at most `max_waiting` waiting sequences. Takes 2 ms for 100,000 blocks."""
     pool, tier = scheduler.kv.pool, scheduler.kv.tier
     now = time.monotonic()
     return Activity(
@@ -62,14 +62,14 @@ def take_activity(scheduler: Scheduler, max_waiting: int) -> Activity:
 
 
 def joined(parts: Items[Activity]) -> Activity:
-    """Several engines as one, whose pool has the blocks of all: those of the first, then those of the second, ..."""
+    """Several engines as one whose pool has the blocks of the first engine, then those of the second, and so on."""
     if len(parts) == 1:
         return parts[0]
     first = replace(
         parts[0], running=[], waiting=[], references=parts[0].references[:1], hashes=[None]
     )
     for part in parts:
-        offset = len(first.references) - 1  # they have one null block together
+        offset = len(first.references) - 1  # all parts share one null block
         first = replace(
             first,
             running=[*first.running, *(_moved(s, offset) for s in part.running)],

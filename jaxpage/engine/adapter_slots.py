@@ -1,7 +1,7 @@
-"""Which adapter is in which of the device's adapter slots, and who has to wait for one.
+"""Which adapter is in which adapter slot of the device, and which sequences must wait for a slot.
 
-What this file knows: adapters by their keys, slots as numbers. What it must never learn: what an adapter holds, how it
-gets to the device (the plan says so), why a sequence runs.
+Knows adapters by their keys, and slots as numbers. Must not know what an adapter contains, how it gets to the device
+(through the plan), or why a sequence runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxpage.request import Request, Sequence
 class AdapterSlots:
     """Slots 1 .. `num_slots`; 0 stands for no adapter.
 
-    An adapter stays in its slot until another needs it, and never leaves while a sequence that has it runs.
+    An adapter stays in its slot until another one needs it, and is never evicted while a sequence that uses it runs.
     """
 
     def __init__(self, num_slots: int = 0):
@@ -25,16 +25,16 @@ class AdapterSlots:
         self._free = list(range(num_slots, 0, -1))
 
     def slot_of(self, request: Request) -> int:
-        """The slot of a request that runs."""
+        """The adapter slot of a running request; 0 if it has no adapter."""
         return 0 if request.adapter is None else self.slots[request.adapter.key]
 
     def entrance(self, running: Iterable[Sequence]) -> Entrance:
-        """Who may begin to run in the step that is planned now."""
+        """The `Entrance` of the step that is being planned."""
         adapters = (s.request.adapter for s in running if self.num_slots)
         return Entrance(self, Counter(a.key for a in adapters if a is not None))
 
     def take(self, plan: StepPlan, request: Request, users: Counter[str]) -> None:
-        """Have the adapter of a request in a slot: if it is in none yet, in one of which there are no `users`."""
+        """Load the adapter of a request, unless it is in a slot; may evict an adapter that has no `users`."""
         adapter = request.adapter
         assert adapter is not None
         if adapter.key not in self.slots:
@@ -46,27 +46,27 @@ class AdapterSlots:
         self.slots.move_to_end(adapter.key)
 
     def forget_loads(self, plans: Iterable[StepPlan]) -> None:
-        """What these plans were to load is perhaps not there. The requests of these plans have ended."""
+        """Forget the adapters that these failed plans loaded. The requests of these plans have ended."""
         lost = {slot for plan in plans for slot, _ in plan.adapter_loads}
         for key in [key for key, slot in self.slots.items() if slot in lost]:
             self._free.append(self.slots.pop(key))
 
 
 class Entrance:
-    """Who may begin to run in one step, as far as slots for adapters go. Ask in the order of service.
+    """Which sequences may start in one step, as far as adapter slots are concerned. Ask in the order of service.
 
-    A sequence that finds no slot lays claim to that of the adapter which fewest sequences have: no further ones of that
-    adapter begin to run behind it. So it waits for those that run now, and not for as long as others come.
+    A sequence without a slot claims that of the adapter with the fewest running sequences: no later sequence of that
+    adapter may start. So it waits only for those that already run, and cannot starve.
     """
 
     def __init__(self, slots: AdapterSlots, users: Counter[str]):
-        """`users`: how many sequences run, by the keys of their adapters."""
+        """`users`: the number of running sequences by adapter key."""
         self._slots, self._users = slots, users
         self._waiting: set[str] = set()
         self._claimed: set[str] = set()
 
     def is_open(self, request: Request) -> bool:
-        """Whether there is a slot for the adapter of a waiting request, if it has one."""
+        """Whether there is a slot for the adapter of a waiting request; True if it has no adapter."""
         if request.adapter is None:
             return True
         key, users = request.adapter.key, self._users
@@ -81,7 +81,7 @@ class Entrance:
         return False
 
     def enter(self, plan: StepPlan, request: Request) -> None:
-        """A request to which the entrance is open begins to run."""
+        """A request for which `is_open` was True starts to run."""
         if request.adapter is not None:
             self._slots.take(plan, request, self._users)
             self._users[request.adapter.key] += 1

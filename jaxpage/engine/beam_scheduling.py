@@ -1,16 +1,16 @@
-"""Beams as sequences: they go on together, a token at a time, and share the blocks of their past.
+"""Beams as sequences: they advance together, one token at a time, and share the blocks of their common past.
 
-What this file knows: the sequences and blocks of one beam request, and its `Beams`. What it must never learn: who else
-runs, slots, budgets (the scheduler's), which beam survives (the search's).
+Knows the sequences and blocks of one beam request, and its `Beams`. Must not know other requests, slots or budgets (the
+scheduler does), or which beam survives (the search decides).
 
-A beam request has `width` sequences from its arrival to its end. Sequence i is live beam i; those beyond the live beams
-are idle, and so is a beam that was preempted: an idle sequence has no blocks. One that may advance does so by one
+A beam request has `width` sequences from its arrival to its end. Sequence i is live beam i. Sequences beyond the live
+beams are idle, and so is a preempted beam: an idle sequence has no blocks. A sequence that may advance does so by one
 token, and then waits for the others (`WaitingFor.BEAMS`). When all have sampled, each sequence becomes one of the
-survivors, with a reference to each block of its parent. What two of them would write to is copied when the first one
-writes, like any shared block. All data of a beam goes to the device again before its next row.
+survivors, with a reference to each block of its parent. A block to which two of them would write is copied at the first
+write, like any shared block. All data of a beam is uploaded again before its next row.
 
-Beams are preempted together and come back together: the first one is computed like any sequence, the others share its
-blocks as far as their tokens are the same and compute the rest.
+Beams are preempted and resumed together: the first one is computed like any sequence; the others share its blocks as
+far as their tokens are equal, and compute the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def first_sequences(
 ) -> list[Sequence]:
     """The sequences with which a request begins; a step computes at most `max_query_len` tokens of each.
 
-    Raises ValueError for beams that could not end even if they had all `num_slots` slots and all blocks.
+    Raises ValueError for beams that could not finish even with all `num_slots` slots and all blocks.
     """
     if request.beams is None:
         return [new_sequence(request, 0)]
@@ -70,15 +70,16 @@ def _check_width(first: Sequence, kv: KVCache, num_slots: int, max_query_len: in
 
 
 def siblings(sequence: Sequence) -> list[Sequence]:
-    """Those that take and leave their slots together with this one, the first beam of its request."""
+    """The other beams of a request, which take and leave their slots together with this first one."""
     request = sequence.request
     return [] if request.beams is None else request.sequences[1:]
 
 
 def may_enter(kv: KVCache, sequence: Sequence, num_free_slots: int, max_query_len: int) -> bool:
-    """Whether the first waiting sequence may run as far as its siblings are concerned.
+    """Whether a waiting sequence may start, as far as its siblings are concerned.
 
-    Not while one has a token in flight: it was preempted, and the launch after its last step failed.
+    It may not while one of them has a token in flight: that one was preempted, and the launch after its last step
+    failed.
     """
     request = sequence.request
     if request.beams is None:
@@ -96,9 +97,9 @@ def may_enter(kv: KVCache, sequence: Sequence, num_free_slots: int, max_query_le
 
 
 def _num_blocks(kv: KVCache, first: Sequence, own: list[int], max_query_len: int) -> int:
-    """Blocks of beams that share the whole blocks of their prompt, where each has so many blocks of `own` in a table.
+    """Blocks of beams that share the full blocks of their prompt; `own`: further blocks of each beam in each table.
 
-    Of the prompt, groups with a window have what `KVCache.free_out_of_window` leaves, or what is needed to compute it.
+    Groups with a window hold what `KVCache.free_out_of_window` leaves of the prompt, or what computing it needs.
     """
     shared = len(first.request.prompt_token_ids) // kv.block_size
     seen = num_seen_blocks(kv.windows, kv.block_size, max_query_len)
@@ -107,9 +108,9 @@ def _num_blocks(kv: KVCache, first: Sequence, own: list[int], max_query_len: int
 
 
 def num_reserved_blocks(kv: KVCache, sequence: Sequence) -> int:
-    """Blocks that must stay free when a sequence grows: what the others of its beams that have yet to sample lack.
+    """Blocks that must stay free when a sequence grows: those that its fellow beams still need to sample.
 
-    Then none of them has to be preempted when others of them are planned already.
+    So no beam has to be preempted when others of the same request are already planned.
     """
     if sequence.request.beams is None:
         return 0
@@ -123,19 +124,19 @@ def num_reserved_blocks(kv: KVCache, sequence: Sequence) -> int:
         index, offset = divmod(beam.num_computed_tokens, size)
         if offset:
             written.update(table[index] for table in beam.block_tables)
-    # The last one that writes to a shared block keeps it.
+    # The last beam that writes to a shared block needs no copy.
     copies = sum(kv.pool.refs[block_id] - 1 for block_id in written)
     return lacking + copies - kv.num_copies(sequence)
 
 
 def preempt(sequence: Sequence) -> None:
-    """A beam lost its blocks, and will sample anew."""
+    """A beam has lost its blocks and will have to sample again."""
     sequence.request.beams.reports.pop(sequence.index, None)
     _wait_for_first(sequence)
 
 
 def upload_beams(step: ScheduledStep, kv: KVCache) -> None:
-    """Have all data of the beams in a step go up before they run; the next beams may follow the first ones."""
+    """Upload all data of the beams in a step before they run, and let the other beams of each request advance."""
     plan = step.plan
     slots: set[int] = set()
     for row, sequence in enumerate(step.sequences):
@@ -150,10 +151,10 @@ def upload_beams(step: ScheduledStep, kv: KVCache) -> None:
 
 
 def collect_beam(kv: KVCache, sequence: Sequence, result: StepResult, row: int) -> int:
-    """Take in what a beam sampled. When it was the last of them, all go on or end: returns the tokens gained."""
+    """Record what a beam sampled. After the last beam of a request, all continue or end. Returns the tokens gained."""
     request, beams = sequence.request, sequence.request.beams
     if not sequence.slot:
-        return 0  # it was preempted meanwhile
+        return 0  # preempted in the meantime
     count = beams.num_candidates
     token_ids = result.top_token_ids[0, row, :count].tolist()
     logprobs = result.top_logprobs[0, row, :count].tolist()
@@ -186,23 +187,23 @@ def _go_on(
 
 
 def _wait_for_first(sequence: Sequence) -> None:
-    """The first beam may advance, the others not before it."""
+    """Only the first beam may advance; the others wait for it."""
     sequence.waiting_for = None if sequence.index == 0 else WaitingFor.BEAMS
 
 
 def _follow(first: Sequence, kv: KVCache) -> None:
-    """All KV of the first beam is planned: idle live beams share what is theirs too, and may advance."""
+    """All KV of the first beam is planned: idle live beams share its blocks where tokens are equal, and may advance."""
     request = first.request
     for sequence in request.sequences[1 : len(request.beams.live)]:
         if sequence.block_tables:
             continue
-        # Whole blocks, and never all tokens: beams differ in their last one, if not before.
+        # Full blocks only, and never all tokens: beams differ in their last token at the latest.
         count = _common_len(first.token_ids, sequence.token_ids) // kv.block_size
         kv.share(first, sequence, count)
         sequence.waiting_for = None
 
 
 def _common_len(token_ids: list[int], other_ids: list[int]) -> int:
-    """Tokens that two sequences have in common from their start."""
+    """Length of the longest common prefix."""
     pairs = zip(token_ids, other_ids, strict=True)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(token_ids))

@@ -1,7 +1,6 @@
-"""Beam search over one prompt: which continuations go on, which have ended, and when it is over.
+"""Beam search over one prompt: which continuations survive, which have ended, and when the search is over.
 
-What this file knows: log-probabilities and token ids. What it must never learn: sequences, blocks, steps; how the
-rows of a request go on together is `beam_scheduling`'s.
+Knows log-probabilities and token ids. Must not know sequences, blocks or steps: `beam_scheduling` does.
 
 The semantics are those of transformers' `generate(num_beams=width)`.
 """
@@ -16,7 +15,7 @@ Candidates = list[tuple[int, float]]  # (token id, log-probability), best first
 
 
 class Survivor(NamedTuple):
-    """A beam that goes on: which of the beams before it continues, with which token."""
+    """A live beam of the next step: the beam that it continues, and with which token."""
 
     parent: int
     token_id: int
@@ -25,7 +24,7 @@ class Survivor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A continuation of the prompt, as a linked list from its last token to its first; beams share their past."""
+    """A continuation of the prompt: a linked list from its last token to its first, whose tails beams share."""
 
     parent: Beam | None  # None: the empty continuation
     token_id: int
@@ -33,7 +32,7 @@ class Beam:
     candidates: Candidates  # from which the last token was taken
 
     def path(self) -> list[Beam]:
-        """The beam at each of its lengths, 1 to its own."""
+        """The beam at each length, from 1 token to all of its tokens."""
         beams: list[Beam] = []
         beam: Beam | None = self
         while beam is not None and beam.parent is not None:
@@ -52,16 +51,16 @@ class Hypothesis:
 
 
 def num_candidates(width: int, num_eos_token_ids: int) -> int:
-    """How many of a step's continuations are looked at: whatever ends among them, `width` go on."""
+    """How many candidates a step considers: enough that `width` survive, however many of them end."""
     return max(2, 1 + num_eos_token_ids) * width
 
 
 class Beams:
     """The beams of one request: one empty beam at first, `width` from the first token on.
 
-    `early_stopping` says what becomes of the search once `width` hypotheses have ended. True: it is over. False: it
-    goes on while the best beam, scored at its present length, would beat the worst of them; "never": scored at
-    `max_tokens`, if the length penalty favours that.
+    `early_stopping` says when the search ends once `width` hypotheses have ended. True: at once. False: when the best
+    beam, scored at its current length, no longer beats the worst hypothesis. "never": likewise, but scored at
+    `max_tokens` if the length penalty favours length.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Beams:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the search, perhaps anew."""
+        """Start the search, or start it over."""
         self.live = [Beam(None, -1, 0.0, [])]
         self.ended: list[Hypothesis] = []  # the best `width` so far, best first
         self.num_tokens = 0  # of each live beam
@@ -90,10 +89,10 @@ class Beams:
         self.reports: dict[int, Candidates] = {}  # of live beams, while others still sample
 
     def advance(self, candidates: Sequence[Candidates]) -> list[Survivor]:
-        """One token further. `candidates` has for each live beam its `num_candidates` most likely next tokens.
+        """Advance by one token. `candidates` has the `num_candidates` most likely next tokens of each live beam.
 
-        Returns the beams that are live now, best first. Only the best `width` of all candidates may end: the others
-        are there to keep as many beams alive. Ties go to the better beam, then to the candidate named first.
+        Returns the new live beams, best first. Only the best `width` of all candidates may end; the others serve to
+        keep `width` beams alive. Ties go to the better beam, then to the candidate listed first.
         """
         best = sorted(
             (

@@ -1,7 +1,7 @@
-"""What a full block of KV is known by: a hash of everything that shapes its content.
+"""The identity of a full KV block: a hash of everything that determines its content.
 
-Hashes are chained: a block's hash depends on the one before it, on its tokens, and on its extra keys. Whatever else a
-request brings that shapes its KV (embeddings instead of tokens, say) becomes an extra key of the blocks it touches.
+Hashes are chained: a block's hash depends on the block before it, its tokens and its extra keys. Anything else in a
+request that changes its KV (embeddings instead of tokens, for example) becomes an extra key of the blocks it affects.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from jaxpage.request import Request, Sequence
 
 @cache
 def root_hash(weight_epoch: int) -> bytes:
-    """Parent of every first block. Other weights make other KV, so their epoch starts the chain."""
+    """Parent of every first block. KV depends on the weights, so the chain starts with their epoch."""
     return hashlib.sha256(b"jaxpage kv block, weight epoch %d" % weight_epoch).digest()
 
 
 def hash_block(parent: bytes, token_ids: Items[int], extra: tuple[str, ...] = ()) -> bytes:
-    """sha256 of a full block: what precedes it (`parent`), its tokens, its extra keys.
+    """sha256 of a full block: the hash of the block before it (`parent`), its tokens, its extra keys.
 
-    Equal in every process; a block's hash changes if any token up to its end does. `repr` of a
-    tuple of strings is one to one, and so is the whole: `parent` has 32 bytes and all blocks of a
-    pool have equally many tokens.
+    Equal in every process. It changes if any token up to the end of the block does. The encoding is injective: `repr`
+    of a tuple of strings is, `parent` has 32 bytes, and all blocks of a pool have the same number of tokens.
     """
     content = parent + _packer(len(token_ids))(*token_ids)
     if extra:
@@ -39,20 +38,20 @@ def hash_block(parent: bytes, token_ids: Items[int], extra: tuple[str, ...] = ()
 
 @cache
 def _packer(num_tokens: int) -> Callable[..., bytes]:
-    """Twice as fast as an `array` of a list."""
+    """Packs int32s, twice as fast as making an `array` of a list."""
     return struct.Struct(f"{num_tokens}i").pack
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:
-    """What a KV-cache group registers its block of that content under: each has a block of its own for it."""
+    """The key of a block in the prefix cache: each KV-cache group has its own block for the same tokens."""
     return block_hash if group == 0 else bytes([group]) + block_hash
 
 
 def extra_keys(request: Request, start: int, end: int) -> tuple[str, ...]:
-    """What besides its tokens shapes the KV of the block with tokens `start .. end` of a request.
+    """What determines the KV of the block of tokens `start .. end` besides these tokens.
 
-    Salt and adapter are keys of the first block only: the chain carries them on. A key says what kind it is, so that
-    none can be taken for another.
+    Salt and adapter are keys of the first block only, since hashes are chained. Each key begins with its kind, so that
+    keys of different kinds never collide.
     """
     keys = []
     if start == 0 and request.adapter is not None:
@@ -71,7 +70,7 @@ def extra_keys(request: Request, start: int, end: int) -> tuple[str, ...]:
 
 
 def extend_hashes(sequence: Sequence, count: int, block_size: int, weight_epoch: int) -> None:
-    """Complete `sequence.block_hashes` to its first `count` blocks."""
+    """Extend `sequence.block_hashes` to its first `count` blocks."""
     hashes, tokens, request = sequence.block_hashes, sequence.token_ids, sequence.request
     sources = (request.cache_salt, request.prompt_embeds, request.pictures, request.adapter)
     has_keys = any(source is not None for source in sources) or request.params.interventions

@@ -1,8 +1,7 @@
-"""Who owns which KV block, and which blocks can be found again by their content.
+"""Reference counts of KV blocks, and the prefix cache that finds blocks by their content.
 
-What this file knows: block ids, reference counts, hashes, the order of eviction. What it must never
-learn: sequences, tokens in flight, the device. It hands out numbers; the scheduler decides what
-they mean.
+Knows block ids, reference counts, hashes and the order of eviction. Must not know sequences, tokens in flight or the
+device. It hands out numbers; others decide what they mean.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from jaxpage.plan import NULL_BLOCK
 class BlockPool:
     """Reference counts, free queue and prefix cache of `num_blocks` blocks of `block_size` tokens.
 
-    A block is in use (`ref > 0`), or in the free queue, never both; the null block is neither. A
-    registered block keeps its hash in the queue and can be revived until it is handed out again.
-    The queue's head is reused first: there stand blocks without a hash, then the least recently
-    freed.
+    A block is either in use (reference count above 0) or in the free queue; the null block is neither. A registered
+    block keeps its hash in the free queue and can be reused by its content until it is allocated again. Allocation
+    takes the head of the queue: first blocks without a hash, then the least recently freed.
     """
 
     def __init__(
@@ -31,9 +29,9 @@ class BlockPool:
         enable_prefix_caching: bool,
         windows: Windows = (None,),
     ):
-        """`windows` of the KV-cache groups that take their blocks here.
+        """`windows` of the KV-cache groups that share this pool.
 
-        Raises ValueError without a block besides the null block, or a token in each.
+        Raises ValueError if `num_blocks` is below 2 (one is the null block) or `block_size` below 1.
         """
         if num_blocks < 2 or block_size < 1:
             raise ValueError(
@@ -45,19 +43,16 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self.windows = windows
         self.refs = [0] * num_blocks  # read by the scheduler's inner loop; changed only here
-        self.num_references = 0  # of all blocks together
+        self.num_references = 0  # sum over all blocks
         self._free = OrderedDict.fromkeys(range(1, num_blocks))
-        # Of a registered block: its hash, that of the block before it (None: it is a first block),
-        # and how often it was found.
+        # Of a registered block: its hash, the hash of the block before it (None for a first block), and its hits.
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.parents: list[bytes | None] = [None] * num_blocks
         self.hits = [0] * num_blocks
-        # (block, hash, parent) of registered blocks that were handed out again, if somebody wants
-        # to know: who does empties it.
+        # (block, hash, parent) of evicted blocks. None: not recorded; otherwise the reader empties it.
         self.evicted: list[tuple[int, bytes, bytes | None]] | None = None
-        # The oldest block of each content, and later ones in order. Those stay: block tables are
-        # never rewritten to merge them. A dict for each content would cost six times as much, for
-        # the garbage collector looks at all of them again and again.
+        # The oldest block of each content, and later duplicates in order. Duplicates stay: block tables are never
+        # rewritten to merge them. One dict per content would cost six times as much in garbage collection.
         self._by_hash: dict[bytes, int] = {}
         self._duplicates: dict[bytes, dict[int, None]] = {}
         self.num_evictions = 0
@@ -68,7 +63,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that sequences hold."""
+        """Blocks held by sequences."""
         return self.num_usable - len(self._free)
 
     @property
@@ -78,14 +73,14 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that sequences hold, 0 to 1."""
+        """Share of the usable blocks held by sequences, 0 to 1."""
         return self.num_used / self.num_usable
 
     def is_free(self, block_id: int) -> bool:
         return block_id in self._free
 
     def eviction_order(self) -> list[int]:
-        """The free blocks, the one that is handed out next at the head."""
+        """The free blocks in the order in which they will be allocated."""
         return list(self._free)
 
     def registered(self) -> list[tuple[int, bytes]]:
@@ -96,7 +91,7 @@ class BlockPool:
         return self.refs[block_id] > 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of undefined content, one reference each; the cache forgets them.
+        """`count` blocks of undefined content with one reference each, evicted from the prefix cache if need be.
 
         Raises ValueError, before anything changes, if fewer are free.
         """
@@ -118,7 +113,7 @@ class BlockPool:
         return ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each block that `lookup` found; free ones leave the queue."""
+        """Add a reference to each block that `lookup` found; free blocks leave the queue."""
         for block_id in block_ids:
             if self.refs[block_id] == 0:
                 del self._free[block_id]
@@ -127,7 +122,7 @@ class BlockPool:
             self.hits[block_id] += 1
 
     def fork(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each block of a sequence's table."""
+        """Add a reference to each block of a sequence's table."""
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
@@ -138,8 +133,7 @@ class BlockPool:
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block of a sequence's table.
 
-        The tail goes first, so it is evicted first, and the prefix that others may share survives
-        longest.
+        The last block is freed first, so it is evicted first, and prefixes that others may share survive longest.
         """
         for block_id in reversed(block_ids):
             if block_id == NULL_BLOCK:
@@ -153,7 +147,7 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register(self, block_id: int, block_hash: bytes, parent: bytes | None = None) -> None:
-        """Make a full block in use findable by its hash. No effect if prefix caching is off."""
+        """Add a full block in use to the prefix cache. No effect if prefix caching is off."""
         assert self.refs[block_id] > 0 and self.hashes[block_id] is None, f"{block_id=}"
         if self.enable_prefix_caching:
             self.hashes[block_id] = block_hash
@@ -163,7 +157,7 @@ class BlockPool:
                 self._duplicates.setdefault(block_hash, {})[block_id] = None
 
     def unregister(self, block_id: int) -> None:
-        """Forget a registered block's hash; its references stay."""
+        """Remove a block from the prefix cache; its references stay."""
         block_hash = self.hashes[block_id]
         assert block_hash is not None, f"block {block_id} has no hash"
         self.hashes[block_id] = None
@@ -179,7 +173,7 @@ class BlockPool:
             self._duplicates.pop(block_hash, None)
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of `hashes`. Changes nothing: `touch` what you use."""
+        """Blocks of the longest cached prefix of `hashes`. Changes nothing: call `touch` on the blocks that you use."""
         hits = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -189,13 +183,13 @@ class BlockPool:
         return hits
 
     def forget_all(self) -> None:
-        """Empty the prefix cache: block contents cannot be trusted any more. References stay."""
+        """Empty the prefix cache, because block contents can no longer be trusted. References stay."""
         self.hashes = [None] * self.num_blocks
         self._by_hash.clear()
         self._duplicates.clear()
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and nothing happens, while a block is in use (as vLLM)."""
+        """Empty the prefix cache. Returns False and does nothing while a block is in use (as in vLLM)."""
         if len(self._free) != self.num_usable:
             return False
         self.forget_all()

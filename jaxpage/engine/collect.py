@@ -1,4 +1,4 @@
-"""From the result of a step to what its sequences gained."""
+"""Applies the result of a step to its sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpage.request import FinishReason, Sequence, WaitingFor
 
 @dataclass(slots=True, eq=False)
 class Collected:
-    """`output` is for the caller; sequences that `ended` still have their blocks."""
+    """`output` is for the caller; `ended` are sequences that still hold their blocks."""
 
     output: StepOutput
     ended: list[Sequence] = field(default_factory=list)
@@ -24,13 +24,13 @@ class Collected:
 
 
 def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
-    """Append what a step sampled to its sequences, and say which of them ended."""
+    """Append what a step sampled to its sequences, and report which of them ended."""
     num_steps, samples = step.plan.num_steps, step.plan.samples
     token_ids, num_sampled = result.token_ids.T.tolist(), result.num_sampled.tolist()
     output = StepOutput(
         time=time.monotonic(),
         launch_time=step.launch_time,
-        # Each of several decode steps computes what the one before it sampled.
+        # In a launch of several decode steps, each one computes the token that the previous one sampled.
         num_tokens=step.plan.total_tokens if num_steps == 1 else sum(num_sampled),
         result=result,
         scored=step.scored,
@@ -39,7 +39,7 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
     )
     collected = Collected(output)
     for row, sequence in enumerate(step.sequences):
-        # Rows of sequences that ended after this step was planned: nobody waits for them.
+        # The sequence may have ended after this step was planned; its row is discarded.
         if sequence.finish_reason is not None or not samples[row]:
             continue
         sequence.num_in_flight -= num_steps
@@ -61,7 +61,7 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
         else:
             assert num_sampled[row] == num_steps, "only the device thinks it ended"
             if request.beams is not None:
-                continue  # there is nothing to say before the search is over
+                continue  # a beam search reports nothing before its end
         output.request_ids.append(request.request_id)
         output.indices.append(0 if request.beams is not None else sequence.index)
         output.token_ids.append(sampled)
@@ -70,7 +70,7 @@ def collect(kv: KVCache, step: ScheduledStep, result: StepResult) -> Collected:
 
 
 def collect_failed(failed: list[Sequence]) -> Collected:
-    """End sequences for which there will be no more masks, with what they have, unless they have ended already."""
+    """End sequences for which there will be no more masks, with the tokens they have. Skips those already ended."""
     output = StepOutput(time=time.monotonic())
     ended = [sequence for sequence in failed if sequence.finish_reason is None]
     for sequence in ended:
@@ -87,7 +87,7 @@ def collect_failed(failed: list[Sequence]) -> Collected:
 
 
 def _with_forced(sequence: Sequence) -> list[int]:
-    """What it gained: the tokens that it has sampled, and those around them that are forced."""
+    """What it gained: sampled tokens, and the forced tokens around them."""
     is_forced = sequence.finish_reason is None and append_forced(sequence)
     if is_forced or sequence.waiting_for is WaitingFor.TOKEN:
         sequence.waiting_for = None

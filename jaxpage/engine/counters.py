@@ -1,8 +1,7 @@
-"""What the scheduler counts, and what of the pool's memory is waste. Nothing here decides anything.
+"""The scheduler's counters, and how much of the KV pool is wasted. Nothing here affects scheduling.
 
-A slot of an allocated block is waste while it holds no KV and the step does not write to it. What
-several decode steps in one launch write after the first of them counts as waste too: their slots
-are held early.
+A slot of an allocated block is wasted while it holds no KV and the current step does not write to it. In a launch of
+several decode steps, the slots of all steps after the first count as wasted too, because they are held early.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class Counters:
-    """Running totals since start, kept by the scheduler."""
+    """Totals since start, updated by the scheduler."""
 
     num_steps: int = 0  # launches planned; several decode steps in one launch count once
     num_requests_finished: int = 0  # aborted ones included
@@ -33,18 +32,18 @@ class Counters:
     prefix_cache_queries: int = 0  # tokens of requests when first scheduled
     prefix_cache_hits: int = 0  # tokens of them found
     num_allocated_slots: int = 0  # of the KV pool, when the last step was planned
-    num_unused_slots: int = 0  # of those; a shared block counts once
+    num_unused_slots: int = 0  # the wasted ones among them; a shared block counts once
     num_allocated_slot_steps: int = 0  # sum of `num_allocated_slots` over all steps
     num_unused_slot_steps: int = 0  # likewise
-    num_weight_changes: int = 0  # times that parameters were replaced
+    num_weight_changes: int = 0  # how often parameters were replaced
     num_nan_steps: int = 0  # in which the model computed NaN for a row that sampled
-    # tokens routed to each expert of each layer that has some: int64[L, X]; empty if they are not counted
+    # tokens routed to each expert of each layer that has experts, int64[L, X]; empty if not counted
     expert_load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def count_step(
         self, pool: BlockPool, running: list[Sequence], plan: StepPlan, sequences: list[Sequence]
     ) -> None:
-        """Take in a step and how it finds the pool; call it when the step is planned. `sequences` of its rows."""
+        """Count a step and the state of the pool, when the step is planned. `sequences` are those of its rows."""
         self.num_steps += 1
         self.num_block_copies += len(plan.block_copies)
         self.num_allocated_slots = pool.num_used * pool.block_size
@@ -53,7 +52,7 @@ class Counters:
         self.num_unused_slot_steps += self.num_unused_slots
 
     def count_result(self, result: StepResult, num_tokens: int) -> None:
-        """Take in what a step sampled, of which sequences gained `num_tokens`."""
+        """Count the result of a step, from which sequences gained `num_tokens`."""
         self.generation_tokens += num_tokens
         if result.expert_load.size:
             before = self.expert_load if self.expert_load.size else 0
@@ -69,7 +68,7 @@ class Counters:
 
 
 def _of_sampled(result: StepResult) -> np.ndarray:
-    """The logprobs of tokens that count."""
+    """The logprobs of the tokens that were really sampled."""
     step = np.arange(len(result.logprobs))[:, None]
     return result.logprobs[step < result.num_sampled]
 
@@ -77,7 +76,7 @@ def _of_sampled(result: StepResult) -> np.ndarray:
 def count_first_scheduling(
     counters: Counters, pool: BlockPool, request: Request, num_hit_tokens: int
 ) -> None:
-    """Take in that a sequence is admitted, with so many tokens of its prompt found: a request counts once."""
+    """Count a request when its first sequence is admitted, with `num_hit_tokens` of its prompt found."""
     if request.first_scheduled_time is not None:
         return
     prompt_len = len(request.prompt_token_ids)
@@ -97,11 +96,10 @@ def num_unused_slots(
 ) -> int:
     """Slots of allocated blocks that hold no KV after the (first) pass of a step just planned.
 
-    Runs with every step, so it asks no row for anything, unless there are windows. Summed over the
-    sequences that hold a block, its unused slots are `block_size` less the tokens computed; only a
-    block that is shared and not full makes that too much. Rows that compute a token own the block
-    they write to, so such a block is held by sibling rows of this plan, or by sequences for which
-    it computes nothing.
+    This runs with every step, so it does not look at each row, unless there are windows. It counts a block's unused
+    slots (`block_size` less the computed tokens) once for each sequence that holds the block, which is too much only
+    for a block that is shared and not full. Rows that compute a token own the block they write to, so such a block is
+    held by sibling rows of this plan, or by sequences for which the plan computes nothing.
     """
     size, num_groups = pool.block_size, len(pool.windows)
     first_late = plan.num_rows - plan.num_late_rows
@@ -119,7 +117,7 @@ def num_unused_slots(
 
 
 def num_computed_slots(sequence: Sequence) -> int:
-    """Slots with KV of a sequence; steps that may go on past its end on paper, do not in fact."""
+    """Slots of a sequence with KV. Planned steps may exceed its end, but the device stops there."""
     return min(sequence.num_computed_tokens, sequence.max_len - 1)
 
 

@@ -1,14 +1,14 @@
-"""What a caller gets instead of an answer."""
+"""Errors that a caller gets instead of an answer."""
 
 from __future__ import annotations
 
 
 class StepFailedError(RuntimeError):
-    """The step that computed this request failed. Other requests go on, and so does the engine."""
+    """The step that computed this request failed. Other requests and the engine continue."""
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has stopped, because step after step failed or because it was shut down; it takes no more requests."""
+    """The engine has stopped, because several steps failed in a row or it was shut down; it takes no more requests."""
 
 
 class EngineAsleepError(RuntimeError):

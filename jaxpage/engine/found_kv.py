@@ -1,4 +1,4 @@
-"""What is found of a waiting sequence's KV, and how long the longest usable beginning is."""
+"""The cached KV found for a waiting sequence, and the longest usable prefix of it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class HostBlock:
 class FoundKV:
     """The KV of a sequence's first `num_tokens` tokens, as blocks.
 
-    `tables` has a table for each KV-cache group, all equally long: ids of device blocks, host blocks, and NULL_BLOCK
-    where the block is behind the group's window.
+    `tables` has one table for each KV-cache group, all of the same length: ids of device blocks, host blocks, and
+    NULL_BLOCK where the block is behind the group's window.
     """
 
     num_tokens: int
     tables: list[list[int | HostBlock]]
 
     def num_taken(self, refs: list[int], lengths: list[int]) -> int:
-        """Free blocks that tables of these lengths take, where `refs[i]` sequences hold device block i."""
+        """Free blocks that tables of these lengths would take; `refs[i]` sequences hold device block i."""
         fresh = sum(lengths) - sum(map(len, self.tables))
-        # Hits that nobody uses stand in the free queue; using them takes them out of it.
+        # Cached blocks that no sequence holds are in the free queue, and using them removes them from it.
         return fresh + sum(
             isinstance(hit, HostBlock) or (hit != NULL_BLOCK and refs[hit] == 0)
             for table in self.tables
@@ -40,14 +40,14 @@ class FoundKV:
 
 
 def num_findable(sequence: Sequence, block_size: int, *, has_windows: bool) -> int:
-    """How many of a sequence's first blocks may be taken from a cache, if they are there."""
+    """How many of a sequence's first blocks may come from the prefix cache."""
     count = (len(sequence.token_ids) - 1) // block_size
     captures = sequence.request.captures
-    if captures is not None:  # what is wanted and was not captured yet must be computed
+    if captures is not None:  # tokens whose values are still to be captured must be computed
         missing = captures.within(sequence.num_captured_tokens, count * block_size)
         count = missing[0] // block_size if missing else count
     if sequence.request.beams is not None and has_windows:
-        # The other beams start where they differ from the first, and need what is seen from there.
+        # The other beams start where they differ from the first one, and need the blocks visible from there.
         count = min(count, len(sequence.request.prompt_token_ids) // block_size)
     return count
 
@@ -55,10 +55,10 @@ def num_findable(sequence: Sequence, block_size: int, *, has_windows: bool) -> i
 def longest_prefix(
     is_known: Callable[[int, int], object], count: int, windows: Windows, block_size: int
 ) -> int:
-    """Blocks of the longest prefix, up to `count`, of which all that its next token can see is known in all groups.
+    """Length in blocks of the longest prefix, up to `count`, whose next token finds all blocks that it can see.
 
-    `is_known(group, index)`. Groups that see everything are searched from the left, to their first miss, the others
-    from the right, through one window.
+    `is_known(group, index)` says whether a block is cached. Groups without a window are searched from the left up to
+    the first miss, the others from the right through one window.
     """
     for group, window in enumerate(windows):
         if window is None:

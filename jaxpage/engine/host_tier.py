@@ -1,12 +1,11 @@
-"""Blocks in host memory: preempted sequences wait there with their KV, and what the prefix cache on the device
-evicts can still be found there. A store on disk may stand behind it.
+"""Blocks in host memory, for the KV of swapped-out sequences and as the second tier of the prefix cache, which keeps
+what the device evicts. A store on disk can be the third tier.
 
-What this file knows: host blocks as numbers, and which content goes where. What it must never learn: the bytes (the
-runner's), who is preempted and who comes back (the scheduler's).
+Knows host blocks as numbers, and which content goes where. Must not know the bytes (the runner does), or which
+sequences are preempted and resumed (the scheduler does).
 
-The runner carries transfers out when the plan that has them is launched, before its rows run; steps that are already
-under way have read and written by then. A host block named by a transfer is held until that plan is out, so that no
-second content is given to it meanwhile.
+The runner executes transfers when their plan is launched, before its rows run and after all earlier steps. A host block
+in a transfer is held until that plan has been launched, so that it does not get other content in the meantime.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from jaxpage.request import Sequence
 
 
 class BlockStore(Protocol):
-    """What survives the process: contents of blocks by their hash."""
+    """Block contents by hash, which outlive the process."""
 
     def load(self, block_hash: bytes) -> Any | None:
-        """The content, checked; None if there is none or it is damaged. Never raises."""
+        """The verified content; None if it is absent or damaged. Never raises."""
         ...
 
 
@@ -37,7 +36,7 @@ class HostTier:
         preemption_mode: str | None = None,
         store: BlockStore | None = None,
     ):
-        """`pool` is the device's; it tells from now on what it evicts. Raises ValueError without a block."""
+        """`pool` is the device's pool, which records its evictions from now on. Raises ValueError for 0 blocks."""
         self.device = pool
         self.pool = BlockPool(
             num_blocks + 1, pool.block_size, enable_prefix_caching=pool.enable_prefix_caching
@@ -45,23 +44,23 @@ class HostTier:
         self.preemption_mode = preemption_mode  # "recompute", "swap", or None: see `should_swap`
         self.store = store
         self.num_swapped_out = self.num_swapped_in = self.num_loaded = 0  # blocks
-        self.num_hits = 0  # blocks that the prefix cache found here
+        self.num_hits = 0  # blocks found here by the prefix cache
         pool.evicted = []
         self.pool.evicted = []
         self._transfers = BlockTransfers()
-        self._held: list[int] = []  # by `_transfers`
-        self._launched: list[int] = []  # held by the transfers that were taken last
-        self._departed: dict[int, int] = {}  # device block -> its copy here, within a plan
-        self._arrived: dict[int, int] = {}  # host block -> its copy there, within a plan
+        self._held: list[int] = []  # host blocks in `_transfers`
+        self._launched: list[int] = []  # host blocks in the transfers that were taken last
+        self._departed: dict[int, int] = {}  # device block -> its host copy, within a plan
+        self._arrived: dict[int, int] = {}  # host block -> its device copy, within a plan
 
     def begin_plan(self) -> None:
-        """What the last plan moved is done, as far as any later move is concerned."""
+        """Start a new plan: later moves run after all moves of the last plan."""
         self.pool.free(self._launched)
         self._launched = []
         self._departed, self._arrived = {}, {}
 
     def take_transfers(self) -> BlockTransfers | None:
-        """What has to move before the rows of the plan that is about to be launched; None if nothing has to."""
+        """The transfers that must run before the rows of the plan; None if there are none."""
         self._save_evicted()
         transfers, self._transfers = self._transfers, BlockTransfers()
         self._launched += self._held
@@ -69,7 +68,7 @@ class HostTier:
         return transfers if transfers else None
 
     def find(self, block_hash: bytes) -> list[int]:
-        """The host block of that content, if any, perhaps fetched from the store just now; held for `swap_in`."""
+        """The host block with that content, if any, possibly loaded from the store; it is held for `swap_in`."""
         found = self.pool.lookup([block_hash])
         if found:
             self.pool.touch(found)
@@ -87,9 +86,9 @@ class HostTier:
         return [host_id]
 
     def swap_in(self, host_id: int, *, share: bool = False) -> int:
-        """A device block, with one reference, into which the content of a host block moves.
+        """Copy a host block to a device block, and return that block with one reference.
 
-        With `share` sequences that come back in one plan have it in common, if they shared it before.
+        With `share`, sequences swapped in by the same plan share the device block of a host block that they share.
         """
         if share and host_id in self._arrived:
             device_id = self._arrived[host_id]
@@ -104,9 +103,9 @@ class HostTier:
         return device_id
 
     def should_swap(self, victim: Sequence) -> bool:
-        """Whether a preempted sequence keeps its KV here: unless told, as vLLM V0, if it has live siblings.
+        """Whether to swap out a preempted sequence. By default only one with live siblings, as in vLLM V0.
 
-        Beams do not: they come back by way of the first one.
+        Beams are never swapped: they are resumed through the first one.
         """
         if victim.num_computed_tokens == 0 or victim.request.beams is not None:
             return False
@@ -115,10 +114,10 @@ class HostTier:
         return self.preemption_mode == "swap"
 
     def swap_out(self, tables: list[list[int]]) -> list[list[int]]:
-        """Tables of host blocks, one reference each, to which the content of device blocks moves.
+        """Copy device blocks to host blocks, and return tables of these, with one reference each.
 
-        NULL_BLOCK stays what it is. [] if too few are free. Sequences that are preempted in one plan share here what
-        they shared there.
+        NULL_BLOCK stays NULL_BLOCK. Returns [] if too few host blocks are free. Sequences preempted in the same plan
+        share host blocks as they shared device blocks.
         """
         kept = {NULL_BLOCK, *self._departed}
         missing = sum(block_id not in kept for table in tables for block_id in table)
@@ -140,20 +139,20 @@ class HostTier:
         return host_id
 
     def release(self, tables: list[list[int]]) -> None:
-        """A sequence gives its host blocks back: it is on the device again, or has ended."""
+        """Free the host blocks of a sequence that is on the device again, or has ended."""
         self._held += [host_id for table in tables for host_id in table if host_id != NULL_BLOCK]
 
     def invalidate(self) -> None:
-        """Contents may be wrong or missing, after a failed step. Hashes are forgotten, and planned transfers too."""
+        """After a failed step, contents may be wrong or missing: forget all hashes and planned transfers."""
         self._transfers = BlockTransfers()
         self.pool.forget_all()
         self.pool.evicted, self.device.evicted = [], []
         self._departed, self._arrived = {}, {}
 
     def _save_evicted(self) -> None:
-        """Blocks that the device's cache lost in this plan find a place here, and what they push out on disk.
+        """Move blocks that the device evicted in this plan here, and blocks that these evict in turn to disk.
 
-        The tail of a sequence was evicted first and is worth least: it comes last here, and is the first to go again.
+        The last blocks of a sequence are evicted first and are worth least, so they are saved last.
         """
         evicted, self.device.evicted = self.device.evicted or [], []
         for block_id, block_hash, parent in reversed(evicted):
@@ -171,7 +170,7 @@ class HostTier:
             ]
 
     def _new_block(self) -> int:
-        """A host block for the content that a transfer brings, held until that is done."""
+        """Allocate a host block as the target of a transfer, and hold it until that is done."""
         (host_id,) = self.pool.allocate(1)
         self._held.append(host_id)
         return host_id

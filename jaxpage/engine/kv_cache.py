@@ -1,10 +1,10 @@
-"""The KV blocks of all sequences: who holds which, what is found again, what moves to the host and back.
+"""The KV blocks of all sequences: allocation, prefix cache, copy-on-write, swapping.
 
-What this file knows: sequences, their blocks on the device and on the host, the plan that tells the device of changes.
-What it must never learn: who runs, who waits, who is preempted when blocks are scarce (the scheduler's).
+Knows sequences, their blocks on device and host, and the plan that tells the device about changes. Must not know which
+sequences run, wait or are preempted (the scheduler decides that).
 
-These fields of a sequence belong to it: `block_tables`, `writable_len`, `num_unseen_blocks`, `host_tables`,
-`block_hashes`, `num_registered_blocks`, `has_mixed_kv`. It also sets `num_computed_tokens` where KV comes or goes.
+It owns these fields of a sequence: `block_tables`, `writable_len`, `num_unseen_blocks`, `host_tables`, `block_hashes`,
+`num_registered_blocks`, `has_mixed_kv`. It also sets `num_computed_tokens` when a sequence gains or loses cached KV.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jaxpage.kv_groups import Windows, first_seen_block, widest_window
 from jaxpage.plan import NULL_BLOCK, BlockTransfers, StepPlan
 from jaxpage.request import Sequence
 
-SHARE_AHEAD = 16  # of this many free blocks one may be held for the later steps of a launch
+SHARE_AHEAD = 16  # at most one in this many free blocks is held for the later steps of a launch
 
 
 class KVCache:
     """Gives blocks to sequences: `find`, `admit`, `grow`, `release`.
 
-    A block may be held by several sequences; one that is about to write to it gets a copy. Blocks that no sequence
-    holds keep their content until they are needed, and are found by it: the prefix cache. With host blocks, what the
-    device loses can be kept there, and with a store on disk.
+    Several sequences may hold the same block; one that is about to write to it gets a copy. Blocks that no sequence
+    holds keep their content until they are evicted, and are found by its hash: the prefix cache. Evicted blocks can
+    move to host blocks, and from there to a store on disk.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class KVCache:
     ):
         """`windows` of the KV-cache groups. `preemption_mode`: see `HostTier.should_swap`.
 
-        Raises ValueError without a block besides the null block, or a token in each.
+        Raises ValueError if `num_blocks` is below 2 (one is the null block) or `block_size` below 1.
         """
         self.pool = BlockPool(
             num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, windows=windows
@@ -59,15 +59,15 @@ class KVCache:
         self.weight_epoch = 0
         self._has_windows = any(windows)
 
-    # Four verbs.
+    # The four main methods.
 
     def find(self, sequence: Sequence) -> FoundKV:
-        """What there is of a waiting sequence's KV: cached blocks, or all that it had when it was swapped out.
+        """The available KV of a waiting sequence: cached blocks, or everything it had when it was swapped out.
 
-        Cached blocks are whole ones, and never hold the last token: that one must be computed, so of a prompt of
-        exactly k cached blocks k - 1 are found. Changes neither the sequence's tables nor any reference on the device.
-        Host blocks that were found keep their content until the plan is launched; contents on disk are loaded for that.
-        Valid until the next call that changes anything: `admit` it at once, or find it anew.
+        Cached blocks are full, and never include the last token, which must be computed: of a prompt of exactly k
+        cached blocks, k - 1 are found. Changes neither the sequence's tables nor reference counts on the device. Host
+        blocks that it finds, some of them just loaded from disk, keep their content until the plan is launched. The
+        result is valid until the next call that changes anything: `admit` it at once, or call `find` again.
         """
         if sequence.host_tables:
             return self._find_swapped(sequence)
@@ -97,10 +97,10 @@ class KVCache:
     def admit(self, sequence: Sequence, found: FoundKV, max_query_len: int) -> bool:
         """Give a waiting sequence its block tables, which begin with what `find` has just found.
 
-        Without a window they hold all known tokens, though the first chunk may need few blocks. A promise without
-        blocks would admit two prompts into the room of one, and a preemption would throw away half of a prefill. With
-        windows they hold as much as may be needed at once, since a step computes at most `max_query_len` tokens; then
-        blocks are freed as fast as others are gained. False, and nothing changes, if too few blocks are free.
+        Without windows the tables hold all known tokens, although the first chunk may need only a few blocks: otherwise
+        two prompts could be admitted where only one fits, and a preemption would waste half of a prefill. With windows
+        they hold as much as may be needed at once, since a step computes at most `max_query_len` tokens; after that,
+        blocks are freed as fast as others are gained. Returns False and changes nothing if too few blocks are free.
         """
         size, pool = self.block_size, self.pool
         whole = -(-len(sequence.token_ids) // size)
@@ -112,8 +112,8 @@ class KVCache:
             pool.touch([hit for hit in table if isinstance(hit, int) and hit != NULL_BLOCK])
         swapped_out = bool(sequence.host_tables)
         sequence.num_computed_tokens = found.num_tokens
-        # Of what was swapped out, whole blocks stay shared among those that come back together. A partial one has one
-        # owner: the next token is written to it.
+        # Sequences swapped in together keep sharing full blocks. A partial block has one owner, which writes its next
+        # token to it.
         num_shared = found.num_tokens // size if swapped_out else 0
         sequence.num_registered_blocks = min(
             sum(not isinstance(hit, HostBlock) for hit in table) if swapped_out else len(table)
@@ -139,14 +139,14 @@ class KVCache:
     def grow(self, plan: StepPlan, sequence: Sequence, end: int, *, reserve: int = 0) -> bool:
         """Prepare a running sequence to compute its tokens up to `end`.
 
-        It gives back blocks behind its windows, and gains blocks for those tokens and a copy of a shared block that it
-        will write to; the plan tells the device. False, and nothing is gained, if fewer blocks than it needs and
-        `reserve` are free.
+        Frees blocks behind its windows, and allocates blocks for those tokens and copies of shared blocks that it will
+        write to; the plan tells the device. Returns False and allocates nothing if that would leave fewer than
+        `reserve` blocks free.
         """
         pool, size = self.pool, self.block_size
         if self._has_windows:
             self.free_out_of_window(sequence)
-        # The first table is the shortest; of its last block all groups are the same owners.
+        # The first table is the shortest, and a block is shared by the same sequences in all groups.
         index, offset = divmod(sequence.num_computed_tokens, size)
         table = sequence.block_tables[0]
         copies = offset > 0 and pool.refs[table[index]] > 1
@@ -169,10 +169,10 @@ class KVCache:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence, on the device and on the host. Its KV can be found until it is evicted.
+        """Free all blocks of a sequence, on device and host. Its KV stays in the prefix cache until it is evicted.
 
-        At once, even with a step of this sequence under way: steps run on the device in the order of their launches,
-        so whoever gets the blocks next writes after that step has read and written them.
+        This is safe while a step of the sequence is in flight: steps run on the device in the order of their launches,
+        so the next owner of a block writes to it only after that step.
         """
         if sequence.host_tables:
             self._release_host_blocks(sequence)
@@ -180,16 +180,16 @@ class KVCache:
         sequence.num_computed_tokens = 0
         sequence.has_mixed_kv = False
 
-    # What else happens to sequences.
+    # Other operations on sequences.
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Move the KV of a running sequence to the host, and take its blocks.
+        """Move the KV of a running sequence to the host, and free its device blocks.
 
-        False, and nothing changes, if it should not be kept (`HostTier.should_swap`), or if the host has no room.
+        Returns False and changes nothing if `HostTier.should_swap` says no, or if the host has no room.
         """
         if self.tier is None or not self.tier.should_swap(sequence):
             return False
-        # If it waited for a mask, the hidden state of its last token is lost: that one is computed again.
+        # If it was waiting for a mask, the hidden state of its last token is lost, and that token is recomputed.
         computed = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
         count = -(-computed // self.block_size)
         host_tables = self.tier.swap_out([table[:count] for table in sequence.block_tables])
@@ -201,7 +201,7 @@ class KVCache:
         return True
 
     def share(self, parent: Sequence, sequence: Sequence, num_blocks: int | None = None) -> None:
-        """`sequence` gets the parent's KV, or that of its first `num_blocks` blocks; what it had is overwritten."""
+        """Let `sequence` share the parent's KV, or that of its first `num_blocks` blocks; overwrites its own tables."""
         sequence.block_tables = [table[:num_blocks] for table in parent.block_tables]
         for table in sequence.block_tables:
             self.pool.fork(table)
@@ -216,12 +216,12 @@ class KVCache:
             sequence.num_computed_tokens = num_blocks * self.block_size
 
     def unshare(self, sequence: Sequence) -> None:
-        """Drop the references of a sequence whose KV others have taken over."""
+        """Drop the block references of a sequence without registering its blocks or changing it."""
         for table in sequence.block_tables:
             self.pool.free(table)
 
     def register(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make the full blocks of the first `num_tokens` tokens, computed or planned, findable."""
+        """Add the full blocks of the first `num_tokens` tokens, computed or planned, to the prefix cache."""
         pool, count = self.pool, num_tokens // self.block_size
         first = sequence.num_registered_blocks
         if count <= first:
@@ -235,19 +235,20 @@ class KVCache:
             for index in range(first, count):
                 block_id = table[index]
                 key, parent = hashes[index], hashes[index - 1] if index else None
-                if group:  # the first one's key is the hash itself, and calls are dear here
+                if group:  # the key of group 0 is the hash itself, and this loop is hot
                     key, parent = group_key(key, group), parent and group_key(parent, group)
-                # A sibling that was swapped in together with this sequence may have registered what they share, while
-                # another group of this one had to swap in a block that the sibling had freed.
+                # A sibling swapped in together with this sequence may already have registered a shared block, if this
+                # sequence had to swap in a block of another group that the sibling had freed.
                 if block_id != NULL_BLOCK and pool.hashes[block_id] != key:
                     pool.register(block_id, key, parent)
 
     def grow_ahead(self, plan: StepPlan, sequences: list[Sequence], num_steps: int) -> int:
-        """Blocks for up to `num_steps` decode steps of all `sequences` in one launch; returns for how many.
+        """Allocate blocks for up to `num_steps` decode steps of all `sequences` in one launch. Returns the number of
+        steps that have blocks.
 
-        Blocks for the later steps are held from the begin of the launch: they may be few of those that are free, so
-        that nobody waits or is preempted for tokens that are not there yet, and little of a scarce pool is unused. A
-        row ends on the device at its `max_len`, whose last token is sampled but never computed: no block for it.
+        These blocks are held from the start of the launch. They may take only a small share of the free blocks, so that
+        no sequence waits or is preempted for tokens that do not exist yet. A row ends on the device at its `max_len`;
+        its last token is sampled but never computed, and needs no block.
         """
         size, starts = self.block_size, plan.starts
         longest = max(s.max_len - start for s, start in zip(sequences, starts, strict=True))
@@ -269,17 +270,17 @@ class KVCache:
         return num_steps
 
     def num_copies(self, sequence: Sequence) -> int:
-        """Shared blocks that a running sequence is about to write to."""
+        """How many shared blocks a running sequence is about to write to, and must copy."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         if offset == 0:
             return 0
         return sum(self.pool.is_shared(table[index]) for table in sequence.block_tables)
 
     def free_out_of_window(self, sequence: Sequence) -> None:
-        """Give back the blocks which no token that it has yet to compute can see.
+        """Free the blocks that no token which it has yet to compute can see.
 
-        Steps under way may still read them: they run before whatever writes to those blocks next. Beams that come back
-        together start where they differ, which is after the prompt; they keep what is seen from there.
+        Steps in flight may still read them; they run before any later write to those blocks. Beams that are resumed
+        together start where they differ, after the prompt, so they keep what is visible from there.
         """
         start, size = sequence.num_computed_tokens, self.block_size
         if sequence.request.beams is not None:
@@ -293,21 +294,22 @@ class KVCache:
                 table[first:end] = [NULL_BLOCK] * (end - first)
                 sequence.num_unseen_blocks += end - first
 
-    # What happens to all of them.
+    # Operations that concern all sequences.
 
     def begin_plan(self) -> None:
-        """What the last plan moved is done, as far as any later move is concerned."""
+        """Start a new plan: later moves run after all moves of the last plan."""
         if self.tier is not None:
             self.tier.begin_plan()
 
     def take_transfers(self) -> BlockTransfers | None:
-        """What moves between device, host and disk before the rows run. Call it last: it knows all that was evicted."""
+        """The transfers between device, host and disk for this plan. Call it last, when all evictions are known."""
         return None if self.tier is None else self.tier.take_transfers()
 
     def begin_weight_epoch(self, sequences: Iterable[Sequence]) -> None:
-        """The weights change now: KV of before is not for those of the unfinished `sequences` that are admitted later.
+        """The weights change now: sequences admitted from here on do not find KV of the old weights.
 
-        What those that have KV add to it is of other weights; their blocks do not enter the prefix cache any more.
+        Unfinished `sequences` that hold KV will mix it with KV of the new weights, so their blocks no longer enter the
+        prefix cache.
         """
         self.weight_epoch += 1
         for sequence in sequences:
@@ -315,10 +317,10 @@ class KVCache:
             if sequence.block_tables or sequence.host_tables:
                 sequence.has_mixed_kv = True
         if self.tier is not None:
-            self.tier.store = None  # epochs are numbered anew in every process
+            self.tier.store = None  # the same epoch number means other weights in another process
 
     def invalidate(self, waiting: Iterable[Sequence]) -> None:
-        """No block is what its hash says, after a failed step. What was swapped out is computed anew."""
+        """After a failed step, trust no cached block. Swapped-out sequences among `waiting` are recomputed."""
         self.pool.forget_all()
         for sequence in waiting:
             self.release(sequence)
@@ -349,7 +351,7 @@ class KVCache:
         return self.tier.swap_in(block.block_id, share=share)
 
     def _register_swapped_in(self, sequence: Sequence, found: FoundKV) -> None:
-        """Hits of the prefix cache on the host are on the device now, and can be found there."""
+        """Prefix-cache hits on the host are on the device now: register them there too."""
         hashes = sequence.block_hashes
         for group, table in enumerate(found.tables):
             for index, hit in enumerate(table):
@@ -361,12 +363,12 @@ class KVCache:
                     self.pool.register(block_id, group_key(hashes[index], group), parent)
 
     def _set_writable_len(self, sequence: Sequence) -> None:
-        """It shares no block that it will write to. Windows and beams want to be asked each time."""
+        """Call it when the sequence shares no block that it will write to. With windows or beams, every step asks."""
         if not self._has_windows and sequence.request.beams is None:
             sequence.writable_len = len(sequence.block_tables[0]) * self.block_size
 
     def _lengthen(self, plan: StepPlan, sequence: Sequence, length: int) -> None:
-        """Fresh blocks up to `length` entries in each of its tables."""
+        """Extend each of its tables to `length` entries with newly allocated blocks."""
         for group, table in enumerate(sequence.block_tables):
             for block_id in self.pool.allocate(max(length - len(table), 0)):
                 plan.table_updates.append((sequence.slot, group, len(table), block_id))
@@ -391,5 +393,5 @@ class KVCache:
 
 
 def num_lacking(sequence: Sequence, length: int) -> int:
-    """Blocks without which its tables have fewer than `length` entries."""
+    """How many blocks its tables need to have `length` entries each."""
     return sum(max(length - len(table), 0) for table in sequence.block_tables)

@@ -1,7 +1,7 @@
-"""How many tokens of waiting prompts a step takes, as steps are padded to a few sizes.
+"""How many tokens of waiting prompts a step takes, given that steps are padded to a few sizes.
 
-66 tokens run as a step of 128. If 64 of them run now, and the other two with what is decoded in the step after that,
-the device computes 80. Knows sizes and numbers of tokens.
+66 tokens run as a step of 128. If 64 of them run now, and the other two together with the decoding rows of the next
+step, the device computes only 80. Knows sizes and token counts.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Padding:
-    """What steps with prompts are padded to, and what they cost besides."""
+    """The padded sizes of steps with prompts, and their fixed cost."""
 
-    sizes: tuple[int, ...] = ()  # tokens, smallest first; (): nothing is padded
-    overhead: int = 0  # tokens that a device computes in the time in which it reads the weights
+    sizes: tuple[int, ...] = ()  # tokens, smallest first; (): no padding
+    overhead: int = 0  # tokens that the device computes in the time it takes to read the weights
 
     def budget(self, planned: int, most: int, waiting: Iterable[int]) -> int:
-        """Of at most `most` tokens, how many a step takes of prompts that wait, beside `planned` ones of running rows.
+        """How many tokens of waiting prompts, at most `most`, a step takes beside `planned` tokens of running rows.
 
-        `waiting`: tokens of each. What of them is in the prefix cache is not known yet; they may need less.
+        `waiting`: the tokens of each waiting prompt. They may need fewer, because cache hits are not known yet.
         """
         wanted = planned
         for count in waiting:
@@ -31,7 +31,7 @@ class Padding:
         return self._fit(wanted, planned) - planned if wanted > planned else most
 
     def _fit(self, wanted: int, num_rows: int) -> int:
-        """`wanted` tokens, or the size below if it costs less to leave the rest to a step that decodes `num_rows`."""
+        """`wanted` tokens, or the next smaller size if the rest is cheaper in a step that decodes `num_rows` rows."""
         index = bisect_left(self.sizes, wanted)
         if index == 0 or index == len(self.sizes) or self.sizes[index - 1] <= num_rows:
             return wanted
@@ -40,7 +40,7 @@ class Padding:
         return less if in_two < self._cost(wanted) else wanted
 
     def _cost(self, num_tokens: int) -> int:
-        """Of a step, in tokens computed."""
+        """The cost of a step, in tokens computed."""
         index = bisect_left(self.sizes, num_tokens)
         return self.overhead + self.sizes[min(index, len(self.sizes) - 1)]
 

@@ -1,10 +1,10 @@
-"""Which rows of the device's array of embeddings belong to which picture: the encoder's cache, by content.
+"""The cache of picture embeddings, by content: which rows of an array on the device belong to which picture.
 
-What this file knows: pictures as hashes and numbers of embeddings, and which tokens of a sequence they stand for. What
-it must never learn: pixels, and how they are encoded (the runner's).
+Knows pictures as hashes and embedding counts, and which tokens of a sequence they replace. Must not know pixels or how
+they are encoded (the runner does).
 
-A picture is encoded in the launch in which a row first needs it, before that row runs, and stays until its rows are
-needed for another. Launches run in order, so rows may be given away as soon as no row of the same plan reads them.
+A picture is encoded in the launch in which a row first needs it, before that row runs, and stays until it is evicted
+for another picture. Launches run in order, so a picture may be evicted as soon as no row of the same plan reads it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from jaxpage.pictures.border import Picture
 from jaxpage.plan import StepPlan
 from jaxpage.request import Request, Sequence
 
-NULL_ROW = 0  # takes the writes of padding; stands for no picture
+NULL_ROW = 0  # receives the writes of padding; belongs to no picture
 
 
 class PictureCache:
-    """Gives rows to pictures, and says how far a sequence may be computed with what is encoded."""
+    """Allocates rows to pictures, and says how far a sequence can be computed with the pictures that are encoded."""
 
     def __init__(self, num_rows: int, *, budget: int, whole: bool = False):
-        """`num_rows` of the array, the null row included. `budget`: embeddings that a step encodes; one picture may be
-        larger. `whole`: the tokens of a picture see each other, so a step computes all that is left of it or none; its
-        tokens are at most `budget` then, which is the step's too.
+        """`num_rows` of the array, including the null row. `budget`: embeddings that a step may encode; one picture may
+        have more. `whole`: tokens of a picture attend to each other, so a step computes either all remaining tokens of
+        a picture or none. Then a picture has at most `budget` tokens, which is also the step's limit.
         """
-        self.num_rows = num_rows - 1  # that pictures can have
+        self.num_rows = num_rows - 1  # usable ones
         self.num_encoded = 0  # pictures, since start
         self._budget, self._whole = budget, whole
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
         # Content hash -> int32[num_tokens] rows; the least recently used first.
         self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._wanted: Counter[bytes] = Counter()  # by how many unfinished requests
-        self._halfway: dict[Sequence, bytes] = {}  # pictures that were computed in part
-        self._in_plan: set[bytes] = set()  # read by rows of the plan that is being made
+        self._wanted: Counter[bytes] = Counter()  # content hash -> unfinished requests with it
+        self._halfway: dict[Sequence, bytes] = {}  # the picture that a sequence has computed in part
+        self._in_plan: set[bytes] = set()  # pictures read by rows of the current plan
         self._left = budget  # embeddings that the plan may still encode
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for a request with a picture that never fits."""
+        """Raise ValueError for a request with a picture that can never fit."""
         for picture in () if request.pictures is None else request.pictures.pictures:
             if picture.num_tokens > self.num_rows:
                 raise ValueError(
@@ -54,7 +54,7 @@ class PictureCache:
                 )
 
     def add(self, request: Request) -> None:
-        """A request begins: its pictures are kept before those of nobody."""
+        """A request begins: pictures of unfinished requests are evicted last."""
         if request.pictures is not None:
             self._wanted.update(request.pictures.content_hashes)
 
@@ -64,14 +64,14 @@ class PictureCache:
             self._wanted -= Counter(request.pictures.content_hashes)
 
     def begin_plan(self) -> None:
-        """The last plan was launched, or will never be."""
+        """Start a new plan; the last one was launched or discarded."""
         self._in_plan.clear()
         self._left = self._budget
 
     def reach(self, plan: StepPlan, sequence: Sequence, start: int, count: int) -> int:
-        """How many of `count` tokens from `start` a sequence can compute in this plan; perhaps none.
+        """How many of `count` tokens from `start` a sequence can compute in this plan; possibly 0.
 
-        Has the plan encode the pictures that this takes; the caller adds the row.
+        Adds the encoding of the pictures needed for that to the plan; the caller adds the row.
         """
         pictures, end = sequence.request.pictures, start + count
         self._halfway.pop(sequence, None)
@@ -100,7 +100,7 @@ class PictureCache:
         return all(p.content_hash in self._rows or self._may_encode(p) for p, _, _ in touched)
 
     def least(self, sequence: Sequence, start: int) -> int:
-        """Tokens that a step must have room for if it computes the token `start` of a sequence."""
+        """The fewest tokens that a step can compute of a sequence from token `start` on."""
         pictures = sequence.request.pictures
         if pictures is None or not self._whole:
             return 1
@@ -108,15 +108,15 @@ class PictureCache:
         return next((first + number - start for _, first, number in spans), 1)
 
     def rows(self, picture: Picture) -> np.ndarray:
-        """int32[num_tokens]: where the embeddings of a picture are that `reach` has just passed."""
+        """int32[num_tokens]: the rows of a picture that `reach` has just included in the plan."""
         return self._rows[picture.content_hash]
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence ended, or was preempted: it is halfway through nothing."""
+        """A sequence ended or was preempted, so it no longer needs a partly computed picture."""
         self._halfway.pop(sequence, None)
 
     def forget_all(self) -> None:
-        """Nothing is what it was: a step failed, or the weights change."""
+        """Evict all pictures, because a step failed or the weights change."""
         for rows in self._rows.values():
             self._free += rows.tolist()
         self._rows.clear()
@@ -139,7 +139,7 @@ class PictureCache:
         self.num_encoded += 1
 
     def _evictable(self) -> list[bytes]:
-        """Pictures that may go, in that order: those of no request first, then the least recently used."""
+        """Pictures in the order of eviction: those of no unfinished request first, then the least recently used."""
         needed = self._in_plan.union(self._halfway.values())
         found = [key for key in self._rows if key not in needed]
         return sorted(found, key=lambda key: key in self._wanted)

@@ -1,6 +1,6 @@
-"""One engine in a thread of its own: it takes what is asked of it between two steps, steps, and reports.
+"""One engine in its own thread, which executes commands between steps, runs steps, and reports results.
 
-Knows an engine's verbs. Must not know the other replicas, nor what becomes of its reports.
+Knows the methods of an engine. Must not know the other replicas, or what happens to its reports.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from jaxpage.request import Request
 
 T = TypeVar("T")
 
-MAX_UNTAKEN = 2  # outputs that an engine may be ahead of whoever takes them
+MAX_UNTAKEN = 2  # outputs that may be waiting to be taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a replica has to say. Reports are in the order in which things happened."""
+    """A message from a replica. Reports arrive in the order of events."""
 
     replica: int
     output: StepOutput | None = None
-    forgotten: str | None = None  # a request of which no later report says anything
-    error: BaseException | None = None  # that a step raised, or that ended the thread
+    forgotten: str | None = None  # id of a request that no later report mentions
+    error: BaseException | None = None  # raised by a step, or the cause of the thread's end
     failed: list[str] = field(default_factory=list)  # ids of the requests which that step has ended
     is_last: bool = False  # the thread has ended
 
 
 class Replica:
-    """Runs an engine. The methods of the first group are for one other thread, the owner's."""
+    """Runs an engine in a thread. Only one other thread, the owner, calls the methods of the first group."""
 
     def __init__(self, number: int, engine: Engine, reports: SimpleQueue[Report]):
         self.number, self.engine = number, engine
-        self.error: BaseException | None = None  # which ended the thread
+        self.error: BaseException | None = None  # that ended the thread
         self._reports = reports
         self._mailbox = Mailbox()
-        # Commands posted and done; each is written by one thread only.
+        # Commands posted and done; each counter is written by one thread only.
         self._num_posted = self._num_done = 0
-        self._is_busy = False  # after the last command, or the last step
+        self._is_busy = False  # as of the last command or step
         self._is_held = False
         self._is_stopped = False
         self._num_untaken = 0
@@ -53,14 +53,14 @@ class Replica:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    # In the owner's thread. Nothing happens once the thread has ended.
+    # For the owner's thread. These have no effect once the replica's thread has ended.
 
     def add(self, request: Request) -> None:
-        """Queue a request for which there is room."""
+        """Queue a request that the engine can run."""
         self._post(lambda: self.engine.add(request))
 
     def forget(self, request_id: str) -> None:
-        """End a request if it has not ended, and report that it is forgotten."""
+        """Abort a request unless it has ended, and report that it is forgotten."""
 
         def forget() -> None:
             self.engine.abort(request_id)
@@ -73,11 +73,11 @@ class Replica:
         self._post(lambda: self.engine.end_by_text(end))
 
     def take_one(self) -> None:
-        """Somebody has taken an output."""
+        """Tell the replica that an output was taken."""
         self._post(self._take_one)
 
     def hold(self) -> None:
-        """Collect the step under way, and launch none until `release`."""
+        """Collect the step in flight, and launch no other until `release`."""
 
         def hold() -> None:
             self._is_held = True
@@ -87,11 +87,11 @@ class Replica:
         self._post(hold)
 
     def release(self) -> None:
-        """Go on."""
+        """Launch steps again."""
         self._post(self._release)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have it called between two steps; EngineDeadError if the thread has failed."""
+        """Call a function between two steps. The future raises EngineDeadError if the thread has failed."""
 
         def run() -> T:
             self._check()
@@ -108,21 +108,21 @@ class Replica:
 
     @property
     def has_done_all(self) -> bool:
-        """Whether every command has been carried out, or never will be."""
+        """Whether no command is pending."""
         return self._num_done == self._num_posted
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing to do, and all that it had to say is reported."""
-        # In this order: without commands, what is not busy does not become so.
+        """Whether it has nothing to do and has reported everything."""
+        # In this order: without pending commands, an idle replica stays idle.
         return self.has_done_all and not self._is_busy
 
     def stop(self) -> None:
-        """End the thread after the step that it is in."""
+        """End the thread after its current step."""
         self._post(self._stop)
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the thread."""
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -135,7 +135,7 @@ class Replica:
 
         self._num_posted += self._mailbox.post(run)
 
-    # In the replica's thread.
+    # For the replica's thread.
 
     def _run(self) -> None:
         try:
@@ -156,7 +156,7 @@ class Replica:
         return self.engine.has_unfinished_requests()
 
     def _step(self, move_on: Callable[[], StepOutput]) -> None:
-        """Report what a step gained, or why it failed. Raises EngineDeadError if no more are likely to succeed."""
+        """Run a step, and report its output or error. Raises EngineDeadError if the engine is dead."""
         try:
             output = move_on()
         except Exception as error:

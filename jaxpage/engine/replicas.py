@@ -1,11 +1,11 @@
-"""Several engines on devices of their own behind the verbs of one: each request is answered by one of them.
+"""Several engines, each on its own devices, behind the interface of one: each request is answered by one of them.
 
-What this file knows: which replica has which request, and what becomes of it when that one fails. What it must never
-learn: how an engine steps (`replica`), how one is chosen (`routing`), what is computed.
+Knows which replica has which request, and what happens to a request when its replica fails. Must not know how an engine
+steps (`replica` does), how a replica is chosen (`routing` does), or what is computed.
 
-A replica fails when its steps do, one after another, or when anything else ends its thread. It is taken out then. Its
-requests, and those of any step that fails, begin anew on a replica that has not tried them yet, if nobody has seen a
-token of them; the others end.
+A replica fails when several of its steps fail in a row, or when its thread ends for any other reason; it is then
+removed. Its requests, and those of any failed step, restart on a replica that has not tried them yet, unless their
+caller has already seen tokens of them; those end with an error.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Replicas that a request may be given to: it may be what makes them fail.
+# How many replicas a request may be given to, in case it is the request that makes them fail.
 MAX_TRIES = 3
 
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """A request that has not ended, and who answers it."""
+    """An unfinished request, and the replica that answers it."""
 
     request: Request
     tried: list[int]  # numbers of replicas; the last one has it now
     unfinished: set[int]  # indices of its sequences
-    has_answer: bool = False  # tokens of it were handed out since it began
-    has_text_end: bool = False  # some of its sequences were ended by their text
+    has_answer: bool = False  # the caller got tokens of it since it (re)started
+    has_text_end: bool = False  # some of its sequences ended at a stop string
 
     @property
     def replica(self) -> int:
@@ -54,7 +54,7 @@ class _Run:
 
     @property
     def may_move(self) -> bool:
-        """Whether nobody would notice that it begins anew, and it is no suspect yet."""
+        """Whether it may restart elsewhere: the caller has seen no tokens, and fewer than MAX_TRIES have failed."""
         unseen = (
             not self.has_answer or self.request.params.output_kind is RequestOutputKind.FINAL_ONLY
         )
@@ -62,10 +62,10 @@ class _Run:
 
 
 class Replicas:
-    """The verbs of `EngineVerbs`. Each engine belongs to a thread of its own from here on."""
+    """Implements `EngineVerbs`. From here on each engine belongs to its own thread."""
 
     def __init__(self, engines: Sequence[Engine]):
-        """Their requests and results must not depend on which of them computes."""
+        """The engines must be interchangeable: the same request gives the same result on each."""
         self._reports: SimpleQueue[Report] = SimpleQueue()
         self._all = [Replica(i, engine, self._reports) for i, engine in enumerate(engines)]
         self._live = dict(enumerate(self._all))
@@ -76,12 +76,12 @@ class Replicas:
             max_blocks=sum(pool.num_blocks for pool in pools),
         )
         self._runs: dict[str, _Run] = {}
-        # For each replica, requests that have ended here, of which reports may still come.
+        # For each replica, requests that have ended here but may still occur in its reports.
         self._forgotten = [Counter[str]() for _ in engines]
-        self._restarted: list[str] = []  # to be told with the next output
+        self._restarted: list[str] = []  # reported with the next output
         self._failed: list[str] = []
         self._is_held = False
-        # The threads know their engines and not this object, so it can go while they run.
+        # The threads have no reference to this object, so it can be garbage-collected while they run.
         self._finalizer = weakref.finalize(self, _stop, self._all)
 
     # Requests.
@@ -105,7 +105,7 @@ class Replicas:
         return run and run.request
 
     def end_by_text(self, end: TextEnd) -> None:
-        """See `EngineVerbs`. What the replica that had a request before says of it does not count."""
+        """See `EngineVerbs`. Ignores the end of a request on a replica that no longer has it."""
         self._all[end.replica].end_by_text(end)
         run = self._runs.get(end.request_id)
         if run is not None and run.replica == end.replica:
@@ -117,10 +117,10 @@ class Replicas:
     def _able(
         self, request: Request, replicas: Sequence[int]
     ) -> tuple[list[int], ValueError | None]:
-        """Those of the replicas that can answer a request, and why another that works cannot."""
+        """The replicas that can answer a request, and the error of a working replica that cannot."""
         able, error = [], None
         for number in replicas:
-            if self._all[number].error is not None:  # it is about to be taken out
+            if self._all[number].error is not None:  # about to be removed
                 continue
             try:
                 self._all[number].engine.scheduler.first_sequences(request)
@@ -138,7 +138,7 @@ class Replicas:
         self._all[run.replica].add(request)
 
     def _forget(self, run: _Run) -> None:
-        """A request has ended for another reason than that its replica says so."""
+        """End a request before its replica has reported the end."""
         request_id = run.request.request_id
         self._end(request_id)
         self._forgotten[run.replica][request_id] += 1
@@ -151,10 +151,10 @@ class Replicas:
     # Steps.
 
     def step(self) -> StepOutput:
-        """What the next replica to report has gained. Replicas step without being asked, a little ahead.
+        """The output of the next replica to report. Replicas run steps by themselves, a little ahead of the caller.
 
-        Raises what a step raised, or StepFailedError for a replica that was taken out, if that ends any request, or
-        if it was the last one.
+        Raises what a step raised, or StepFailedError if a replica was removed, if that ends any request or no replica
+        is left.
         """
         if self._is_held:
             self._is_held = False
@@ -163,7 +163,7 @@ class Replicas:
         return self._next()
 
     def collect(self) -> StepOutput:
-        """What is still to be reported. No replica launches a step until `step` is called."""
+        """The outputs still to be reported. No replica launches another step until `step` is called."""
         if not self._is_held:
             self._is_held = True
             for replica in self._live.values():
@@ -181,7 +181,7 @@ class Replicas:
         """See `EngineVerbs`."""
         if self._runs or self._restarted:
             return True
-        # In this order: what is idle has reported all.
+        # In this order: an idle replica has already reported everything.
         return not all(r.is_idle for r in self._live.values()) or not self._reports.empty()
 
     @property
@@ -201,7 +201,7 @@ class Replicas:
 
     @property
     def death(self) -> str | None:
-        """See `EngineVerbs`: one replica is enough."""
+        """See `EngineVerbs`. The engine is alive as long as one replica is."""
         return None if self._live else f"all {len(self._all)} replicas have failed"
 
     def _next(self) -> StepOutput:
@@ -226,7 +226,7 @@ class Replicas:
                 self._move([i for i in report.failed if self._has(report.replica, i)], report.error)
 
     def _take(self, number: int, output: StepOutput) -> StepOutput:
-        """Take in what requests gained."""
+        """Update the records of requests from an output of their replica, and drop what no longer concerns it."""
         self._all[number].take_one()
         forgotten = self._forgotten[number]
         places = (*output.scored, *output.captured)
@@ -241,11 +241,11 @@ class Replicas:
                 self._router.answered(request_id)
         for entry in output.ends:
             run = self._runs.get(output.request_ids[entry])
-            if run is None:  # all its sequences have ended, this one by its text before
+            if run is None:  # all sequences have ended, this one earlier, at a stop string
                 continue
             run.unfinished.discard(output.indices[entry])
             if not run.unfinished:
-                # The replica may not have heard yet of a sequence whose text has ended, and say more of it.
+                # The replica may not know yet that a sequence ended at a stop string, and report more of it.
                 self._forget(run) if run.has_text_end else self._end(run.request.request_id)
         return output
 
@@ -254,10 +254,10 @@ class Replicas:
         return run is not None and run.replica == number
 
     def _take_out(self, number: int, error: BaseException | None) -> None:
-        """The thread of a replica has ended."""
+        """Remove a replica whose thread has ended."""
         del self._live[number]
         self._forgotten[number].clear()
-        if error is None:  # it was told to
+        if error is None:  # it was stopped on purpose
             return
         logger.error(
             "replica %d has failed and is taken out; %d of %d are left",
@@ -270,7 +270,7 @@ class Replicas:
         self._move([i for i in self._runs if self._has(number, i)], failed)
 
     def _move(self, request_ids: list[str], error: BaseException) -> None:
-        """Begin requests anew elsewhere. Raises the error if any of them cannot."""
+        """Restart requests on other replicas. Raises the error if that fails for any of them, or no replica is left."""
         lost = []
         for request_id in request_ids:
             run = self._runs[request_id]
@@ -294,7 +294,7 @@ class Replicas:
     # The rest.
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """See `EngineVerbs`. Without `reset_running_requests`, False while any request is unfinished."""
+        """See `EngineVerbs`. Without `reset_running_requests`, returns False while any request is unfinished."""
         if self._runs and not reset_running_requests:
             return False
 
@@ -305,7 +305,7 @@ class Replicas:
         return all(self._on_each(reset))
 
     def save_prefix_cache(self) -> None:
-        """See `EngineVerbs`. All write to the same folder: equal blocks have equal names there."""
+        """See `EngineVerbs`. All replicas write to the same folder, where equal blocks have equal names."""
         self._on_each(Engine.save_prefix_cache)
 
     def look(
@@ -320,12 +320,12 @@ class Replicas:
         return {r.number: r.call(of(r.engine)) for r in chosen}
 
     def stats(self) -> EngineStats:
-        """The sum, and each part. Any thread may ask."""
+        """The sum, and the counters of each replica. Thread-safe."""
         parts = [of_failed(r.engine.stats()) if r.error else r.engine.stats() for r in self._all]
         return total(parts)
 
     def programs(self) -> list[Any]:
-        """Those of each replica, one after another. Any thread may ask."""
+        """The programs of each replica, one after another. Thread-safe."""
         return [
             replace(record, replica=replica.number)
             for replica in self._all
@@ -346,7 +346,7 @@ class Replicas:
         self._finalizer()
 
     def _on_each(self, function: Callable[[Engine], T]) -> list[T]:
-        """What a function returns of each engine that works, called between two steps."""
+        """Call a function with each live engine between two of its steps. Returns the results."""
 
         def of(engine: Engine) -> Callable[[], T]:
             return lambda: function(engine)
@@ -354,7 +354,7 @@ class Replicas:
         futures = [replica.call(of(replica.engine)) for replica in self._live.values()]
         errors = [future.exception() for future in futures]
         for error in errors:
-            # One that has just failed will be taken out.
+            # A replica that has just failed is about to be removed.
             if error is not None and not isinstance(error, EngineDeadError):
                 raise error
         return [f.result() for f, error in zip(futures, errors, strict=True) if error is None]

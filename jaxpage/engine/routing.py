@@ -1,7 +1,7 @@
-"""Which replica answers a request: the one that has most of its prompt cached, unless it has clearly more to do.
+"""Which replica answers a request: the one with most of its prompt cached, unless its load is clearly higher.
 
-Pure bookkeeping: it remembers where prompts were sent, block by block, and asks no pool. What it takes for cached may
-have been evicted, which costs time only. Must not know engines or threads.
+Pure bookkeeping: it remembers where prompts were sent, block by block, and does not look into any pool. Blocks that it
+assumes to be cached may have been evicted, which only costs time. Must not know engines or threads.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from jaxpage.engine.block_hashes import extend_hashes
 from jaxpage.request import Request
 from jaxpage.request import Sequence as TokenSequence
 
-# Load is counted in tokens of prompts to be computed. A sequence weighs as much as so many of them until it has ended.
+# Load is counted in prompt tokens still to be computed. An unfinished sequence counts as this many of them.
 SEQUENCE_LOAD = 256
-# A replica has clearly more to do than another if it is by this load, and by half of the other's.
+# The load of a replica is clearly higher if the difference exceeds both this and half of the other replica's load.
 _MOST_EXTRA_LOAD = 8 * SEQUENCE_LOAD
 
 
 class Router:
-    """Chooses replicas by number, and keeps account of what each has to do. Not thread-safe."""
+    """Chooses replicas by number, and keeps track of their loads. Not thread-safe."""
 
     def __init__(self, num_replicas: int, *, block_size: int, max_blocks: int):
-        """`block_size` is that of the prefix cache, in tokens; 0: there is none. `max_blocks`: hashes remembered."""
+        """`block_size` of the prefix cache in tokens; 0: there is none. `max_blocks`: how many hashes to remember."""
         self._block_size = block_size
         self._max_blocks = max_blocks
-        # Block hash -> a bit for each replica that was sent a prompt with it; the least recently used first.
+        # Block hash -> a bit for each replica that got a prompt with it; the least recently used first.
         self._owners: OrderedDict[bytes, int] = OrderedDict()
         self._loads = [0] * num_replicas
         self._requests: dict[str, _Load] = {}
-        self._next = 0  # of replicas that are equally good
+        self._next = 0  # breaks ties between replicas
 
     def choose(self, request: Request, among: Sequence[int]) -> int:
-        """One of the replicas `among`, which has the request from here on."""
+        """Choose one of the replicas `among`, and add the request to its load."""
         hashes = self._prompt_hashes(request)
         reads_cache = not request.params.skip_reading_prefix_cache
         num_cached, best = self._longest_prefix(hashes if reads_cache else [], among)
@@ -52,14 +52,14 @@ class Router:
         return chosen
 
     def answered(self, request_id: str) -> None:
-        """The prompt of a request has been computed. Ignored if it is not known, or was told before."""
+        """The prompt of a request has been computed. Unknown requests and further calls are ignored."""
         load = self._requests.get(request_id)
         if load is not None:
             self._loads[load.replica] -= load.prompt
             load.prompt = 0
 
     def ended(self, request_id: str) -> None:
-        """A replica has nothing to do for a request any more. Ignored if it is not known."""
+        """A request no longer adds to the load of its replica. Unknown requests are ignored."""
         load = self._requests.pop(request_id, None)
         if load is not None:
             self._loads[load.replica] -= load.sequences + load.prompt
@@ -69,11 +69,11 @@ class Router:
         self._owners.clear()
 
     def load(self, replica: int) -> int:
-        """What a replica has to do, in tokens."""
+        """The load of a replica, in tokens."""
         return self._loads[replica]
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
-        """Of the full blocks of its prompt."""
+        """Hashes of the full blocks of its prompt."""
         if not self._block_size:
             return []
         tokens = request.prompt_token_ids
@@ -84,7 +84,7 @@ class Router:
     def _longest_prefix(
         self, hashes: Sequence[bytes], among: Sequence[int]
     ) -> tuple[int, list[int]]:
-        """(blocks, replicas that have so many of the first ones)."""
+        """(number of blocks in the longest known prefix, replicas that have it)."""
         best = sum(1 << replica for replica in among)
         count = 0
         for block_hash in hashes:
@@ -95,13 +95,13 @@ class Router:
         return count, [replica for replica in range(len(self._loads)) if best >> replica & 1]
 
     def _least_loaded(self, among: Sequence[int]) -> int:
-        """Those with equal loads have their turns."""
+        """The replica with the lowest load; ties are resolved round-robin."""
         size = len(self._loads)
         return min(among, key=lambda replica: (self._loads[replica], (replica - self._next) % size))
 
     def _remember(self, hashes: Sequence[bytes], replica: int) -> None:
         owners = self._owners
-        # Last block first: the beginnings of prompts, which are found more often, are forgotten last.
+        # Last block first, so that the first blocks of prompts, which are found more often, are forgotten last.
         for block_hash in reversed(hashes):
             owners[block_hash] = owners.pop(block_hash, 0) | 1 << replica
         while len(owners) > self._max_blocks:

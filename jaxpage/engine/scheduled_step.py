@@ -1,6 +1,6 @@
-"""A step as the scheduler builds it: the plan, and beside it the sequences whose rows it has.
+"""A step as the scheduler builds it: the plan, and the sequences of its rows.
 
-The plan is values and goes to the runner. The sequences stay here until the result is in.
+The plan consists of plain values and goes to the runner. The sequences stay here until the result is in.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from jaxpage.request import Request, Sequence, WaitingFor
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """`sequences[i]` is the one of the plan's row i."""
+    """`sequences[i]` belongs to row i of the plan."""
 
     kv: KVCache
     pictures: PictureCache
     adapters: AdapterSlots
-    # Tokens in flight are computed before the mask for what comes next is known, and sampled from later.
+    # Tokens in flight are computed before the mask for the next token is known; sampling happens in a later step.
     samples_late: bool = True
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # all their data goes up
+    admitted: list[Sequence] = field(default_factory=list)  # all their data is uploaded
     failed: list[Sequence] = field(default_factory=list)  # no mask will come for them
     # (request id, number of tokens, whole vocabulary) of the plan's `prompt_scores`
     scored: list[tuple[str, int, bool]] = field(default_factory=list)
-    # (request id, index of the sequence, None: of all that the request will have; positions) of the plan's `captured`
+    # (request id, index of the sequence or None for all of the request, positions) of the plan's `captured`
     captured: list[tuple[str, int | None, list[int]]] = field(default_factory=list)
-    captures_next: bool = False  # some row wants to capture what a later step computes
+    captures_next: bool = False  # some row will have values captured in a later step
     has_beams: bool = False
     launch_time: float = 0.0  # seconds, monotonic
-    _unsent: list[Sequence] = field(default_factory=list)  # have tokens that the device does not
-    _late: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # and their masks
+    _unsent: list[Sequence] = field(default_factory=list)  # have tokens that the device lacks
+    _late: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # late rows, with masks
 
     def add_decoding_rows(self, running: list[Sequence], first: int, budget: int) -> int:
-        """Plan the last known token of as many sequences from `first` on as are plain and find room for it.
+        """Plan the last known token of consecutive sequences from `first` on, while they are plain and find blocks.
 
-        What `add_row` does for each, in one loop almost without calls: a decode step of many rows spends its time here.
-        Returns how many rows these are.
+        Does what `add_row` does, in one loop with few calls, because a large decode step spends its time here. Returns
+        the number of rows.
         """
         plan, kv, block_size = self.plan, self.kv, self.kv.block_size
         last = min(len(running), first + budget)
@@ -80,17 +80,16 @@ class ScheduledStep:
         return len(rows)
 
     def add_row(self, sequence: Sequence, start: int, count: int, known: int) -> bool:
-        """Plan `count` tokens from `start` of `known` ones, as good as computed from here on.
+        """Plan `count` tokens from `start` of `known` ones; they count as computed from here on.
 
-        A row that reaches the last known token samples, unless the mask for that is not there yet, for which the
-        sequence waits then, or what comes next is forced. Returns whether it is the first of its request to get there,
-        and has yet to be joined by others.
+        A row that reaches the last known token samples, unless the next token is forced or its mask has not arrived;
+        then the sequence waits. Returns whether it is the first sequence of its request to get there, so that its
+        siblings must be created.
         """
         end, seen, kv = start + count, len(sequence.token_ids), self.kv
         sequence.num_computed_tokens = end
-        # Blocks are registered when planned: later rows of the same step may already share them,
-        # because in each layer all KV of a step is written before any is read. Only tokens whose
-        # ids the host has seen have a hash.
+        # Blocks enter the prefix cache when planned: later rows of the same step may already share them, because each
+        # layer writes all KV of a step before it reads any. Only tokens whose ids the host knows can be hashed.
         num_hashed = end if end < seen else seen
         if num_hashed // kv.block_size > sequence.num_registered_blocks:
             kv.register(sequence, num_hashed)
@@ -111,9 +110,9 @@ class ScheduledStep:
     def _add_extras(
         self, sequence: Sequence, start: int, end: int, is_last: bool
     ) -> tuple[bool, bool]:
-        """What the row to come needs besides its tokens `start .. end`, the last known one perhaps among them.
+        """Add what the next row needs besides its tokens `start .. end`; `is_last`: they include the last known one.
 
-        Returns whether it samples, and whether it is the first of its request to get there.
+        Returns whether the row samples, and whether it is the first of its request to get there.
         """
         plan, request, samples = self.plan, sequence.request, is_last
         if request.beams is not None:
@@ -142,7 +141,7 @@ class ScheduledStep:
         return samples, is_last and request.params.n > len(request.sequences)
 
     def add_sibling(self, parent: Sequence, sibling: Sequence, slot: int) -> None:
-        """A row of the request in the row before it, which has just computed the prompt's last token."""
+        """Add a sibling row after the row that computes the last token of the prompt."""
         sibling.slot = slot
         self.kv.share(parent, sibling)
         self.admitted.append(sibling)
@@ -150,12 +149,12 @@ class ScheduledStep:
         self.add_row(sibling, known, 0, known)
 
     def may_advance(self, sequence: Sequence) -> bool:
-        """Whether a sequence that waits has tokens to compute now, because they are forced, or may be a picture's.
+        """Whether a waiting sequence has tokens to compute now: forced ones, or those of a picture.
 
-        If its mask is there instead, a row is planned that samples from what an earlier step computed.
+        If its mask has arrived instead, this plans a late row, which samples from what an earlier step computed.
         """
         if sequence.waiting_for is WaitingFor.PICTURE:
-            sequence.waiting_for = None  # `reach` says whether it has to wait again
+            sequence.waiting_for = None  # `reach` decides whether it must wait again
             return True
         if sequence.waiting_for is not WaitingFor.MASK:
             return False
@@ -164,13 +163,13 @@ class ScheduledStep:
             return True
         mask = self._mask(sequence)
         if mask is not None:
-            self._late.append((sequence, mask))  # it comes after all others
+            self._late.append((sequence, mask))  # late rows come after all others
             sequence.waiting_for = None if self.samples_late else WaitingFor.TOKEN
             sequence.num_in_flight += 1
         return False
 
     def reach(self, sequence: Sequence, start: int, count: int) -> int:
-        """How many of `count` tokens from `start` it may compute now; it waits for a picture if that is none."""
+        """How many of `count` tokens from `start` it may compute now; if none, it waits for a picture."""
         if sequence.request.pictures is None:
             return count
         count = self.pictures.reach(self.plan, sequence, start, count)
@@ -179,7 +178,7 @@ class ScheduledStep:
         return count
 
     def append_late_rows(self) -> None:
-        """Call it when all other rows are there."""
+        """Add the late rows. Call it when all other rows have been added."""
         plan = self.plan
         plan.num_late_rows = len(self._late)
         for sequence, mask in self._late:
@@ -195,7 +194,7 @@ class ScheduledStep:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether several decode steps may run in one launch: every row decodes, and the host has no part in it."""
+        """Whether one launch may run several decode steps: every row decodes and needs nothing from the host."""
         plan = self.plan
         return (
             plan.num_tokens.count(1) == plan.num_rows
@@ -206,14 +205,14 @@ class ScheduledStep:
         )
 
     def repeat(self, num_steps: int) -> None:
-        """Run so many decode steps in one launch, for which all rows have blocks."""
+        """Run `num_steps` decode steps in one launch; all rows must have blocks for them."""
         self.plan.num_steps = num_steps
         for sequence in self.sequences:
             sequence.num_in_flight += num_steps - 1
             sequence.num_computed_tokens += num_steps - 1
 
     def close(self) -> StepPlan:
-        """The plan, with what it says of the admitted sequences; they do not change any more."""
+        """Complete the plan with transfers, admissions and forced tokens, and return it."""
         self.plan.transfers = self.kv.take_transfers()
         self.plan.admissions = [self._admission(sequence) for sequence in self.admitted]
         for sequence in self.admitted:
@@ -226,7 +225,7 @@ class ScheduledStep:
         return self.plan
 
     def _place_pictures(self, pictures: PromptPictures, start: int, end: int) -> None:
-        """Have pictures stand for those of the tokens `start .. end` of the row to come that are theirs."""
+        """Let picture embeddings replace their placeholders among tokens `start .. end` of the next row."""
         row = len(self.plan.slots)
         for picture, first, number in pictures.within(start, end):
             seen = self.pictures.rows(picture)[max(start - first, 0) : min(end - first, number)]
@@ -235,7 +234,7 @@ class ScheduledStep:
             self.plan.positions.append((row, pictures.positions[:, start:end]))
 
     def _score(self, request: Request, start: int, end: int) -> None:
-        """Have the prompt's tokens scored that follow on `start .. end` of the row to come, and were not yet."""
+        """Score the prompt tokens that follow tokens `start .. end` of the next row, if they were not scored yet."""
         prompt = request.prompt_token_ids
         first = max(start, request.num_scored_tokens)
         next_ids = prompt[first + 1 : end + 1]
@@ -247,7 +246,7 @@ class ScheduledStep:
             self.scored.append((request.request_id, len(next_ids), whole))
 
     def _capture(self, sequence: Sequence, captures: WantedCaptures, start: int, end: int) -> None:
-        """Have captured what is wanted of the tokens `start .. end` of the row to come, and was not yet."""
+        """Capture the requested values of tokens `start .. end` of the next row that were not captured yet."""
         first = max(start, sequence.num_captured_tokens)
         positions = captures.within(first, end)
         sequence.num_captured_tokens = max(first, end)
@@ -259,7 +258,7 @@ class ScheduledStep:
             self.captured.append((request.request_id, index, positions))
 
     def _mask(self, sequence: Sequence) -> np.ndarray | None:
-        """What it may sample next; None if that is not known yet. If it never will be, the sequence has failed."""
+        """The mask for its next token; None if that is not known yet. If it never will be, the sequence has failed."""
         mask, source = next_mask(sequence), sequence.request.mask_source
         if mask is None and source is not None and source.error(sequence.index) is not None:
             self.failed.append(sequence)

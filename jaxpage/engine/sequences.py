@@ -1,7 +1,6 @@
-"""A sequence apart from where it lives: how it begins, takes its sampled tokens, and ends.
+"""The life of one sequence: how it begins, takes its sampled tokens, and ends.
 
-What this file knows: one sequence and its params. What it must never learn: which blocks it has,
-slots, other rows, text.
+Knows one sequence and its params. Must not know its blocks, slots, other rows, or text.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from jaxpage.request import FinishReason, Request, Sequence
 
 
 def new_sequence(request: Request, index: int, max_model_len: int) -> Sequence:
-    """Continuation `index` of a request: it knows the prompt and has computed nothing."""
+    """Continuation `index` of a request, which knows the prompt and has computed nothing."""
     return Sequence(
         request=request,
         index=index,
@@ -26,7 +25,7 @@ def new_sequence(request: Request, index: int, max_model_len: int) -> Sequence:
 
 
 def restart(request: Request) -> None:
-    """Make a request what it was when it was submitted: another engine is to answer it from its beginning."""
+    """Reset a request to its state at submission, so that another engine can answer it from the beginning."""
     request.sequences = []
     request.num_cached_tokens = request.num_cache_creation_tokens = 0
     request.num_preemptions = request.num_scored_tokens = 0
@@ -37,14 +36,14 @@ def restart(request: Request) -> None:
 
 
 def is_plain(request: Request) -> bool:
-    """Whether the rows of a request need nothing but its tokens, and nobody joins it later."""
+    """Whether the rows of a request need only its tokens, and it has a single sequence."""
     has_more = request.wants_vocabulary or request.scores_prompt or request.params.n > 1
     others = (request.beams, request.mask_source, request.prompt_embeds, request.pictures)
     return not has_more and all(x is None for x in (*others, request.captures))
 
 
 def new_sibling(parent: Sequence, index: int) -> Sequence:
-    """Continuation `index` of the request of `parent`, which has computed the prompt and what is forced behind it."""
+    """Continuation `index` of the request of `parent`, which has computed the prompt and any forced tokens after it."""
     return Sequence(
         request=parent.request,
         index=index,
@@ -57,7 +56,7 @@ def new_sibling(parent: Sequence, index: int) -> Sequence:
 
 
 def note_weights(sequence: Sequence, number: int) -> None:
-    """What is sampled from here on is of the weights of that number."""
+    """Record that tokens are sampled with weights version `number` from here on."""
     start = sequence.num_known_tokens - len(sequence.request.prompt_token_ids)
     sequence.weight_starts.append((number, start))
 
@@ -69,9 +68,9 @@ def check_limits(
     decode_steps: int,
     policy: str,
 ) -> None:
-    """Raise ValueError for limits with which no sequence could run, and for a policy that there is not.
+    """Raise ValueError for limits with which no sequence could run, and for unknown policies.
 
-    The shortest sequence has a token of prompt and a token of answer.
+    The shortest sequence has one prompt token and one output token.
     """
     if min(max_num_seqs, max_num_batched_tokens, max_model_len - 1, decode_steps) < 1:
         raise ValueError(
@@ -85,7 +84,7 @@ def check_limits(
 def check_runnable(
     request: Request, max_model_len: int, pool: BlockPool, max_query_len: int
 ) -> None:
-    """Raise ValueError for a request that could not end even if it had all blocks of the pool.
+    """Raise ValueError for a request that could not finish even with all blocks of the pool.
 
     A step computes at most `max_query_len` tokens of a sequence.
     """
@@ -115,7 +114,7 @@ def check_runnable(
 
 
 def max_len_of(request: Request, max_model_len: int) -> int:
-    """Tokens, prompt included, at which the request's sequences end."""
+    """The number of tokens, prompt included, at which the request's sequences end."""
     max_tokens = request.params.max_tokens
     if max_tokens is None:
         return max_model_len
@@ -123,7 +122,7 @@ def max_len_of(request: Request, max_model_len: int) -> int:
 
 
 def next_mask(sequence: Sequence) -> np.ndarray | None:
-    """Which tokens a sequence may sample next. None: not known yet, perhaps because its last token is in flight."""
+    """Which tokens a sequence may sample next. None: not known yet, for example while its last token is in flight."""
     source = sequence.request.mask_source
     if source is None or sequence.num_in_flight:
         return None
@@ -131,9 +130,9 @@ def next_mask(sequence: Sequence) -> np.ndarray | None:
 
 
 def append_forced(sequence: Sequence) -> bool:
-    """Append the tokens that come next whatever is sampled, as far as it has room. True if there are any.
+    """Append the tokens that a grammar forces next, as far as there is room. True if there are any.
 
-    A stop id, and the last token that the sequence may have, are left to be sampled: they end it in the usual way.
+    A stop id, and the last token that the sequence may have, are left to be sampled, so that they end it as usual.
     """
     request, known = sequence.request, sequence.token_ids
     if request.mask_source is None or sequence.num_in_flight:
@@ -148,10 +147,10 @@ def append_forced(sequence: Sequence) -> bool:
 
 
 def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
-    """Append the tokens that a row sampled, up to the one that ends the sequence; returns those.
+    """Append the tokens that a row sampled, up to the one that ends the sequence, and return these.
 
-    vLLM's order of checks: EOS, then the other stop ids, then length, then repetition; stop strings come after, in
-    the text (`output_processor`). Ids need no min_tokens guard: the device masks them until then.
+    The order of checks is vLLM's: EOS, other stop ids, length, repetition; stop strings come later, in the text
+    (`output_processor`). Stop ids need no check of min_tokens, because the device masks them until then.
     """
     request, known = sequence.request, sequence.token_ids
     stop_ids, max_len = request.stop_token_ids, sequence.max_len
@@ -173,7 +172,7 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
 
 
 def _repeats_itself(sequence: Sequence) -> bool:
-    """Whether its output, of min_tokens at least, ends with what its params call a repetition."""
+    """Whether its output has min_tokens and ends with a repetition as its params define it."""
     params = sequence.request.params
     num_output = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
     assert params.repetition_detection is not None
@@ -183,6 +182,6 @@ def _repeats_itself(sequence: Sequence) -> bool:
 
 
 def cut_output(sequence: Sequence, num_tokens: int) -> None:
-    """End a sequence whose text has ended after so many of its output tokens."""
+    """End a sequence whose text ended after `num_tokens` of its output tokens."""
     del sequence.token_ids[len(sequence.request.prompt_token_ids) + num_tokens :]
     sequence.finish_reason = FinishReason.STOP

@@ -1,7 +1,6 @@
-"""The KV pool at one moment as plain arrays: who holds which block, what it is known by, what comes next.
+"""The KV pool at one moment as plain arrays: owners of blocks, their hashes, and the order of eviction.
 
-What this file knows: how to read the scheduler, its pool and the host tier. What it must never do: change them, or
-learn how they decide. Pictures are drawn elsewhere (`jaxpage.plots`).
+Knows how to read the scheduler, its pool and the host tier. Must not change them. `jaxpage.plots` draws the arrays.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ DEVICE, HOST = 0, 1  # tiers
 class KVSnapshot:
     """N blocks, R sequences that hold blocks, M blocks in the longest of their tables.
 
-    Arrays over blocks are indexed by block id; the host's blocks follow the device's. The first block of a tier is a
-    null block, which nobody holds. A slot is used if it holds the KV of a token whose id the host has seen: what a
-    step under way will add counts when it is collected.
+    Arrays over blocks are indexed by block id; the host's blocks follow the device's. The first block of a tier is its
+    null block, which no sequence holds. A slot is used if it holds the KV of a token whose id the host knows: tokens of
+    a step in flight count once it is collected.
     """
 
     num_steps: int  # planned since start
@@ -38,14 +37,14 @@ class KVSnapshot:
     tiers: np.ndarray  # int8[N] DEVICE or HOST
     # int32[N] the first sequence that holds the block, an index into `sequences`; -1: none
     owners: np.ndarray
-    # int32[N] how many hold it; on the host a block on its way counts as held too
+    # int32[N] how many sequences hold it; on the host, a block in transfer counts as held too
     references: np.ndarray
     used_slots: np.ndarray  # int32[N] of block_size, 0 for blocks that no sequence holds
-    # int32[N] place in its tier's queue of free blocks, 0 goes first; -1: not in the queue
+    # int32[N] position in its tier's queue of free blocks, 0 is evicted first; -1: not in the queue
     eviction_order: np.ndarray
-    # uint64[N] first 8 bytes of the hash of a block in the prefix cache; 0: it is not
+    # uint64[N] first 8 bytes of the hash of a block in the prefix cache; 0: not in the cache
     hashes: np.ndarray
-    # uint64[N] the same of the block before it; 0: it is a sequence's first, or not in the cache
+    # uint64[N] the same of the block before it; 0: first block of a sequence, or not in the cache
     parents: np.ndarray
     hits: np.ndarray  # int32[N] how often the block was found since it entered the cache
 
@@ -63,8 +62,8 @@ class KVSnapshot:
     def unused_slots(self) -> dict[str, int]:
         """Allocated slots of the device without KV, by cause.
 
-        "partial": the rest of a block that a sequence has begun to fill. "ahead": whole blocks for tokens to come, of
-        a prompt that is computed in pieces, or of the later decode steps of a launch.
+        "partial": the rest of a partly filled block. "ahead": whole blocks for later tokens, of a prompt that is
+        computed in chunks or of the later decode steps of a launch.
         """
         begun = self._held & (self.used_slots > 0)
         return {
@@ -78,7 +77,7 @@ class KVSnapshot:
 
 
 def take_snapshot(scheduler: Scheduler) -> KVSnapshot:
-    """What scheduler, pool and host tier hold now. For looking, not serving: it takes time for every block."""
+    """The current contents of scheduler, pool and host tier. For inspection, not serving: it visits every block."""
     kv = scheduler.kv
     first_host_id = kv.pool.num_blocks
     pools = [kv.pool] if kv.tier is None else [kv.pool, kv.tier.pool]
@@ -96,7 +95,7 @@ def take_snapshot(scheduler: Scheduler) -> KVSnapshot:
         ids = np.concatenate([np.array(table, np.int32) for table in tables])
         block_tables[row, : len(ids)] = ids
         owners[ids] = row
-        # `num_computed_tokens` counts launched steps as done; of their tokens the host has seen none.
+        # `num_computed_tokens` counts launched steps as done, but the host does not know their tokens yet.
         num_used = min(sequence.num_computed_tokens, len(sequence.token_ids))
         index = np.concatenate([np.arange(len(table)) for table in tables])
         used_slots[ids] = np.maximum(used_slots[ids], np.clip(num_used - size * index, 0, size))
@@ -126,12 +125,12 @@ def take_snapshot(scheduler: Scheduler) -> KVSnapshot:
 
 
 def of_replica(replica: int, found: Mapping[int, KVSnapshot]) -> KVSnapshot:
-    """That of one replica. Raises ValueError if there is none."""
+    """The snapshot of one replica. Raises ValueError if there is none."""
     if replica not in found:
         raise ValueError(f"there is no replica {replica!r}, or it has failed")
     return found[replica]
 
 
 def _first_bytes(hashes: list[bytes | None]) -> np.ndarray:
-    """uint64[N]: 8 bytes tell the blocks of any pool apart."""
+    """uint64[N]: the first 8 bytes of each hash, which are enough to tell blocks apart."""
     return np.frombuffer(b"".join(h[:8] if h else bytes(8) for h in hashes), np.uint64).copy()

@@ -1,4 +1,4 @@
-"""A snapshot of what the engine counts."""
+"""A snapshot of the engine's counters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class EngineStats:
     num_running: int  # sequences that hold a request slot
     num_waiting: int  # sequences that do not
     kv_cache_usage: float  # share of the KV blocks that sequences hold, 0 to 1
-    num_blocks: int  # of the KV pool that sequences can have
-    num_blocks_used: int  # that sequences hold
-    num_block_references: int  # the same, a block counted once for each sequence that holds it
+    num_blocks: int  # usable blocks of the KV pool
+    num_blocks_used: int  # held by sequences
+    num_block_references: int  # the same, with a block counted once for each sequence that holds it
     num_allocated_slots: int  # `num_blocks_used * block_size` when the last step was planned
-    num_unused_slots: int  # of them, without KV in that step
-    num_allocated_slot_steps: int  # sum of the former over all steps
-    num_unused_slot_steps: int  # of the latter
+    num_unused_slots: int  # those of them without KV in that step
+    num_allocated_slot_steps: int  # sum of `num_allocated_slots` over all steps
+    num_unused_slot_steps: int  # sum of `num_unused_slots` over all steps
     num_steps: int
     num_requests_finished: int
     num_preemptions: int
@@ -33,19 +33,19 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_queries: int  # tokens looked up in the prefix cache
-    prefix_cache_hits: int  # tokens of them found
+    prefix_cache_hits: int  # tokens found in it
     prefix_cache_evictions: int  # blocks
-    num_host_hit_blocks: int  # of the prefix cache, found in host memory (disk included)
+    num_host_hit_blocks: int  # prefix-cache hits in host memory (disk included)
     num_disk_hit_blocks: int  # of those, read from `kv_offload_dir`
     num_blocks_swapped_out: int  # to host memory, evicted ones included
     num_blocks_swapped_in: int  # back from there
-    num_weight_changes: int = 0  # times that parameters were replaced
-    num_encoded_pictures: int = 0  # videos included; each as often as it was encoded
-    # With `record_expert_load`, for each layer that has experts: how many tokens were routed to each of them. Tokens
-    # that are computed again count again, those found in the prefix cache do not.
+    num_weight_changes: int = 0  # how often parameters were replaced
+    num_encoded_pictures: int = 0  # videos included; one encoded twice counts twice
+    # With `record_expert_load`, for each layer that has experts: how many tokens were routed to each of them.
+    # Recomputed tokens count again, those found in the prefix cache do not count.
     expert_load: tuple[tuple[int, ...], ...] = ()
-    num_failed_replicas: int = 0  # taken out because step after step failed; in a part, 1 or 0
-    replicas: tuple[EngineStats, ...] = ()  # whose sum this is, if there are several
+    num_failed_replicas: int = 0  # removed after failures; 1 or 0 in the counters of one replica
+    replicas: tuple[EngineStats, ...] = ()  # with several replicas, the counters of each
 
     @property
     def kv_waste(self) -> float:
@@ -54,19 +54,19 @@ class EngineStats:
 
     @property
     def mean_kv_waste(self) -> float:
-        """The same over all steps; a step weighs as many slots as were allocated."""
+        """The same over all steps, weighted by the slots allocated in each."""
         return self.num_unused_slot_steps / max(self.num_allocated_slot_steps, 1)
 
     @property
     def expert_imbalance(self) -> tuple[float, ...]:
-        """For each layer that has experts: the tokens of the busiest one, divided by the mean over all. 1: each has as
-        many; the number of experts: one has them all.
+        """For each layer with experts: the tokens of the busiest expert divided by the mean. It ranges from 1 (all
+        experts have the same number) to the number of experts (one of them has all tokens).
         """
         return tuple(max(load) * len(load) / max(sum(load), 1) for load in self.expert_load)
 
 
 def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
-    """The counters as of now."""
+    """The current counters."""
     counters, pool, tier = scheduler.counters, scheduler.kv.pool, scheduler.kv.tier
     load = tuple(map(tuple, counters.expert_load.tolist()))
     counted: dict[str, Any] = dataclasses.asdict(counters) | {"expert_load": load}
@@ -89,7 +89,7 @@ def engine_stats(scheduler: Scheduler, num_recompiles: int) -> EngineStats:
 
 
 def total(parts: Sequence[EngineStats]) -> EngineStats:
-    """What several engines count together. Tokens of a request that began anew are counted as often."""
+    """The sum of several engines' counters. Tokens of a restarted request count each time."""
     others = ("expert_load", "replicas")
     names = [field.name for field in dataclasses.fields(EngineStats) if field.name not in others]
     numbers: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
@@ -99,13 +99,13 @@ def total(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def _total_load(parts: Sequence[EngineStats]) -> tuple[tuple[int, ...], ...]:
-    """A replica that has computed nothing yet has counted nothing."""
+    """The sum of the expert loads; a replica that has computed nothing yet has none."""
     loads = [part.expert_load for part in parts if part.expert_load]
     return tuple(tuple(map(sum, zip(*layers, strict=True))) for layers in zip(*loads, strict=True))
 
 
 def of_failed(stats: EngineStats) -> EngineStats:
-    """The totals of an engine that computes nothing any more: it has no sequences and no blocks."""
+    """The totals of a failed engine, which no longer has sequences or blocks."""
     return dataclasses.replace(
         stats,
         num_running=0,

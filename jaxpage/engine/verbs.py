@@ -1,6 +1,6 @@
-"""What those who drive an engine may ask of it, whether it is one engine or several behind one front.
+"""The interface of an engine, whether it is one or several replicas.
 
-`engine.Engine` and `replicas.Replicas` have these verbs. One thread calls them, except where it is said otherwise.
+`engine.Engine` and `replicas.Replicas` implement it. Only one thread calls these methods, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ class EngineVerbs(Protocol):
     """Answers requests, a step at a time."""
 
     def add(self, request: Request) -> None:
-        """Queue a request, the engine's from here on. Raises ValueError for what can never run."""
+        """Queue a request, which the engine owns from here on. Raises ValueError for one that can never run."""
         ...
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request between two steps; None if unknown or ended. Nothing is said of it any more."""
+        """End a request between two steps; None if it is unknown or has ended. No later output mentions it."""
         ...
 
     def end_by_text(self, end: TextEnd) -> None:
-        """End a sequence between two steps, because of its text; nothing if it has ended already."""
+        """End a sequence between two steps because of its text; no effect if it has already ended."""
         ...
 
     def step(self) -> StepOutput:
-        """What sequences gained meanwhile, perhaps nothing. It may wait, but not for long.
+        """Run a step. Returns what sequences gained, which may be nothing. It may wait, but only briefly.
 
-        If it raises, some requests have ended, and `take_failed` says which; all others go on with the next call.
+        If it raises, some requests have ended: `take_failed` returns them. All others continue with the next call.
         """
         ...
 
     def collect(self) -> StepOutput:
-        """The same of a step under way, without launching any more. What `step` raises."""
+        """Collect a step in flight without launching another. Returns and raises like `step`."""
         ...
 
     @property
     def has_step_under_way(self) -> bool:
-        """Whether to call `collect` again, until the device computes nothing."""
+        """Whether a step is in flight or unreported, so that `collect` has something to return."""
         ...
 
     def take_failed(self) -> list[str]:
-        """Ids of the requests that calls which raised have ended, since this was last called."""
+        """Ids of the requests that failed steps have ended since the last call."""
         ...
 
     def has_unfinished_requests(self) -> bool:
@@ -58,55 +58,55 @@ class EngineVerbs(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         ...
 
     @property
     def unfinished_ids(self) -> list[str]:
-        """Of the requests that have not ended."""
+        """Ids of the requests that have not ended."""
         ...
 
     @property
     def death(self) -> str | None:
-        """Why no step is likely to succeed any more; None while one may."""
+        """Why no further step is likely to succeed; None while the engine is alive."""
         ...
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. False, and nothing happens, while any request holds blocks.
+        """Empty the prefix cache. Returns False and does nothing while any request holds blocks.
 
-        With `reset_running_requests` they give them back, and are computed anew when they go on.
+        With `reset_running_requests`, running requests are preempted first and recomputed when they resume.
         """
         ...
 
     def save_prefix_cache(self) -> None:
-        """Write what device and host know by hash to `kv_offload_dir`; nothing happens without it."""
+        """Write all cached blocks of device and host to `kv_offload_dir`; no effect without that option."""
         ...
 
     def look(
         self, function: Callable[[Scheduler], T], replica: int | None = None
     ) -> dict[int, Future[T]]:
-        """Have a function called with each scheduler, or with that of one replica, between two of its steps.
+        """Call a function with each scheduler, or that of one replica, between two of its steps.
 
-        The keys are numbers of replicas that work. It may only look, and be quick: steps wait.
+        Returns futures by the numbers of live replicas. The function must change nothing and be quick: steps wait.
         """
         ...
 
     def stats(self) -> EngineStats:
-        """The counters as of now. Any thread may ask."""
+        """The current counters. Thread-safe."""
         ...
 
     def programs(self) -> list[Any]:
-        """A `runner.programs.ProgramRecord` of each program. Any thread may ask."""
+        """A `runner.programs.ProgramRecord` of each program. Thread-safe."""
         ...
 
     def shorten_launches(self) -> None:
-        """Launch fewer decode steps at a time from now on if they take long, as requests may come meanwhile."""
+        """From now on use fewer decode steps in a launch if they are slow, because new requests must wait for them."""
         ...
 
     def wait_until_warm(self) -> None:
-        """Until nothing is left to compile. Any thread may wait."""
+        """Wait until nothing is left to compile. Thread-safe."""
         ...
 
     def close(self) -> None:
-        """End the threads that it has of its own. Requests are not answered any more."""
+        """End its threads; requests are no longer answered."""
         ...
