@@ -133,7 +133,7 @@ class Engine:
     def _counting_failures(self, move_on: Callable[[], StepOutput]) -> StepOutput:
         try:
             output = move_on()
-        except DeletedParameterError:  # not counted: the parameter may be replaced before the next step
+        except DeletedParameterError:  # not counted: the trainer may still replace the parameter
             raise
         except Exception:
             self._num_failures += 1

@@ -35,7 +35,7 @@ class PictureCache:
         # Content hash -> int32[num_tokens] rows; the least recently used first.
         self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._wanted: Counter[bytes] = Counter()  # content hash -> unfinished requests with it
-        self._halfway: dict[Sequence, bytes] = {}  # the picture that a sequence has computed in part
+        self._halfway: dict[Sequence, bytes] = {}  # pictures that are computed in part
         self._in_plan: set[bytes] = set()  # pictures read by rows of the current plan
         self._left = budget  # embeddings that the plan may still encode
 

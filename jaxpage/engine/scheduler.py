@@ -140,14 +140,14 @@ class Scheduler:
         if request is not None:
             for sequence in request.sequences:
                 sequence.finish_reason = sequence.finish_reason or FinishReason.ABORT
-            self._remove(request.sequences)  # all of them: one may have ended in an update that then failed
+            self._remove(request.sequences)  # all: one may have ended in an update that then failed
         return request
 
     def abort_steps(self, steps: list[ScheduledStep]) -> list[Request]:
         """End the requests of failed steps. Nothing that these steps wrote, or should have written, is reused."""
         requests = dict.fromkeys(s.request.request_id for step in steps for s in step.sequences)
         ended = [request for i in requests if (request := self.abort(i)) is not None]
-        self.kv.invalidate(self.waiting)  # after `abort`, which leaves the blocks in the prefix cache
+        self.kv.invalidate(self.waiting)  # last: `abort` leaves blocks in the prefix cache
         self.pictures.forget_all()
         self.adapters.forget_loads(step.plan for step in steps)
         return ended
@@ -252,7 +252,7 @@ class Scheduler:
                 break
             found = self.kv.find(sequence)
             if not self.pictures.may_begin(sequence, found.num_tokens):
-                num_passed += 1  # its next token is a picture's, which cannot be encoded in this step
+                num_passed += 1  # the picture of its next token cannot be encoded in this step
                 continue
             least = self.pictures.least(sequence, found.num_tokens)
             if least > budget + spare or not self.kv.admit(sequence, found, max_query_len):

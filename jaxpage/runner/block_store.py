@@ -1,4 +1,4 @@
-"""KV blocks on disk: found again by their hash, by this process or a later one.
+"""KV blocks on disk, found by their hash by this process or a later one.
 
 The folder's name is a fingerprint of model, weights and layout. Nothing is unpickled.
 """
@@ -18,7 +18,7 @@ FORMAT = b"jaxpage kv block 3"
 
 
 def fingerprint(facts: Iterable[str], arrays: Iterable[np.ndarray]) -> str:
-    """Of everything that shapes KV: `facts` of model and layout, and the bytes of all parameters. 32 hex digits."""
+    """32 hex digits that identify everything which determines KV: `facts` of model and layout, and all parameters."""
     state = hashlib.sha256(FORMAT)
     for fact in facts:
         state.update(repr(fact).encode())
@@ -28,23 +28,23 @@ def fingerprint(facts: Iterable[str], arrays: Iterable[np.ndarray]) -> str:
 
 
 class BlockStore:
-    """Blocks in `folder`, each an array of every one of `shapes` and `dtypes`. Reading and writing never raise."""
+    """Blocks in `folder`; each has one array for each of `shapes` and `dtypes`. Reading and writing never raise."""
 
     def __init__(self, folder: Path, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]):
-        """Raises OSError if the folder cannot be made."""
+        """Raises OSError if the folder cannot be created."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._files = folder, VerifiedFiles(FORMAT)
         self._parts = list(zip(shapes, map(np.dtype, dtypes), strict=True))
 
     def save(self, block_hash: bytes, content: Sequence[np.ndarray]) -> None:
-        """Write a block unless it is there."""
+        """Write a block unless it exists."""
         path = self._path(block_hash)
         if not path.exists():
             payload = b"".join(np.ascontiguousarray(part).tobytes() for part in content)
             self._files.write(path, payload)
 
     def load(self, block_hash: bytes) -> list[np.ndarray] | None:
-        """The block's arrays; None if it is not there, damaged or of another size."""
+        """The block's arrays; None if it is absent, damaged or of another size."""
         payload = self._files.read(self._path(block_hash))
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._parts]
         if payload is None or len(payload) != sum(sizes):

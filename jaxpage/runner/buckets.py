@@ -1,8 +1,7 @@
-"""The padded sizes for which programs are compiled, and which of them a plan takes.
+"""The padded sizes for which programs are compiled, and which of them a plan uses.
 
-A decode step is one program. Any other step is two: `forward`, whose size is its tokens, and `sample`, whose size is
-its rows; so sizes of tokens and of rows add up instead of multiplying. A step whose rows an earlier one computed is
-`sample` alone.
+A decode step is one program. Any other step is two: `forward`, sized by tokens, and `sample`, sized by rows, so the
+numbers of token sizes and row sizes add up instead of multiplying. A step of late rows only is just `sample`.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from dataclasses import dataclass
 
 from jaxpage.plan import StepPlan
 
-MAX_PROGRAMS = 24  # of steps; the two that fill request slots make 26, those that move blocks 28
-SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU wants two rows; elsewhere it costs nothing
-FEW_ROWS = 8  # a prompt alone should not pay for the LM head of max_num_seqs rows
-FEW_TOKENS = 16  # smaller steps cost about the same: reading the weights
-MANY_TOKENS = 256  # a usual prompt, for which the first request need not wait long
+MAX_PROGRAMS = 24  # for steps; 26 with the two that fill request slots, 28 with those that move blocks
+SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU needs two rows; elsewhere this costs nothing
+FEW_ROWS = 8  # a single prompt should not pay for the LM head of max_num_seqs rows
+FEW_TOKENS = 16  # smaller steps cost about the same, the time to read the weights
+MANY_TOKENS = 256  # a usual prompt; the first request waits only for programs of this size
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """T packed tokens and R rows. In a decode bucket token r is row r's only one, and steps may repeat."""
+    """T packed tokens and R rows. In a decode bucket each row has one token, and a launch may repeat the step."""
 
     num_tokens: int
     num_rows: int
@@ -32,11 +31,11 @@ class Bucket:
         return f"decode R={self.num_rows}" if self.decode else f"forward T={self.num_tokens}"
 
     def programs(self, num_rows: int) -> tuple[str, ...]:
-        """The programs that a plan of so many rows runs through, in order."""
+        """The programs that a plan of `num_rows` rows runs, in order."""
         return (self.name,) if self.decode else (self.name, sample_name(self.sample_rows(num_rows)))
 
     def sample_rows(self, num_rows: int) -> int:
-        """The size of the `sample` program for so many rows."""
+        """The size of the `sample` program for `num_rows` rows."""
         return min(FEW_ROWS, self.num_rows) if num_rows <= FEW_ROWS else self.num_rows
 
 
@@ -45,12 +44,11 @@ def sample_name(num_rows: int) -> str:
 
 
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """All buckets of a configuration, smallest first: rows of decode steps and tokens of others in powers of two.
+    """All buckets of a configuration, smallest first: rows of decode steps and tokens of other steps in powers of two.
 
-    There is none between FEW_TOKENS and 4 * FEW_TOKENS: every program costs seconds of start-up, and the products of
-    17 to 32 tokens, padded to 64, half as much again.
-    When there are too many, the smallest token sizes go first: a device that takes large batches spends the same
-    time on few tokens as on some more.
+    There is none between FEW_TOKENS and 4 * FEW_TOKENS: every program costs seconds of start-up, while padding 17 to 32
+    tokens to 64 makes their matmuls only half as expensive again. If there are too many buckets, the smallest token
+    sizes are dropped first: on a device that takes large batches they save no time.
     """
     most_rows = max(SMALLEST_ROWS, _power_of_two(max_num_seqs))
     most_tokens = max(FEW_ROWS, _power_of_two(max_num_batched_tokens))
@@ -64,7 +62,7 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Buc
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """What a plan runs through: the bucket of its tokens, if it has any, and the `sample` program, if it needs one."""
+    """The programs of a plan: the bucket of its tokens, if it has any, and the `sample` program, if it needs one."""
 
     bucket: Bucket | None
     sample: str | None
@@ -74,12 +72,12 @@ class StepPrograms:
         return tuple(name for name in (self.bucket and self.bucket.name, self.sample) if name)
 
     def fill(self, plan: StepPlan) -> float:
-        """The share of the bucket's tokens that the plan has; 0 without a bucket."""
+        """The share of the bucket's tokens that are not padding; 0 without a bucket."""
         return plan.total_tokens / self.bucket.num_tokens if self.bucket else 0.0
 
 
 def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepPrograms]:
-    """Every choice of programs that holds the plan, smallest first."""
+    """Every choice of programs that fits the plan, smallest first."""
     if plan.total_tokens == 0:  # all rows are late
         return [StepPrograms(None, sample_name(buckets[-1].sample_rows(plan.num_rows)))]
     return [
@@ -89,9 +87,9 @@ def fitting_programs(buckets: Sequence[Bucket], plan: StepPlan) -> list[StepProg
 
 
 def fitting_buckets(buckets: Sequence[Bucket], plan: StepPlan) -> list[Bucket]:
-    """Those that hold the plan's tokens, smallest first. Raises ValueError if none does (a bug in the scheduler's
-    limits). Rows that sample later, and those of which more is wanted than a token, need the hidden states that
-    `forward` keeps; and only `forward` takes embeddings.
+    """The buckets that hold the plan's tokens, smallest first. Raises ValueError if none does (a bug in the scheduler's
+    limits). Rows that sample later, or need logprobs of the whole vocabulary, require the hidden states that `forward`
+    keeps; and only `forward` takes embeddings.
     """
     tokens, rows = plan.total_tokens, plan.num_rows
     embeds = plan.input_embeds or plan.picture_tokens or plan.positions
@@ -110,9 +108,9 @@ def fitting_buckets(buckets: Sequence[Bucket], plan: StepPlan) -> list[Bucket]:
 
 
 def start_order(buckets: Sequence[Bucket]) -> tuple[list[str], list[str]]:
-    """(first, then): the programs on which a usual prompt can run, and all others by how soon they may be missed.
+    """(first, then): the programs that a usual prompt needs, and all others in the order in which they are compiled.
 
-    First `then` come decode steps of few rows and the largest of each kind, on which any plan can run.
+    `then` begins with a decode step of few rows and the largest program of each kind, which can run any plan.
     """
     decode = [bucket for bucket in buckets if bucket.decode]
     forward = [bucket for bucket in buckets if not bucket.decode]

@@ -1,8 +1,8 @@
-"""Pictures on the device: encoded into the picture cache, and from there in the place of tokens.
+"""Pictures on the device: encoded into the picture cache, from which their embeddings replace tokens.
 
 The picture cache is the array "pictures" of the request state, [rows, embedding size] in words; row 0 is the null row.
-An encoder program writes the embeddings of one picture to the rows that the plan says; `forward` reads those of its
-tokens. Which row is whose is the engine's to know.
+An encoder program writes the embeddings of one picture to the rows given in the plan; `forward` reads the rows of its
+tokens. The engine knows which row belongs to which picture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxpage.sampling.fields import RequestState
 
 SMALLEST_PATCHES = 256
 MOST_PATCHES = 65536  # of one picture: 3584 x 3584 pixels in patches of 14 x 14
-CACHE_BYTES = 256 << 20  # of the picture cache, unless the user says
+CACHE_BYTES = 256 << 20  # default size of the picture cache
 
 
 def encode_name(size: int) -> str:
@@ -44,9 +44,9 @@ def make_picture_spec(
     max_num_batched_tokens: int,
     has_positions: bool,
 ) -> PictureSpec:
-    """Sizes in powers of two up to what a prompt has room for, or the only one; and a cache of so many bytes.
+    """Encoder sizes in powers of two up to the largest that fits a prompt, or the family's only size; and a cache.
 
-    Without `cache_bytes` it has room for some steps, and for the largest picture.
+    Without `cache_bytes` the cache has room for several steps, and at least for the largest picture.
     """
     ratio = vision.patches_per_token
     most = min(MOST_PATCHES, (max_model_len - 1) * ratio)
@@ -63,11 +63,11 @@ def make_picture_spec(
 
 
 def picture_fields(spec: PictureSpec | None, num_tokens: int) -> tuple[Field, ...]:
-    """What goes up for the tokens of a `forward`, as far as pictures are concerned."""
+    """The fields of a `forward` that concern pictures."""
     if spec is None:
         return ()
-    rows = Field("picture_rows", (num_tokens,))  # of tokens and padding: the null row
-    # Where there is none, a token has its index plus the offset of its slot.
+    rows = Field("picture_rows", (num_tokens,))  # the null row for text tokens and padding
+    # Filled: the position is the token's index plus the offset of its slot.
     positions = Field("positions", (3, num_tokens), fill=-1)
     return (rows, positions) if spec.has_positions else (rows,)
 
@@ -87,7 +87,7 @@ def pack_picture_tokens(
     picture_tokens: Sequence[tuple[int, int, np.ndarray]],
     positions: Sequence[tuple[int, np.ndarray]],
 ) -> None:
-    """Fill the `picture_fields` of a step, whose rows begin with the tokens `row_starts`."""
+    """Fill the `picture_fields` of a step; `row_starts` has the first token of each row."""
     for row, offset, rows in picture_tokens:
         start = row_starts[row] + offset
         views["picture_rows"][start : start + len(rows)] = rows
@@ -97,7 +97,7 @@ def pack_picture_tokens(
 
 
 def abstract_inputs(vision: VisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The encoder's inputs of a padded size, by name."""
+    """The encoder's inputs for a padded size, by name."""
     side = max(int(vision.patches_per_token**0.5), 1)
     grid = (1, side, vision.patches_per_token // side)
     example = Picture(
@@ -120,7 +120,7 @@ def encode_into(
     inputs: dict[str, jax.Array],
     dtype: DTypeLike,
 ) -> RequestState:
-    """The state with the embeddings of a picture in the rows `destinations` of its cache."""
+    """The state with the embeddings of a picture written to the rows `destinations` of the picture cache."""
     embeds = encode(model, **inputs).astype(dtype)
     words = lax.bitcast_convert_type(embeds, words_of(dtype))
     return state | {"pictures": state["pictures"].at[destinations].set(words)}
@@ -148,11 +148,11 @@ def last_keys(
 def with_pictures(
     inputs: ForwardInput, state: RequestState, rows: jax.Array, dtype: DTypeLike
 ) -> ForwardInput:
-    """The same with the embeddings of pictures in the place of the tokens that have a row of the cache."""
+    """The same, with picture embeddings in place of the tokens that have a row of the cache."""
     found, seen = lax.bitcast_convert_type(state["pictures"][rows], dtype), rows > 0
     if inputs.embeds is None or inputs.is_embed is None:
         return replace(inputs, embeds=found, is_embed=seen)
-    missing = found.shape[1] - inputs.embeds.shape[1]  # where embeddings go to several layers
+    missing = found.shape[1] - inputs.embeds.shape[1]  # not 0 if picture embeddings feed several layers
     others = jnp.pad(inputs.embeds, ((0, 0), (0, missing)))
     return replace(
         inputs,

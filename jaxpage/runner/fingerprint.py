@@ -1,7 +1,7 @@
 """What compiled programs depend on besides the model and its options: versions, the device, the code itself.
 
-Two machines with equal fingerprints can run each other's executables. Knows where each part is written down. Must
-not know models or programs.
+Two machines with equal fingerprints can run each other's executables. Knows where to find each part. Must not know
+models or programs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JAX_OPTIONS = (
 
 
 def machine_fingerprint(device: jax.Device, flags: str) -> dict[str, str]:
-    """Name -> text of each part. `device` may belong to a compile-only topology; `flags` are the compiler's."""
+    """Name -> text of each part. `device` may belong to a compile-only topology; `flags` are those of the compiler."""
     compiler = _COMPILERS[device.platform]
     parts = {
         "code": code_hash(),
@@ -69,7 +69,7 @@ def code_hash() -> str:
 
 
 def hash_of(folders: Iterable[Path]) -> str:
-    """16 hex digits over all source files and measured kernel sizes: any change may have changed a program."""
+    """16 hex digits over all source files and tuned kernel sizes, any of which may affect a program."""
     state = hashlib.sha256()
     for folder in folders:
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("tuned/*.json")]):
@@ -79,7 +79,7 @@ def hash_of(folders: Iterable[Path]) -> str:
 
 @cache
 def _processor() -> str:
-    """Name of the processor, and a hash of its instruction sets (known on Linux, for x86 and Arm)."""
+    """Name of the processor, and a hash of its instruction sets (available on Linux, for x86 and Arm)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

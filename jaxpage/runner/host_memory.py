@@ -1,9 +1,9 @@
-"""The contents of host blocks, and how they travel: between the KV pool on the device, host memory and the disk.
+"""The contents of host blocks, and how they move between the KV pool on the device, host memory and disk.
 
-Knows arrays and the order of moves. Must not know whose blocks they are (the scheduler's), nor why they move.
+Knows arrays and the order of moves. Must not know who owns the blocks (the scheduler does), or why they move.
 
-What leaves the device is gathered by a program launched before the step that overwrites it. Dispatch is asynchronous:
-nobody waits for the contents until they are used.
+Contents that leave the device are gathered by a program launched before the step that overwrites them. Dispatch is
+asynchronous: the host waits for the contents only when they are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpage.ops.blocks import gather_blocks, scatter_blocks
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.calls import BLOCKS_PER_CALL
 
-# Of one block: [L, block_size, ...], the L arrays of the pool one after another; of a quantised pool two such arrays.
+# One block as an array [L, block_size, ...] over the L arrays of the pool; two such arrays for a quantised pool.
 Content = list[jax.Array] | list[np.ndarray]
 
 
@@ -35,8 +35,8 @@ class ContentStore(Protocol):
 class HostMemory:
     """The contents of up to `num_blocks` host blocks, numbered from 1.
 
-    With `shardings` of its arrays on devices, a content lies in the host memory that is pinned for these, so that it
-    travels without a detour. Without (the device is a CPU) it stays where the program that read it left it.
+    With `shardings` of its arrays on devices, contents are kept in host memory pinned for these devices, which avoids
+    an extra copy. Without (on a CPU) a content stays where the program that read it put it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class HostMemory:
         self._here = shardings and [x.with_memory_kind("pinned_host") for x in shardings]
 
     def put(self, host_id: int, content: Content) -> None:
-        """`content` may still be under way; from the device or from the disk."""
+        """Keep a content from the device, which may still be in flight, or from disk."""
         if self._here is not None:
             content = jax.device_put(content, self._here)
         self._contents[host_id] = content
@@ -63,12 +63,12 @@ class HostMemory:
         return [np.asarray(array) for array in self._contents[host_id]]
 
     def save(self, block_hash: bytes, content: list[np.ndarray]) -> None:
-        """Write a content to the disk, if there is a store."""
+        """Write a content to disk, if there is a store."""
         if self.store is not None:
             self.store.save(block_hash, content)
 
     def contents(self, host_ids: Sequence[int]) -> list[Content]:
-        """What `write_blocks` takes: BLOCKS_PER_CALL contents on their way to the device, padded with one of them."""
+        """The arguments of `write_blocks`: contents on their way to the device, padded to BLOCKS_PER_CALL of them."""
         found = [self._contents[host_id] for host_id in host_ids]
         if self._there is not None:
             found = jax.device_put(found, [self._there] * len(found))
@@ -91,7 +91,7 @@ def write_blocks(
     block_ids: jax.Array,
     contents: list[list[jax.Array]],
 ) -> KVPool:
-    """The pool with those contents in blocks int32[C]; the inverse of `read_blocks`."""
+    """The pool with these contents in blocks int32[C]; the inverse of `read_blocks`."""
     stacks = [jnp.stack(parts) for parts in zip(*contents, strict=True)]  # [C, L, ...]
     structure = jax.tree.structure(pool[0])
     contents_of_pool = jax.tree.unflatten(structure, stacks)
@@ -99,12 +99,12 @@ def write_blocks(
 
 
 def content_shapes(spec: KVPoolSpec) -> list[jax.ShapeDtypeStruct]:
-    """Of one block of such a pool."""
+    """Shapes of the content of one block."""
     ids = jax.ShapeDtypeStruct((1,), np.int32)
     return jax.eval_shape(partial(read_blocks, spec, None), spec.abstract(), ids)[0]
 
 
 def content_shardings(spec: KVPoolSpec, mesh: Mesh | None) -> list[Sharding]:
-    """Of the arrays of one block's content: by heads, if the pool is."""
+    """Shardings of the content of one block: over heads, if the pool is."""
     axes = [spec.axes_of(leaf) for leaf in jax.tree.leaves(spec.abstract()[0])]
     return [sharding(mesh, each) for each in axes]

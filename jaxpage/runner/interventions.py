@@ -1,7 +1,7 @@
-"""Interventions and captures on the device: values inside the model that requests change or want.
+"""Interventions and captures on the device: values inside the model that requests change or return.
 
-What is changed stands in the request state, so it follows a sequence through chunks, decode steps, preemption and other
-batches; vectors are data, so another one compiles nothing.
+Interventions are part of the request state, so they apply in every chunk, decode step and batch, and after preemption.
+Vectors are data, so a different one compiles nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def tapped_hidden_states(
     slots: jax.Array,
     spec: ResearchSpec,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`model.hidden_states` [T, E] with the interventions of the request slots int32[T] of the tokens.
+    """`model.hidden_states` [T, E] with the interventions of the tokens' request slots, int32[T].
 
-    Also what is captured, [T, P, E]; None if nothing is.
+    Also the captured values [T, P, E]; None if nothing is captured.
     """
     positions = inputs.positions
     seen: dict[str, jax.Array] = {}

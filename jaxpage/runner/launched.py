@@ -1,4 +1,4 @@
-"""A step under way: what its calls have left on the device, and how that comes to the host."""
+"""A step in flight: its results on the device, and how they are copied to the host."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from jaxpage.sampling.logprobs import Scores
 
 @dataclass(frozen=True, kw_only=True)
 class Executed:
-    """What calls have left to be read, not yet computed."""
+    """Results of calls, which may still be computing."""
 
-    sampled: DeviceResult | None = None  # by the last of them that samples
-    # (how many count, whether the whole vocabulary is wanted, scores) of each call
+    sampled: DeviceResult | None = None  # by the last call that samples
+    # (entries without padding, whether the whole vocabulary is wanted, scores) of each call
     scores: list[tuple[int, bool, Scores]] = field(default_factory=list)
     vocabulary: list[tuple[int, jax.Array]] = field(
         default_factory=list
-    )  # (how many count, [R, V])
+    )  # (rows without padding, [R, V])
     # (rows int32[K], [C, P, E]) of each call
     captured: list[tuple[np.ndarray, jax.Array]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A step under way. `collect` turns it into a `StepResult`."""
+    """A step in flight. `Runner.collect` turns it into a `StepResult`."""
 
     num_steps: int
     num_rows: int
     has_top_logprobs: bool
     result: Executed
     number: int = 0  # of the launch in a recording
-    program: str = ""  # this and the next as in `StepResult`
+    program: str = ""  # like `fill`, as in `StepResult`
     fill: float = 0.0
 
 
 def to_host(launched: Launched) -> StepResult:
-    """What a launched step sampled, without the padding; waits for it."""
+    """Wait for a launched step. Returns its result without padding."""
     steps, rows = launched.num_steps, launched.num_rows
     result = launched.result.sampled
     assert result is not None, "nothing was sampled"
@@ -66,7 +66,7 @@ def to_host(launched: Launched) -> StepResult:
 
 
 def _scored(executed: Executed) -> dict[str, np.ndarray]:
-    """The fields of a `StepResult` that say more than what was sampled, as far as that was asked for."""
+    """The fields of a `StepResult` beyond the sampled tokens, as far as they were asked for."""
 
     def joined(parts: list[tuple[int, jax.Array]]) -> np.ndarray:
         return np.concatenate([np.asarray(part)[:num] for num, part in parts])

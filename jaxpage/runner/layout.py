@@ -1,6 +1,6 @@
-"""Named fields in one flat int32 buffer: written as NumPy views on the host, read as slices on the device.
+"""Named fields in one flat int32 buffer: written through NumPy views on the host, read as slices on the device.
 
-One upload a step instead of a dozen: on fast chips the host's dispatch is the bottleneck, not the bytes.
+This makes one upload per step instead of a dozen: on fast chips the bottleneck is the host's dispatch, not the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Field:
-    """`shape` and a 4-byte dtype ("int32", "uint32" or "float32") of one part of the buffer, and what pads it."""
+    """One part of the buffer: its shape, a 4-byte dtype ("int32", "uint32" or "float32") and the value of padding."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Layout:
         return sum(field.size for field in self.fields)
 
     def new_buffer(self) -> np.ndarray:
-        """int32[size] with every field's fill value. Fresh each time: the device may still read the last one."""
+        """int32[size] with every field's fill value. A new array each time: the device may still read the last one."""
         return self._filled.copy()
 
     @cached_property

@@ -1,7 +1,7 @@
-"""How each program is traced and lowered, from shapes alone: no array is needed, nor the device that it is for.
+"""How each program is traced and lowered, from shapes alone: it needs neither arrays nor the target device.
 
-Knows the arguments of programs: their shapes, their order, which are donated, where they live. Must not know what a
-program computes (`step`), nor when it is compiled (`programs`).
+Knows the arguments of programs: shapes, order, donation, placement. Must not know what a program computes (`step`
+does), or when it is compiled (`programs` does).
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ from jaxpage.sampling.fields import RequestState
 # Programs that change the request state alone.
 _STATE_CHANGES = {ADMIT: make_admit, SET_MASKS: make_set_masks, SET_TOKENS: make_set_tokens}
 
-# Of XLA, by platform. Weights lie in memory in tiles of (8, 128). From TPU7x on a loop would have what it carries in
-# 16 bits in tiles of (16, 128), and each launch of decode steps would begin with a copy of all weights; its products
-# want tiles of (8, 128) even so. Programs for older TPUs are the same with and without.
+# XLA options by platform. Weights are stored in tiles of (8, 128). From TPU7x on, XLA would carry 16-bit arrays through
+# a loop in tiles of (16, 128), so that each launch of decode steps would begin with a copy of all weights, although its
+# matmuls use tiles of (8, 128). Programs for older TPUs are the same with and without this option.
 _DECODE_OPTIONS = {"tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}}
 
 
 class Lowerings:
-    """The programs of an engine: `programs` by name, and what goes up to each, `layouts` and `embeds`.
+    """The programs of an engine: `programs` by name, and the uploads of each, `layouts` and `embeds`.
 
-    `model`: an NNX module with arrays or `jax.ShapeDtypeStruct`s as parameters. Without a `mesh` programs are for the
-    device where the arrays are; with one for its devices, which may be those of a topology nobody has here.
+    `model`: an NNX module with arrays or `jax.ShapeDtypeStruct`s as parameters. Without a `mesh`, programs are for the
+    device that holds the arrays; with one, for its devices, which may be those of a compile-only topology.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Lowerings:
         self._spec, self._pool_spec, self._mesh = step_spec, pool_spec, mesh
         largest = buckets[-1]
         self.layouts = _layouts(step_spec, buckets)
-        # By `forward` program: what goes up for a step with embeddings.
+        # By `forward` program: the uploads of a step with embeddings.
         self.embeds: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
             b.name: self._embeds(b.num_tokens) for b in buckets if not b.decode
         }
@@ -137,7 +137,7 @@ class Lowerings:
         return num_bytes(self._state)
 
     def allocate(self) -> tuple[KVPool, RequestState]:
-        """The pool and the request state of zeros and fill values, where the programs expect them."""
+        """Allocate the pool and the request state, with zeros and fill values, where the programs expect them."""
 
         def make() -> tuple[KVPool, RequestState]:
             return self._pool_spec.allocate(), allocate_request_state(self._spec)
@@ -148,12 +148,12 @@ class Lowerings:
         return jax.jit(make, out_shardings=shardings)()
 
     def no_embeds(self, name: str) -> tuple[jax.Array, ...]:
-        """What a `forward` program gets in a step without embeddings, already on the device."""
+        """The arguments of a `forward` program in a step without embeddings, already on the device."""
         if name not in self._no_embeds:
             arrays = [np.zeros(x.shape, x.dtype) for x in self.embeds[name]]
             places = [x.sharding for x in self.embeds[name]]
             if self._mesh is not None and self._mesh.is_multi_process:
-                # To put an array on devices of other hosts, jax compares it with theirs first.
+                # `device_put` to devices of other hosts would first compare the array with theirs.
                 self._no_embeds[name] = tuple(
                     jax.make_array_from_callback(array.shape, place, array.__getitem__)
                     for array, place in zip(arrays, places, strict=True)
@@ -220,7 +220,7 @@ class Lowerings:
         )
 
     def _lower_change(self, change: Callable, layout: Layout) -> jax.stages.Lowered:
-        """Of the request state alone."""
+        """Lower a program that changes only the request state."""
         results = self._places(self._state)
         return jax.jit(change, donate_argnums=0, **results).lower(
             self._state, self._integers(layout.size)
@@ -253,7 +253,7 @@ class Lowerings:
 
     @property
     def _content(self) -> list[jax.ShapeDtypeStruct]:
-        """Of one block, as it leaves the device and comes back."""
+        """The content of one block, as it leaves the device and comes back."""
         shapes = content_shapes(self._pool_spec)
         if self._mesh is None:
             return shapes
@@ -261,7 +261,7 @@ class Lowerings:
         return [_struct(x, place) for x, place in zip(shapes, places, strict=True)]
 
     def _places(self, *results: Any) -> dict[str, Any]:
-        """Where a program leaves its results, as an option of `jax.jit`; None: whole on every device of the mesh."""
+        """Output shardings, as an option of `jax.jit`; a result None is replicated on every device of the mesh."""
         if self._mesh is None or self._mesh.size == 1:
             return {}
         whole = sharding(self._mesh)
@@ -273,8 +273,8 @@ class Lowerings:
         return struct
 
     def layers_of(self, bucket: Bucket) -> jax.stages.Lowered:
-        """One run through the layers of a decode step, without its loop and its sampler. No engine runs it: it compiles
-        in a fraction of the time, and shows what the layers need.
+        """One pass through the layers of a decode step, without its loop and sampler. No engine runs it; it compiles in
+        a fraction of the time, and shows what the layers need.
         """
         layout = self.layouts[bucket.name]
         layers = partial(self._step.forward, bucket, layout)
@@ -285,13 +285,13 @@ class Lowerings:
 
 
 def num_bytes(tree: Any) -> int:
-    """Of all arrays of a tree, or of what stands for them."""
+    """Bytes of all arrays of a tree, or of their `jax.ShapeDtypeStruct`s."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
-    """What goes up to each program, but for `sample`."""
+    """The uploads of each program except `sample`."""
     sizes = {"block_size": spec.block_size, "decode_steps": spec.decode_steps}
     groups = len(spec.groups.windows)
     return {
@@ -308,7 +308,7 @@ def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
 
 
 def _platform(leaves: list[jax.ShapeDtypeStruct]) -> str:
-    """Of the devices that programs are for: those of the parameters, or else jax's own choice."""
+    """The platform of the parameters, or else jax's default."""
     for leaf in leaves:
         if leaf.sharding is not None:
             return next(iter(leaf.sharding.device_set)).platform
@@ -332,7 +332,7 @@ def _one_slot(x: jax.ShapeDtypeStruct, axis: int, num_slots: int) -> jax.ShapeDt
 def _structs(
     tree: Any, mesh: Mesh | None, axes_of: Callable[[Any], tuple[str, ...]] = lambda _: ()
 ) -> Any:
-    """Shape, dtype and place of each leaf; of an axis without a name each device of a mesh has all."""
+    """Shape, dtype and sharding of each leaf; axes without a name are replicated on every device of a mesh."""
     return jax.tree.map(
         lambda x: _struct(x, None if mesh is None else sharding(mesh, axes_of(x))), tree
     )

@@ -188,8 +188,8 @@ class Runner:
             self.recorder.calls(step)
         self._num_launches += 1
         sampled, executed = None, Executed()
-        hidden: list[jax.Array] = []  # hidden states of `forward`, in pieces
-        captured: list[jax.Array] = []  # captured values of `forward`, in pieces, or of `decode`, in one
+        hidden: list[jax.Array] = []  # pieces, from `forward`
+        captured: list[jax.Array] = []  # pieces, from `forward`, or a single one from `decode`
         with self._counter.watching(), self._everywhere(step):
             for call in step:
                 self.programs.num_calls[call.program] += 1
