@@ -1,7 +1,7 @@
-"""Every option of the engine, and what each comes to on one machine with one model.
+"""Every option of the engine, and how defaults are resolved for a machine and a model.
 
-Knows option names (vLLM's), their ranges and defaults, and the environment, which no other file reads.
-Must not know jax: the platform and its memory are told.
+Knows option names (vLLM's), their ranges and defaults, and the environment, which no other file reads. Must not know
+jax: platform and memory are arguments.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _CHOICES = {
     "convert": ("auto", "none", "embed", "classify"),
     "numerics": ("fast", "strict"),
 }
-_RANGES = {  # both ends included
+_RANGES = {  # inclusive
     "block_size": (1, 4096),
     "num_gpu_blocks_override": (2, 2**31 - 1),  # the null block and one more
     "max_num_seqs": (1, 65536),
@@ -86,7 +86,7 @@ _PATHS = (
     *("model", "tokenizer", "hf_config_path", "chat_template", "record_calls"),
     "allowed_local_media_path",
 )
-_EMPTY = (  # mean that nothing is asked for
+_EMPTY = (  # where {} or "" means None
     *("hf_overrides", "override_generation_config", "allowed_local_media_path"),
     *("limit_mm_per_prompt", "mm_processor_kwargs"),
 )
@@ -103,48 +103,48 @@ _FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What the user asked for; `resolve` decides the rest. Raises ValueError for bad values."""
+    """The options given by the user; `resolve` decides the rest. Raises ValueError for bad values."""
 
     model: str  # a checkpoint folder, or a name on the Hugging Face hub, see `hub.local_folder`
-    # "auto": the checkpoint's, but bfloat16 for float32; or float16, bfloat16, float32
+    # "auto": the checkpoint's, but bfloat16 instead of float32; or float16, bfloat16, float32
     dtype: str = "auto"
     # "int8": round weights and activations of linear layers and experts
     quantization: str | None = None
     # "auto": as `dtype`; or int8, int4, fp8_e4m3 ("fp8"), fp8_e5m2
     kv_cache_dtype: str = "auto"
-    # None: the model's own limit; "auto": the largest that fits the KV memory; "8k", "8K" work too
+    # None: the model's limit; "auto": the longest that fits the KV memory; "8k", "8K" work too
     max_model_len: int | str | None = None
-    max_num_seqs: int | None = None  # sequences in one step; None: by platform
-    max_num_batched_tokens: int | None = None  # tokens in one step; None: by platform
-    gpu_memory_utilization: float = 0.92  # share of the device's memory, (0, 1]
-    cache_max_entry_count: float | None = None  # LMDeploy's: share of what the weights leave free
+    max_num_seqs: int | None = None  # sequences in one step; None: depends on the platform
+    max_num_batched_tokens: int | None = None  # tokens in one step; None: depends on the platform
+    gpu_memory_utilization: float = 0.92  # share of the device's memory to use, (0, 1]
+    cache_max_entry_count: float | None = None  # LMDeploy's: share of what the weights leave
     kv_cache_memory_bytes: int | str | None = None  # None: measured; "2G" works too
     num_gpu_blocks_override: int | None = None  # None: measured
     block_size: int | None = None  # tokens; None: 16 on CPU, 64 on GPU, 128 on TPU
     enable_prefix_caching: bool = True
-    seed: int = 0  # of requests that bring none
+    seed: int = 0  # for requests without a seed
     chat_template: str | None = None  # a file or the template; None: the tokenizer's
     tokenizer: str | None = None  # a folder or a name on the hub; None: the model's
-    hf_config_path: str | None = None  # config.json and tokenizer of a model that has weights only
-    revision: str | None = None  # branch, tag or commit of a model of the hub; None: main
+    hf_config_path: str | None = None  # config.json and tokenizer for a model that has weights only
+    revision: str | None = None  # branch, tag or commit of a model on the hub; None: main
     tokenizer_revision: str | None = None  # None: `revision`
-    download_dir: str | None = None  # cache of models of the hub; None: Hugging Face's
-    hf_token: bool | str | None = field(default=None, repr=False)  # for models that need one
-    skip_tokenizer_init: bool = False  # ids in, ids out
+    download_dir: str | None = None  # cache of models from the hub; None: Hugging Face's
+    hf_token: bool | str | None = field(default=None, repr=False)  # for gated models
+    skip_tokenizer_init: bool = False  # no tokenizer: ids in, ids out
     # devices that share weights and KV heads; None: one, or all local ones if the weights do not fit on one
     tensor_parallel_size: int | None = None
-    # engines side by side, each on as many devices of its own; see `engine.replicas`
+    # replicas of the engine, each on as many devices of its own; see `engine.replicas`
     data_parallel_size: int = 1
-    mesh: Any = None  # a `jax.sharding.Mesh` whose devices are taken, all for tensor parallelism
-    nnodes: int = 1  # hosts, each with a process of the same options
-    node_rank: int = 0  # of this host, from 0, beside `dist_init_addr`
-    # "HOST:PORT" of host 0, where the others find it; None: jax finds it and the ranks, as on TPU VMs
+    mesh: Any = None  # a `jax.sharding.Mesh` whose devices to use, all for tensor parallelism
+    nnodes: int = 1  # hosts, each running a process with the same options
+    node_rank: int = 0  # of this host, from 0; with `dist_init_addr`
+    # "HOST:PORT" of host 0, to which the others connect; None: jax finds it and the ranks, as on TPU VMs
     dist_init_addr: str | None = None
-    swap_space: float = 0.0  # GiB of host blocks: for swapping, and the prefix cache's second tier
-    preemption_mode: str | None = None  # "recompute" or "swap"; None: swap requests of n sequences
-    kv_offload_dir: str | None = None  # third tier: host blocks that give way are kept on disk
+    swap_space: float = 0.0  # GiB of host blocks, for swapping and the prefix cache's second tier
+    preemption_mode: str | None = None  # "recompute" or "swap"; None: swap only if n > 1
+    kv_offload_dir: str | None = None  # folder of the third tier, for evicted host blocks
     scheduling_policy: str = "fcfs"  # or "priority": lower values first
-    async_scheduling: bool = True  # launch a step before the one before it was read
+    async_scheduling: bool = True  # launch a step before the previous one was read
     decode_steps: int = 8  # decode steps in one launch
     load_format: str = "auto"  # "auto" and "safetensors" read the checkpoint, "dummy" is random
     # merged into config.json, nested dicts too; or a function from the config to another one
@@ -152,45 +152,45 @@ class EngineConfig:
     # default sampling and extra EOS ids: "auto": the model's file; "vllm": neutral; or a folder
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
-    # what begins and ends reasoning, for `thinking_token_budget`; a dict becomes a ReasoningConfig
+    # markers of reasoning, for `thinking_token_budget`; a dict becomes a ReasoningConfig
     reasoning_config: ReasoningConfig | dict[str, Any] | None = None
     # limits and defaults of `structured_outputs`; a dict becomes a StructuredOutputsConfig
     structured_outputs_config: StructuredOutputsConfig | dict[str, Any] | None = None
-    # how the model writes tool calls, see `jaxpage.tool_parsers`; None: as its chat template says
+    # format of the model's tool calls, see `jaxpage.tool_parsers`; None: from its chat template
     tool_call_parser: str | None = None
-    # compiled programs; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
+    # cached executables; None: $JAXPAGE_COMPILATION_CACHE_DIR or ~/.cache/jaxpage/xla; "off": none
     compilation_cache_dir: str | None = None
     enable_prompt_embeds: bool = False  # prompts may be {"prompt_embeds": array [T, E]}
-    # pictures of a kind in a prompt: {"image": 4, "video": 1}; None: 999 of each
+    # most pictures and videos in a prompt: {"image": 4, "video": 1}; None: 999 of each
     limit_mm_per_prompt: dict[str, Any] | None = None
-    # how pictures are prepared, before what the checkpoint says: {"max_pixels": 1003520}
+    # how pictures are prepared, overriding the checkpoint: {"max_pixels": 1003520}
     mm_processor_kwargs: dict[str, Any] | None = None
-    # on the device, for pictures that are encoded; None: 256 MB, less if prompts are short; "2G" works too
+    # device memory for encoded pictures; None: 256 MB, less if prompts are short; "2G" works too
     mm_encoder_cache_bytes: int | str | None = None
-    allowed_local_media_path: str | None = None  # file: URLs of pictures below this folder are read
-    allowed_media_domains: tuple[str, ...] = ()  # hosts from which URLs of pictures are fetched
-    # every launch goes to this file, see `jaxpage replay`; it holds the token ids of prompts and answers, but no text
+    allowed_local_media_path: str | None = None  # folder below which file: URLs may be read
+    allowed_media_domains: tuple[str, ...] = ()  # hosts from which pictures may be fetched
+    # write every launch to this file, see `jaxpage replay`; it has the token ids of prompts and answers, but no text
     record_calls: str | None = None
     enforce_eager: bool = False  # compile a program at its first use, not before the first request
-    # largest `logprobs` of a request, besides -1, which is all; -1: the vocabulary
+    # largest `logprobs` of a request, besides -1, which means all; -1: the size of the vocabulary
     max_logprobs: int = 20
-    # or "temperature", "processed", "raw_logits", "processed_logits": what they come from
+    # what logprobs are computed from: or "temperature", "processed", "raw_logits", "processed_logits"
     logprobs_mode: str = "raw"
-    # "strict": the bits of logprobs do not depend on the batch, and a trainer can compute the same; costs time
+    # "strict": the bits of logprobs do not depend on the batch, and a trainer can reproduce them; slower
     numerics: str = "fast"
-    # further parts of the sampler, compiled into every step: `jaxpage.sampling.fields.SamplerFeature`s
+    # custom parts of the sampler, compiled into every step: `jaxpage.sampling.fields.SamplerFeature`s
     logits_processors: tuple[Any, ...] = ()
     runner: str = "auto"  # or "generate", or "pooling": vectors of texts, see `jaxpage.pooling`
-    convert: str = "auto"  # what is made of a model that generates: "embed", "classify" or "none"
-    pooler_config: Any = None  # a `PoolerConfig` or a dict of it; None: as the checkpoint says
-    enable_lora: bool = False  # requests may bring a `lora_request`
-    max_loras: int = 1  # adapters that may be in one batch; requests with others wait
-    max_lora_rank: int = 16  # of any adapter
+    convert: str = "auto"  # how to pool with a generative model: "embed", "classify" or "none"
+    pooler_config: Any = None  # a `PoolerConfig` or a dict; None: as the checkpoint says
+    enable_lora: bool = False  # allow requests with a `lora_request`
+    max_loras: int = 1  # most adapters in one batch; requests with others wait
+    max_lora_rank: int = 16  # largest rank of an adapter
     max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     record_expert_load: bool = False  # count the tokens of each expert, for `stats()`
     research: ResearchConfig | dict[str, Any] | None = None  # what requests may capture and change
-    use_tqdm_on_load: bool = True  # show how far the weights are loaded
-    # Names of options that were given and change nothing here; told at start-up.
+    use_tqdm_on_load: bool = True  # show a progress bar while weights are loaded
+    # Names of options that were given but have no effect here; logged at start-up.
     options_without_effect: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -292,10 +292,10 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """The config of keyword arguments that may be any of vLLM's, or LMDeploy's `quant_policy`.
+        """The config for keyword arguments of vLLM, or LMDeploy's `quant_policy`.
 
-        Options of vLLM that jaxpage lacks are accepted at values that ask for nothing. Raises ValueError
-        for other values of them, TypeError for names that nobody knows.
+        Options of vLLM that jaxpage lacks are accepted with neutral values. Raises ValueError for other values of them,
+        TypeError for unknown names.
         """
         if not options.get("model"):
             raise ValueError(_NO_MODEL.format(options.get("model")))
@@ -305,9 +305,9 @@ class EngineConfig:
         return cls(**ours, options_without_effect=(*given, *without_effect))
 
     def with_local_files(self, *, weights: bool = True) -> EngineConfig:
-        """The same with folders for names of the hub, downloaded where that is needed. Raises ValueError.
+        """The same with local folders instead of names on the hub, downloaded if necessary. Raises ValueError.
 
-        Without `weights` the small files are enough.
+        Without `weights` only the small files are needed.
         """
         options: dict[str, Any] = {"download_dir": self.download_dir, "token": self.hf_token}
         needs = weights and self.load_format != "dummy"
@@ -328,7 +328,7 @@ class EngineConfig:
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether prompts may have pictures, of models that can see."""
+        """Whether prompts may have pictures, if the model supports them."""
         return most_of(self.limit_mm_per_prompt, "image") > 0
 
     def resolve(
@@ -339,18 +339,17 @@ class EngineConfig:
         device_kind: str = "",
         device_memory: int | None = None,
     ) -> ResolvedConfig:
-        """Every default decided for this model and this machine.
+        """The config with every default resolved for this model and this machine.
 
-        `platform` is jax's ("cpu", "gpu", "tpu"), `device_kind` its name of one device,
-        `device_memory` that device's bytes. Raises ValueError if `max_model_len` exceeds what the
-        model can do.
+        `platform` is jax's ("cpu", "gpu", "tpu"), `device_kind` jax's name of a device, `device_memory` its bytes.
+        Raises ValueError if `max_model_len` exceeds the model's limit.
         """
         if platform not in _BLOCK_SIZES:
             raise ValueError(f"platform must be one of {', '.join(_BLOCK_SIZES)}, got {platform!r}")
         default_seqs, default_tokens = _batch_limits(platform, device_kind, device_memory)
         max_model_len = self._resolve_max_model_len(hf_config)
         max_num_seqs = self.max_num_seqs or default_seqs
-        # A step can hold no more than all sequences at full length, and should hold each once.
+        # No step needs more tokens than all sequences at full length, and each sequence needs at least one.
         default_tokens = max(min(default_tokens, max_num_seqs * max_model_len), max_num_seqs)
         dtype = _resolve_dtype(self.dtype, hf_config)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(EngineConfig)}
@@ -398,9 +397,9 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class EngineArgs(EngineConfig):
-    """vLLM's way to write down options: `LLM(**dataclasses.asdict(EngineArgs(model=..., ...)))`.
+    """vLLM's class for options: `LLM(**dataclasses.asdict(EngineArgs(model=..., ...)))`.
 
-    Takes what `EngineConfig.from_options` takes, and raises what it raises.
+    Takes the arguments of `EngineConfig.from_options`, and raises the same errors.
     """
 
     def __init__(self, model: str, **options: Any):
@@ -409,12 +408,12 @@ class EngineArgs(EngineConfig):
             object.__setattr__(self, f.name, getattr(config, f.name))
 
 
-AsyncEngineArgs = EngineArgs  # vLLM has another for its asynchronous engine
+AsyncEngineArgs = EngineArgs  # vLLM has a separate class for its asynchronous engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """An EngineConfig without anything left to decide; what stays None was not asked for, or has no use here.
+    """An EngineConfig with all defaults resolved; options that stay None are off, or have no effect here.
 
     `compilation_cache_dir` is "" if there is no cache, `dtype` one of float16, bfloat16, float32, and
     `kv_cache_dtype` either the same or one of int8, int4, fp8_e4m3, fp8_e5m2.
@@ -431,7 +430,7 @@ class ResolvedConfig(EngineConfig):
     fit_max_model_len: bool = False  # lower `max_model_len` to what fits the KV memory
 
     def describe(self) -> str:
-        """One line per option, for the log of whoever looks for mistakes."""
+        """One line per option, for the debug log."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.repr}
         width = max(map(len, values))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
@@ -443,23 +442,23 @@ _GIB = 2**30
 
 
 def _batch_limits(platform: str, device_kind: str, device_memory: int | None) -> tuple[int, int]:
-    """Default (max_num_seqs, max_num_batched_tokens), vLLM's for offline use; on CPU half its tokens.
+    """Default (max_num_seqs, max_num_batched_tokens): vLLM's for offline use, with half as many tokens on a CPU.
 
-    Two cores compute 2048 tokens of a 0.5B model in four seconds, and a step makes all others wait.
+    Two cores compute 2048 tokens of a 0.5B model in four seconds, and all other requests wait for the step.
     """
     if platform == "cpu":
         return 256, 2048
     if platform == "tpu":
         tokens = (n for name, n in _TPU_TOKENS if name in device_kind.lower())
         return 256, next(tokens, 2048)
-    # 70 GiB tells H100 and newer from the rest, except for the 80 GB A100, which is slower.
+    # 70 GiB distinguishes H100 and newer GPUs from the rest, except for the slower 80 GB A100.
     if (device_memory or 0) >= 70 * _GIB and "a100" not in device_kind.lower():
         return 1024, 16384
     return 256, 8192
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Its name, of a str, or of a dtype of NumPy, jax or torch."""
+    """The name of a dtype of NumPy, jax or torch, or given as a str."""
     if isinstance(dtype, str):
         return dtype.removeprefix("torch.")
     try:
@@ -489,20 +488,20 @@ def _resolve_kv_cache_dtype(kv_cache_dtype: str, dtype: str) -> str:
 
 
 def _model_len_limit(hf_config: PretrainedConfig) -> int | None:
-    """Positions the model was made for, after RoPE scaling, as vLLM counts them."""
+    """The number of positions that the model supports after RoPE scaling, counted as vLLM does."""
     text = hf_config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
     limit = next((n for name in names if (n := getattr(text, name, None))), None)
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if limit is None or kind in ("default", "llama3", "longrope", "su"):
-        return limit  # those state the length after scaling
+        return limit  # for these, config.json has the length after scaling
     original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
     return int((original or limit) * rope.get("factor", 1.0))
 
 
 def resolve_cache_dir(value: str | None = None) -> str:
-    """Where compiled programs are kept: a folder's full name, or "" for nowhere."""
+    """The absolute path of the folder for cached executables, or "" for no cache."""
     if value is None:
         default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxpage", "xla")
         value = os.environ.get("JAXPAGE_COMPILATION_CACHE_DIR", default)
@@ -510,12 +509,12 @@ def resolve_cache_dir(value: str | None = None) -> str:
 
 
 def compiler_flags() -> str:
-    """What the environment tells the compilers."""
+    """Compiler flags from the environment."""
     return " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")).strip()
 
 
 def hosts_secret() -> bytes:
-    """What the hosts of an engine prove to each other to know; b"" if the user has set nothing."""
+    """The secret that the hosts of an engine must share; b"" if the user has not set one."""
     return os.environ.get("JAXPAGE_HOSTS_SECRET", "").encode()
 
 
@@ -528,7 +527,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _parse_count(name: str, value: Any) -> int:
-    """A positive int; as vLLM, "8k" is 8000, "8K" is 8192, "1.5k" is 1500."""
+    """A positive int; as in vLLM, "8k" is 8000, "8K" is 8192, "1.5k" is 1500."""
     if _is_int(value) and 0 < value < 2**63:
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", value) if isinstance(value, str) else None

@@ -1,7 +1,7 @@
-"""Prompts and params made into `Request`s: tokenised, checked, named and seeded.
+"""Turns prompts and params into `Request`s: tokenised, checked, named and seeded.
 
-Knows prompt forms, params and limits. Must not know the engine or who drives it, so that everybody who takes prompts
-shares it. What it makes has not been added to anything: nothing has changed if it raises.
+Knows prompt forms, params and limits. Must not know the engine or its caller, so that everything which takes prompts
+can share it. Requests are not added to anything here: if it raises, nothing has changed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ AnyLoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class InputProcessor:
-    """Makes the requests of one engine. Numbers them, for their names and seeds. Not thread-safe.
+    """Creates the requests of one engine, and numbers them for ids and seeds. Not thread-safe.
 
-    `ids_in_use` says which request ids are taken.
+    `ids_in_use` contains the request ids that are taken.
     """
 
     def __init__(self, built: Built, ids_in_use: Container[str]):
@@ -63,47 +63,47 @@ class InputProcessor:
             has_tokenizer=built.tokenizer is not None,
             embeds=_embeds_form(built),
         )
-        self.pictures = _picture_reader(built)  # None: the model takes none
-        self.eos_token_ids = built.eos_token_ids  # the first is EOS proper
+        self.pictures = _picture_reader(built)  # None: the model takes no pictures
+        self.eos_token_ids = built.eos_token_ids  # the first is the tokenizer's EOS
         self._config = built.config
         self._default_sampling = built.default_sampling
         self._ids_in_use = ids_in_use
-        self._num_requests = 0  # ever made
+        self._num_requests = 0  # created since start
         self._adapters = built.adapters
         self._research = built.research
 
     def default_params(self) -> SamplingParams:
-        """What the model's generation config says, else vLLM's defaults."""
+        """The values of the model's generation config, otherwise vLLM's defaults."""
         return SamplingParams(**self._default_sampling)
 
     @property
     def default_options(self) -> dict[str, Any]:
-        """The same as a dict of what differs from vLLM's defaults."""
+        """The same as a dict of values that differ from vLLM's defaults."""
         return dict(self._default_sampling)
 
     @functools.cached_property
     def max_token_len(self) -> int:
-        """Characters of the longest token of the vocabulary; 1 without a tokenizer."""
+        """Length in characters of the longest token of the vocabulary; 1 without a tokenizer."""
         return max(map(len, self.tokenizer.get_vocab()), default=1) if self.tokenizer else 1
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
-        """The text of ids, special tokens included; None without a tokenizer."""
+        """The text of ids, including special tokens; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode(list(token_ids))
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens a text is, without special ones."""
+        """The number of tokens of a text, without special tokens."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def parse(
         self, prompts: Any, tokenization_kwargs: Mapping[str, Any] | None = None
     ) -> list[Prompt]:
-        """One prompt or many, as ids. Raises ValueError for what is no prompt."""
+        """One or several prompts, tokenised. Raises ValueError for anything that is not a prompt."""
         options, length = _without_truncation(tokenization_kwargs)
         parsed = parse(prompts, self.tokenizer, options)
         return self._truncated([self._with_media(prompt) for prompt in parsed], length)
 
     def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
-        """One conversation or many, rendered; `options` are those of `prompts.parse_chat`. Raises ValueError."""
+        """One or several conversations, as ids; `options` are those of `prompts.parse_chat`. Raises ValueError."""
         template = options.pop("chat_template", None) or self._config.chat_template
         tokenization, length = _without_truncation(options.pop("tokenization_kwargs", None))
         loaded = [self._loaded(conversation) for conversation in check_conversations(messages)]
@@ -121,13 +121,13 @@ class InputProcessor:
         return self._truncated(seen, length)
 
     def _loaded(self, conversation: Sequence[Any]) -> Sequence[Any]:
-        """The conversation with its pictures loaded; of models that take none, what renders it refuses them."""
+        """The conversation with its pictures loaded. For models without vision, rendering refuses pictures later."""
         if self.pictures is None or not has_media(conversation):
             return conversation
         return self.pictures.load(conversation)
 
     def _with_media(self, prompt: Prompt) -> Prompt:
-        """The prompt with its "multi_modal_data" as pictures."""
+        """The prompt with its "multi_modal_data" converted to pictures."""
         if prompt.media is None:
             return prompt
         if self.pictures is None:
@@ -136,7 +136,7 @@ class InputProcessor:
         return self._expanded(dataclasses.replace(prompt, media=None), pictures)
 
     def _expanded(self, prompt: Prompt, pictures: Sequence[Picture]) -> Prompt:
-        """The prompt with the placeholders of its pictures."""
+        """The prompt with one placeholder token for each embedding of its pictures."""
         if self.pictures is None or not pictures:
             return prompt
         token_ids, placed = self.pictures.expand(prompt.token_ids, pictures)
@@ -146,7 +146,7 @@ class InputProcessor:
         return [p if length is None else truncate(p, length, self.limits) for p in prompts]
 
     def chat_format(self, chat_template: str | None = None) -> ChatFormat:
-        """How the model writes tool calls and reasoning, by the options or a chat template. Raises ValueError."""
+        """How the model writes tool calls and reasoning, from the options or a chat template. Raises ValueError."""
         template = load_chat_template(chat_template or self._config.chat_template)
         return chat_format(self._config, self.tokenizer, template)
 
@@ -159,10 +159,10 @@ class InputProcessor:
         *,
         lora_request: AnyLoRA = None,
     ) -> list[Request]:
-        """A request for each prompt, named by its number. `complete`: adds to the params what else is asked for.
+        """A request for each prompt, with its number as id. `complete` may extend the params of each request.
 
-        `params`, `priority` and `lora_request` are one for all or one for each; no params: the default ones. Raises
-        ValueError if any prompt or its params cannot be served, or an adapter cannot be had.
+        `params`, `priority` and `lora_request` are one for all or one for each; without params, the defaults. Raises
+        ValueError if any prompt or its params cannot be served, or an adapter cannot be loaded.
         """
         all_params = _one_each(
             "sampling_params", self.default_params() if params is None else params,
@@ -195,7 +195,7 @@ class InputProcessor:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> Request:
-        """The request of the one prompt in `prompts`, under a name of the caller's. Raises ValueError."""
+        """A request for the single prompt in `prompts`, with an id chosen by the caller. Raises ValueError."""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a str, got {request_id!r}")
         if request_id in self._ids_in_use:
@@ -208,13 +208,13 @@ class InputProcessor:
 
     @property
     def adapters(self) -> AdapterCache:
-        """Those in host memory. Raises ValueError without `enable_lora`."""
+        """The adapters in host memory. Raises ValueError without `enable_lora`."""
         if self._adapters is None:
             raise ValueError("adapters need an engine that was started with enable_lora=True")
         return self._adapters
 
     def _adapters_of(self, wanted: AnyLoRA, count: int) -> list[Adapter | None]:
-        """For each of `count` prompts. All are there, or ValueError is raised."""
+        """The adapter or None for each of `count` prompts. Raises ValueError if one cannot be loaded."""
         if wanted is None:
             return [None] * count
         each = [wanted] * count if isinstance(wanted, LoRARequest) else list(wanted)
@@ -223,7 +223,7 @@ class InputProcessor:
         return [None if one is None else self.adapters.get(one) for one in each]
 
     def _rounded(self, prompt: Prompt) -> np.ndarray | None:
-        """The prompt's embeddings in the model's dtype: the engine's own, whatever the caller does to his."""
+        """The prompt's embeddings rounded to the model's dtype, as a copy that the caller cannot change."""
         form = self.limits.embeds
         if prompt.embeds is None or form is None:
             return None
@@ -234,7 +234,7 @@ class InputProcessor:
     ) -> Request:
         if priority and self._config.scheduling_policy != "priority":
             raise ValueError(f'priority={priority} needs scheduling_policy="priority"')
-        params = dataclasses.replace(params)  # the caller may go on to change the original
+        params = dataclasses.replace(params)  # the caller may change the original later
         bad_words = ()
         if params.bad_words:
             if self.tokenizer is None:
@@ -257,7 +257,7 @@ class InputProcessor:
                     f"min_tokens={params.min_tokens} is more than the {params.max_tokens} tokens that "
                     f"max_model_len={self.limits.max_model_len} leaves for an answer"
                 )
-        # An output that matches what it must has nothing left to say: there EOS always ends it.
+        # EOS always ends a structured output, because a complete output cannot be continued.
         goes_on = params.ignore_eos and params.structured_outputs is None
         eos_token_ids = () if goes_on else self.eos_token_ids
         seed = params.seed
@@ -291,19 +291,19 @@ class InputProcessor:
         return request
 
     def _say_what_is_scored(self, request: Request) -> None:
-        """Which logprobs it takes from those of the whole vocabulary, and whether its prompt is scored."""
+        """Decide whether it needs logprobs of the whole vocabulary, and whether its prompt is scored."""
         params = request.params
-        all_at_once = self.limits.max_logprobs == -1  # then steps bring all that are best
+        all_at_once = self.limits.max_logprobs == -1  # top logprobs cover the whole vocabulary
         ids = params.logprob_token_ids is not None
         request.wants_vocabulary = ids or (params.logprobs == -1 and not all_at_once)
         prompt_ids = params.prompt_logprob_token_ids is not None
         request.scores_prompt = params.prompt_logprobs is not None or prompt_ids
         request.wants_prompt_vocabulary = prompt_ids or params.prompt_logprobs == -1
         if request.scores_prompt:
-            params.skip_reading_prefix_cache = True  # KV alone does not tell what was likely
+            params.skip_reading_prefix_cache = True  # scoring needs hidden states, not just KV
 
     def _mask_source(self, prompt: Prompt, params: SamplingParams) -> MaskSource | None:
-        """Where its grammar says what comes next; begins to compile it."""
+        """The source of its masks, whose grammar starts to compile; None without structured outputs."""
         if params.structured_outputs is None:
             return None
         from jaxpage.structured_outputs.masks import GrammarMasks, reasoning_at_end
@@ -316,10 +316,10 @@ class InputProcessor:
                 config, self.tokenizer, self.limits.vocab_size, wanted_by=wanted_by
             )
             at_end = reasoning_at_end(prompt.token_ids, reasoning.start, reasoning.end)
-            # DeepSeek-R1 reasons without writing the start.
+            # DeepSeek-R1 reasons without writing the start marker.
             is_reasoning = config.reasoning_parser == "deepseek_r1" if at_end is None else at_end
             reasoning = None if at_end is False else reasoning
-        # What is appended unsampled has no logprob, and other constraints had no say in it.
+        # Forced tokens have no logprobs, and ignore other constraints.
         say = (
             params.logprobs,
             params.logprob_token_ids,
@@ -353,7 +353,7 @@ class InputProcessor:
 def _without_truncation(
     tokenization_kwargs: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], int | None]:
-    """What goes to the tokenizer, and to how many tokens prompts are truncated, if they are."""
+    """The options for the tokenizer, and the number of tokens to truncate prompts to, or None."""
     options = dict(tokenization_kwargs or {})
     return options, options.pop("truncate_prompt_tokens", None)
 
@@ -379,13 +379,13 @@ def _picture_reader(built: Built) -> PictureReader | None:
 
 
 def derive_seed(engine_seed: int, number: int) -> int:
-    """The uint32 seed of the `number`-th request of an engine, for a request that brings none."""
+    """The uint32 seed of the `number`-th request of an engine, if the request has no seed of its own."""
     digest = hashlib.blake2b(f"{engine_seed} {number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
 def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    """`value` for each of `count` prompts, if it is not a list of as many already."""
+    """`value` repeated for each of `count` prompts, unless it is already a list of that length."""
     values = [value] * count if isinstance(value, kind) else value
     if not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
         raise ValueError(f"{name} must be of type {kind.__name__}, or a list of it, got {value!r}")

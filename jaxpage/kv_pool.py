@@ -24,12 +24,13 @@ Layout = Literal["heads", "tpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class KVPoolSpec:
-    """Shape of the pool: `num_arrays` times `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, or `layout`'s.
+    """Shape of the pool: `num_arrays` arrays of `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, or as `layout`
+    says.
 
-    An array for each layer; of layers in several KV-cache groups for each layer of one group (see `kv_groups`).
+    There is one array for each layer, or, with several KV-cache groups, for each layer of one group (see `kv_groups`).
 
     K and V are interleaved on the head axis (`2k` key, `2k + 1` value of KV head k): one DMA fetches both, and tensor
-    parallelism shards one axis. Block 0 is the null block. With a `format` each is a `QuantizedPool`, whose data
+    parallelism shards one axis. Block 0 is the null block. With a `format`, each array is a `QuantizedPool` whose data
     have this shape (int4: half the head_dim). Raises ValueError for a head_dim that int4 cannot pack.
     """
 
@@ -39,9 +40,9 @@ class KVPoolSpec:
     num_kv_heads: int
     head_dim: int
     dtype: jnp.dtype  # of K and V as the model computes them
-    format: str | None = None  # one of `quantized.FORMATS`; None: kept in `dtype`
-    sharded: bool = False  # a share of the heads is on each device of the mesh
-    platform: str | None = None  # "cpu", "gpu" or "tpu", where it will lie; None: jax's default
+    format: str | None = None  # one of `quantized.FORMATS`; None: not quantised
+    sharded: bool = False  # over heads, on the devices of the mesh
+    platform: str | None = None  # of its devices, "cpu", "gpu" or "tpu"; None: jax's default
     attention: Literal["xla", "tpu", "hopper"] = (
         "xla"  # the implementation that reads it, see `ops.attention`
     )
@@ -58,14 +59,14 @@ class KVPoolSpec:
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """Of an array, or of its data if it is quantised."""
+        """The shape of one array, or of its data if it is quantised."""
         width = self.head_dim // 2 if self.format == "int4" else self.head_dim
         if self.layout == "tpu":
             return (self.num_blocks, self.block_size, 2 * self.num_kv_heads * width)
         return (self.num_blocks, self.block_size, 2 * self.num_kv_heads, width)
 
     def axes_of(self, array: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
-        """Logical names of the axes of an array of the pool, see `parallel.sharding`."""
+        """Logical axis names of an array of the pool, see `parallel.sharding`."""
         if not self.sharded:
             return ()
         is_scale_zero = self.format is not None and array.dtype != jnp.uint8
@@ -75,7 +76,7 @@ class KVPoolSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """On all devices together."""
+        """Summed over all devices."""
         leaves = jax.tree.leaves(replace(self, num_blocks=1).abstract())
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -93,7 +94,7 @@ class KVPoolSpec:
     def _layer(self, make: Callable[[tuple[int, ...], DTypeLike], Any]) -> Layer:
         if self.format is None:
             return make(self.array_shape, self._storage_dtype(self.dtype))
-        # Not float16, for which the zero of a narrow vector is too large and the scale of a small one too fine.
+        # Not float16: the zero of a narrow vector can overflow it, and the scale of a small one underflow.
         wide = jnp.dtype(self.dtype).itemsize == 4
         scale_zero_dtype = self._storage_dtype(jnp.float32 if wide else jnp.bfloat16)
         num_blocks, block_size = self.array_shape[:2]
@@ -107,7 +108,7 @@ class KVPoolSpec:
         )
 
     def _storage_dtype(self, dtype: DTypeLike) -> jnp.dtype:
-        """What holds values of `dtype`: uint16 for 2-byte floats on a CPU (`kv_write.xla.to_storage` says why)."""
+        """The dtype that stores `dtype`: uint16 for 2-byte floats on a CPU (see `kv_write.xla.to_storage`)."""
         dtype = jnp.dtype(dtype)
         on_cpu = (self.platform or jax.default_backend()) == "cpu"
         return jnp.dtype(jnp.uint16) if on_cpu and dtype.itemsize == 2 else dtype

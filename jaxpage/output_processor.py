@@ -1,10 +1,9 @@
-"""What steps gave each sequence, made into text, stop strings and `RequestOutput`s.
+"""Turns the tokens of steps into text and `RequestOutput`s, and looks for stop strings.
 
-Knows requests, `StepOutput`s and detokenizers. Must not know the engine, nor who waits for an output: `LLM` and
-whatever serves many callers feed it the same steps, and tell the engine which sequences ended in their text.
+Knows requests, `StepOutput`s and detokenizers. Must not know the engine, or who waits for an output: `LLM` and
+`AsyncLLM` feed it steps, and tell the engine which sequences ended at a stop string.
 
-Nothing is copied in each step: tokens are appended, and an output of a sequence that goes on copies them when somebody
-looks.
+Steps only append tokens. An output of an unfinished sequence copies them lazily, when they are read.
 """
 
 from __future__ import annotations
@@ -26,51 +25,51 @@ CapturedPart = tuple[np.ndarray, np.ndarray]  # positions int32[n], values float
 
 
 def make_detokenizer(tokenizer: Any, request: Request) -> Detokenizer | None:
-    """Of one sequence of a request; None if no text is wanted, or `tokenizer` is None."""
+    """A detokenizer for one sequence of a request; None without `detokenize` or a tokenizer."""
     if tokenizer is None or not request.params.detokenize:
         return None
-    # The ids of a prompt of embeddings are no tokens.
+    # A prompt of embeddings has only dummy ids.
     before = request.prompt_token_ids if request.prompt_embeds is None else []
     return Detokenizer(tokenizer, request.params, before)
 
 
 class Processed(NamedTuple):
-    """What the engine and the callers must hear of a step."""
+    """What the engine and the callers must be told after a step."""
 
-    text_ends: list[TextEnd]  # sequences to end now
+    text_ends: list[TextEnd]  # sequences that the engine must end
     finished: list[str]  # ids of requests
-    errors: dict[str, Exception]  # of detokenizers, by request, which has ended: to abort
-    unwanted: list[str]  # requests that begin anew and have ended here before: to abort
+    errors: dict[str, Exception]  # of detokenizers, by request id; the engine must abort these
+    unwanted: list[str]  # restarted requests that have already ended here; likewise
 
 
 class OutputProcessor:
-    """The unfinished requests' texts and tokens, and what of them was not given out yet. Not thread-safe."""
+    """Texts and tokens of unfinished requests, and outputs that were not taken yet. Not thread-safe."""
 
     def __init__(self, make_detokenizer: Callable[[Request], Detokenizer | None]):
         self._make_detokenizer = make_detokenizer
         self._requests: dict[str, _RequestState] = {}  # unfinished
-        self._unreported: dict[str, _RequestState] = {}  # have news, or have ended
+        self._unreported: dict[str, _RequestState] = {}  # have new tokens, or have ended
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request of this id is unfinished, or has an output to give out."""
+        """Whether a request with this id is unfinished, or has an output that was not taken yet."""
         return request_id in self._requests or request_id in self._unreported
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._requests)
 
     @property
     def num_unreported(self) -> int:
-        """Outputs that `take` would return."""
+        """Number of outputs that `take` would return."""
         return len(self._unreported)
 
     def add(self, request: Request) -> None:
-        """Expect tokens of a request that the engine is about to get, or has got just now."""
+        """Register a request when it is added to the engine."""
         self._requests[request.request_id] = _RequestState(request, self._make_detokenizer)
 
     def process(self, step: StepOutput) -> Processed:
-        """Take in a step. Entries of requests and sequences that have ended meanwhile are ignored."""
+        """Process a step. Entries of requests and sequences that have already ended are ignored."""
         processed = Processed([], [], {}, self._restart(step.restarted))
         logprob_rows = LogprobRows(step.result, step.vocabulary_rows)
         if step.scored:
@@ -87,7 +86,7 @@ class OutputProcessor:
                 continue
             try:
                 num_taken = sequence.append(token_ids, step.ends.get(entry))
-            except Exception as error:  # of the detokenizer
+            except Exception as error:  # raised by the detokenizer
                 sequence.detokenizer = None  # its text is lost
                 request.abort()
                 processed.errors[request_id] = error
@@ -110,7 +109,7 @@ class OutputProcessor:
         return processed
 
     def _restart(self, request_ids: list[str]) -> list[str]:
-        """Forget what was said of requests. Returns those that have ended."""
+        """Reset requests that restart. Returns those that have already ended."""
         for request_id in request_ids:
             before = self._requests.get(request_id)
             if before is not None:
@@ -118,7 +117,7 @@ class OutputProcessor:
         return [request_id for request_id in request_ids if request_id not in self._requests]
 
     def _take_prompts(self, step: StepOutput) -> None:
-        """In the order of the result: those with whole vocabularies come last."""
+        """Take scores of prompts in the order of the result, where those with whole vocabularies come last."""
         assert step.result is not None
         start = vocabulary_start = 0
         for request_id, count, whole in sorted(step.scored, key=lambda entry: entry[2]):
@@ -141,7 +140,7 @@ class OutputProcessor:
             start = stop
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests with what they have; their last outputs say so."""
+        """End requests with the tokens they have; their last outputs have the finish reason "abort"."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -149,17 +148,17 @@ class OutputProcessor:
                 self._finish(request)
 
     def discard(self, request_id: str) -> bool:
-        """Forget a request: no more output comes of it. True if it was unfinished."""
+        """Forget a request without any further output. True if it was unfinished."""
         self._unreported.pop(request_id, None)
         return self._requests.pop(request_id, None) is not None
 
     def take(self) -> list[RequestOutput]:
-        """The outputs of all requests with news, each once."""
+        """The outputs of all requests with new tokens or an end, each once."""
         unreported, self._unreported = self._unreported, {}
         return [request.output() for request in unreported.values()]
 
     def take_one(self, request_id: str) -> RequestOutput:
-        """The output of one request with news. Raises KeyError for others."""
+        """The output of one such request. Raises KeyError for others."""
         return self._unreported.pop(request_id).output()
 
     def _finish(self, request: _RequestState) -> None:
@@ -167,7 +166,7 @@ class OutputProcessor:
 
 
 class _RequestState:
-    """A request and what became of it so far."""
+    """A request and its output so far."""
 
     __slots__ = (
         "request", "request_id", "prompt_token_ids", "kind", "reports_progress", "sequences",
@@ -178,7 +177,7 @@ class _RequestState:
         params = request.params
         self.request = request
         self.request_id = request.request_id
-        # The user's copy; the other is the engine's. Embeddings have no ids.
+        # The user's copy; the original belongs to the engine. Embeddings have no ids.
         self.prompt_token_ids = (
             list(request.prompt_token_ids) if request.prompt_embeds is None else []
         )
@@ -205,13 +204,13 @@ class _RequestState:
         self.first_token_time = self.last_token_time = 0.0
 
     def gained(self, time: float, *, ended: bool) -> None:
-        """A sequence gained tokens, and perhaps ended with them."""
+        """A sequence gained tokens, and may have ended with them."""
         self.num_unfinished -= ended
         self.first_token_time = self.first_token_time or time
         self.last_token_time = time
 
     def captured(self, index: int | None, part: CapturedPart) -> None:
-        """Values of tokens of one sequence, or of what all of them have in common."""
+        """Captured values for tokens of one sequence, or, without an index, for tokens shared by all of them."""
         for sequence in self.sequences if index is None else [self.sequences[index]]:
             if sequence.finish_reason is None:
                 self._captured[sequence.index].append(part)
@@ -223,7 +222,7 @@ class _RequestState:
                 sequence.finish_reason = str(FinishReason.ABORT)
 
     def output(self) -> RequestOutput:
-        """What its output kind says, as of now."""
+        """The current output, as its output kind says."""
         request = self.request
         if self.kind is RequestOutputKind.DELTA:
             outputs = [s.delta() for s in self.sequences if s.has_news]
@@ -235,7 +234,7 @@ class _RequestState:
                 completion.captures = request.captures.by_point(parts)
             if completion.finish_reason is not None and request.beams is None:
                 num_tokens = len(self.sequences[completion.index].token_ids)
-                for sequence in request.sequences[completion.index :][:1]:  # none before it began
+                for sequence in request.sequences[completion.index :][:1]:  # it may not exist yet
                     completion.weight_versions = weight_spans(sequence.weight_starts, num_tokens)
         return RequestOutput(
             request_id=self.request_id,
@@ -252,7 +251,7 @@ class _RequestState:
         )
 
     def _named_prompt(self) -> PromptLogprobs | None:
-        """Made once, when all of the prompt has been scored: with the first output."""
+        """Created once, with the first output: then the whole prompt has been scored."""
         wanted = self.request.params.prompt_logprobs is not None
         if self.prompt is not None and wanted and self._prompt_logprobs is None:
             self._prompt_logprobs = self.prompt.named(self.sequences[0].detokenizer)

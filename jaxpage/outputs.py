@@ -1,4 +1,4 @@
-"""What a user gets back: vLLM's output types. Plain data; an output stays as it is while its request goes on."""
+"""What a user gets back: vLLM's output types. Plain data; an output does not change while its request continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Logprob:
 
 @dataclass(kw_only=True, slots=True)
 class CompletionOutput:
-    """One continuation of a prompt. `token_ids` include the stop token, `text` does not."""
+    """One continuation of a prompt. `token_ids` includes the stop token, `text` does not."""
 
     index: int
     text: str
@@ -36,18 +36,18 @@ class CompletionOutput:
     cumulative_logprob: float | None  # of `token_ids`; None unless logprobs were asked for
     # one dict per output token: id -> Logprob
     logprobs: list[dict[int, Logprob]] | FlatLogprobs | None
-    routed_experts: None = None  # this and `lora_request`: vLLM's, not yet filled
+    routed_experts: None = None  # in vLLM, like `lora_request`; not filled here
     # "stop", "length", "abort", "repetition"; None while running
     finish_reason: str | None = None
     # stop string or id, or "repetition_detected"; None for EOS and other reasons
     stop_reason: int | str | None = None
     lora_request: None = None
-    # (weights, start, end) of spans of `token_ids`, in order: how often the parameters had been replaced when these
-    # tokens were sampled. Of final outputs; None if they never were
+    # (version, start, end) of spans of `token_ids`, in order; the version is how often the parameters had been replaced
+    # when these tokens were sampled. In final outputs; None if they never were
     weight_versions: list[tuple[int, int, int]] | None = None
-    # by name of the point, of final outputs; only with `SamplingParams.capture`
+    # by name of the point, in final outputs; only with `SamplingParams.capture`
     captures: Mapping[str, Captured] | None = field(default=None, compare=False, repr=False)
-    # What is read from `text`, by `LLM.chat`: the text without reasoning and tool calls, and these
+    # Parsed from `text` by `LLM.chat`: the text without reasoning and tool calls, and these two.
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -60,8 +60,8 @@ class CompletionOutput:
 class RequestStateStats:
     """Times of a request. `arrival_time` is seconds since the epoch, `*_ts` are monotonic.
 
-    vLLM has None here unless `disable_log_stats=False`; jaxpage always counts. A time that has not
-    come yet is 0.0, as in vLLM. The properties are the names of vLLM 0.x's `RequestMetrics`.
+    vLLM has None here unless `disable_log_stats=False`; jaxpage always has them. An event that has not happened yet has
+    the time 0.0, as in vLLM. The properties are the names of vLLM 0.x's `RequestMetrics`.
     """
 
     num_generation_tokens: int = 0  # of all sequences
@@ -95,9 +95,9 @@ class RequestStateStats:
 class RequestOutput:
     """One prompt and its continuations, in the order of their index.
 
-    What `outputs` has follows from `SamplingParams.output_kind`. CUMULATIVE: all `n` continuations so
-    far. DELTA: those that gained tokens or ended, with text, ids and logprobs since the last output.
-    FINAL_ONLY: all, once, when the last of them has ended.
+    The contents of `outputs` depend on `SamplingParams.output_kind`. CUMULATIVE: all `n` continuations so far. DELTA:
+    those that gained tokens or ended, with text, ids and logprobs since the last output. FINAL_ONLY: all, once, when
+    the last of them has ended.
     """
 
     request_id: str
@@ -107,19 +107,19 @@ class RequestOutput:
     finished: bool
     # one dict per prompt token: id -> Logprob, None for the first; only if asked for
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
-    # float32[rows, ids]: of `prompt_logprob_token_ids`; -inf where a row has fewer ids
+    # float32[rows, ids] for `prompt_logprob_token_ids`; -inf where a row has fewer ids
     prompt_token_id_logprobs: np.ndarray | None = field(default=None, compare=False)
     metrics: RequestStateStats
     lora_request: LoRARequest | None = None  # the adapter that answered
-    encoder_prompt: None = None  # this and the one below: vLLM's, always None
+    encoder_prompt: None = None  # in vLLM, like the next field; always None here
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_cache_creation_tokens: int = 0  # prompt tokens that the prefix cache gained
+    num_cache_creation_tokens: int = 0  # prompt tokens added to the prefix cache
 
     def df(self) -> Any:
         """A pandas DataFrame: index of the continuation, position, token id, token, logprob and rank of each token.
 
-        Tokens and what follows are None unless `logprobs` were asked for. Needs pandas.
+        Token, logprob and rank are None unless `logprobs` were asked for. Needs pandas.
         """
         return to_table(self)
 

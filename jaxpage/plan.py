@@ -1,7 +1,7 @@
-"""What the scheduler asks of a step, and what the device answers. Plain values: integers, lists, NumPy arrays.
+"""The plan of a step, from the scheduler, and its result, from the device. Plain values: integers, lists, NumPy arrays.
 
 The engine and the runner share these types and nothing else. A plan can be printed, stored and sent (`plan_to_bytes`,
-`plan_from_bytes`); it holds no object that anybody changes later.
+`plan_from_bytes`); it contains no object that changes later.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxpage.pictures.border import Picture
 
-NULL_BLOCK = 0  # never allocated; takes the writes of padding
-NULL_SLOT = 0  # request slot of padding rows; live sequences have slots 1 .. max_num_seqs
+NULL_BLOCK = 0  # never allocated; receives the writes of padding
+NULL_SLOT = 0  # request slot of padding rows; running sequences have slots 1 .. max_num_seqs
 
 
 def _no_floats() -> Any:
@@ -28,7 +28,7 @@ def _no_ints() -> Any:
 
 
 class DeletedParameterError(RuntimeError):
-    """A parameter was donated or deleted by whoever owns the model, so no step can read it until it is replaced."""
+    """The owner of the model donated or deleted a parameter, so no step can run until it is replaced."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -40,9 +40,9 @@ class DeletedParameterError(RuntimeError):
 class BlockTransfers:
     """Block contents that move before the rows of a step run, in the order of these fields."""
 
-    # (host block, hash) to the disk
+    # (host block, hash) to disk
     stores: list[tuple[int, bytes]] = field(default_factory=list)
-    # (host block, content from the disk)
+    # (host block, content from disk)
     loads: list[tuple[int, Any]] = field(default_factory=list)
     swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
@@ -53,31 +53,31 @@ class BlockTransfers:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Admission:
-    """What fills a request slot: a sequence that starts to run, or the new state of a beam."""
+    """The upload to a request slot: a sequence that starts to run, or the new state of a beam."""
 
     slot: int
     sequence_index: int  # which of the n continuations; the sampler folds it into the seed
     token_ids: list[int]  # prompt and output tokens known so far
     block_tables: list[list[int]]  # one for each KV-cache group
     prompt_len: int
-    max_len: int  # tokens at which the sequence ends
+    max_len: int  # number of tokens at which the sequence ends
     fields: Mapping[str, Any]  # values of the other slot fields, by name: `Request.slot_fields`
-    adapter_slot: int = 0  # of its adapter; 0: it has none
+    adapter_slot: int = 0  # 0: no adapter
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StepPlan:
-    """One step: parallel lists with one entry per row, and what changes on the device before the rows run.
+    """One step: parallel lists with one entry per row, and changes on the device before the rows run.
 
     A row computes tokens `starts .. starts + num_tokens` of the sequence in its request slot. Their ids are not in the
     plan: the device keeps the token history of every request slot (see `runner.slots`).
 
-    A row that is not late and has `num_tokens == 0` is a sibling row: a further sequence of the request in the row
-    before it (which may be a sibling row too). It samples from the logits of that row, so a prompt is computed once,
-    whatever n. If it does not sample in this step, it takes over that row's hidden state and samples late.
+    A row that is not late and has `num_tokens == 0` is a sibling row: another sequence of the request in the row before
+    it (which may be a sibling row too). It samples from the logits of that row, so a prompt is computed only once for
+    any n. If it does not sample in this step, it takes over that row's hidden state and samples late.
 
-    The last `num_late_rows` rows were computed by an earlier step, which left their hidden states in their slots, and
-    only sample in this one: `num_tokens == 0`, `samples` is True, `starts` is the number of tokens known so far.
+    The last `num_late_rows` rows were computed by an earlier step, which left their hidden states in their slots. They
+    only sample in this step: `num_tokens == 0`, `samples` is True, `starts` is the number of tokens known so far.
     """
 
     slots: list[int] = field(default_factory=list)
@@ -86,37 +86,37 @@ class StepPlan:
     # The row reaches its last known token and samples in this step.
     samples: list[bool] = field(default_factory=list)
     num_late_rows: int = 0
-    # Decode steps in this launch. More than 1 only if every row decodes (num_tokens == 1) and none has a mask, or wants
+    # Decode steps in this launch. More than 1 only if every row decodes (num_tokens == 1) and none has a mask or needs
     # the log-probabilities of the whole vocabulary.
     num_steps: int = 1
     features: int = 0  # union of the rows' feature bits
-    # Row -> uint32[ceil(V / 32)]: the tokens that it may sample in this step, a bit each, lowest bit first.
+    # Row -> uint32[ceil(V / 32)]: the tokens that it may sample in this step, one bit each, lowest bit first.
     masks: dict[int, np.ndarray] = field(default_factory=dict)
-    # (slot, position of the first, ids): tokens that the host appended to sequences that run
+    # (slot, position of the first, ids): tokens that the host appended to running sequences
     forced_tokens: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    # (row, [k, E]): embeddings that stand for the row's first k tokens of this step.
+    # (row, [k, E]): embeddings that replace the row's first k tokens of this step
     input_embeds: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    # (picture, int32[num_tokens]): encoded into these rows of the picture cache, before the rows of the step run
+    # (picture, int32[num_tokens]): pictures to encode into these rows of the picture cache before the rows run
     encodes: list[tuple[Picture, np.ndarray]] = field(default_factory=list)
-    # (row, offset, int32[k] rows of the picture cache): embeddings that stand for k of the row's tokens of this step
+    # (row, offset, int32[k] rows of the picture cache): embeddings that replace k of the row's tokens of this step
     picture_tokens: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     # (row, int32[3, k]): rotary positions of the row's first k tokens of this step; see `PromptPictures`
     positions: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    # (row, first of its tokens in this step, what comes after that and the next ones, whether the log-probabilities of
-    # the whole vocabulary are wanted there)
+    # (row, offset, ids, whether to return the whole vocabulary): score `ids`, which follow the row's tokens from
+    # `offset` on in this step
     prompt_scores: list[tuple[int, int, list[int], bool]] = field(default_factory=list)
-    # (row, which of its tokens in this step, ascending): what is computed of them at certain points is wanted
+    # (row, offsets of its tokens in this step, ascending): tokens whose values inside the model are returned
     captured: list[tuple[int, list[int]]] = field(default_factory=list)
-    # rows that sample, for which the log-probabilities of the whole vocabulary are wanted
+    # sampling rows that return the log-probabilities of the whole vocabulary
     vocabulary_rows: list[int] = field(default_factory=list)
-    # (adapter slot, its contents from now on), before anybody is admitted
+    # (adapter slot, contents): loaded before sequences are admitted
     adapter_loads: list[tuple[int, tuple[np.ndarray, ...]]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     # (slot, KV-cache group, index in its table, block id): blocks gained by rows that are not admitted in this step
     table_updates: list[tuple[int, int, int, int]] = field(default_factory=list)
     # (source, destination), before any write
     block_copies: list[tuple[int, int]] = field(default_factory=list)
-    # Between device, host and disk; before the copies.
+    # between device, host and disk, before the copies
     transfers: BlockTransfers | None = None
 
     @property
@@ -130,43 +130,43 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step sampled. P = plan.num_steps, R = plan.num_rows, W = top logprobs kept (0 unless asked for).
+    """What a step sampled. P = plan.num_steps, R = plan.num_rows, W = number of top logprobs (0 unless asked for).
 
-    N tokens of `plan.prompt_scores` were scored, A of them with the whole vocabulary: all others first, then these.
+    N tokens of `plan.prompt_scores` were scored; A of them, which come last, with the whole vocabulary.
     """
 
     token_ids: np.ndarray  # int32[P, R]
-    # int32[R]; the first so many of a row's P tokens count; 0: the row did not sample
+    # int32[R]: how many of a row's P tokens are valid; 0: the row did not sample
     num_sampled: np.ndarray
     logprobs: np.ndarray  # float32[P, R] of the sampled tokens
     ranks: np.ndarray  # int32[P, R]; 1 = the most likely token
     top_token_ids: np.ndarray  # int32[P, R, W], best first
     top_logprobs: np.ndarray  # float32[P, R, W]
-    # What follows is empty unless the plan asks for it.
+    # The following are empty unless the plan asks for them.
     vocabulary: np.ndarray = _no_floats()  # float32[len(plan.vocabulary_rows), V]
     prompt_logprobs: np.ndarray = _no_floats()  # float32[N]
     prompt_ranks: np.ndarray = _no_ints()  # int32[N]
-    # int32[N, W], best first; here W is what the engine has
+    # int32[N, W], best first; here W is the engine's maximum
     prompt_top_token_ids: np.ndarray = _no_ints()
     prompt_top_logprobs: np.ndarray = _no_floats()  # float32[N, W]
     prompt_vocabulary: np.ndarray = _no_floats()  # float32[A, V]
-    # float32[K, P, E] of the K tokens of `plan.captured`, in their order: their values at each point that is captured
+    # float32[K, P, E]: values of the K tokens of `plan.captured`, in order, at each of P captured points
     captured: np.ndarray = _no_floats()
     # int32[layers with experts, X] with `record_expert_load`: how many tokens the step routed to each expert
     expert_load: np.ndarray = _no_ints()
-    program: str = ""  # that computed the step's tokens; that sampled, if there were none
-    fill: float = 0.0  # share of that program's tokens that are no padding; 0 if it only sampled
+    program: str = ""  # that computed the step's tokens, or sampled if there were none
+    fill: float = 0.0  # share of that program's tokens that are not padding; 0 if it only sampled
 
 
-# What of a result the step computed.
+# The fields of a result that the step computes.
 RESULT_ARRAYS = tuple(f.name for f in fields(StepResult) if f.type == "np.ndarray")
 
 
 def plan_to_bytes(plan: StepPlan) -> bytes:
-    """The plan in safetensors' format: arrays as tensors, everything else as JSON in one of them.
+    """The plan in the safetensors format: arrays as tensors, everything else as JSON in one of them.
 
-    Raises TypeError for a value of a slot field or a block content that is no number, str, bytes, None or array, nor a
-    list, tuple or dict of these.
+    Raises TypeError for a slot field or block content that is not a number, str, bytes, None or array, or a list, tuple
+    or dict of these.
     """
     from safetensors.numpy import save
 
@@ -176,7 +176,7 @@ def plan_to_bytes(plan: StepPlan) -> bytes:
 
 
 def plan_from_bytes(data: bytes) -> StepPlan:
-    """What `plan_to_bytes` was given. Arrays are read-only. Raises ValueError for other bytes."""
+    """The inverse of `plan_to_bytes`. Arrays are read-only. Raises ValueError for other bytes."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -194,7 +194,7 @@ _PLAN_TYPES = {cls.__name__: cls for cls in (StepPlan, Admission, BlockTransfers
 
 
 def _encode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """A JSON value. What JSON does not have becomes a list that begins with its type; arrays go to `arrays`."""
+    """A JSON value. Types unknown to JSON become a list that begins with the type; arrays go to `arrays`."""
 
     def encode_all(values: Any) -> list[Any]:
         return [_encode(x, arrays) for x in values]
@@ -203,12 +203,12 @@ def _encode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
         return value
     if isinstance(value, np.ndarray | np.generic):
         name, dtype = str(len(arrays)), value.dtype
-        arrays[name] = np.frombuffer(value.tobytes(), np.uint8)  # dtypes are ours: bfloat16 too
+        arrays[name] = np.frombuffer(value.tobytes(), np.uint8)  # safetensors.numpy lacks bfloat16
         return ["array", name, dtype.name, list(value.shape), isinstance(value, np.generic)]
     if isinstance(value, bytes):
         return ["bytes", value.hex()]
     if isinstance(value, list):
-        # Most lists are long and hold integers only.
+        # Most lists are long and contain only integers.
         plain = all(type(x) is int for x in value)
         return ["ints", value] if plain else ["list", encode_all(value)]
     if isinstance(value, tuple):

@@ -1,6 +1,6 @@
-"""A request and its sequences: data that the engine moves forward, no behaviour of its own.
+"""A request and its sequences: data that the engine updates, without behaviour.
 
-Progress is numbers. A sequence knows `num_known_tokens` tokens and has KV for `num_computed_tokens` of them; every
+Progress is two numbers. A sequence knows `num_known_tokens` tokens and has KV for `num_computed_tokens` of them; every
 step moves the second towards the first. Prefill, chunked prefill, cache hits, decoding and recomputation after a
 preemption are that one subtraction.
 """
@@ -34,45 +34,46 @@ class FinishReason(enum.StrEnum):
 
 
 class WaitingFor(enum.Enum):
-    """Why a sequence that runs may not advance for now."""
+    """Why a running sequence cannot advance at the moment."""
 
-    # a beam: the others of its request have yet to sample, or the first one to be computed
+    # a beam: other beams of its request have yet to sample, or the first one to be computed
     BEAMS = enum.auto()
-    # all its tokens are computed; the mask for sampling the next is not there yet
+    # all its tokens are computed, but the mask for sampling the next one has not arrived
     MASK = enum.auto()
-    # the token that it samples, on which its next mask depends, is in flight
+    # the next mask depends on a token in flight
     TOKEN = enum.auto()
-    # the next token is a picture's, which cannot be encoded in this step
+    # the next token belongs to a picture that cannot be encoded in this step
     PICTURE = enum.auto()
 
 
 class MaskSource(Protocol):
-    """Who says which tokens may come next: a grammar. It belongs to one request, and never raises."""
+    """Decides which tokens may come next, such as a grammar. It belongs to one request, and never raises."""
 
     def mask(self, index: int, output_token_ids: Items[int]) -> np.ndarray | None:
         """What continuation `index` may sample after these tokens: uint32[ceil(V / 32)], a bit each, lowest bit first.
 
-        None: not known yet, or never; `error` tells. Asked again for the same tokens after that, or after a preemption.
+        None: not known yet, or never (see `error`). Then, or after a preemption, it is called again with the same
+        tokens.
         """
         ...
 
     def forced(self, index: int, output_token_ids: Items[int]) -> list[int]:
-        """Tokens that come next because there is no choice; perhaps none. They are appended without being sampled."""
+        """The tokens that must come next, possibly none. They are appended without being sampled."""
         ...
 
     def error(self, index: int) -> str | None:
-        """Why there will be no more masks for continuation `index`, which ends with that; None while all is well."""
+        """Why there will be no more masks for continuation `index`, which then ends; None if there is no error."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Block until some `mask` of this kind of source that returned None may return something else, or for so long.
+        """Block for at most `seconds`, until a `mask` that returned None (of any source of this kind) may be ready.
 
-        The engine has nothing else to do.
+        The engine calls it when it has nothing else to do.
         """
         ...
 
     def restart(self) -> None:
-        """Forget all tokens: the request is answered anew."""
+        """Forget all tokens, because the request restarts."""
         ...
 
 
@@ -83,12 +84,12 @@ class Request:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    # uint32; the request's own, or derived from the engine's seed and the request's number
+    # uint32; given by the user, or derived from the engine's seed and the request's number
     seed: int
     # every id that ends a sequence: EOS (unless ignored) and the user's
     stop_token_ids: frozenset[int] = frozenset()
-    eos_token_ids: frozenset[int] = frozenset()  # the part of them for which `stop_reason` is None
-    # every EOS id of the model, also if `ignore_eos`: masked, like stop ids, until min_tokens
+    eos_token_ids: frozenset[int] = frozenset()  # those of them for which `stop_reason` is None
+    # every EOS id of the model, even with `ignore_eos`: masked, like stop ids, until min_tokens
     all_eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     reasoning: ReasoningTokens | None = None  # not None with a thinking_token_budget
@@ -98,34 +99,32 @@ class Request:
     adapter: Adapter | None = None  # beside the model's weights
     trace_headers: Mapping[str, str] | None = None  # its caller's W3C trace context, for observers
     arrival: int = 0  # number of the request in order of arrival, set by the engine
-    # Its rows are tokens in and at most one out, nothing else: most requests, and each row asks. Set by the engine.
+    # Its rows compute tokens and sample at most one, nothing else, as for most requests. Set by the engine.
     is_plain: bool = False
     arrival_time: float = field(default_factory=time.time)  # seconds since the epoch
-    # the same moment on the clock of the times below
+    # the same moment on the monotonic clock of the times below
     queued_time: float = field(default_factory=time.monotonic)
     features: int = 0  # feature bits of its params; computed outside the engine
-    # Values of the declared slot fields that follow from the request.
+    # values of the declared slot fields
     slot_fields: Mapping[str, Any] = field(default_factory=dict)
-    # [T, E]; stands in for the prompt's token ids (which are then all 0)
+    # [T, E]; replaces the prompt's token ids (which are then all 0)
     prompt_embeds: np.ndarray | None = None
-    pictures: PromptPictures | None = (
-        None  # whose embeddings stand in for some of the prompt's tokens
-    )
-    # The log-probabilities of every token are wanted where it samples: more than a step says of its own.
+    # whose embeddings replace some of the prompt's tokens
+    pictures: PromptPictures | None = None
+    # return the log-probabilities of the whole vocabulary for each sampled token
     wants_vocabulary: bool = False
-    scores_prompt: bool = False  # the log-probabilities of the prompt's tokens are wanted
-    wants_prompt_vocabulary: bool = False  # and those of every token in their place
-    mask_source: MaskSource | None = None  # who says which tokens may come next; None: all may
-    captures: WantedCaptures | None = None  # what is wanted of the inside of the model
+    scores_prompt: bool = False  # return the log-probabilities of the prompt's tokens
+    wants_prompt_vocabulary: bool = False  # and of the whole vocabulary for each of them
+    mask_source: MaskSource | None = None  # decides which tokens may come next; None: all may
+    captures: WantedCaptures | None = None  # values inside the model to return
     sequences: list[Sequence] = field(default_factory=list)
-    beams: Any = (
-        None  # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
-    )
-    # What became of it: the engine writes these numbers, the output processor reads them.
+    # jaxpage.engine.beams.Beams of a beam search; None: the sequences are samples
+    beams: Any = None
+    # Statistics, written by the engine and read by the output processor.
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
-    num_cache_creation_tokens: int = 0  # the others, as far as they fill blocks of the prefix cache
+    num_cache_creation_tokens: int = 0  # the other prompt tokens in full blocks
     num_preemptions: int = 0
-    num_scored_tokens: int = 0  # of the prompt, from the second on; with prompt_logprobs
+    num_scored_tokens: int = 0  # of the prompt, from its second token on; with prompt_logprobs
     first_scheduled_time: float | None = None  # seconds, monotonic
 
     @property
@@ -139,35 +138,35 @@ class Sequence:
 
     request: Request
     index: int  # 0 .. n-1
-    token_ids: list[int]  # prompt and output tokens that the host has seen
+    token_ids: list[int]  # prompt and output tokens that the host knows
     max_len: int  # tokens at which the sequence ends: min(prompt + max_tokens, max_model_len)
     num_computed_tokens: int = 0  # tokens whose KV is in the pool once all launched steps are done
     num_in_flight: int = 0  # sampled by launched steps, not yet collected
-    # Of `token_ids`, at the end: appended by the host, and not yet among the device's.
+    # The last so many of `token_ids` were appended by the host, and the device does not have them yet.
     num_unsent_tokens: int = 0
     num_reported_tokens: int = 0  # of `token_ids`; only with a mask source
-    # What its request wants captured of so many tokens, from the first on, is; only with captures.
+    # For so many tokens, the values that its request asked for have been captured; only with captures.
     num_captured_tokens: int = 0
     waiting_for: WaitingFor | None = None
-    # Block ids in the order of positions, a table for each KV-cache group (see `kv_groups`); NULL_BLOCK where the block
-    # is behind the group's window. No tables while the sequence has no slot.
+    # Block ids in the order of positions, one table for each KV-cache group (see `kv_groups`); NULL_BLOCK where the
+    # block is behind the group's window. No tables while the sequence has no slot.
     block_tables: list[list[int]] = field(default_factory=list)
-    # Tokens up to which it may be computed as it is; beyond them, ask `KVCache.grow`.
+    # Up to this many tokens can be computed without asking `KVCache.grow`.
     writable_len: int = 0
     num_unseen_blocks: int = 0  # entries of `block_tables` that are NULL_BLOCK
-    # The same with host blocks, which have the KV of its computed tokens while it is swapped out.
+    # Likewise with host blocks, which have the KV of its computed tokens while it is swapped out.
     host_tables: list[list[int]] = field(default_factory=list)
-    # of the full blocks of `token_ids`, a prefix of them
+    # of the first full blocks of `token_ids`, not always of all
     block_hashes: list[bytes] = field(default_factory=list)
-    # How many of a table's blocks stand in the prefix cache under their hash, if they may.
+    # How many blocks of each table are in the prefix cache, if caching is allowed.
     num_registered_blocks: int = 0
-    # Some of its KV was computed with other weights than the rest: its blocks do not enter the prefix cache.
+    # Parts of its KV were computed with different weights, so its blocks do not enter the prefix cache.
     has_mixed_kv: bool = False
-    # (how often the weights had been replaced, the first output token that these sampled), ascending
+    # (weights version, first output token sampled with it), ascending
     weight_starts: list[tuple[int, int]] = field(default_factory=list)
     slot: int = 0  # request slot on the device; 0 (the null slot) while it has none
     finish_reason: FinishReason | None = None
-    # the stop id, "repetition_detected", or what the error was; else None
+    # the stop id, "repetition_detected", or the error message; otherwise None
     stop_reason: int | str | None = None
 
     @property

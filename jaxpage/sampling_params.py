@@ -1,7 +1,7 @@
-"""What a user asks of one request: vLLM's `SamplingParams` and `BeamSearchParams`, checked when built.
+"""The parameters of one request: vLLM's `SamplingParams` and `BeamSearchParams`, checked at construction.
 
-Knows names, defaults and ranges. Knows neither vocabulary, model nor engine: whether an id exists
-or a text fits is checked where the request is added.
+Knows names, defaults and ranges. Must not know vocabulary, model or engine: whether an id exists or a text fits is
+checked when the request is added.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxpage.structured_outputs.params import StructuredOutputsParams, to_struct
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQUENCES = 16384  # of one request; vLLM's VLLM_MAX_N_SEQUENCES
-# below it float32 logits overflow; what is above 0 is raised to it with a warning, as vLLM does
+# below it float32 logits overflow; smaller values above 0 are raised to it with a warning, as in vLLM
 MIN_TEMPERATURE = 0.01
 MAX_LOGPROB_TOKEN_IDS = 128  # of one request
 
@@ -52,68 +52,67 @@ class RequestOutputKind(enum.IntEnum):
 class SamplingParams:
     """How to continue one prompt. Names, defaults and ranges are vLLM's (0.32).
 
-    Names of older vLLM and of LMDeploy are accepted where they mean the same, see `param_aliases`.
-    An engine copies the object when a request is added, so changing it later has no effect on
-    running requests. Raises ValueError for values out of range and for options that jaxpage does
-    not have; TypeError for unknown names.
+    Names of older vLLM and of LMDeploy are accepted where they mean the same, see `param_aliases`. An engine copies the
+    object when a request is added, so later changes do not affect running requests. Raises ValueError for values out of
+    range and for unsupported options, TypeError for unknown names.
     """
 
     n: int = 1  # continuations per prompt
     presence_penalty: float = 0.0  # [-2, 2], subtracted once for each id in the output
-    frequency_penalty: float = 0.0  # [-2, 2], times the count in the output
-    repetition_penalty: float = 1.0  # > 0; ids of prompt or output: logits > 0 divided, < 0 times
+    frequency_penalty: float = 0.0  # [-2, 2], subtracted once per occurrence in the output
+    repetition_penalty: float = 1.0  # > 0; divides logits > 0, multiplies < 0, of ids seen so far
     temperature: float = 1.0  # [0, 2]; 0: greedy, which resets top_p, top_k and min_p
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # [0, 1], relative to the most likely token
     seed: int | None = None  # any int, used modulo 2**32; None or -1: derived from the engine's
-    stop: str | list[str] | None = None  # after construction a list
-    stop_token_ids: list[int] | None = None  # after construction a list without duplicates
+    stop: str | list[str] | None = None  # a list after construction
+    stop_token_ids: list[int] | None = None  # a list without duplicates after construction
     ignore_eos: bool = False  # EOS no longer ends a sequence, `stop_token_ids` still do
     max_tokens: int | None = 16  # None: what is left of max_model_len
     min_tokens: int = 0  # until then EOS and stop ids are masked, stop strings ignored
-    logprobs: int | None = None  # the k best at each token; the sampled one comes on top; -1: all
+    logprobs: int | None = None  # the k best at each token, and the sampled one; -1: all
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False  # keep the text of the stop string or stop token
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    # tokens of a sequence between two of its outputs; the first and the last come at once
+    # tokens of a sequence between two outputs; the first and the last are not delayed
     stream_interval: int | None = None
     logit_bias: dict[int, float] | None = None  # id -> added to its logit; -inf bans the id
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None  # after construction a list
-    # reasoning tokens until its end is forced; None or -1: as many as it takes
+    bad_words: list[str] | None = None  # a list after construction
+    # reasoning tokens until the end of reasoning is forced; None or -1: unlimited
     thinking_token_budget: int | None = None
-    # or a dict of its fields; after construction None if nothing is looked for
+    # or a dict of its fields; after construction None if detection is off
     repetition_detection: RepetitionDetectionParams | None = None
     skip_reading_prefix_cache: bool | None = None
-    # what the output must match; or a dict of its fields. EOS ends an output that does, also with `ignore_eos`
+    # what the output must match; or a dict of its fields. EOS ends a complete output, even with `ignore_eos`
     structured_outputs: StructuredOutputsParams | None = None
-    truncate_prompt_tokens: int | None = None  # only the last so many count; -1: as many as fit
-    # what changes inside the model, in this order; see `jaxpage.research`. After construction a tuple
+    truncate_prompt_tokens: int | None = None  # keep only the last so many; -1: as many as fit
+    # changes inside the model, applied in this order; see `jaxpage.research`. A tuple after construction
     interventions: list[Intervention] | tuple[Intervention, ...] | None = None
-    # what is wanted of the inside of the model, or names of points: `CompletionOutput.captures`. Likewise
+    # values inside the model, or names of points, to return in `CompletionOutput.captures`. Likewise a tuple
     capture: list[Capture | str] | tuple[Capture, ...] | Capture | str | None = None
-    extra_args: dict[str, Any] | None = None  # for logits processors of the engine's user
+    extra_args: dict[str, Any] | None = None  # for custom logits processors
 
-    logprob_token_ids: list[int] | None = None  # at each token these, instead of the best
-    # the k best in the place of each prompt token, which comes on top; -1: all. No cached KV is read
+    logprob_token_ids: list[int] | None = None  # return logprobs of these ids, instead of the best
+    # the k best in place of each prompt token, and that token; -1: all. No cached KV is read
     prompt_logprobs: int | None = None
-    # row i: ids that are scored behind prompt token `prompt_logprob_start` + i; -1: none. A row for each of them but
-    # the last; the scores are in `RequestOutput.prompt_token_id_logprobs`
+    # row i: ids to score after prompt token `prompt_logprob_start` + i; -1: none. One row for each prompt token from
+    # there except the last; the scores are in `RequestOutput.prompt_token_id_logprobs`
     prompt_logprob_token_ids: list[list[int]] | None = None
     prompt_logprob_start: int | None = None
     flat_logprobs: bool = False  # as `FlatLogprobs` instead of lists of dicts
 
-    # Known to vLLM, not to jaxpage: any value but a neutral one is refused by `_NOT_SUPPORTED`.
+    # Options of vLLM that jaxpage lacks: only neutral values are accepted, see `_NOT_SUPPORTED`.
     logits_processors: Any = None
     best_of: int | None = None
     use_beam_search: bool = False
     watermarking: bool | None = None
     trace_decode_token_ids: list[int] | None = None
     routed_experts_prompt_start: int = 0
-    skip_clone: bool = False  # changes nothing: params are always copied
+    skip_clone: bool = False  # no effect: params are always copied
 
     def __post_init__(self) -> None:
         for name, advice in _NOT_SUPPORTED.items():
@@ -170,11 +169,11 @@ class SamplingParams:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether its outputs have logprobs."""
+        """Whether outputs have logprobs."""
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     def _normalise(self) -> None:
-        """Plain ints, floats and fresh lists, so that a copy shares nothing with its original."""
+        """Convert to plain ints, floats and new lists, so that a copy shares nothing with its original."""
         for name, convert in _CONVERTED.items():
             setattr(self, name, convert(name, getattr(self, name)))
         if self.seed == -1:
@@ -269,16 +268,16 @@ class SamplingParams:
 
 @dataclass
 class BeamSearchParams:
-    """How to search. Names and defaults are vLLM's (0.32), `early_stopping` is transformers'.
+    """Parameters of a beam search. Names and defaults are vLLM's (0.32); `early_stopping` is transformers'.
 
-    Raises ValueError for values out of range and for options that jaxpage does not have.
+    Raises ValueError for values out of range and for unsupported options.
     """
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False  # EOS no longer ends a beam
-    # Nothing is drawn, and scores are log-softmax of the raw logits, so it has no effect, as in vLLM. Where the
-    # engine's logprobs are asked to follow the temperature, only 0 and 1 are accepted.
+    # No effect, as in vLLM: nothing is sampled, and scores are log-softmax of the raw logits. If the engine's logprobs
+    # follow the temperature (`logprobs_mode`), only 0 and 1 are accepted.
     temperature: float = 0.0
     # score = cum_logprob / tokens ** length_penalty; > 0 favours length
     length_penalty: float = 1.0
@@ -329,10 +328,10 @@ _BOOLS = (
     "include_stop_str_in_output",
     "flat_logprobs",
 )
-# Fields whose None means the default in an OpenAI request.
+# Fields for which None means the default in an OpenAI request.
 _NEVER_NONE = ("n", "top_k", *_FLOATS, *_BOOLS, "min_tokens", "output_kind")
 
-# Field -> what makes its value plain.
+# Field -> the function that converts its value.
 _CONVERTED: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_BOOLS, to_bool),
     **dict.fromkeys(_FLOATS, to_float),
@@ -360,7 +359,7 @@ _NOT_SUPPORTED = {
     "trace_decode_token_ids": "give the tokens as part of the prompt",
     "routed_experts_prompt_start": "which experts served a token is not returned; leave it 0",
 }
-# Values besides None and False that ask for nothing.
+# Neutral values besides None and False.
 _NEUTRAL: dict[str, Any] = {
     "routed_experts_prompt_start": 0,
 }

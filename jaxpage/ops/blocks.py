@@ -1,7 +1,7 @@
 """Whole blocks of the KV pool: copied, read for the host, written back. Chooses the implementation, and shards it.
 
-Blocks in a TPU's layout are moved by Mosaic kernels, as DMAs; all others by XLA. Must not know whose blocks they are,
-nor why they move.
+Blocks in the TPU layout are moved by Mosaic kernels, as DMAs; all others by XLA. Must not know who owns the blocks, or
+why they move.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IMPLEMENTATIONS: tuple[Implementation[KVPoolSpec, ModuleType], ...] = (
 
 
 def _kernels(spec: KVPoolSpec) -> ModuleType:
-    """The module with the moves of whole blocks of such a pool."""
+    """The module that moves whole blocks of such a pool."""
     platform = spec.platform or jax.default_backend()
     return first_supported("moves of KV blocks", IMPLEMENTATIONS, spec, platform).chosen
 
@@ -72,7 +72,7 @@ def copy_blocks(
 def gather_blocks(
     pool: KVPool, block_ids: jax.Array, *, spec: KVPoolSpec, mesh: Mesh | None = None
 ) -> Layer:
-    """The contents of blocks int32[C]: one array [C, L, ...], or a `QuantizedPool` of them, for the L of the pool."""
+    """The contents of blocks int32[C]: an array [C, L, ...] for L arrays in the pool, or a `QuantizedPool` of such."""
     kernels = _kernels(spec)
     if kernels is xla:
         return xla.gather_blocks(pool, block_ids)
@@ -89,7 +89,7 @@ def scatter_blocks(
     spec: KVPoolSpec,
     mesh: Mesh | None = None,
 ) -> KVPool:
-    """The pool with those contents in its blocks, the inverse of `gather_blocks`; padding is the null block, 0."""
+    """The pool with these contents written to its blocks, the inverse of `gather_blocks`; padding is the null block."""
     kernels = _kernels(spec)
     if kernels is xla:
         return xla.scatter_blocks(pool, block_ids, contents)
@@ -99,14 +99,14 @@ def scatter_blocks(
 
 
 def _on_each(move: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """`move` on each device by itself: XLA cannot divide a kernel, and no device needs anything of another."""
+    """`move` on each device separately: XLA cannot partition a kernel, and devices need not communicate."""
     if mesh is None or mesh.size == 1:
         return move
     return jax.shard_map(move, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _specs(pool: KVPool, spec: KVPoolSpec) -> list:
-    """Of a pool in the layout "tpu": heads lie along the last axis of data, and along the rows of scales and zeros."""
+    """Partition specs of a pool in the layout "tpu": heads are on the last axis of data, and on the rows of scales."""
     data, rows = (P(None, None, TENSOR), P(None, TENSOR)) if spec.sharded else (P(), P())
 
     def of(layer: Layer):

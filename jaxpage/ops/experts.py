@@ -1,14 +1,14 @@
-"""The experts of a layer for a step: rows to their experts and back. Chooses the implementation of their products, and
-divides experts over devices. Knows no model.
+"""The experts of a layer for a step: dispatches rows to experts and combines the results. Chooses the implementation of
+their matmuls, and shards experts over devices. Knows no model.
 
-Each token is a row for each of its experts. Rows are sorted by expert, multiplied, and added up by token in the order
-of its experts, so a token's sum depends on the token alone, whatever shares the batch. Rows of padding have no expert:
-they come last, and nothing is multiplied for them.
+Each token makes one row for each of its experts. Rows are sorted by expert, multiplied, and added up by token in the
+order of its experts, so a token's result depends on that token alone, whatever shares the batch. Rows of padding have
+no expert; they come last and are not multiplied.
 
-For int8 weights each row is rounded to int8 too, before each product, as in `ops.matmul`: sums are exact.
+For int8 weights each row is rounded to int8 too, before each matmul, as in `ops.matmul`: sums are exact.
 
-On several devices each has X/n experts and all tokens. It multiplies the rows of its own experts, and one sum over the
-devices, [T, E] in the dtype of x, is all that they exchange.
+On several devices each has X/n experts and all tokens. It multiplies the rows of its own experts; the only
+communication is one sum over the devices, [T, E] in the dtype of x.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pallas_kernels.quant_matmul.quantized import round_rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """Of all experts of a layer. gate_up: outputs of gate, then as many of up. Weights with a scale are int8."""
+    """The experts of a layer. gate_up: the outputs of gate, then those of up. Weights with a scale are int8."""
 
     gate_up: jax.Array  # [X, 2 F, E]
     down: jax.Array  # [X, E, F]
@@ -55,9 +55,9 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class ExpertsKernel:
-    """What computes the products: XLA, or the kernel of "tpu" or "gpu" with the tile sizes of a kind of device.
+    """The implementation of the matmuls: XLA, or the kernel for "tpu" or "gpu" with the tile sizes of a kind of device.
 
-    `mesh`: of devices that share the tokens; `divided`: each of them has X/n experts, otherwise all.
+    `mesh`: the devices that share the tokens; `divided`: each of them has X/n experts, otherwise all.
     """
 
     platform: str | None
@@ -117,9 +117,9 @@ def choose(
     divided: bool = False,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> Choice[ExpertsKernel]:
-    """What computes the products of tokens of `dtype` with such weights there.
+    """The implementation of matmuls of tokens of `dtype` with such weights.
 
-    `mesh`: of devices that share the tokens; `divided`: each of them has an equal number of the experts.
+    `mesh`: the devices that share the tokens; `divided`: each of them has the same number of experts.
     """
     request = _Request(gate_up=gate_up, down=down, dtype=jnp.dtype(dtype), device=device)
     choice = first_supported("grouped_matmul", IMPLEMENTATIONS, request, device.platform)
@@ -135,10 +135,10 @@ def experts(
     activation: Callable[[jax.Array], jax.Array],
     kernel: ExpertsKernel,
 ) -> jax.Array:
-    """float32[T, E]: of each token [E] the sum of its experts' down(activation(gate_up(token))), each times its share.
+    """float32[T, E]: for each token the sum of share * down(activation(gate_up(token))) over its experts.
 
-    chosen: int32[T, k], X for a token that has no expert. shares: float32[T, k]. activation: float32[T, 2 F] ->
-    [T, F], hashable. `kernel` is what `choose` chose.
+    chosen: int32[T, k], X for a token without an expert. shares: float32[T, k]. activation: float32[T, 2 F] -> [T, F],
+    hashable. `kernel` is the result of `choose`.
     """
     apply = partial(_apply, activation=activation, kernel=replace(kernel, mesh=None))
     if kernel.mesh is None or kernel.mesh.size == 1:
@@ -148,7 +148,7 @@ def experts(
         if not kernel.divided:
             return apply(x, chosen, shares, weights, jnp.int32(0))
         first = lax.axis_index(EXPERT) * weights.gate_up.shape[0]
-        # In the dtype of hidden states, as a TPU adds up an MLP's.
+        # In the dtype of hidden states, like the sum of an MLP's output.
         part = apply(x, chosen, shares, weights, first).astype(x.dtype)
         return lax.psum(part, EXPERT).astype(jnp.float32)
 
@@ -162,7 +162,7 @@ def experts(
     )(x, chosen, shares, weights)
 
 
-# XLA inlines it; as a jit of its own it is traced and lowered once for all layers that are alike.
+# A separate jit, so that it is traced and lowered once for all equal layers; XLA inlines it.
 @partial(jax.jit, static_argnames=("activation", "kernel"))
 def _apply(
     x: jax.Array,
@@ -174,7 +174,7 @@ def _apply(
     activation: Callable[[jax.Array], jax.Array],
     kernel: ExpertsKernel,
 ) -> jax.Array:
-    """`experts` of which `weights` has those from `first` on; the others add nothing."""
+    """`experts`, where `weights` has only the experts from `first` on; the others add nothing."""
     (num_tokens, num_chosen), num_own = chosen.shape, weights.gate_up.shape[0]
     own = (chosen >= first) & (chosen < first + num_own)
     expert = jnp.where(own, chosen - first, num_own).reshape(-1)
@@ -191,13 +191,13 @@ def _apply(
     out = out[back].reshape(num_tokens, num_chosen, -1)
     parts = [shares[:, i, None] * out[:, i] for i in range(num_chosen)]
     total = parts[0]
-    for part in parts[1:]:  # one after the other: a sum in another order differs in its last bits
+    for part in parts[1:]:  # one after the other: another order would change the last bits
         total = total + part
     return total
 
 
 def _with_bias(out: jax.Array, bias: jax.Array | None, expert: jax.Array) -> jax.Array:
-    """Rows of no expert stay 0."""
+    """Add each row's bias; rows without an expert stay 0."""
     if bias is None:
         return out
     return out + bias.at[expert].get(mode="fill", fill_value=0).astype(out.dtype)
@@ -212,7 +212,7 @@ def _product(
     group_sizes: jax.Array,
     kernel: ExpertsKernel,
 ) -> jax.Array:
-    """float32[T, F] of rows sorted by expert; int8 weights have a scale. Rows of no expert are 0."""
+    """float32[T, F] for rows sorted by expert; int8 weights have a scale. Rows without an expert are 0."""
     if scale is None:
         return _multiply(x, weights, group_sizes, kernel)
     integers, row_scale = round_rows(x)
@@ -223,7 +223,7 @@ def _product(
 def _multiply(
     x: jax.Array, weights: jax.Array, group_sizes: jax.Array, kernel: ExpertsKernel
 ) -> jax.Array:
-    """float32, as `pallas_kernels/grouped_matmul/reference.py` says."""
+    """The grouped matmul, differentiable; see `pallas_kernels/grouped_matmul/reference.py`."""
 
     @jax.custom_vjp
     def multiply(x, weights, group_sizes):

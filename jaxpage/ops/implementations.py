@@ -1,6 +1,6 @@
-"""How an operation finds its implementation: it tries a list in order, and each says why it cannot serve.
+"""How an operation finds its implementation: it tries a list in order, and each one accepts or gives a reason.
 
-Knows no operation. XLA stands last in each list, since it serves everywhere.
+Knows no particular operation. XLA is last in each list, since it supports everything.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-Request = TypeVar("Request")  # what an operation is asked for
-Chosen = TypeVar("Chosen")  # what an implementation makes of it
+Request = TypeVar("Request")  # what the operation is needed for
+Chosen = TypeVar("Chosen")  # how an implementation serves that
 
 
 class Unsupported(Exception):
-    """An implementation cannot serve a request; the message is the reason, in one line."""
+    """An implementation does not support a request; the message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
 class Implementation(Generic[Request, Chosen]):
-    """`accept` says how it serves a request, or raises Unsupported."""
+    """`accept` returns how it serves a request, or raises Unsupported."""
 
     name: str
-    platform: str | None  # of the devices that it is for; None: of all
+    platform: str | None  # that it is for; None: all
     accept: Callable[[Request], Chosen]
 
 
 @dataclass(frozen=True)
 class Choice(Generic[Chosen]):
-    """The first implementation that can serve, and the reasons of those for this platform that cannot."""
+    """The first implementation that supports a request, and the reasons of those before it on this platform."""
 
     name: str
     chosen: Chosen
@@ -36,7 +36,7 @@ class Choice(Generic[Chosen]):
 
     @property
     def reason(self) -> str | None:
-        """Why it is not a better one; None if there is none for this platform."""
+        """Why no better implementation was chosen; None if there is none for this platform."""
         return "; ".join(self.refusals) or None
 
 
@@ -46,7 +46,7 @@ def first_supported(
     request: Request,
     platform: str,
 ) -> Choice[Chosen]:
-    """Raises NotImplementedError with the reasons of all if no implementation can serve."""
+    """Raises NotImplementedError with all reasons if no implementation supports the request."""
     refusals: list[str] = []
     others: list[str] = []
     for each in implementations:

@@ -1,8 +1,8 @@
 """Low-rank adapters for a step: chooses the implementation. Knows no model.
 
-The kernel reads only the slots that a batch uses, which takes the time while tokens are few. Of many tokens it would
-read and write the layer's float32 result once more, which XLA does in the layer's own product: steps with more than
-MOST_TOKENS are XLA's. So are layers on several devices, as XLA divides its own products.
+The kernel reads only the slots that a batch uses; with few tokens, reading adapters is what takes the time. With many
+tokens the kernel would read and write the layer's float32 result once more, while XLA fuses that into the layer's own
+matmul: steps with more than MOST_TOKENS use XLA. So do layers on several devices, because XLA partitions its matmuls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Half = jax.Array | jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class LoraKernel:
-    """What adds adapters: XLA, or the kernel of "tpu"."""
+    """The implementation that adds adapters: XLA, or the kernel for "tpu"."""
 
     platform: str | None
 
@@ -65,8 +65,8 @@ IMPLEMENTATIONS: tuple[Implementation[_Request, LoraKernel], ...] = (
 def choose(
     a: Half, b: Sequence[Half], device: Device, *, num_slots: int, num_devices: int = 1
 ) -> Choice[LoraKernel]:
-    """What adds adapters with such halves there, see `pallas_kernels/lora/reference.py`. Shapes and dtypes suffice."""
-    if b[0].shape[1] <= tpu.LANES:  # which the kernel would read at once, as XLA does
+    """The implementation for adapters of the shapes and dtypes of a and b, see `pallas_kernels/lora/reference.py`."""
+    if b[0].shape[1] <= tpu.LANES:  # the kernel would read all slots at once, as XLA does
         return Choice("xla", XLA)
     request = _Request(a=a, b=b, num_slots=num_slots, device=device, num_devices=num_devices)
     return first_supported("lora", IMPLEMENTATIONS, request, device.platform)
@@ -82,8 +82,8 @@ def lora(
     num_slots: int,
     kernel: LoraKernel,
 ) -> jax.Array:
-    """y + B A x of each token's slot: y float32[..., F of all projections], x [..., E], slots int32[...]. By what
-    `choose` chose.
+    """y + B A x with the adapter in each token's slot: y float32[..., F of all projections], x [..., E], slots
+    int32[...]. `kernel` is the result of `choose`.
     """
     if kernel.platform is None or slots.size > MOST_TOKENS:
         return xla.lora(y, x, a, b, slots, num_slots=num_slots)
@@ -91,7 +91,7 @@ def lora(
     return _on_tpu(*rows, a, tuple(b), slots.reshape(-1), num_slots=num_slots).reshape(y.shape)
 
 
-# XLA inlines it; as a jit of its own it is traced and lowered once for all layers that are alike.
+# A separate jit, so that it is traced and lowered once for all equal layers; XLA inlines it.
 @partial(jax.jit, static_argnames="num_slots")
 def _on_tpu(y, x, a, b, slots, *, num_slots: int) -> jax.Array:
     return tpu.lora(y, x, a, b, slots, num_slots=num_slots)

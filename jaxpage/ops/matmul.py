@@ -1,9 +1,9 @@
-"""Products with quantised weights for a step: chooses the implementation. Knows no model.
+"""Matmuls with quantised weights for a step: chooses the implementation. Knows no model.
 
-On several devices a product is divided as its weight is: over outputs (q, k, v, gate, up) or over inputs (o, down),
-and the parts are added. XLA divides its own products, and a kernel is divided here.
+On several devices a matmul is sharded like its weight: over outputs (q, k, v, gate, up), or over inputs (o, down) with
+a sum over the devices. XLA partitions its own matmuls; kernels are sharded here.
 
-For int8 weights each row of x is rounded to int8 too: integers are summed exactly, whoever computes them.
+For int8 weights each row of x is rounded to int8 too. Integer sums are exact, whichever implementation computes them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pallas_kernels.quant_matmul.tune import kernel_of, tuned_sizes
 
 @dataclass(frozen=True)
 class MatmulKernel:
-    """What computes a product: XLA, or the kernel of "tpu" or "gpu" with the tile sizes of a kind of device.
+    """The implementation of a matmul: XLA, or the kernel for "tpu" or "gpu" with the tile sizes of a kind of device.
 
-    `mesh`: of devices that share the weight, as `spec` says of its two axes.
+    `mesh`: the devices that share the weight; `spec` says how its two axes are sharded.
     """
 
     platform: str | None
@@ -97,17 +97,17 @@ def choose(
     spec: P = _WHOLE,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> Choice[MatmulKernel]:
-    """What computes products with x of `dtype` there. Of the weight shapes and dtypes suffice.
+    """The implementation of matmuls with x of `dtype`; the weight may be given as shapes and dtypes.
 
-    `spec`: how the weight, int8 then, is divided over the devices of `mesh`. Ask once for a weight, not for each
-    number of tokens: the choice is a part of what its products are.
+    `spec`: how the weight, which must be int8 then, is sharded over `mesh`. Choose once per weight, not for each number
+    of tokens: results depend on the choice.
     """
     request = _Request(weight=weight, dtype=jnp.dtype(dtype), device=device, mesh=mesh, spec=spec)
     return first_supported("quant_matmul", IMPLEMENTATIONS, request, device.platform)
 
 
 def quant_matmul(x: jax.Array, weight: QuantizedWeight, *, kernel: MatmulKernel) -> jax.Array:
-    """x [..., E] times a weight [F, E] -> float32[..., F], by what `choose` chose."""
+    """x [..., E] times a weight [F, E] -> float32[..., F]. `kernel` is the result of `choose`."""
     rows, rounds = x.reshape(-1, x.shape[-1]), _rounds_x(weight)
     if kernel.platform is None:
         out = xla.quant_matmul(rows, weight, round_x=rounds)

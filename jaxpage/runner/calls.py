@@ -22,7 +22,7 @@ READ, WRITE = "read blocks", "write blocks"  # of the pool; only with host memor
 # Calls without a compiled program of the same name.
 STORE_HOST, STORE_DEVICE, LOAD = "store host blocks", "store device blocks", "load blocks"
 SWAP_OUT, SWAP_IN = "swap out", "swap in"
-CAPTURE = "capture"  # some tokens of the last `forward` or `decode`: number of the piece, rows in it
+CAPTURE = "capture"  # tokens of the last `forward` or `decode`: number of the piece, rows in it
 RESET = "reset"  # reallocate pool and request state
 
 # Most entries of a call; shorter buffers are padded.

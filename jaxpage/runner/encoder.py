@@ -152,7 +152,7 @@ def with_pictures(
     found, seen = lax.bitcast_convert_type(state["pictures"][rows], dtype), rows > 0
     if inputs.embeds is None or inputs.is_embed is None:
         return replace(inputs, embeds=found, is_embed=seen)
-    missing = found.shape[1] - inputs.embeds.shape[1]  # not 0 if picture embeddings feed several layers
+    missing = found.shape[1] - inputs.embeds.shape[1]  # > 0 if pictures feed several layers
     others = jnp.pad(inputs.embeds, ((0, 0), (0, missing)))
     return replace(
         inputs,

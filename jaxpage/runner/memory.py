@@ -1,7 +1,7 @@
-"""Bytes for the KV pool, and how many blocks fit into them.
+"""Bytes available for the KV pool, and how many blocks fit into them.
 
 An accelerator reports its memory; on a CPU the pool takes a share of the free RAM. Knows devices and sizes in bytes.
-Must not know what a block holds.
+Must not know what a block contains.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jaxpage.runner.buckets import Bucket, make_buckets
 
 logger = logging.getLogger(__name__)
 
-# Of the free RAM: the weights, the compiler and the user's own arrays live there too.
+# Share of the free RAM, which is also needed by the weights, the compiler and the user's own arrays.
 CPU_SHARE = 0.25
-CPU_MOST_BYTES = 4 << 30  # zeroing more than this would be felt at start-up
+CPU_MOST_BYTES = 4 << 30  # zeroing more than this would slow down start-up
 SMALLEST_BUDGET = 64  # tokens: max_num_batched_tokens is not halved below this
-# As LMDeploy: with fewer the largest step is halved, whatever the sequences' length.
+# As in LMDeploy: with fewer blocks the largest step is halved, whatever the length of sequences.
 FEWEST_BLOCKS = 16
 
 
@@ -34,14 +34,14 @@ def pool_bytes(
     temp_bytes: int,
     share_of_free: float | None = None,
 ) -> int:
-    """Bytes for the KV pool on each of `devices`: the least that any of them can give.
+    """Bytes for the KV pool on each of `devices`: the minimum over them.
 
-    Call it once the weights are loaded; the largest step needs `temp_bytes` beside the pool. For an accelerator see
-    `pool_bytes_of`; what is in use is measured.
+    Call it once the weights are loaded; the largest step needs `temp_bytes` beside the pool. For accelerators see
+    `pool_bytes_of`; the memory in use is measured.
 
-    A CPU cannot tell what is in use. It gives CPU_SHARE of the free RAM, less the temporaries, and at most
-    CPU_MOST_BYTES; with `share_of_free`, that share of what the temporaries leave of the free RAM, without a limit.
-    Several devices of one CPU have an equal part of its RAM each.
+    A CPU does not report its memory in use. The pool gets CPU_SHARE of the free RAM, less the temporaries, and at most
+    CPU_MOST_BYTES; with `share_of_free`, that share of the free RAM less the temporaries, without a limit. Several
+    devices of one CPU get equal parts of its RAM.
     """
     return min(
         _pool_bytes(device, utilization, temp_bytes, share_of_free, len(devices))
@@ -73,10 +73,10 @@ def _pool_bytes(
 def pool_bytes_of(
     capacity: int, used: int, *, utilization: float, share_of_free: float | None = None
 ) -> int:
-    """Bytes for the KV pool on an accelerator with `capacity` bytes; negative if less than nothing is left.
+    """Bytes for the KV pool on an accelerator with `capacity` bytes; negative if there are not enough.
 
-    `used` bytes go to weights, request state and temporaries. The pool gets `utilization` of the capacity, less what is
-    used; with `share_of_free` that share of what is not used (LMDeploy's `cache_max_entry_count`).
+    Weights, request state and temporaries take `used` bytes. The pool gets `utilization` of the capacity, less `used`;
+    with `share_of_free`, that share of the unused bytes (LMDeploy's `cache_max_entry_count`).
     """
     if share_of_free is not None:
         return int(share_of_free * (capacity - used))
@@ -84,9 +84,9 @@ def pool_bytes_of(
 
 
 def check_room(devices: Sequence[jax.Device], *, pool_bytes: int, host_bytes: int) -> None:
-    """Raise ValueError if a KV pool of so many bytes on each device, or host blocks, exceed what is free now.
+    """Raise ValueError if a KV pool of `pool_bytes` on each device, or the host blocks, exceed the free memory.
 
-    Nothing may have been allocated yet: a pool beyond the RAM of a CPU would not fail, but have the process killed.
+    Call it before allocating anything: a pool larger than the RAM would not raise, but get the process killed.
     """
     stats = [device.memory_stats() or {} for device in devices]
     ram = free_ram()
@@ -125,7 +125,7 @@ class SequenceFootprint:
 
     windows: Windows
     block_size: int
-    max_num_batched_tokens: int  # of one sequence in a step, too
+    max_num_batched_tokens: int  # one sequence may have all tokens of a step
 
     def num_blocks(self, num_tokens: int) -> int:
         """The most blocks that a sequence of `num_tokens` tokens holds."""
@@ -136,7 +136,7 @@ class SequenceFootprint:
         return longest_fitting(
             self.windows,
             limit,
-            num_blocks=num_blocks - 1,  # not the null block
+            num_blocks=num_blocks - 1,  # without the null block
             block_size=self.block_size,
             max_query_len=self.max_num_batched_tokens,
         )
@@ -169,15 +169,15 @@ def size_pool(
 ) -> tuple[int, SequenceFootprint]:
     """(num_blocks, footprint): the pool that fits beside the temporaries of the largest step.
 
-    `available(temp_bytes)`: bytes for the pool beside temporaries of so many; `temp_bytes(bucket)`: bytes that the step
-    of a bucket needs. The pool is no larger than `max_num_seqs` sequences of full length could fill. Temporaries grow
-    with a step's tokens, so `footprint.max_num_batched_tokens` is halved while the pool, besides the null block,
+    `available(temp_bytes)`: bytes for the pool beside that many bytes of temporaries; `temp_bytes(bucket)`: bytes that
+    the step of a bucket needs. The pool is no larger than `max_num_seqs` sequences of full length can fill. Temporaries
+    grow with a step's tokens, so `footprint.max_num_batched_tokens` is halved while the pool, without the null block,
     cannot hold one such sequence (if one `must_fit`), or has fewer than FEWEST_BLOCKS (unless `max_num_seqs` sequences
-    fill fewer).
+    need fewer).
     """
     most = max_num_seqs * footprint.num_blocks(max_model_len) + 1
     if 2 * most * bytes_per_block <= available(0):
-        return most, footprint  # memory is no limit: nothing to measure
+        return most, footprint  # plenty of memory: nothing to measure
     while True:
         num_tokens, of_one = footprint.max_num_batched_tokens, footprint.num_blocks(max_model_len)
         enough = max(of_one if must_fit else 1, min(FEWEST_BLOCKS, max_num_seqs * of_one))

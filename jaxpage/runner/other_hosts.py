@@ -1,4 +1,4 @@
-"""What a runner asks of whoever knows the other hosts of its engine."""
+"""The interface through which a runner involves the other hosts of its engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxpage.runner.calls import Call
 
 
 class OtherHosts(Protocol):
-    """Their devices are in this engine's mesh, so nothing runs unless they run it too."""
+    """Devices of other hosts are in this engine's mesh, so each program must run on all hosts."""
 
     def executing(self, calls: list[Call], /) -> AbstractContextManager[None]:
-        """Around the execution of calls here: the others execute them meanwhile. Raises RuntimeError if they cannot."""
+        """A context for executing calls here and on the other hosts. Raises RuntimeError if they cannot."""
         ...
 
     def reading(self, arrays: list[jax.Array], /) -> AbstractContextManager[None]:
-        """Around what reads arrays: begins when they are computed. Raises RuntimeError if they never will be."""
+        """A context for reading arrays; waits until they are computed. Raises RuntimeError if they never will be."""
         ...

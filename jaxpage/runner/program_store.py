@@ -1,10 +1,10 @@
-"""Cached executables on disk: a start that finds its own there neither traces nor compiles.
+"""Cached executables on disk: an engine that finds its programs there neither traces nor compiles.
 
-What a program depends on is given as text: its facts. Executables with the same facts share a folder, which is named by
-the hash of the facts and holds them as plain text, so a start that finds nothing can say which fact differs.
+Everything a program depends on is given as text: its facts. Executables with the same facts share a folder. Its name is
+the hash of the facts, and it contains them as plain text, so that a cache miss can report which fact differs.
 
-An executable is code, and jax serializes it as a pickle: whoever can write it can run anything as its reader. So the
-folders are private, and one that others may write to, or own, is not read.
+jax serialises an executable as a pickle, so whoever can write to the file can run code as its reader. Therefore the
+folders are private, and a folder that belongs to others, or that others can write to, is not read.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from jaxpage.runner.verified_files import VerifiedFiles, write_atomically
 logger = logging.getLogger(__name__)
 
 FORMAT = b"jaxpage program 1"
-NUM_BLOCKS = "KV blocks"  # that sizing decided on, a name in `MeasuredSizes`
+NUM_BLOCKS = "KV blocks"  # the size of the pool, as a name in `MeasuredSizes`
 Facts = Mapping[str, str]
 
 
 class ProgramStore:
-    """The executables with those facts under `root`, for `devices`.
+    """The executables with given facts under `root`, for `devices`.
 
-    Reading and writing never raise: what cannot be read is compiled, what cannot be written (disk full) is left out.
+    Reading and writing never raise: what cannot be read is compiled, what cannot be written (disk full) is not cached.
     """
 
     def __init__(self, root: Path, facts: Facts, devices: Sequence[jax.Device] = ()):
-        """Without devices executables can only be saved."""
+        """Without devices, executables can only be saved."""
         self.folder = folder_of(root, facts)
         self._root, self._facts, self._devices = root, facts, list(devices)
         self._files = VerifiedFiles(FORMAT)
         self._readable = bool(devices) and self.folder.is_dir() and _is_private(self.folder)
 
     def load(self, name: str) -> jax.stages.Compiled | None:
-        """The executable if it is there, whole, and of a kind that these devices run."""
+        """The executable, if it is stored, undamaged, and can run on these devices."""
         payload = self._files.read(self._path(name)) if self._readable else None
         if payload is None:
             return None
@@ -55,12 +55,12 @@ class ProgramStore:
             return deserialize_and_load(
                 executable, in_tree, out_tree, execution_devices=self._devices
             )
-        except Exception as error:  # the runtime may raise anything for an executable not its own
+        except Exception as error:  # the runtime may raise anything for a foreign executable
             logger.warning("%s cannot be loaded here (%s): compiling it", name, error)
             return None
 
     def save(self, name: str, compiled: jax.stages.Compiled) -> None:
-        """Write an executable. It appears whole or not at all."""
+        """Write an executable atomically."""
         try:
             payload = pickle.dumps(serialize(compiled))
             facts = self.folder / "facts.json"
@@ -72,7 +72,7 @@ class ProgramStore:
             self._files.write(self._path(name), payload)
 
     def why_empty(self) -> str | None:
-        """Which facts of the executables there differ; None if some have these facts, or there are none at all."""
+        """Which facts of the stored executables differ; None if some have these facts, or none are stored at all."""
         if self.folder.is_dir():
             return None if _is_private(self.folder) else f"{self.folder} can be written by others"
         nearest = min(_all_facts(self._root), key=lambda x: len(self._differences(x)), default=None)
@@ -91,7 +91,7 @@ class ProgramStore:
 
 
 class MeasuredSizes:
-    """Numbers that sizing measured for programs with those facts, by name. Without a `root` they are not written."""
+    """Numbers measured for programs with given facts, by name. Without a `root` they are not written to disk."""
 
     def __init__(self, root: Path | None, facts: Facts):
         self._path = None if root is None else folder_of(root, facts).with_suffix(".sizes")
@@ -100,13 +100,13 @@ class MeasuredSizes:
         self._numbers: dict[str, int] = found if is_whole else {}
 
     def remember(self, name: str, measure: Callable[[], int]) -> int:
-        """The number of that name, measured if it is not known yet."""
+        """The number with that name, measured if it is not known yet."""
         if name not in self._numbers:
             self._put(name, measure())
         return self._numbers[name]
 
     def settle(self, name: str, number: int) -> int:
-        """The number of the last time if it is at most `number`, and no more than a tenth smaller; else `number`."""
+        """The number of the last run if it is at most `number` and at most a tenth smaller; otherwise `number`."""
         last = self._numbers.get(name, 0)
         if 0.9 * number <= last <= number:
             return last
@@ -125,9 +125,9 @@ class MeasuredSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What a folder of cached executables holds."""
+    """The contents of a folder of cached executables."""
 
-    num_sets: int  # each with facts of its own
+    num_sets: int  # with different facts
     num_programs: int
     num_bytes: int
     damaged: tuple[str, ...]  # files
@@ -135,7 +135,7 @@ class Survey:
 
 
 def survey(root: Path) -> Survey:
-    """Reads every executable under `root`, and runs none."""
+    """Check every executable under `root` without running it."""
     files = VerifiedFiles(FORMAT)
     folders = [path.parent for path in root.glob("*/facts.json")]
     programs = [path for folder in folders for path in folder.glob("*.program")]
@@ -168,7 +168,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _shortened(old: str | None, new: str | None) -> str:
-    """Two texts from where they begin to differ."""
+    """Two texts around the place where they begin to differ."""
     if old is None or new is None or max(len(old), len(new)) <= 60:
         return f"{old} is there, this is {new}"
     same = len(os.path.commonprefix([old, new]))
@@ -177,7 +177,7 @@ def _shortened(old: str | None, new: str | None) -> str:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether this user or root owns it, and not everybody may write to it."""
+    """Whether this user or root owns it, and it is not world-writable."""
     if not hasattr(os, "geteuid"):  # Windows: a user's folders are private
         return True
     status = folder.stat()

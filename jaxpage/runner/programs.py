@@ -1,6 +1,6 @@
 """Compiles programs ahead of time, through the persistent cache, and counts every compilation.
 
-Knows names and how to lower what they stand for. Must not know what a program computes.
+Knows the names of programs and how to lower them. Must not know what a program computes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_DIR = "jax_compilation_cache_dir"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
-MAX_THREADS = 8  # more would wait for each other in Python, where programs are traced
+MAX_THREADS = 8  # more would contend for the GIL while tracing
 
 Lowering = Callable[[], jax.stages.Lowered]
 
@@ -53,7 +53,7 @@ class Program:
 
     @property
     def result_bytes(self) -> int:
-        """Outputs that no donated input gave its memory to."""
+        """Bytes of outputs that do not reuse the memory of a donated input."""
         return self._memory("output_size_in_bytes") - self.alias_bytes
 
     def _memory(self, name: str) -> int:
@@ -62,18 +62,18 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramRecord:
-    """A program of an engine as `LLM.programs` reports it. Until it is compiled, only the name is known."""
+    """A program of an engine, as `LLM.programs` reports it. Until it is compiled, only its name is known."""
 
     name: str
     origin: str | None = None  # as in `Program`; None until it is compiled
     seconds: float = 0.0  # tracing, lowering and compiling, or loading
     executable: jax.stages.Compiled | None = None
     num_calls: int = 0  # since start
-    replica: int = 0  # whose program it is, with `data_parallel_size`
+    replica: int = 0  # the owner, with `data_parallel_size`
 
     @property
     def temp_bytes(self) -> int:
-        """What a launch needs besides its arguments and results. To ask takes some 20 ms."""
+        """Bytes that a launch needs besides its arguments and results. Asking takes about 20 ms."""
         if self.executable is None:
             return 0
         memory: Any = self.executable.memory_analysis()
@@ -81,7 +81,7 @@ class ProgramRecord:
 
 
 class CompilationCounter:
-    """Counts what jax compiles on this thread while `watching`: a launch after warm-up should compile nothing."""
+    """Counts compilations by jax on this thread while `watching`: after warm-up a launch should compile nothing."""
 
     def __init__(self) -> None:
         self.num_compilations = 0
@@ -95,7 +95,7 @@ class CompilationCounter:
             _thread.watcher = None
 
 
-# watcher: the counter at work; hit: the last compilation was a cache hit
+# watcher: the active counter; hit: the last compilation was a cache hit
 _thread = threading.local()
 
 
@@ -110,15 +110,15 @@ def _on_event(event: str, **_: str | int) -> None:
         _thread.hit = True
 
 
-# Once for the process: jax has no public way to take a listener back.
+# Once per process: jax has no public way to unregister a listener.
 jax.monitoring.register_event_duration_secs_listener(_on_duration)
 jax.monitoring.register_event_listener(_on_event)
 
 
 def compile_program(name: str, lowering: Lowering, store: ProgramStore | None = None) -> Program:
-    """The program, from the store if it is there; else it is there from now on, if it was compiled.
+    """Load a program from the store, or compile it and store it.
 
-    XLA:CPU writes a program that came from jax's cache without the functions it calls: that one cannot be stored.
+    A program from jax's cache is not stored, because XLA:CPU serialises it without the functions that it calls.
     """
     start = time.perf_counter()
     compiled = None if store is None else store.load(name)
@@ -134,7 +134,7 @@ def compile_program(name: str, lowering: Lowering, store: ProgramStore | None = 
 
 
 class NeedsMemory(Protocol):
-    """A program, or what is known of one. Both in bytes."""
+    """The memory that a program needs, in bytes."""
 
     @property
     def temp_bytes(self) -> int: ...
@@ -144,7 +144,7 @@ class NeedsMemory(Protocol):
 
 
 def step_bytes(programs: Sequence[NeedsMemory]) -> int:
-    """Temporaries and results of a step that runs through these programs. Two results: one waits to be read."""
+    """Temporaries and results of a step that runs these programs. Results count twice: one may still be unread."""
     results = sum(program.result_bytes for program in programs)
     return max(program.temp_bytes for program in programs) + 2 * results
 
@@ -152,22 +152,22 @@ def step_bytes(programs: Sequence[NeedsMemory]) -> int:
 class Programs:
     """The programs of an engine by name.
 
-    `start` compiles them behind the first requests, on as many threads as there are cores; who needs one before its
-    turn waits for it. `wait` for all before measuring anything.
+    `start` compiles them in the background, on one thread per core; a caller that needs a program early waits for it.
+    Call `wait` before measuring anything.
     """
 
     def __init__(self, lowerings: dict[str, Lowering], store: ProgramStore | None = None):
         self.ready: dict[str, Program] = {}
         self.seconds = 0.0  # from `start` until all were compiled; 0 before that
         self.names = tuple(lowerings)
-        self.num_calls: Counter[str] = Counter()  # by name; whoever runs a program counts it
+        self.num_calls: Counter[str] = Counter()  # by name; counted by whoever runs the program
         self._lowerings, self._store = lowerings, store
         self._threads: list[threading.Thread] = []
-        self._changed = threading.Condition()  # of `ready` and of the error
+        self._changed = threading.Condition()  # `ready` or `_error` changed
         self._error: BaseException | None = None
 
     def start(self, order: Iterable[str]) -> None:
-        """Begin to compile the named programs in this order, and return at once."""
+        """Start to compile the named programs in this order, and return at once."""
         queue: SimpleQueue[str] = SimpleQueue()
         for name in order:
             queue.put(name)
@@ -180,17 +180,17 @@ class Programs:
             thread.start()
 
     def wait(self) -> None:
-        """Until all are compiled. Raises what the compiler raised."""
+        """Wait until all are compiled. Raises what the compiler raised."""
         for thread in self._threads:
             thread.join()
         if self._error is not None:
             raise self._error
 
     def wait_for(self, choices: Sequence[Sequence[str]]) -> int:
-        """The index of the first choice whose programs are all ready; waits until there is one.
+        """The index of the first choice whose programs are all compiled; waits until there is one.
 
-        If nobody compiles any more (nothing was started, or the main thread has ended and others go on), the first
-        choice is compiled here. Raises what the compiler raised, if that is why there is none.
+        If no thread is compiling (nothing was started, or the main thread has ended while others continue), the first
+        choice is compiled here. Raises what the compiler raised, if no choice is available for that reason.
         """
         with self._changed:
             while True:
@@ -201,14 +201,14 @@ class Programs:
                     raise self._error
                 if not any(thread.is_alive() for thread in self._threads):
                     break
-                self._changed.wait(1.0)  # seconds; a thread that ends early tells nobody
+                self._changed.wait(1.0)  # seconds; a thread that ends early does not notify
         for name in choices[0]:
             if name not in self.ready:
                 self._compile(name)
         return 0
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
-        """Waits until it is compiled, or compiles it if that was not started."""
+        """Waits until it is compiled, or compiles it if no thread does."""
         if name not in self.ready:
             self.wait_for([[name]])
         return self.ready[name].compiled
@@ -258,7 +258,7 @@ class Programs:
 def _compile_behind(
     reference: weakref.ref[Programs], queue: SimpleQueue[str], start: float
 ) -> None:
-    """A thread's work; ends early when nobody needs the programs any more: engine gone, or Python exiting."""
+    """Runs in a thread; ends early when the programs are no longer needed: engine gone, or Python exiting."""
     while True:
         programs = reference()
         if programs is None or programs._error or not threading.main_thread().is_alive():
@@ -269,7 +269,7 @@ def _compile_behind(
             return
         try:
             programs._compile(name)
-        except BaseException as error:  # raised to whoever waits
+        except BaseException as error:  # raised again where somebody waits
             programs._fail(name, error)
             return
         if len(programs.ready) == len(programs.names):
@@ -279,22 +279,22 @@ def _compile_behind(
 
 
 def use_persistent_cache(folder: str) -> None:
-    """Keep executables in `folder` across processes; "" leaves jax as it is. A folder the user chose wins.
+    """Keep executables in `folder` across processes; "" leaves jax as it is. A folder that the user set stays.
 
-    XLA:CPU cuts loops into as many parts as there are cores, which jax's cache keys do not tell: a program compiled on
-    one core would run on one of sixteen. So each number of cores has a subfolder.
+    XLA:CPU splits loops by the number of cores, which is not part of jax's cache keys: a program compiled on one core
+    would use one core of sixteen. So each number of cores has its own subfolder.
     """
     if not folder or getattr(jax.config, _CACHE_DIR) is not None:
         return
     path = Path(folder) / f"{num_cores()}-cores"
     path.mkdir(parents=True, exist_ok=True)
     jax.config.update(_CACHE_DIR, str(path))
-    # By default jax keeps only programs that took a second to compile: half of a small model's would be missing.
+    # By default jax caches only programs that took a second to compile, which leaves out half of a small model's.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)  # there is none on macOS
+    allowed = getattr(os, "sched_getaffinity", None)  # missing on macOS
     return len(allowed(0)) if allowed else os.cpu_count() or 1

@@ -1,10 +1,10 @@
-"""Calls and results in a file, to be run again later or elsewhere.
+"""Calls and results in a file, to be replayed later or elsewhere.
 
-A recording is a sequence of frames. A frame is its length, 8 bytes little-endian, and so many bytes of safetensors:
-arrays named "0", "1" ..., and in the metadata what they are. Nothing in it is ever unpickled. The first frame says what
+A recording is a sequence of frames. A frame is its length, 8 bytes little-endian, followed by that many bytes of
+safetensors: arrays named "0", "1" ..., described in the metadata. Nothing is ever unpickled. The first frame says what
 the runner was built from; then come calls, and results in the order in which they were collected.
 
-Recordings hold the token ids of prompts and answers, but no text.
+Recordings contain the token ids of prompts and answers, but no text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADER, CALLS, RESULT, WEIGHTS_CHANGED = "header", "calls", "result", "weights c
 
 
 def frame(kind: str, arrays: list[np.ndarray], **metadata: Any) -> bytes:
-    """One frame, its length included."""
+    """One frame, including its length."""
     described = [(array.dtype.name, array.shape) for array in arrays]
     # As bytes: safetensors' NumPy side does not know bfloat16 and its narrower relatives.
     tensors = {
@@ -46,7 +46,7 @@ def frame(kind: str, arrays: list[np.ndarray], **metadata: Any) -> bytes:
 
 
 def frames(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any], list[np.ndarray]]]:
-    """(kind, metadata, arrays) of each frame; a torn last one is left out. Raises ValueError for anything else."""
+    """(kind, metadata, arrays) of each frame, except an incomplete last one. Raises ValueError for other contents."""
     while True:
         length = int.from_bytes(head := file.read(LENGTH_BYTES), "little")
         if len(head) < LENGTH_BYTES:
@@ -60,7 +60,7 @@ def frames(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any], list[np.ndarra
 
 
 def parse(body: bytes) -> tuple[str, dict[str, Any], list[np.ndarray]]:
-    """(kind, metadata, arrays) of a frame without its length. Raises ValueError for what is none."""
+    """(kind, metadata, arrays) of a frame, given without its length. Raises ValueError for other contents."""
     try:
         size = int.from_bytes(body[:8], "little")
         metadata = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["frame"])
@@ -70,7 +70,7 @@ def parse(body: bytes) -> tuple[str, dict[str, Any], list[np.ndarray]]:
             for i, (dtype, shape) in enumerate(metadata.pop("arrays"))
         ]
         return metadata.pop("kind"), metadata, arrays
-    except Exception as error:  # whatever safetensors, JSON or NumPy say of foreign bytes
+    except Exception as error:  # whatever safetensors, JSON or NumPy raise for foreign bytes
         raise ValueError(f"not a recording: {type(error).__name__}: {error}") from None
 
 
@@ -90,7 +90,7 @@ def read_calls(metadata: dict[str, Any], arrays: list[np.ndarray]) -> list[Call]
 
 
 def result_frame(launch: int, result: StepResult) -> bytes:
-    """A frame of what the step of a launch sampled."""
+    """A frame with the result of a launch."""
     return frame(RESULT, [getattr(result, name) for name in RESULT_ARRAYS], launch=launch)
 
 
@@ -101,7 +101,7 @@ def read_result(arrays: list[np.ndarray]) -> StepResult:
 
 
 class CallRecorder:
-    """Writes a recording to `file`, of at most `max_bytes`: what comes later is not recorded, and the log says so.
+    """Writes a recording to `file`, of at most `max_bytes`; later calls are not recorded, and the log says so.
 
     `close_file` is called once, when the recorder is closed or full.
     """
@@ -125,11 +125,11 @@ class CallRecorder:
         self._write(calls_frame(calls))
 
     def result(self, launch: int, result: StepResult) -> None:
-        """What the step of a launch sampled, by the launch's number."""
+        """The result of the launch with that number."""
         self._write(result_frame(launch, result))
 
     def weights_changed(self) -> None:
-        """Somebody replaced parameters: what follows cannot be repeated with those of the checkpoint."""
+        """Parameters were replaced: later calls cannot be replayed with those of the checkpoint."""
         self._write(frame(WEIGHTS_CHANGED, []))
 
     def close(self) -> None:
@@ -151,9 +151,9 @@ class CallRecorder:
 
 
 def record_to(path: str | os.PathLike[str], header: dict[str, Any]) -> CallRecorder:
-    """A recorder whose file appears as `path` when it is closed or full; until then it is `path`.partial.
+    """A recorder that writes to `path`.partial, and renames it to `path` when it is closed or full.
 
-    Raises OSError if the file cannot be made.
+    Raises OSError if the file cannot be created.
     """
     whole = Path(path)
     partial = whole.with_name(whole.name + ".partial")

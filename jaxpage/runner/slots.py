@@ -1,7 +1,7 @@
-"""What the device keeps of each running sequence: the request state, one array for each slot field.
+"""The request state, which the device keeps for each running sequence: one array for each slot field.
 
-A slot is filled once, when its sequence is admitted; steps append the tokens they sample. So a step's upload is a few
-integers a row, and step n+1 can be launched before the tokens of step n were read.
+A slot is filled once, when its sequence is admitted; steps append the tokens they sample. So a step uploads only a few
+integers per row, and step n+1 can be launched before the tokens of step n have been read.
 
 Letters: Q request slots (slot 0 is the null slot of padding rows), C tokens of the longest sequence, G KV-cache
 groups, M blocks per sequence, E model dim, V vocabulary.
@@ -25,17 +25,17 @@ from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
 
 POSITION_OFFSET = "position_offset"
-EXPERT_LOAD = "expert_load"  # see `StepSpec`; of the launch under way
-ADAPTER = "adapter"  # the field that says which adapter slot a sequence has; 0: none
+EXPERT_LOAD = "expert_load"  # see `StepSpec`; counts of the current launch
+ADAPTER = "adapter"  # name of the field with a sequence's adapter slot; 0: none
 
 
 def has_positions(spec: StepSpec) -> bool:
-    """Whether tokens have rotary positions that are not their index."""
+    """Whether rotary positions can differ from token indices."""
     return spec.pictures is not None and spec.pictures.has_positions
 
 
 def admission_layout(spec: StepSpec) -> Layout:
-    """What goes up once when a sequence takes a request slot: its number, and every field that the host sets."""
+    """The upload when a sequence is admitted to a request slot: its number, and every field that the host sets."""
     num_groups = len(spec.groups.windows)
     return Layout(
         (
@@ -53,14 +53,14 @@ def admission_layout(spec: StepSpec) -> Layout:
                 for f in fields_of(spec.processors)
             ),
             *(Field(*each) for each in intervention_fields(spec.research)),
-            # rotary position of a token behind the prompt's pictures, less its index
+            # rotary position minus index, for tokens after the prompt's pictures
             *([Field(POSITION_OFFSET)] if has_positions(spec) else []),
         )
     )
 
 
 def pack_admission(admission: Admission, layout: Layout) -> np.ndarray:
-    """int32[layout.size]: the fields of an admitted sequence, with fill values for those it does not set."""
+    """int32[layout.size]: the fields of an admitted sequence, with fill values for those that are not set."""
     buffer = layout.new_buffer()
     views = layout.views(buffer)
     views["slot"][()] = admission.slot
@@ -78,13 +78,13 @@ def pack_admission(admission: Admission, layout: Layout) -> np.ndarray:
 
 
 def allocate_request_state(spec: StepSpec) -> RequestState:
-    """Fields of all slots. The null slot counts as finished, so padding rows write nothing and keep no loop alive."""
+    """Fields of all slots. The null slot counts as finished, so padding rows write nothing and do not prolong loops."""
     slot, *fields = admission_layout(spec).fields
     state = {
         field.name: jnp.full((spec.num_slots, *field.shape), field.fill, field.dtype)
         for field in fields
     }
-    # bool[Q] a stop id was sampled or max_len reached: later steps of the row do nothing
+    # bool[Q] a stop id was sampled or max_len reached, so later steps of the row do nothing
     state["finished"] = jnp.zeros(spec.num_slots, jnp.bool_).at[NULL_SLOT].set(True)
     # the last hidden state of the slot's sequence that `forward` computed, for `sample`
     state["hidden"] = jnp.zeros((spec.num_slots, spec.hidden_size), words_of(spec.dtype))
@@ -97,12 +97,12 @@ def allocate_request_state(spec: StepSpec) -> RequestState:
 
 
 def abstract_request_state(spec: StepSpec) -> RequestState:
-    """The same with `jax.ShapeDtypeStruct`s for arrays."""
+    """The same with `jax.ShapeDtypeStruct`s instead of arrays."""
     return jax.eval_shape(lambda: allocate_request_state(spec))
 
 
 def update_tables(state: RequestState, rows: dict[str, jax.Array]) -> RequestState:
-    """The state with the blocks that rows gained."""
+    """The state with the blocks that rows gained in their block tables."""
     where = (rows["update_slots"], rows["update_groups"], rows["update_indices"])
     tables = state["block_tables"].at[where].set(rows["update_blocks"])
     return state | {"block_tables": tables}
@@ -125,7 +125,7 @@ def make_admit(layout: Layout) -> Callable[[RequestState, jax.Array], RequestSta
 
 
 def make_set_masks(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:
-    """`set_masks(request_state, packed) -> request_state`: what the next token of some slots may be."""
+    """`set_masks(request_state, packed) -> request_state`: sets the tokens that some slots may sample next."""
 
     def set_masks(state: RequestState, packed: jax.Array) -> RequestState:
         rows = layout.unpack(packed)
@@ -135,7 +135,7 @@ def make_set_masks(layout: Layout) -> Callable[[RequestState, jax.Array], Reques
 
 
 def make_set_tokens(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:
-    """`set_tokens(request_state, packed) -> request_state`: tokens that the host appended to sequences that run."""
+    """`set_tokens(request_state, packed) -> request_state`: stores tokens that the host appended to sequences."""
 
     def set_tokens(state: RequestState, packed: jax.Array) -> RequestState:
         tokens = layout.unpack(packed)
@@ -146,6 +146,6 @@ def make_set_tokens(layout: Layout) -> Callable[[RequestState, jax.Array], Reque
 
 
 def words_of(dtype: DTypeLike) -> np.dtype:
-    """Unsigned integers as wide as a float: rows of these can be scattered on every platform without a detour
-    (XLA:CPU converts a whole array of 16-bit floats to scatter into it)."""
+    """The unsigned integer type as wide as a float. Rows of it can be scattered efficiently on every platform, while
+    XLA:CPU converts a whole array of 16-bit floats to scatter into it."""
     return np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")

@@ -1,4 +1,4 @@
-"""What all programs of an engine share."""
+"""Static parameters shared by all programs of an engine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxpage.sampling.fields import Processors
 
 @dataclass(frozen=True, kw_only=True)
 class PictureSpec:
-    """How pictures become embeddings on the device, and where these are kept: the picture cache."""
+    """How pictures are encoded on the device, and the size of the picture cache."""
 
     vision: VisionConfig
     sizes: tuple[int, ...]  # padded numbers of patches, ascending
-    num_rows: int  # of the cache, the null row included
-    has_positions: bool  # tokens have three rotary positions, which are not their index
+    num_rows: int  # of the cache, including the null row
+    has_positions: bool  # tokens have three rotary positions, which differ from their index
 
     def size_for(self, num_patches: int) -> int:
-        """The smallest size that holds so many patches. Raises ValueError if none does."""
+        """The smallest size that holds `num_patches`. Raises ValueError if none does."""
         size = next((size for size in self.sizes if size >= num_patches), None)
         if size is None:
             raise ValueError(
@@ -39,19 +39,19 @@ class StepSpec:
     max_model_len: int  # C
     num_blocks_per_row: int  # M
     groups: KVGroups  # G
-    num_slots: int  # Q, the null slot included
+    num_slots: int  # Q, including the null slot
     vocab_size: int  # V
     hidden_size: int  # E
     dtype: DTypeLike  # of hidden states
     decode_steps: int  # most decode steps in one launch
     num_top_logprobs: int  # W
     logprobs_mode: str
-    num_scored: int  # C, tokens of prompts that are scored at a time
-    prompt_embeds: bool = False  # `forward` takes embeddings in the place of tokens
-    processors: Processors = ()  # of logits, besides what every engine has
-    pictures: PictureSpec | None = None  # of models that take pictures
-    num_adapters: int = 0  # slots that the model has for adapters
-    # (layers with experts, experts of each) of models whose tokens are counted by expert
+    num_scored: int  # prompt tokens that are scored at a time
+    prompt_embeds: bool = False  # `forward` takes embeddings in place of tokens
+    processors: Processors = ()  # the user's logits processors
+    pictures: PictureSpec | None = None  # for models that take pictures
+    num_adapters: int = 0  # adapter slots of the model
+    # (layers with experts, experts per layer), if tokens are counted by expert
     expert_load: tuple[int, int] | None = None
-    research: ResearchSpec | None = None  # what requests may look at and change inside the model
-    strict: bool = False  # bits do not depend on the batch, see `runner.strict`
+    research: ResearchSpec | None = None  # what requests may capture and change inside the model
+    strict: bool = False  # results do not depend on the batch, bit for bit; see `runner.strict`

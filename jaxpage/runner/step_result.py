@@ -1,6 +1,6 @@
-"""What a step leaves, while it is still on the device: its results, and what `forward` hands on.
+"""The results of a step while they are still on the device, and the hidden states that `forward` passes on.
 
-What this file knows: the arrays of a result. What it must never learn: how they are computed.
+Knows the arrays of a result. Must not know how they are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxpage.sampling.sampler import Sampled
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DeviceResult:
-    """`plan.StepResult` still on the device and padded. P decode steps (1 in a mixed step), R rows, W top logprobs."""
+    """A padded `plan.StepResult` on the device. P decode steps (1 in a mixed step), R rows, W top logprobs."""
 
     sampled: Sampled  # every field with a leading axis P
     num_sampled: jax.Array  # int32[R]
@@ -32,9 +32,9 @@ class DeviceResult:
 
 
 class Computed(NamedTuple):
-    """What a step's tokens have left when they are through the layers."""
+    """The outcome of running a step's tokens through the layers."""
 
-    kv_pool: KVPool  # with their keys and values
+    kv_pool: KVPool  # with the tokens' keys and values
     state: RequestState
     batch: StepBatch
     hidden: jax.Array  # [T, E]
@@ -42,7 +42,7 @@ class Computed(NamedTuple):
 
 
 def to_pieces(values: jax.Array, size: int) -> list[jax.Array]:
-    """[size, ...] each, of [T, ...]; the last one is padded."""
+    """Split [T, ...] into pieces of [size, ...], the last one padded."""
     missing = -values.shape[0] % size
     padding = ((0, missing), *[(0, 0)] * (values.ndim - 1))
     return jnp.split(jnp.pad(values, padding), (values.shape[0] + missing) // size)
@@ -51,14 +51,14 @@ def to_pieces(values: jax.Array, size: int) -> list[jax.Array]:
 def split_pieces(
     pieces: list[jax.Array], spec: StepSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What `forward` returns: the hidden states, and what is captured, as many pieces if anything is."""
+    """Split what `forward` returns into hidden states and captured values, if any: as many pieces of each."""
     has_captures = spec.research is not None and bool(spec.research.captures)
     num_hidden = len(pieces) // 2 if has_captures else len(pieces)
     return pieces[:num_hidden], pieces[num_hidden:]
 
 
 def with_load(state: RequestState, result: DeviceResult) -> tuple[RequestState, DeviceResult]:
-    """At the end of a launch what it counted of experts goes from the state to the result."""
+    """Move the expert counts of a launch from the state to the result."""
     if EXPERT_LOAD not in state:
         return state, result
     load = state[EXPERT_LOAD]

@@ -1,10 +1,10 @@
-"""The steps of `numerics="strict"`: what a token gets is the same, bit for bit, in every batch, chunk and program.
+"""The steps of `numerics="strict"`: a token's results are the same, bit for bit, in every batch, chunk and program.
 
-All arithmetic of a layer is done a tile of tokens at a time (`runner.tiles`), and each token attends by itself, to
-tiles of keys in their order. What is left between the tiles moves data: keys and values into the pool.
+All arithmetic of a layer is done one tile of tokens at a time (`runner.tiles`), and each token attends separately, to
+tiles of keys in order. Between the tiles only data moves: keys and values into the pool.
 
 A layer is called twice for each tile: first for its queries, keys and values, then, when the keys of all tokens are in
-the pool, for what follows. XLA drops what a call does not use, so no layer has to be written in two halves.
+the pool, for the rest. XLA removes what a call does not use, so layers need not be written in two halves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROW_TILE = 8  # rows that are sampled together
 
 
 def check_strict(config: ResolvedConfig, model: ModelConfig, mesh: Mesh | None) -> None:
-    """Raises ValueError for what is not computed by tiles."""
+    """Raises ValueError for options and models that cannot be computed by tiles."""
     reasons = {
         "several devices": mesh is not None and mesh.size > 1,
         f"quantization={config.quantization!r}": config.quantization is not None,
@@ -105,7 +105,7 @@ def hidden_states(
 
 
 def _wide(tables: jax.Array, block_size: int) -> jax.Array:
-    """Block tables [R, M] that have at least the columns of a tile of keys, as these are as many in every program."""
+    """Block tables [R, M] with enough columns for a tile of keys, whose size is the same in every program."""
     missing = xla.TILE_KV_ONE // block_size - tables.shape[1]
     return jnp.pad(tables, ((0, 0), (0, max(0, missing))))
 
@@ -132,7 +132,7 @@ def _finish(
     tables: jax.Array,
     lens: jax.Array,
 ) -> jax.Array:
-    """What a layer makes of x [T, E] when the keys that its tokens see are in the pool."""
+    """The output of a layer for x [T, E], once the keys that its tokens see are in the pool."""
     weights, pool = constants
     starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
 
@@ -143,7 +143,7 @@ def _finish(
 
 
 def logits_of(model: CausalLM, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """float32[R, V] of hidden [R, E], of which the first `num_rows`, int32[], count."""
+    """float32[R, V]: logits of hidden [R, E], of which the first `num_rows`, int32[], are not padding."""
     graphdef, weights = nnx.split(model)
     return by_tiles(
         lambda constants, x: nnx.merge(graphdef, constants).logits(x), num_rows, weights, hidden
@@ -153,7 +153,7 @@ def logits_of(model: CausalLM, hidden: jax.Array, num_rows: jax.Array) -> jax.Ar
 def token_logprobs(
     logits: jax.Array, token_ids: jax.Array, temperature: jax.Array, num_rows: jax.Array
 ) -> jax.Array:
-    """float32[R]: of tokens int32[R] by logits [R, V] at temperatures float32[R] above 0."""
+    """float32[R]: log-probabilities of tokens int32[R] under logits [R, V] at temperatures float32[R] above 0."""
 
     def of_tile(_, logits, token_ids, temperature):
         logits = logits / temperature[:, None]
@@ -164,7 +164,7 @@ def token_logprobs(
 
 
 class StrictStep(Step):
-    """The same programs with everything computed by tiles. For one device, and models without experts or adapters."""
+    """The same programs, computed by tiles. For one device, and models without experts or adapters."""
 
     def _hidden(
         self,
@@ -206,7 +206,7 @@ class StrictStep(Step):
             if self.spec.logprobs_mode == "temperature":
                 own = state["temperature"][slots]
                 temperature = jnp.where(own > 0, own, 1.0)
-            # Not those of the sampler: a trainer's program has no sampler, and has the loop of these.
+            # Not the sampler's logprobs: a trainer's program has no sampler, but it has this loop.
             found = token_logprobs(logits, sampled.token_ids, temperature, num_rows)
             return replace(sampled, logprobs=found)
 
@@ -217,7 +217,7 @@ class StrictStep(Step):
     ) -> Scores:
         scored = layout.unpack(packed)
         token_ids = scored["token_ids"]
-        # All of them, which the compiler must not know.
+        # Always all of them, in a form that hides the constant from the compiler.
         num_tokens = jnp.where(token_ids[0] >= 0, token_ids.size, 0)
         logits = logits_of(self._model(leaves), hidden[scored["rows"]], num_tokens)
         raw_logits = self.spec.logprobs_mode.endswith("logits")
@@ -256,6 +256,6 @@ class StrictStep(Step):
 
 
 def _num_rows(slots: jax.Array) -> jax.Array:
-    """int32[]: up to the last row that is not padding."""
+    """int32[]: the number of rows up to the last one that is not padding."""
     number = jnp.arange(1, slots.size + 1, dtype=jnp.int32)
     return jnp.where(slots != NULL_SLOT, number, 0).max()

@@ -1,9 +1,9 @@
-"""A function of tokens, computed a tile at a time, so that the bits of a token do not depend on the company.
+"""Computes a function of tokens one tile at a time, so that a token's bits do not depend on the other tokens.
 
-XLA chooses kernels and fusions by shapes: a row of a product of 8 rows can differ from the same row of 128 in its last
-bits. Here the function is the body of a loop and sees TILE tokens at a time, however many there are. How often the loop
-turns is known only on the device, so XLA cannot merge the body with what is around it, and every program has the same
-one. Within a body a token's place and its neighbours change no bit, as each row is computed alike.
+XLA chooses kernels and fusions by shape: a row of a matmul with 8 rows can differ in its last bits from the same row in
+a matmul with 128. Here the function is the body of a loop and sees TILE tokens at a time, however many there are. The
+number of iterations is known only on the device, so XLA cannot fuse the body with the surrounding code, and the body is
+the same in every program. Within a body a token's position and neighbours do not matter: all rows are computed alike.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def by_tiles(
     *tokens: jax.Array,
     tile: int = TILE,
 ) -> T:
-    """`function(constants, *tokens)` of the first `num_tokens`, int32[], of all arrays [T, ...]; zeros for the others.
+    """`function(constants, *tokens)` of the first `num_tokens`, int32[], of arrays [T, ...]; zeros for the others.
 
-    It gets and returns arrays [tile, ...]. `constants`, a tree of arrays, are what it reads besides tokens.
+    The function gets and returns arrays [tile, ...]. `constants` is a tree of the other arrays that it reads.
     """
     total = tokens[0].shape[0]
     padded = [jnp.pad(x, ((0, -total % tile), *[(0, 0)] * (x.ndim - 1))) for x in tokens]
@@ -40,7 +40,7 @@ def by_tiles(
     )
 
     def one_tile(index: jax.Array, results: Any) -> Any:
-        # Tied to the index, constants are no loop invariants: XLA would keep float32 copies of bf16 weights.
+        # Tying constants to the index keeps XLA from hoisting float32 copies of bf16 weights out of the loop.
         tied, index = lax.optimization_barrier((constants, index))
         own = [lax.dynamic_slice_in_dim(x, index * tile, tile) for x in padded]
         found = function(tied, *own)
@@ -58,7 +58,7 @@ def by_tiles(
 
 
 def _stored(dtype: Any) -> Any:
-    """2-byte floats as their bits: XLA:CPU updates a slice of those in place, and of bf16 by converting all of it."""
+    """uint16 for 2-byte floats: XLA:CPU updates a slice of it in place, but converts a whole bf16 array for that."""
     return jnp.uint16 if _is_short_float(dtype) else dtype
 
 

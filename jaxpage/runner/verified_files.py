@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and end with a checksum of their name and content."""
+"""Files that are written atomically, and end with a checksum of their name and content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHECKSUM_LEN = 32  # bytes
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file, and its folder if that is missing, for this user alone. Raises OSError."""
+    """Write a file, and its folder if that is missing, readable only by this user. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = None
     try:
@@ -31,8 +31,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 class VerifiedFiles:
     """Reads and writes files of one `format`, whose version is part of each checksum.
 
-    Neither raises: a file that cannot be read is treated as absent, one that cannot be written (disk full) is left
-    out. The first problem of each kind is logged.
+    Neither raises: a file that cannot be read is treated as absent, and one that cannot be written (disk full) is
+    skipped. The first problem of each kind is logged.
     """
 
     def __init__(self, format: bytes):
@@ -46,7 +46,7 @@ class VerifiedFiles:
             self.warn("write", f"{path} was not written: {error}")
 
     def read(self, path: Path) -> bytes | None:
-        """The payload; None if there is no file, or it is damaged. A damaged file is removed."""
+        """The payload; None if the file is absent or damaged. A damaged file is removed."""
         try:
             data = path.read_bytes()
         except OSError:
@@ -61,7 +61,7 @@ class VerifiedFiles:
         return self._payload(path, path.read_bytes()) is not None
 
     def warn(self, kind: str, message: str) -> None:
-        """Log the first message of a kind."""
+        """Log only the first message of each kind."""
         if kind not in self._reported:
             logger.warning("%s; further ones are not reported", message)
             self._reported.add(kind)

@@ -1,8 +1,8 @@
-"""How a sampling parameter reaches the device: declared once, beside the function that uses it.
+"""How a sampling parameter reaches the device: declared once, next to the function that uses it.
 
 A `SlotField` is a value that the device keeps for each request slot. A `SamplerFeature` is a part of the sampler with
-its fields; steps in which no row asks for it skip it. From these declarations follow the request state, what goes up
-when a sequence is admitted, and the feature bits (see `features`).
+its fields; steps in which no row asks for it skip it. The request state, the upload at admission and the feature bits
+(see `features`) are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import jax
 if TYPE_CHECKING:
     from jaxpage.request import Request
 
-# What the device keeps of each running sequence: by name of the field, arrays whose first axis is the request slot.
+# What the device keeps for each running sequence: arrays by name of the field, whose first axis is the request slot.
 RequestState = dict[str, jax.Array]
 
 
 def scalar(vocab_size: int) -> tuple[int, ...]:
-    """The shape of a field with one number for each slot."""
+    """The shape of a field with one number per slot."""
     return ()
 
 
 def token_bits(vocab_size: int) -> tuple[int, ...]:
-    """The shape of a field with a bit for each token: bit `v % 32` of word `v // 32`."""
+    """The shape of a field with one bit per token: bit `v % 32` of word `v // 32`."""
     return (-(-vocab_size // 32),)
 
 
@@ -37,7 +37,7 @@ class SlotField:
     name: str
     dtype: str = "int32"
     shape: Callable[[int], tuple[int, ...]] = scalar
-    fill: int | float = 0  # stands in the slot unless `value` says otherwise
+    fill: int | float = 0  # the default, where `value` returns None
     # (request, vocab_size) -> a number or an array of the field's shape; None: `fill`
     value: Callable[[Request, int], Any]
 
@@ -48,15 +48,14 @@ Apply = Callable[[jax.Array, RequestState, jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplerFeature:
-    """A part of the sampler: the fields it reads, who asks for it, and what it does to the logits of a step's rows."""
+    """A part of the sampler: the fields it reads, which requests need it, and how it changes the logits of rows."""
 
     name: str
     fields: tuple[SlotField, ...] = field(default=(), repr=False)
     asked: Callable[[Request], bool] = field(repr=False)
-    apply: Apply | None = field(
-        default=None, repr=False
-    )  # None: the sampler calls it in a way of its own
+    # None: the sampler implements the feature itself
+    apply: Apply | None = field(default=None, repr=False)
 
 
-# Parts of the sampler that only some engines have, such as those that an engine's user has written.
+# Parts of the sampler that only some engines have, such as those written by a user.
 Processors = tuple[SamplerFeature, ...]

@@ -1,9 +1,9 @@
-"""Counter-based randomness: what a sequence draws at a position depends on its key and the position alone.
+"""Counter-based randomness: the noise of a sequence at a position depends only on its key and the position.
 
-Knows threefry (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), of which JAX's default
-generator is made. Knows neither rows nor buckets nor batches, so these cannot change a token.
+It uses threefry (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), like JAX's default generator.
+Rows, buckets and batches are not known here, so they cannot change a token.
 
-The hash is written out here, and not taken from `jax.random`, for two reasons. The bits must not depend on
+The hash is implemented here rather than taken from `jax.random` for two reasons. The bits must not depend on
 `jax_threefry_partitionable`. And on a CPU JAX lowers its own hash to a loop over arrays: 68 ms for 32 rows of 150,000
 words, against 5 ms for this one, which fuses.
 """
@@ -28,9 +28,10 @@ def row_keys(seeds: jax.Array, indices: jax.Array) -> jax.Array:
 def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
     """float32[R, V] standard Gumbel noise for keys uint32[R, 2] and positions int32[R].
 
-    Word v of a row is word v of `jax.random.bits(fold_in(key, position), (V,))`. All 32 bits are used and the fine
-    end of the float grid is where the winners come from: noise ranges from -2.8 to 22.9. (`jax.random.gumbel`
-    uses 23 bits and ends at 15.9, which favours low ids among 150,000 about equally likely tokens.)
+    Word v of a row is word v of `jax.random.bits(fold_in(key, position), (V,))`. All 32 bits are used, and large noise,
+    which decides the winner, comes from the fine end of the float grid: it ranges from -2.8 to 22.9.
+    (`jax.random.gumbel` uses 23 bits and ends at 15.9, which favours low ids among 150,000 tokens of similar
+    probability.)
     """
     zero = jnp.zeros_like(keys[:, 0])
     folded = _threefry2x32(keys[:, 0], keys[:, 1], zero, positions.astype(jnp.uint32))
@@ -39,7 +40,7 @@ def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.
     counter = lax.broadcasted_iota(jnp.uint32, shape, 1)
     high, low = _threefry2x32(key0, key1, jnp.zeros_like(counter), counter)
     uniform = ((high ^ low).astype(jnp.float32) + 0.5) * 2.0**-32
-    # The largest words round to 1, whose noise would be -inf: a token that cannot win even alone.
+    # The largest words round to 1, whose noise would be -inf: such a token could not win even alone.
     uniform = jnp.minimum(uniform, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-uniform))
 

@@ -1,6 +1,6 @@
 """Log-probabilities of sampled tokens: log-softmax and rank, in float32.
 
-Knows a distribution given by its logits; which one that is, raw or processed, is the sampler's business.
+The caller decides which logits to pass, raw or processed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from jaxpage.sampling.truncation import find_best
 if TYPE_CHECKING:
     from jaxpage.request import Request
 
-# Of which logits log-probabilities are taken; those that end so are not normalised.
+# Which logits log-probabilities are computed from; modes that end in "logits" are not normalised.
 LOGPROBS_MODES = ("raw", "temperature", "processed", "raw_logits", "processed_logits")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How likely given tokens are. N tokens, W top logprobs."""
+    """Log-probabilities of given tokens. N tokens, W top logprobs."""
 
     logprobs: jax.Array  # float32[N]
     ranks: jax.Array  # int32[N], as `ranks`
     top_token_ids: jax.Array  # int32[N, W] best first, ties by id
     top_logprobs: jax.Array  # float32[N, W]
-    vocabulary: jax.Array  # float32[N, V]: all
+    vocabulary: jax.Array  # float32[N, V], of all tokens
 
 
 def score(logits: jax.Array, ids: jax.Array, *, num_top: int, logprobs_mode: str) -> Scores:
-    """How likely ids, int32[N], are by logits, float32[N, V], of which nothing but the mode's normaliser is taken."""
+    """Log-probabilities of ids, int32[N], from logits, float32[N, V], normalised as the mode says."""
     scored = logits - offset(logits, logprobs_mode)[:, None]
     top, top_ids = find_best(scored, num_top)
     return Scores(
@@ -47,20 +47,20 @@ def score(logits: jax.Array, ids: jax.Array, *, num_top: int, logprobs_mode: str
 
 
 def offset(logits: jax.Array, logprobs_mode: str) -> jax.Array:
-    """float32[R]: what a mode takes from the logits of each row."""
+    """float32[R]: what a mode subtracts from the logits of each row."""
     if logprobs_mode.endswith("logits"):
         return jnp.zeros(logits.shape[0], jnp.float32)
     return log_normaliser(logits)
 
 
 def log_normaliser(logits: jax.Array) -> jax.Array:
-    """float32[R]: logits minus this are log-probabilities. NaN where logits hold NaN or nothing but -inf."""
+    """float32[R]: logits minus this are log-probabilities. NaN if a row of logits has a NaN or is all -inf."""
     best = logits.max(-1)
     return best + jnp.log(jnp.exp(logits - best[:, None]).sum(-1))
 
 
 def ranks(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """int32[R]: how many tokens have a logit as large as that of ids[r] or larger; 1 = it is the only best."""
+    """int32[R]: how many tokens have a logit at least as large as that of ids[r]; 1 = it is the only best."""
     own = jnp.take_along_axis(logits, ids[:, None], axis=1)
     # A float sum is exact up to 2**24 and vectorises better on a CPU than an integer one.
     return jnp.where(logits >= own, 1.0, 0.0).sum(-1).astype(jnp.int32)

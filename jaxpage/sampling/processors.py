@@ -1,9 +1,9 @@
-"""Logits processors of an engine's user: further parts of the sampler, compiled into every step.
+"""Custom logits processors: user-defined parts of the sampler, compiled into every step.
 
     LLM(model, logits_processors=[SamplerFeature(name=..., fields=..., asked=..., apply=...)])
 
-`apply` is a pure function of the logits of a step's rows; `fields` are values of a request that it reads by slot, for
-example of `SamplingParams.extra_args`; `asked` says which requests want it. See `fields`.
+`apply` is a pure function of the logits of a step's rows. `fields` are values of a request that it reads by slot, for
+example from `SamplingParams.extra_args`. `asked` says which requests need it. See `fields`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-MOST = 16  # bits that are left in a step's features
+MOST = 16  # unused bits in a step's features
 
 
 def check_processors(processors: Any) -> tuple:
-    """The processors as a tuple. Raises ValueError for what is none, and for names that are taken."""
+    """The processors as a tuple. Raises ValueError for other objects, and for names that are taken."""
     is_list = isinstance(processors, Iterable) and not isinstance(processors, str | bytes)
     given: tuple[Any, ...] = tuple(processors) if is_list else (processors,)
     if not given:
@@ -45,7 +45,7 @@ def check_processors(processors: Any) -> tuple:
     return given
 
 
-# Fields of the request state that are no sampler's.
+# Fields of the request state that do not belong to the sampler.
 _RESERVED = {
     "slot", "token_ids", "block_tables", "prompt_len", "max_len", "sequence_index", "finished", "hidden",
 }  # fmt: skip
