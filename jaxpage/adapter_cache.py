@@ -1,6 +1,6 @@
-"""The adapters that requests may ask for, in host memory: read when first asked for, the least recently used forgotten.
+"""The cache of adapters in host memory: read at their first use, evicted when least recently used.
 
-Knows ids, names and folders. Must not know devices, nor how a folder is read.
+Knows ids, names and folders. Must not know devices, or how a folder is read.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ Read = Callable[[str], Sequence[np.ndarray]]
 
 
 class AdapterCache:
-    """Adapters by id. One thread at a time.
+    """Adapters by id. Not thread-safe.
 
-    A request holds its adapter, so whatever is removed or forgotten here, its tokens are those of the adapter that it
-    was made with.
+    A request holds its adapter, so it keeps the one it was created with, whatever is removed or evicted here.
     """
 
     def __init__(self, read: Read, max_adapters: int):
-        """`read`: a folder's weights, as a slot of the device has them; raises ValueError."""
+        """`read`: reads a folder's weights in the layout of an adapter slot; raises ValueError."""
         self._read = read
         self._max_adapters = max_adapters
         self._adapters: OrderedDict[int, Adapter] = OrderedDict()  # the least recently used first
 
     def get(self, request: LoRARequest) -> Adapter:
-        """The adapter that a request names, read if it is not there. Raises ValueError if it cannot be had."""
+        """The adapter that a request names, read if it is not cached. Raises ValueError if it cannot be loaded."""
         if not isinstance(request, LoRARequest):
             raise ValueError(f"lora_request must be a LoRARequest, got {request!r}")
         number = request.lora_int_id
@@ -53,18 +52,18 @@ class AdapterCache:
         return adapter
 
     def add(self, request: LoRARequest) -> bool:
-        """Have an adapter ready. False if it was there already. Raises what `get` raises."""
+        """Load an adapter. False if it was already loaded. Raises like `get`."""
         is_new = request.lora_int_id not in self._adapters or request.load_inplace
         self.get(request)
         return is_new
 
     def remove(self, number: int) -> bool:
-        """Forget an adapter; requests that have it end with it. False if it is not there."""
+        """Remove an adapter; requests that use it keep it until they end. False if it is not loaded."""
         return self._adapters.pop(number, None) is not None
 
     @property
     def ids(self) -> set[int]:
-        """Of the adapters that are there."""
+        """Ids of the loaded adapters."""
         return set(self._adapters)
 
 

@@ -1,8 +1,8 @@
 """How a beam search becomes requests, and what a user gets back: vLLM's `BeamSearchOutput`.
 
-Knows names, ranges, and how they become a request and are read off it. Knows neither the search (`engine.beams`) nor
-the engine. The search is transformers' `generate(num_beams=beam_width)`, where vLLM's differs: hypotheses are scored by
-the length of the answer, its EOS included, and `early_stopping` says when it is over.
+Knows names and ranges, how to make a request of them, and how to read its outcome. Must not know the search
+(`engine.beams`) or the engine. The search follows transformers' `generate(num_beams=beam_width)` where vLLM's differs:
+hypotheses are scored by the length of the answer including EOS, and `early_stopping` says when the search ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BeamSearchOutput:
 def request_params(
     params: BeamSearchParams, eos_token_ids: frozenset[int], limits: Limits, logprobs_mode: str
 ) -> SamplingParams:
-    """What each beam's rows ask of the engine. Raises ValueError for a search that it cannot serve."""
+    """The sampling params of each beam. Raises ValueError for a search that the engine does not support."""
     width = params.beam_width
     count = num_candidates(width, len(eos_token_ids))
     if count > limits.vocab_size:
@@ -72,7 +72,7 @@ def request_params(
 def make_beams(
     params: BeamSearchParams, eos_token_ids: frozenset[int], num_tokens_left: int
 ) -> Beams:
-    """The search for a prompt that has room for so many more tokens."""
+    """The search for a prompt with room for `room` more tokens."""
     return Beams(
         params.beam_width,
         min(params.max_tokens, num_tokens_left),

@@ -62,7 +62,7 @@ logger = logging.getLogger("jaxpage")
 
 Bind = Callable[[EngineSpec], EngineSpec] | None
 
-# Options that say nothing of what programs compute, or would touch other files.
+# Options that do not affect what programs compute, or that concern other files.
 _NOT_REPLAYED = (
     "record_calls",
     "kv_offload_dir",
@@ -79,19 +79,19 @@ _SIZES = ("num_gpu_blocks_override", "max_model_len", "max_num_batched_tokens", 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """An engine and what its users need to know of the model."""
+    """An engine, and what its users need to know about the model."""
 
     engine: Engine | Replicas
     config: ResolvedConfig
-    # live: a trainer may replace its parameters between steps; with `data_parallel_size` the first replica's, and the
-    # others have parameters of their own
+    # Live: a trainer may replace its parameters between steps. With `data_parallel_size` it is the first replica's
+    # model, and the others have their own parameters.
     model: CausalLM
     tokenizer: Any  # of transformers; None with `skip_tokenizer_init`
     vocab_size: int
-    eos_token_ids: tuple[int, ...]  # the first is EOS proper, the others are further stop ids
+    eos_token_ids: tuple[int, ...]  # first the tokenizer's EOS, then further stop ids
     default_sampling: dict[str, Any]
-    hosts: Hosts | None = None  # the other ones of this engine
-    picture_processor: PictureProcessor | None = None  # of models that take pictures
+    hosts: Hosts | None = None  # the other hosts of this engine
+    picture_processor: PictureProcessor | None = None  # for models that take pictures
     most_patches: int = 0  # of a picture
     adapters: AdapterCache | None = None  # with `enable_lora`
     research: ResearchSpec | None = None
@@ -99,13 +99,13 @@ class Built:
 
 
 def build(options: EngineConfig, *, use_tqdm: bool = True, bind: Bind = None) -> Built:
-    """Read the checkpoint, size the pool, compile every step. Raises ValueError for what cannot be served.
+    """Read the checkpoint, size the pool, compile the programs. Raises ValueError for what is not supported.
 
-    `bind`: no checkpoint is read. It returns the spec with an abstract model, and whoever gave it tells the runner what
-    parameters to read before the first step. For one engine in one process.
+    With `bind` no checkpoint is read: it returns the spec with an abstract model, and the caller must tell the runner
+    which parameters to read before the first step. This is for one engine in one process.
 
-    Order: everything that can be refused by reading small files comes before the weights, and what can be refused by
-    arithmetic before the compilation.
+    Order: everything that can be refused from small files comes before the weights, and everything that can be refused
+    by arithmetic before compilation.
     """
     print_unless_configured()
     if options.runner == "pooling":
@@ -186,7 +186,7 @@ def _make_adapters(config: ResolvedConfig, model: CausalLM) -> AdapterCache:
 
 
 def _follow(hosts: Hosts, options: EngineConfig) -> None:
-    """Do as the leader does until it ends."""
+    """Follow the leader until it ends."""
     with hosts.starting():
         options = options.with_local_files()
         spec = spec_of_this_machine(options)
@@ -215,8 +215,8 @@ def _build_one(
     is_first: bool,
     bind: Bind,
 ) -> tuple[EngineSpec, Engine]:
-    """The sized spec of an engine, and the engine, warm enough for a first prompt. Replicas are alike: the first one
-    tells in the log what they are.
+    """The sized spec of an engine, and the engine, warm enough for a first prompt. Replicas are alike, so only the
+    first one logs its properties.
     """
     level = INFO if is_first else DEBUG
     sized, runner = make_runner(spec, use_tqdm=use_tqdm, log_level=level, hosts=hosts, bind=bind)
@@ -234,7 +234,7 @@ def _build_one(
 
 
 def _common_config(configs: list[ResolvedConfig]) -> ResolvedConfig:
-    """That of the first engine, with the limit of the one that has the least room for a sequence."""
+    """The config of the first engine, with the smallest `max_model_len` of all."""
     return replace(configs[0], max_model_len=min(config.max_model_len for config in configs))
 
 
@@ -246,9 +246,9 @@ def make_runner(
     hosts: Hosts | None = None,
     bind: Bind = None,
 ) -> tuple[EngineSpec, Runner]:
-    """The spec with its weights loaded and its pool sized, and a runner of it, not warm yet. Raises ValueError.
+    """The spec with its weights loaded and its pool sized, and a runner for it, not warm yet. Raises ValueError.
 
-    With other `hosts` sizes are those of the smallest. `bind`: see `build`.
+    With several `hosts`, sizes are those of the smallest. `bind`: see `build`.
     """
     config, model = spec.config, spec.model
     use_persistent_cache(config.compilation_cache_dir)
@@ -274,7 +274,7 @@ def _save_prefix_cache(reference: weakref.ref[Engine | Replicas]) -> None:
 
 
 def _size_runner(spec: EngineSpec, hosts: Hosts | None) -> tuple[EngineSpec, Runner]:
-    """The spec with its pool sized, and a runner of it. The weights are in place: what they take is measured."""
+    """The spec with its pool sized, and a runner for it. The weights must be loaded: their memory is measured."""
     cache = executable_cache(spec, flags=compiler_flags(), devices=spec.devices)
 
     def available(temp_bytes: int) -> int:
@@ -321,7 +321,7 @@ def _check_room(spec: EngineSpec, num_blocks: int) -> None:
 
 
 def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
-    """Host blocks of `swap_space`, and the store on disk behind them."""
+    """The host blocks of `swap_space`, and the store on disk for the third tier."""
     config, pool = spec.config, spec.pool
     if config.swap_space == 0:
         return None
@@ -346,7 +346,7 @@ def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
 
 
 def _check_same_ropes(spec: EngineSpec) -> None:
-    """Some RoPE types depend on max_model_len, which may have been fitted after the model was made."""
+    """Some RoPE types depend on max_model_len, which may have been reduced after the model was created."""
     config = spec.config
     length = config.max_model_len
     fitted = registry.build(spec.hf_config, dtype=config.dtype, max_model_len=length)
@@ -358,7 +358,7 @@ def _check_same_ropes(spec: EngineSpec) -> None:
 
 
 def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[str, Any]:
-    """What a recording says of its engine: its options and the sizes that followed. Raises ValueError."""
+    """The engine's options and sizes, for the header of a recording. Raises ValueError."""
     if callable(options.hf_overrides):
         raise ValueError("record_calls cannot write down a function; give hf_overrides as a dict")
     fields = dataclasses.fields(EngineConfig)

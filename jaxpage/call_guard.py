@@ -1,4 +1,4 @@
-"""Who may be inside an engine, and when Ctrl-C takes effect there."""
+"""Lets one caller at a time into an engine, and defers Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class OneCaller:
-    """A context that lets one thread of one process in at a time, as often as it likes.
+    """A re-entrant context that only one thread at a time may enter, in the process that created it.
 
-    Two threads would launch on the same donated buffers, and a forked child has none of the threads
-    that run the device: both would fail far from their cause, or hang.
+    Two threads would launch with the same donated buffers, and a forked child lacks the threads that run the device:
+    both would fail far from their cause, or hang.
     """
 
     def __init__(self):
@@ -45,7 +45,7 @@ class OneCaller:
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, so that it cannot tear a step in two."""
+    """Defer Ctrl-C until the end of the block, so that it cannot interrupt a step."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # signals arrive in the main thread only

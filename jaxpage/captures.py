@@ -1,4 +1,4 @@
-"""What a request wants to know of the inside of the model: values at named points, at some positions of its sequence.
+"""Values inside the model that a request returns: at named points, at some positions of its sequence.
 
 Knows names, positions and values. Must not know models, devices or the engine.
 """
@@ -25,10 +25,10 @@ class Capture:
 
 
 def capture(name: str, positions: Positions | slice = slice(None)) -> Capture:
-    """The values at a point, or at those that match a pattern, of some positions; see `CompletionOutput.captures`.
+    """Capture the values at a point, or at all points that match a pattern; see `CompletionOutput.captures`.
 
-    Those of an answer are of its tokens as inputs, so its last token has none. Values that an intervention has changed
-    are those from after it. Raises ValueError.
+    Tokens of an answer have values as inputs, so its last token has none. Captured values include interventions at the
+    same point. Raises ValueError.
     """
     if not isinstance(name, str):
         raise ValueError(f"what is captured is the name of a point, or a pattern, got {name!r}")
@@ -36,7 +36,7 @@ def capture(name: str, positions: Positions | slice = slice(None)) -> Capture:
 
 
 def to_captures(name: str, value: Any) -> tuple[Capture, ...]:
-    """One or several, or names of points whose every position is wanted; raises ValueError for what is none."""
+    """One or several captures, or names of points for all positions. Raises ValueError for other values."""
     given = (value,) if isinstance(value, Capture | str) else value
     if not isinstance(given, list | tuple) or not all(isinstance(x, Capture | str) for x in given):
         raise ValueError(
@@ -54,24 +54,24 @@ class Captured(NamedTuple):
 
 @dataclass(frozen=True)
 class WantedCaptures:
-    """What a request wants: (number of the point among those that the engine captures, positions), sorted by points."""
+    """The captures of a request: (index of the point among those of the engine, positions), sorted by point."""
 
     points: tuple[str, ...]  # all that the engine captures
     wanted: tuple[tuple[int, Where], ...]
 
     def within(self, start: int, end: int) -> list[int]:
-        """The positions of `start .. end` at which some point is wanted, ascending."""
+        """The positions in `start .. end` at which any point is captured, ascending."""
         found: set[int] = set()
         for where in {where for _, where in self.wanted}:
             found.update(within(where, start, end))
         return sorted(found)
 
     def wants_from(self, start: int) -> bool:
-        """Whether anything is wanted of the position `start`, or of a later one."""
+        """Whether anything is captured at position `start` or later."""
         return any(within(where, start, OPEN_END) for _, where in self.wanted)
 
     def by_point(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Mapping[str, Captured]:
-        """What was captured: (positions int32[n], values float32[n, P, E]) of each part, in the order of positions."""
+        """Captured values by point. `parts`: (positions int32[n], values float32[n, P, E]), in order of positions."""
         if not parts:
             return {}
         positions = np.concatenate([positions for positions, _ in parts])
@@ -89,9 +89,9 @@ class WantedCaptures:
 def wanted_captures(
     asked: Any, prompt_len: int, spec: ResearchSpec | None
 ) -> WantedCaptures | None:
-    """None if a request asks for nothing. `asked`: `SamplingParams.capture`.
+    """The captures of a request, from `SamplingParams.capture`; None if there are none.
 
-    Raises ValueError for what the engine does not capture.
+    Raises ValueError for points that the engine does not capture.
     """
     if not asked:
         return None

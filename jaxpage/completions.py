@@ -1,4 +1,4 @@
-"""One continuation of a prompt as it grows: its tokens, text and logprobs, and the `CompletionOutput`s made of them."""
+"""A growing continuation of a prompt: its tokens, text and logprobs, and the `CompletionOutput`s made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxpage.tokenizer import Detokenizer
 
 
 class GrowingCompletion:
-    """The output so far of one sequence, and how much of it went out."""
+    """The output of one sequence so far, and how much of it has been returned."""
 
     __slots__ = (
         "index", "token_ids", "detokenizer", "logprobs", "min_tokens", "finish_reason", "stop_reason",
@@ -45,9 +45,9 @@ class GrowingCompletion:
         self.last: CompletionOutput | None = None  # once it has ended
 
     def append(self, token_ids: list[int], end: SequenceEnd | None) -> int:
-        """Take new tokens, the last of which may end the sequence; returns how many come before its text ends.
+        """Append new tokens, the last of which may end the sequence. Returns how many come before the end of its text.
 
-        A stop string wins over every other reason to end, as in vLLM, which looks for it last.
+        A stop string takes precedence over every other reason to end, as in vLLM, which checks it last.
         """
         if end is not None:
             self.finish_reason, self.stop_reason = str(end.finish_reason), end.stop_reason
@@ -67,14 +67,14 @@ class GrowingCompletion:
 
     @property
     def has_news(self) -> bool:
-        """Whether it is time for an output: of the first token, of `interval` more, or of the end."""
+        """Whether an output is due: for the first token, after `interval` more, or at the end."""
         if self.finish_reason is not None:
             return not self.end_is_out
         num_new = len(self.token_ids) - self.num_tokens_reported
         return num_new >= (self.interval if self.num_tokens_reported else 1)
 
     def delta(self) -> CompletionOutput:
-        """What came since the last one."""
+        """The output since the last one."""
         text, logprobs = self._text(), self._named_logprobs()
         start, end = self.num_tokens_out, len(self.token_ids)
         completion = CompletionOutput(
@@ -92,7 +92,7 @@ class GrowingCompletion:
         return completion
 
     def completion(self) -> CompletionOutput:
-        """All of it so far. The one of a sequence that has ended is made once."""
+        """The whole output so far. That of a finished sequence is created once."""
         if self.finish_reason is None:
             self.num_tokens_reported = len(self.token_ids)
             return _PartialCompletion(self, self._text(), self._named_logprobs())
@@ -113,7 +113,7 @@ class GrowingCompletion:
 
 
 class _PartialCompletion(CompletionOutput):
-    """Of a sequence that goes on. Its lists are copied when they are first looked at: what they copy only grows."""
+    """The output of an unfinished sequence. Its lists are copied when first read, since their originals only grow."""
 
     __slots__ = ("_num_tokens", "_all_token_ids", "_all_logprobs")
 
@@ -128,7 +128,7 @@ class _PartialCompletion(CompletionOutput):
         self._all_logprobs = logprobs
 
     def __getattr__(self, name: str) -> Any:
-        """Called for a field that was not set yet."""
+        """Called for a field that is not set yet."""
         if name == "token_ids":
             self.token_ids = self._all_token_ids[: self._num_tokens]
             return self.token_ids
@@ -141,7 +141,7 @@ class _PartialCompletion(CompletionOutput):
         raise AttributeError(name)
 
     def __reduce__(self) -> Any:
-        """Copied and pickled as what it is for its users."""
+        """Copied and pickled as a plain `CompletionOutput`."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(CompletionOutput)}
         return functools.partial(CompletionOutput, **fields), ()
 
@@ -149,7 +149,7 @@ class _PartialCompletion(CompletionOutput):
 def weight_spans(
     starts: list[tuple[int, int]], num_tokens: int
 ) -> list[tuple[int, int, int]] | None:
-    """`CompletionOutput.weight_versions` of the first `num_tokens` tokens, by `Sequence.weight_starts`."""
+    """`CompletionOutput.weight_versions` of the first `num_tokens` tokens, from `Sequence.weight_starts`."""
     if starts == [(0, 0)]:
         return None
     ends = [start for _, start in starts[1:]] + [num_tokens]

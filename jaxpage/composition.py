@@ -4,8 +4,8 @@
 2. `size`: how many KV blocks, and how many tokens a step and a sequence may have.
 3. `ExecutableCache.store`, `EngineSpec.lowerings`: programs, and where their executables are kept.
 
-A device of this machine or a compile-only topology, weights or shapes, kept on disk or not: those are arguments. Must
-not know where weights come from, nor how memory is measured or estimated.
+Whether for local devices or a compile-only topology, with weights or only shapes, cached on disk or not: all of that is
+given by arguments. Must not know where weights come from, or how memory is measured or estimated.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _MOST_WEIGHTS = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutableCache:
-    """The folder of cached executables, and the part of their key that is the machine's."""
+    """The folder of cached executables, and the part of their key that describes the machine."""
 
     root: Path | None  # None: nothing is kept
     machine: dict[str, str]
     devices: tuple[jax.Device, ...]  # that load executables; (): they are written only
 
     def sizes(self, spec: EngineSpec) -> MeasuredSizes:
-        """Numbers that earlier sizings of `spec` measured."""
+        """The cached measurements for `spec`."""
         return MeasuredSizes(self.root, self.machine | spec.fingerprint())
 
     def store(self, sized: EngineSpec) -> ProgramStore | None:
-        """The executables of an engine that was sized."""
+        """The cached executables of a sized engine."""
         if self.root is None:
             return None
         return ProgramStore(self.root, self.machine | sized.fingerprint(), self.devices)
@@ -71,10 +71,10 @@ def specs_of_this_machine(options: EngineConfig) -> list[EngineSpec]:
 
 
 def spec_of_this_machine(options: EngineConfig) -> EngineSpec:
-    """The shapes of an engine on devices of this process. Raises ValueError for what cannot be served.
+    """The shapes of an engine on devices of this process. Raises ValueError for what is not supported.
 
-    The devices of `options.mesh`; or the first `options.tensor_parallel_size`; or the first, or all of them if the
-    weights are too many for one. With several hosts: as many of each, `options.tensor_parallel_size` together, or all.
+    It uses the devices of `options.mesh`, the first `options.tensor_parallel_size`, or else one, or all if the weights
+    do not fit on one. With several hosts: as many on each, in all `options.tensor_parallel_size`, or all devices.
     """
     mesh, wanted = options.mesh, options.tensor_parallel_size
     if mesh is not None:
@@ -114,7 +114,7 @@ def _spec_on(options: EngineConfig, mesh: Mesh | None) -> EngineSpec:
 
 
 def _holds_weights(spec: EngineSpec) -> bool:
-    """Whether the device has room for the weights, as far as it says how much it has."""
+    """Whether the weights fit on the device; True if it does not report its memory."""
     memory = spec.hardware.memory_bytes
     if memory is None:
         return True
@@ -125,7 +125,7 @@ def _holds_weights(spec: EngineSpec) -> bool:
 def executable_cache(
     spec: EngineSpec, *, flags: str, devices: Sequence[jax.Device] = ()
 ) -> ExecutableCache:
-    """Where `spec.config` says that executables are kept. `flags`: those of the compiler."""
+    """The cache that `spec.config` asks for. `flags`: those of the compiler."""
     return ExecutableCache(
         root=_executables_folder(spec.config),
         machine=machine_fingerprint(spec.device, flags),
@@ -206,10 +206,10 @@ def with_sizes(
 def size_from_cache(
     spec: EngineSpec, cache: ExecutableCache, available: Callable[[int], int]
 ) -> EngineSpec:
-    """`size` with measurements that are kept: an equal start later compiles nothing to be sized.
+    """`size` with cached measurements, so that a later, equal start compiles nothing for sizing.
 
-    Executables are for a number of blocks, so that of the last time is taken again if it fits and is not much smaller
-    than what would.
+    Executables are for a fixed number of blocks, so the last run's number is used again if it fits and is not much
+    smaller than necessary.
     """
     sizes = cache.sizes(spec)
 

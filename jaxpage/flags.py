@@ -32,13 +32,13 @@ class EngineFlags(EngineConfig):
     """The same as the options of `LLM`."""
 
     model: tyro.conf.Suppress[str] = ""  # a flag of the command itself
-    hf_token: str | None = None  # for models that need one
+    hf_token: str | None = None  # for gated models
     hf_overrides: JsonDict = None  # merged into config.json
     override_generation_config: JsonDict = None  # merged into generation_config.json
-    # what begins and ends reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    # markers of reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     reasoning_config: JsonDict = None
     structured_outputs_config: JsonDict = None
-    limit_mm_per_prompt: JsonDict = None  # pictures in a prompt: {"image": 4, "video": 1}
+    limit_mm_per_prompt: JsonDict = None  # most pictures in a prompt: {"image": 4, "video": 1}
     mm_processor_kwargs: JsonDict = None  # how pictures are prepared: {"max_pixels": 1003520}
     pooler_config: JsonDict = None  # how texts are pooled, if not as the checkpoint says
     logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
@@ -47,13 +47,13 @@ class EngineFlags(EngineConfig):
     mesh: tyro.conf.Suppress[Any] = None  # a Python object
     # devices that share weights and KV heads; none: one, or all local ones if the weights do not fit on one
     tensor_parallel_size: Annotated[int | None, tyro.conf.arg(aliases=("-tp", "--tp"))] = None
-    # engines side by side, each on as many devices of its own; a request is answered by one of them
+    # replicas of the engine, each on as many devices of its own; one of them answers a request
     data_parallel_size: Annotated[int, tyro.conf.arg(aliases=("-dp", "--dp"))] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatEngineFlags(EngineFlags):
-    """The same as the options of `LLM`; the defaults suit one answer at a time."""
+    """The options of `LLM`, with defaults for one answer at a time."""
 
     max_num_seqs: int | None = 1
     max_num_batched_tokens: int | None = 512
@@ -62,7 +62,7 @@ class ChatEngineFlags(EngineFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """The same as those of `SamplingParams`; what is not given comes from the model's generation config."""
+    """The fields of `SamplingParams`; defaults come from the model's generation config."""
 
     max_tokens: int | None = None
     temperature: float | None = None  # 0: greedy
@@ -78,7 +78,7 @@ class SamplingFlags:
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     thinking_token_budget: int | None = None  # needs --reasoning-config
-    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled
+    allowed_token_ids: tuple[int, ...] = ()  # only these are sampled
     # what the output must match: {"json": {...}}, {"regex": "..."}, {"choice": [...]}, {"grammar": "..."}
     structured_outputs: JsonDict = None
     logit_bias: JsonDict = None  # id to number, as {"42": -1.5}; -Infinity bans an id

@@ -8,10 +8,10 @@ import numpy as np
 
 
 class MultiModalData(TypedDict, total=False):
-    """Pictures of a prompt, which has a placeholder for each: images of PIL, or arrays uint8 [height, width, 3].
+    """Pictures of a prompt, which has a placeholder for each: PIL images, or uint8 arrays [height, width, 3].
 
-    A video is an array [frames, height, width, 3] or a list of frames; or a tuple of that and {"fps": how many of them
-    were taken of a second}, 2 unless it says so.
+    A video is an array [frames, height, width, 3] or a list of frames; or a tuple of that and {"fps": frames per
+    second}, which is 2 by default.
     """
 
     image: Any  # one, or a list of them
@@ -19,15 +19,15 @@ class MultiModalData(TypedDict, total=False):
 
 
 class TextPrompt(TypedDict):
-    """A text, which the tokenizer makes ids of."""
+    """A text, which is tokenised."""
 
     prompt: str
     multi_modal_data: NotRequired[MultiModalData]
-    cache_salt: NotRequired[str]  # prompts of different salts share no cached KV
+    cache_salt: NotRequired[str]  # prompts with different salts share no cached KV
 
 
 class TokensPrompt(TypedDict):
-    """Token ids; `prompt` is the text that they stand for, if that is known."""
+    """Token ids; `prompt` is their text, if known."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -36,7 +36,7 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """Embeddings in the place of tokens; needs `enable_prompt_embeds=True`."""
+    """Embeddings instead of tokens; needs `enable_prompt_embeds=True`."""
 
     prompt_embeds: np.ndarray  # [T, E]
     cache_salt: NotRequired[str]

@@ -1,7 +1,7 @@
 """What a request changes inside the model: values at named points, at some positions of its sequence.
 
-Every intervention is affine, so one form serves all on the device: value -> factor * value + vector. Knows names,
-shapes and positions. Must not know models, devices or the engine.
+Every intervention is affine, so the device needs only one form: value -> factor * value + vector. Knows names, shapes
+and positions. Must not know models, devices or the engine.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class Intervention:
 
 
 def add(point: str, vector: Any, positions: Positions | slice) -> Intervention:
-    """value + vector [E] at the positions. Raises ValueError for other shapes, and for what is not finite."""
+    """value + vector [E] at the positions. Raises ValueError for other shapes, and for values that are not finite."""
     return Intervention(
         point=point, factor=1.0, vector=_vector(vector), positions=to_positions(positions)
     )
 
 
 def replace(point: str, vector: Any, positions: Positions | slice) -> Intervention:
-    """vector [E] in the place of the value. Raises ValueError as `add`."""
+    """Replace the value by vector [E] at the positions. Raises ValueError like `add`."""
     return Intervention(
         point=point, factor=0.0, vector=_vector(vector), positions=to_positions(positions)
     )
 
 
 def scale(point: str, factor: float, positions: Positions | slice) -> Intervention:
-    """factor * value. Raises ValueError for what is no finite number."""
+    """factor * value at the positions. Raises ValueError unless the factor is a finite number."""
     if isinstance(factor, bool) or not isinstance(factor, numbers.Real) or not _is_finite(factor):
         raise ValueError(f"factor must be a finite float32, got {factor!r}")
     return Intervention(
@@ -65,7 +65,7 @@ def scale(point: str, factor: float, positions: Positions | slice) -> Interventi
 
 
 def to_interventions(name: str, value: Any) -> tuple[Intervention, ...]:
-    """One or several; raises ValueError for what is none."""
+    """One or several interventions as a tuple. Raises ValueError for other values."""
     given = (value,) if isinstance(value, Intervention) else value
     if not isinstance(given, list | tuple) or not all(isinstance(x, Intervention) for x in given):
         raise ValueError(
@@ -75,7 +75,7 @@ def to_interventions(name: str, value: Any) -> tuple[Intervention, ...]:
 
 
 def slot_fields(spec: ResearchSpec | None) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """(name, shape, dtype, fill) of each slot field; none if nobody may intervene."""
+    """(name, shape, dtype, fill) of each slot field; none if the engine allows no interventions."""
     if spec is None or not spec.points:
         return
     size = (spec.max_interventions,)
@@ -90,7 +90,7 @@ def slot_fields(spec: ResearchSpec | None) -> Iterator[tuple[str, tuple[int, ...
 def slot_values(
     asked: Sequence[Intervention] | None, prompt_len: int, spec: ResearchSpec | None
 ) -> Mapping[str, np.ndarray]:
-    """The slot fields of a request, {} if it asks for nothing. Raises ValueError for what the engine cannot do."""
+    """The slot fields of a request; {} without interventions. Raises ValueError for those the engine does not allow."""
     if not asked:
         return {}
     if spec is None or not spec.points:
@@ -119,7 +119,7 @@ def slot_values(
 
 
 def block_keys(asked: Sequence[Intervention], prompt_len: int, start: int, end: int) -> list[str]:
-    """What is changed at the tokens `start .. end` of a sequence, for the hash of their block."""
+    """The interventions at tokens `start .. end` of a sequence, as keys for the hash of their block."""
     keys = []
     for each in asked:
         where = each.positions.resolve(prompt_len)

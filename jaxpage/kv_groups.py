@@ -1,11 +1,11 @@
-"""KV-cache groups: layers that see equally far back share a block table.
+"""KV-cache groups: layers with the same attention window share a block table.
 
-A layer with a sliding window never reads what lies behind it, so it needs no blocks for that; a layer without one needs
-the blocks of all tokens. Layers of one kind form groups of equal size. The i-th layers of all groups keep their keys
-and values in the i-th array of the pool, so a block of any group has equally many bytes, and all groups take their
-blocks from one pool. A model whose layers all see equally far is one group.
+A layer with a sliding window needs no blocks behind the window; a layer without one needs the blocks of all tokens.
+Layers with the same window form groups of equal size. The i-th layers of all groups store their keys and values in the
+i-th array of the pool, so blocks of all groups have the same number of bytes, and all groups allocate from one pool. A
+model whose layers all have the same window is one group.
 
-What this file knows: windows and layers as numbers. What it must never learn: sequences, devices.
+Knows windows and layers as numbers. Must not know sequences or devices.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-Windows = tuple[int | None, ...]  # of each group; None: it sees everything
+Windows = tuple[int | None, ...]  # of each group; None: no window
 
 
 @dataclass(frozen=True)
 class KVGroups:
-    """G groups. Those with a window come first: their block tables are the first to need a block."""
+    """G groups. Groups with a window come first: their block tables are the first to need another block."""
 
     windows: Windows  # G of them, in tokens: a token sees itself and `window - 1` before it
     layer_locations: tuple[tuple[int, int], ...]  # of each layer: (group, array of the pool)
 
     @property
     def num_arrays(self) -> int:
-        """Of the pool: the layers of one group."""
+        """Number of arrays in the pool: as many as a group has layers."""
         return 1 + max(array for _, array in self.layer_locations)
 
 
 def group_layers(windows: Windows, max_model_len: int) -> KVGroups:
-    """The groups of layers with these windows (one entry a layer).
+    """The groups of layers with these windows (one entry per layer).
 
-    A window that no sequence outgrows is none. Groups have as many layers as the rarest kind, or as the most frequent
-    one if that has less than a quarter more (as vLLM); the last group of a kind may have fewer, and leaves the rest of
-    its blocks unused.
+    A window of at least `max_model_len` counts as none. Groups have as many layers as the rarest window, or as the most
+    frequent one if that has less than a quarter more layers (as in vLLM). The last group with a window may have fewer,
+    and leaves the rest of its blocks unused.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -53,12 +53,12 @@ def group_layers(windows: Windows, max_model_len: int) -> KVGroups:
 
 
 def first_seen_block(window: int | None, start: int, block_size: int) -> int:
-    """Index of the first block that tokens from `start` on can see. Those before it are not needed any more."""
+    """Index of the first block that tokens from `start` on can see. Earlier blocks are no longer needed."""
     return 0 if window is None else max(start - window + 1, 0) // block_size
 
 
 def most_blocks(windows: Windows, num_tokens: int, block_size: int, max_query_len: int) -> int:
-    """Blocks that one sequence holds at most until `num_tokens` of its tokens have KV.
+    """The most blocks that a sequence holds at any time until `num_tokens` of its tokens have KV.
 
     `max_query_len`: the most tokens of it that are computed in one step.
     """
@@ -70,7 +70,7 @@ def most_blocks(windows: Windows, num_tokens: int, block_size: int, max_query_le
 def longest_fitting(
     windows: Windows, limit: int, *, num_blocks: int, block_size: int, max_query_len: int
 ) -> int:
-    """Tokens, up to `limit`, of the longest sequence that `num_blocks` blocks can hold; 0 if they hold none."""
+    """Length in tokens of the longest sequence that fits into `num_blocks` blocks, at most `limit`; 0 if none fits."""
     lengths = range(1, limit + 1)
     return bisect_right(
         lengths, num_blocks, key=lambda n: most_blocks(windows, n, block_size, max_query_len)
@@ -78,10 +78,10 @@ def longest_fitting(
 
 
 def num_seen_blocks(windows: Windows, block_size: int, max_query_len: int) -> int:
-    """Blocks that a group with a window holds at most: all such groups reach as far back as the widest of them may."""
+    """The most blocks that a group with a window holds; all such groups reach back as far as the widest window."""
     return -(-(widest_window(windows) - 1 + max_query_len) // block_size) + 1
 
 
 def widest_window(windows: Windows) -> int:
-    """0 if no group has one."""
+    """The widest window in tokens; 0 if no group has one."""
     return max((window for window in windows if window is not None), default=0)

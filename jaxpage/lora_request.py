@@ -1,4 +1,4 @@
-"""Adapters as requests name them, and as the engine gets them: values, which know no device."""
+"""Adapters as requests name them, and as the engine gets them: plain values, independent of devices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=False)
 class LoRARequest:
-    """Which adapter answers a request: vLLM's names.
+    """The adapter of a request, with vLLM's names.
 
-    `lora_path` is a PEFT folder. `load_inplace`: read it again, though an adapter of that id is loaded; requests that
-    were made before keep what they had. Raises ValueError for an id below 1, an empty name or path.
+    `lora_path` is a PEFT folder. `load_inplace`: reread it even if an adapter with that id is loaded; earlier requests
+    keep the old one. Raises ValueError for an id below 1, an empty name or path.
     """
 
     lora_name: str
@@ -35,12 +35,12 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """vLLM's other name of `lora_name`."""
+        """vLLM's other name for `lora_name`."""
         return self.lora_name
 
     @property
     def adapter_id(self) -> int:
-        """vLLM's other name of `lora_int_id`."""
+        """vLLM's other name for `lora_int_id`."""
         return self.lora_int_id
 
 
@@ -48,9 +48,9 @@ class LoRARequest:
 class Adapter:
     """An adapter's weights in host memory, as they are laid out in a slot of the device.
 
-    It never changes: an adapter that is read again is another one.
+    It never changes: an adapter that is reread becomes a new object.
     """
 
     request: LoRARequest
-    key: str  # a hash of the weights: equal keys, equal tokens
+    key: str  # a hash of the weights: equal keys mean equal tokens
     arrays: tuple[np.ndarray, ...]  # see `models.lora.AdapterArray`

@@ -1,4 +1,4 @@
-"""How one thread asks another to do something: it posts a function, which the other one calls when it is ready."""
+"""How one thread runs a function in another: it posts the function, and the other thread calls it when it is ready."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Mailbox:
         self._lock = threading.Lock()
 
     def post(self, action: Action) -> bool:
-        """Have it called. It must not raise: nobody would learn of it. False: the mailbox is closed."""
+        """Post an action, which must not raise, as nothing would report that. False if the mailbox is closed."""
         with self._lock:
             if self._closed_by is None:
                 self._actions.put(action)
             return self._closed_by is None
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Have it called, and get what it returns or raises."""
+        """Post a function; the future gets what it returns or raises."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -44,12 +44,12 @@ class Mailbox:
         return future
 
     def run(self, *, wait: bool) -> None:
-        """Call what has been posted so far; with `wait`, at least one."""
+        """Call all functions posted so far; with `wait`, wait for at least one."""
         for _ in range(max(self._actions.qsize(), wait)):
             self._actions.get()()
 
     def close(self, error: Exception) -> None:
-        """Call what is left, and nothing that comes later: that fails with the error."""
+        """Call the remaining functions; later ones are not called and fail with the error."""
         with self._lock:
             self._closed_by = error
         self.run(wait=False)

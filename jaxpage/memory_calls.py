@@ -1,4 +1,4 @@
-"""What `LLM` does with all of its devices' memory, under vLLM's names: it sleeps, wakes up, and has other weights."""
+"""Methods of `LLM` for its device memory, with vLLM's names: sleep, wake up, update weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxpage.output_processor import OutputProcessor
 
 
 class MemoryCalls:
-    """One engine on one host has them; with several they raise ValueError."""
+    """They need a single engine on one host, and raise ValueError otherwise."""
 
     _caller: OneCaller
     _engine: Any
@@ -22,7 +22,7 @@ class MemoryCalls:
     _memory: DeviceMemory | None = None
 
     def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Give the devices' memory back until `wake_up`.
+        """Free the devices' memory until `wake_up`.
 
         Level 1 frees the KV pool and moves the weights to the host; level 2 discards them, and others must come by
         `update_weights`. Unfinished requests of `add_request` are aborted, answered to their end, or kept: these are
@@ -40,10 +40,10 @@ class MemoryCalls:
             memory.sleep(keep_weights=level == 1)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Have weights and KV pool on the devices again; nothing is compiled.
+        """Restore weights and KV pool on the devices; nothing is compiled.
 
-        `tags`: "weights", "kv_cache", only these of them. Raises ValueError for other tags, EngineAsleepError if the
-        weights were discarded and no others have come.
+        `tags`: restore only "weights" or "kv_cache". Raises ValueError for other tags, EngineAsleepError if the weights
+        were discarded and not yet updated.
         """
         memory, tags = needed(self._memory), check_tags(tags)
         with self._caller:
@@ -56,7 +56,7 @@ class MemoryCalls:
         return self._memory is not None and self._memory.lacks is not None
 
     def update_weights(self, model: str | Path, *, keep_cache: bool = False) -> int:
-        """Have the weights of another checkpoint of the same model; returns their version. Nothing is compiled.
+        """Load the weights of another checkpoint of the same model. Returns their version. Nothing is compiled.
 
         `model`: a folder of safetensors or an Orbax checkpoint, also in a bucket. It is read into host memory, and then
         moved to the devices, where one parameter at a time is there twice. Cached KV is not found any more, unless
@@ -71,7 +71,7 @@ class MemoryCalls:
         return needed(self._memory).version
 
     def _settle(self, mode: str) -> None:
-        """No step is under way afterwards."""
+        """Make sure that no step is in flight."""
         if mode == "abort":
             with interrupts_deferred():
                 ids = self._engine.unfinished_ids

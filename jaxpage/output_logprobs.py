@@ -1,6 +1,6 @@
 """Logprobs of sampled tokens and of prompts, from the arrays of steps to vLLM's dicts.
 
-Steps only append numbers; the dicts, with the text of each token, are made when an output is.
+Steps only append numbers; the dicts, with the text of each token, are created with an output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs  # likewise; Non
 
 
 class _Scored(NamedTuple):
-    """A token, and others in its place."""
+    """A token, and alternatives at its position."""
 
     token_id: int
     logprob: float
@@ -45,7 +45,7 @@ class _Scored(NamedTuple):
 def _from_vocabulary(
     token_id: int, logprobs: np.ndarray, wanted: list[int] | None, rank: int | None = None
 ) -> _Scored:
-    """A token and the `wanted` ones, or all, by float32[V]."""
+    """A token and the `wanted` ones, or all, from logprobs float32[V]."""
 
     def rank_of(i: int) -> int:
         return int((logprobs >= logprobs[i]).sum())
@@ -60,12 +60,12 @@ def _from_vocabulary(
 
 
 class SampledLogprobs:
-    """The logprobs of a sequence's tokens; the dicts of `Logprob`s are made when an output is."""
+    """The logprobs of a sequence's tokens; the dicts of `Logprob`s are created with an output."""
 
     __slots__ = ("num_best", "token_ids", "from_vocabulary", "cumulative", "_named", "_pending")
 
     def __init__(self, params: SamplingParams, *, from_vocabulary: bool):
-        """`from_vocabulary`: steps tell the logprobs of all tokens, of which the wanted ones are taken here."""
+        """`from_vocabulary`: steps return the logprobs of all tokens, from which the wanted ones are selected here."""
         self.num_best = params.logprobs or 0  # besides the sampled token; -1: all
         self.token_ids = params.logprob_token_ids  # or these
         self.from_vocabulary = from_vocabulary
@@ -78,7 +78,7 @@ class SampledLogprobs:
         self._pending.append(scored)
 
     def named(self, token_ids: list[int], detokenizer: Detokenizer | None) -> Logprobs:
-        """Of all tokens so far, `token_ids`; the detokenizer says how they read. Only ever appended to."""
+        """The logprobs of all tokens so far, `token_ids`, with their texts from the detokenizer. It only grows."""
         named = self._named
         for scored in self._pending:
             before = token_ids[max(0, len(named) - _MAX_BEGUN) : len(named)]
@@ -97,7 +97,7 @@ def _with_text(
 
 
 class LogprobRows:
-    """The logprobs of one step, read from its arrays for all rows at once that want as many.
+    """The logprobs of one step, read from its arrays at once for all rows with the same number of logprobs.
 
     `vocabulary_rows`: the row of each entry of the result's `vocabulary`.
     """
@@ -108,7 +108,7 @@ class LogprobRows:
         self._wanted: dict[int, list[tuple[SampledLogprobs, list[int], int]]] = {}
 
     def add(self, logprobs: SampledLogprobs, token_ids: list[int], row: int) -> None:
-        """`logprobs` wants those of `token_ids`, the first tokens of a row."""
+        """Register `logprobs` to get those of `token_ids`, the first tokens of a row."""
         if logprobs.from_vocabulary:
             self._take(logprobs, token_ids, row)
         else:
@@ -150,7 +150,7 @@ class LogprobRows:
 
 
 class ScoredPrompt:
-    """The logprobs of a prompt's tokens, as steps score them: in order, from the second token on.
+    """The logprobs of a prompt's tokens, in the order in which steps score them: from the second token on.
 
     `of_given_ids`: float32[rows, ids] of `prompt_logprob_token_ids`, or None.
     """
@@ -170,7 +170,7 @@ class ScoredPrompt:
     def take(
         self, result: StepResult, start: int, count: int, vocabulary_start: int | None
     ) -> None:
-        """The tokens `start` to `start + count` of the result, and where they stand in its vocabularies, if there."""
+        """Take tokens `start` to `start + count` of the result, and their place in its vocabularies, if any."""
         for i in range(start, start + count):
             token_id = self._token_ids[len(self._scored)]
             found = None
@@ -195,7 +195,7 @@ class ScoredPrompt:
                 )
 
     def _take_given_ids(self, logprobs: np.ndarray) -> None:
-        """Those of the next token, by float32[V]."""
+        """Take those of the next token, from float32[V]."""
         row = len(self._scored) - 1 - self._start
         if self.of_given_ids is not None and 0 <= row < len(self._ids):
             for column, token_id in enumerate(self._ids[row]):

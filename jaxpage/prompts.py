@@ -1,7 +1,7 @@
-"""Every form in which a prompt may be given, made into ids; and what is refused before it runs.
+"""Parses every form of a prompt into token ids, and checks requests before they run.
 
-Knows prompt forms, tokenising and the limits of a request. Must not know the
-engine: what is checked here depends on the prompt, its params and `Limits` only.
+Knows prompt forms, tokenising and the limits of a request. Must not know the engine: checks depend only on the prompt,
+its params and `Limits`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Prompt:
 
 
 class EmbedsForm(NamedTuple):
-    """What the embeddings of a prompt must be."""
+    """The required shape and dtype of a prompt's embeddings."""
 
     hidden_size: int
     dtype: np.dtype  # the model's, to which they are rounded
@@ -45,7 +45,7 @@ class EmbedsForm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the engine can serve."""
+    """The limits of what the engine supports."""
 
     vocab_size: int
     max_model_len: int  # tokens of prompt and answer
@@ -57,10 +57,10 @@ class Limits:
 def parse(
     prompts: Any, tokenizer: Any, tokenization_kwargs: Mapping[str, Any] | None = None
 ) -> list[Prompt]:
-    """One prompt or many, see `LLM.generate`, as ids; texts get the tokenizer's special tokens.
+    """One or several prompts (see `LLM.generate`) as ids; texts get the tokenizer's special tokens.
 
-    `tokenization_kwargs` go to the tokenizer, as in vLLM. Raises ValueError for unknown forms, and
-    for text if `tokenizer` is None.
+    `tokenization_kwargs` go to the tokenizer, as in vLLM. Raises ValueError for unknown forms, and for text if
+    `tokenizer` is None.
     """
     if hasattr(prompts, "tolist"):  # an array of ids
         prompts = prompts.tolist()
@@ -117,7 +117,7 @@ def _parse_one(prompt: Any) -> Prompt:
 
 
 def _to_embeds(embeds: Any) -> np.ndarray:
-    """[T, E] of an array of NumPy, JAX or torch."""
+    """An array of NumPy, JAX or torch as NumPy [T, E]."""
     if hasattr(embeds, "detach"):  # torch, whose bfloat16 NumPy does not know
         embeds = embeds.detach().cpu().float()
     array = np.asarray(embeds)
@@ -142,7 +142,7 @@ def _to_ids(ids: Any) -> list[int]:
 
 
 def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, options: Mapping[str, Any]) -> None:
-    """Fill the ids of those that have only text, all in one call: fast tokenizers use threads."""
+    """Tokenise all prompts that have only text in one call, in which fast tokenizers use several threads."""
     texts = {p.text for p in prompts if p.text is not None and not p.token_ids}
     if not texts:
         return
@@ -185,7 +185,7 @@ def parse_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tokenization_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
-    """One conversation or many, rendered by the chat template and tokenised.
+    """One or several conversations, rendered by the chat template and tokenised.
 
     `chat_template_content_format`: see `chat_template.render`. Raises ValueError.
     """
@@ -215,7 +215,7 @@ def parse_chat(
 
 
 def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
-    """The last `length` tokens of a prompt; -1: as many as leave room for one of an answer. Raises ValueError."""
+    """The last `length` tokens of a prompt; -1: as many as leave room for one output token. Raises ValueError."""
     if not _is_int(length) or (length < 1 and length != -1):
         raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length!r}")
     if length > limits.max_model_len:
@@ -230,7 +230,7 @@ def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
 
 
 def check_prompt_scores(prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
-    """Raise ValueError for logprobs that a prompt cannot have."""
+    """Raise ValueError for prompt logprobs that are not possible for this prompt."""
     if prompt.embeds is not None:
         raise ValueError("prompt_logprobs need token ids, and this prompt is embeddings")
     if params.prompt_logprob_token_ids is None:
@@ -283,7 +283,7 @@ def _check_embeds(embeds: np.ndarray, limits: Limits) -> None:
 def check_params(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], limits: Limits
 ) -> None:
-    """Raise ValueError for what `params` ask beyond `limits`; `bad_words` are theirs, as ids."""
+    """Raise ValueError if `params` exceed `limits`; `bad_words` are those of the params, as ids."""
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         _check_ids(name, getattr(params, name) or (), limits)
     if params.stop and not limits.has_tokenizer:

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are meant, in numbers that do not depend on how its steps are cut."""
+"""Selects tokens of a sequence by position, independently of chunks and steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prompt() -> Positions:
 
 
 def last_prompt() -> Positions:
-    """The last token of the prompt: the one that the first token of the answer is sampled from."""
+    """The last token of the prompt, from which the first token of the answer is sampled."""
     return Positions("last_prompt")
 
 
@@ -44,7 +44,7 @@ def generated() -> Positions:
 
 
 def to_positions(given: Positions | slice) -> Positions:
-    """A slice as Positions. Raises ValueError for what is neither, and for slices that count from the end."""
+    """A slice or Positions, as Positions. Raises ValueError for other values, and for slices with negative numbers."""
     if isinstance(given, Positions):
         return given
     if not isinstance(given, slice):
