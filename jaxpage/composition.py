@@ -136,7 +136,7 @@ def executable_cache(
 def _executables_folder(config: ResolvedConfig) -> Path | None:
     if config.enforce_eager or not config.compilation_cache_dir:
         return None
-    if config.logits_processors:  # nobody can tell whether a function is the one of the last time
+    if config.logits_processors:  # a function may have changed since the last run
         return None
     return Path(config.compilation_cache_dir) / "programs"
 
@@ -196,7 +196,7 @@ def with_sizes(
     """`spec` with the blocks of its pool, and token limits."""
     config = dataclasses.replace(
         spec.config,
-        num_gpu_blocks_override=max(2, num_blocks),  # fewer are no pool, but an estimate may ask
+        num_gpu_blocks_override=max(2, num_blocks),  # estimates may ask for fewer
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
     )

@@ -33,7 +33,7 @@ def group_layers(windows: Windows, max_model_len: int) -> KVGroups:
     """The groups of layers with these windows (one entry per layer).
 
     A window of at least `max_model_len` counts as none. Groups have as many layers as the rarest window, or as the most
-    frequent one if that has less than a quarter more layers (as in vLLM). The last group with a window may have fewer,
+    frequent one if that has less than a quarter more layers (as in vLLM). The last group of each window may have fewer,
     and leaves the rest of its blocks unused.
     """
     kinds: dict[int | None, list[int]] = {}

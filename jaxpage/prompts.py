@@ -30,9 +30,9 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
-    cache_salt: str | None = None  # prompts of different salts share no cached KV
+    cache_salt: str | None = None  # prompts with different salts share no cached KV
     embeds: np.ndarray | None = None  # [T, E] in the place of T tokens, whose ids are 0 then
-    media: Any = None  # "multi_modal_data" that nobody has looked at
+    media: Any = None  # "multi_modal_data", not parsed yet
     pictures: PromptPictures | None = None  # in the place of some of the tokens
 
 
