@@ -56,7 +56,7 @@ class StepLoop:
     def __init__(self, engine: EngineVerbs, sink: Sink):
         self.error: EngineDeadError | None = None  # once it is dead
         self._engine = engine
-        engine.shorten_launches()
+        engine.keep_pace()
         self._sink = sink
         self._mailbox = Mailbox()
         self._unread = threading.Semaphore(MAX_UNREAD_STEPS)
@@ -93,6 +93,7 @@ class StepLoop:
         """Until `stop`."""
         try:
             while not self._is_stopped:
+                self._engine.rest()
                 self._mailbox.run(wait=not (self._may_step() or self._must_collect()))
                 if self._is_stopped:
                     break

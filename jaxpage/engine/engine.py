@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from jaxpage.engine.launch_length import LaunchLength
+from jaxpage.engine.pace import Pace
 from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats, engine_stats
@@ -75,7 +75,7 @@ class Engine:
         self._launched: tuple[ScheduledStep, Any] | None = None
         self._failed: list[str] = []
         self._num_failures = 0  # consecutive steps that raised
-        self._launch_length: LaunchLength | None = None
+        self._pace: Pace | None = None  # if new requests may come between steps
 
     def add(self, request: Request) -> None:
         """Queue a request, which the engine owns from here on. Raises ValueError for one that can never run."""
@@ -140,8 +140,6 @@ class Engine:
             raise
         if output.result is not None:  # the overlapped loop collects nothing at first
             self._num_failures = 0
-        if self._launch_length is not None:
-            self.scheduler.decode_steps = self._launch_length.after(output)
         return output
 
     def _step(self) -> StepOutput:
@@ -218,9 +216,18 @@ class Engine:
         runner: Any = self.runner
         return runner.programs.records()
 
-    def shorten_launches(self) -> None:
+    def keep_pace(self) -> None:
         """See `EngineVerbs`."""
-        self._launch_length = LaunchLength(self.scheduler.decode_steps)
+        self._pace = Pace(self.scheduler.decode_steps)
+
+    def rest(self) -> None:
+        """See `EngineVerbs`."""
+        if self._pace is None or self._launched is None:
+            return
+        step = self._launched[0]
+        seconds = self._pace.next_launch(step.plan, step.launch_time) - time.monotonic()
+        if seconds > 0:
+            time.sleep(seconds)
 
     def wait_until_warm(self) -> None:
         """Wait until the runner has nothing left to compile."""
@@ -258,10 +265,14 @@ class Engine:
             self._abort_failed(failed)
             raise
         try:
-            return self.scheduler.update(step, result)
+            output = self.scheduler.update(step, result)
         except BaseException:  # the result contradicts the plan
             self._abort_failed([step])
             raise
+        if self._pace is not None:
+            self._pace.collected(step.plan, step.launch_time, output.time)
+            self.scheduler.decode_steps_while_open = self._pace.num_steps
+        return output
 
     def _abort_failed(self, steps: list[ScheduledStep]) -> None:
         """End the requests of failed steps. If the pool was lost, all other requests are recomputed."""

@@ -140,6 +140,7 @@ class Replica:
     def _run(self) -> None:
         try:
             while not self._is_stopped:
+                self.engine.rest()
                 self._mailbox.run(wait=not self._may_step())
                 if self._may_step():
                     self._step(self.engine.step)

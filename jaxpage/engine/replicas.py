@@ -332,9 +332,12 @@ class Replicas:
             for record in replica.engine.programs()
         ]
 
-    def shorten_launches(self) -> None:
+    def keep_pace(self) -> None:
         """See `EngineVerbs`."""
-        self._on_each(Engine.shorten_launches)
+        self._on_each(Engine.keep_pace)
+
+    def rest(self) -> None:
+        """Each does so in its own thread."""
 
     def wait_until_warm(self) -> None:
         """See `EngineVerbs`."""

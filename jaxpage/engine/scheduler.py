@@ -58,6 +58,7 @@ class Scheduler:
         self.pictures = pictures or PictureCache(1, budget=0)  # empty, for models without vision
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
+        self.decode_steps_while_open = decode_steps  # if a request that comes could join the next step
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -107,7 +108,8 @@ class Scheduler:
         if step.has_beams:
             beam_scheduling.upload_beams(step, self.kv)
         if self.decode_steps > 1 and step.may_repeat:
-            step.repeat(self.kv.grow_ahead(step.plan, step.sequences, self.decode_steps))
+            num_steps = self._num_steps(step)
+            step.repeat(self.kv.grow_ahead(step.plan, step.sequences, num_steps))
         self.counters.count_step(self.kv.pool, self.running, step.close(), step.sequences)
         return step
 
@@ -271,6 +273,15 @@ class Scheduler:
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             budget -= count
+
+    def _num_steps(self, step: ScheduledStep) -> int:
+        """How many decode steps to launch. Nobody else could enter before a row ends, unless slots are free."""
+        few = self.decode_steps_while_open
+        if few == self.decode_steps or (self._free_slots and not self.waiting):
+            return few
+        pairs = zip(step.sequences, step.plan.starts, strict=True)
+        first_end = min(sequence.max_len - 1 - start for sequence, start in pairs)
+        return max(few, min(self.decode_steps, first_end))
 
     def _fork(self, step: ScheduledStep, parent: Sequence) -> None:
         """The prompt is computed in this step: create the other sequences of the request, which share its blocks.

@@ -99,8 +99,12 @@ class EngineVerbs(Protocol):
         """A `runner.programs.ProgramRecord` of each program. Thread-safe."""
         ...
 
-    def shorten_launches(self) -> None:
-        """From now on use fewer decode steps in a launch if they are slow, because new requests must wait for them."""
+    def keep_pace(self) -> None:
+        """From now on give the device little at once if that takes long, as requests may come meanwhile."""
+        ...
+
+    def rest(self) -> None:
+        """Sleep while the device has enough to do, after `keep_pace`: who comes meanwhile joins the next step."""
         ...
 
     def wait_until_warm(self) -> None:
