@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpage.async_llm import AsyncLLM, Stream
@@ -26,6 +26,7 @@ class InFlight:
     is_draining: bool = False
     # Request ids of the engine by the id that the client knows.
     engine_ids: dict[str, list[str]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def enter(self, call_id: str, num_prompts: int) -> list[str]:
         """Ids for the engine. Raises ApiError 503 if there are too many, or the server shuts down."""
@@ -40,7 +41,7 @@ class InFlight:
             )
         self.num_requests += num_prompts
         # Clients may use an id twice; the engine's are unique.
-        ids = [f"{call_id}-{i}-{uuid.uuid4().hex[:8]}" for i in range(num_prompts)]
+        ids = [f"{call_id}-{i}-{next(self._numbers)}" for i in range(num_prompts)]
         self.engine_ids.setdefault(call_id, []).extend(ids)
         return ids
 

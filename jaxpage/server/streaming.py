@@ -6,7 +6,6 @@ Those of responses have names, and a last one that says how it ended: no `[DONE]
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
@@ -47,15 +46,64 @@ class EventStream(StreamingResponse):
         self._write_timeout = write_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reader = _Reader(self._write_timeout)
+        gone = asyncio.ensure_future(_disconnected(receive))
+        gone.add_done_callback(reader.lose)
+
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._write_timeout):
-                await send(message)
+            reader.waits_since = reader.loop.time()
+            await send(message)
+            reader.waits_since = None
 
         try:
-            with contextlib.suppress(TimeoutError):  # the client does not read
-                await super().__call__(scope, receive, send_in_time)
+            await self.stream_response(send_in_time)
+        except asyncio.CancelledError:
+            if not reader.is_lost:
+                raise
         finally:
+            reader.close()
+            gone.cancel()
             self._call.close()
+
+
+class _Reader:
+    """Who reads an answer. Cancels the task that made it if the client goes away, or reads nothing for too long.
+
+    One timer for all that is written: asyncio's timeouts cost as much as the events.
+    """
+
+    def __init__(self, patience: float):
+        """`patience`: seconds."""
+        self.loop = asyncio.get_running_loop()
+        self.waits_since: float | None = None  # until when something could not be written
+        self.is_lost = False
+        self._task = asyncio.current_task()
+        self._patience = patience
+        self._timer = self.loop.call_later(patience, self._check)
+        self._is_closed = False
+
+    def lose(self, gone: asyncio.Future[None] | None = None) -> None:
+        """The client is not there any more."""
+        if self._is_closed or (gone is not None and gone.cancelled()):
+            return
+        assert self._task is not None
+        self.is_lost = True
+        self._task.cancel()
+
+    def close(self) -> None:
+        """The answer has ended."""
+        self._is_closed = True
+        self._timer.cancel()
+        if self.is_lost and self._task is not None:
+            self._task.uncancel()
+
+    def _check(self) -> None:
+        now = self.loop.time()
+        waited = 0.0 if self.waits_since is None else now - self.waits_since
+        if waited >= self._patience:
+            self.lose()
+        else:
+            self._timer = self.loop.call_later(self._patience - waited, self._check)
 
 
 async def plain_events(call: Call) -> AsyncIterator[bytes]:
