@@ -25,6 +25,7 @@ from jaxpage.server.limits import BodyLimit, KeyCheck
 from jaxpage.server.page import page_router
 from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.protocol.pooling import POOLING_PATHS
 from jaxpage.server.protocol.responses import ResponsesRequest
 from jaxpage.server.protocol.tokens import GenerateRequest
 from jaxpage.server.responses import ResponseCall
@@ -42,6 +43,7 @@ from jaxpage.server.tracing import trace_headers
 def make_app(server: Server) -> FastAPI:
     """An ASGI application for one server."""
     app = empty_app(server)
+    _add_calls(app, server)  # first: routes are tried in their order
     app.include_router(operation.router(server))
     app.include_router(tokens.router(server))
     app.include_router(response_routes.router(server))
@@ -50,7 +52,6 @@ def make_app(server: Server) -> FastAPI:
         app.include_router(rl.router(server))
         app.include_router(trl.router(server, answer))
     app.include_router(page_router(server.llm))
-    _add_calls(app, server)
     add_checks(app, server)
     return app
 
@@ -110,9 +111,14 @@ def _add_calls(app: FastAPI, server: Server) -> None:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         return await answer(server, body, request, GenerateCall.start)
 
-    @app.post("/v1/embeddings")
-    async def embeddings() -> Response:
-        raise ApiError(400, "embeddings are not served: this model generates text")
+    for path in POOLING_PATHS:
+        app.add_api_route(path, _refuse_to_pool, methods=["POST"])
+
+
+async def _refuse_to_pool(request: Request) -> Response:
+    raise ApiError(
+        400, f"{request.url.path} is for models that embed, classify or score; this one generates text"
+    )
 
 
 async def answer(

@@ -10,7 +10,9 @@ import openai
 import pytest
 
 from jaxpage import SamplingParams
+from jaxpage.server.protocol.pooling import POOLING_PATHS
 from tests.server.conftest import serving
+from tests.server.test_operation import ask, error_of
 from tests.test_chat_outputs import NAMED, TOOLS, WEATHER
 
 PROMPT = "Once upon a time"
@@ -332,6 +334,13 @@ def test_models_that_are_not_served_are_404(client):
     with pytest.raises(openai.APIStatusError, match="generates text") as caught:
         client.embeddings.create(model="demo", input="x")
     assert caught.value.status_code == 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", POOLING_PATHS)
+def test_a_model_that_generates_refuses_to_pool(url, path):
+    status, _, text = ask(url, path, {"input": "x"})
+    assert status == 400 and f"{path} is for models that embed" in error_of(text)["message"]
 
 
 @pytest.mark.slow

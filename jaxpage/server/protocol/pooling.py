@@ -10,6 +10,10 @@ from pydantic import BaseModel, Field
 from jaxpage.pooling.params import PoolingParams
 from jaxpage.server.protocol.sampling import OpenModel, RequestId
 
+POOLING_PATHS = (
+    "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+)  # fmt: skip
+
 # A text, its ids, or several of either.
 Input = str | list[int] | list[str] | list[list[int]]
 
