@@ -22,7 +22,14 @@ import tyro
 
 from jaxpage import __version__
 from jaxpage.config import EngineConfig
-from jaxpage.flags import ChatEngineFlags, EngineFlags, Model, SamplingFlags, ServerFlags
+from jaxpage.flags import (
+    ChatEngineFlags,
+    EngineFlags,
+    Model,
+    SamplingFlags,
+    ServerFlags,
+    given_options,
+)
 from jaxpage.hosts.errors import HostLostError
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.terminal import read_line_shown
@@ -266,24 +273,17 @@ def _engine_options(model: str, flags: EngineFlags) -> dict[str, Any]:
 
         model = str(checkpoint())
         print("no --model: using the tiny one of the demo", file=sys.stderr)
-    return {"model": model} | _options(flags, EngineFlags)
+    return {"model": model} | given_options(flags, EngineFlags)
 
 
 def _sampling_options(flags: SamplingFlags, **more: Any) -> dict[str, Any]:
     """The params that were given, checked before a model is loaded. Raises ValueError."""
-    given = _options(flags) | {name: value for name, value in more.items() if value is not None}
+    given = given_options(flags) | {
+        name: value for name, value in more.items() if value is not None
+    }
     checked: dict[str, Any] = {"max_tokens": None} | given
     SamplingParams(**checked)
     return given
-
-
-def _options(flags: Any, defaults: type | None = None) -> dict[str, Any]:
-    """What differs from the defaults, those of another class of flags if one is named."""
-    return {
-        f.name: list(value) if isinstance(value, tuple) else value
-        for f in dataclasses.fields(defaults or flags)
-        if (value := getattr(flags, f.name)) != f.default
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

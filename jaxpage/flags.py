@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import tyro
@@ -90,3 +90,12 @@ class ServerFlags(ServerOptions):
     """How requests are taken."""
 
     default_chat_template_kwargs: JsonDict = None
+
+
+def given_options(flags: Any, defaults: type | None = None) -> dict[str, Any]:
+    """What differs from the defaults, those of another class of flags if one is named."""
+    return {
+        f.name: list(value) if isinstance(value, tuple) else value
+        for f in fields(defaults or flags)
+        if (value := getattr(flags, f.name)) != f.default
+    }

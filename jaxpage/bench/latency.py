@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from jaxpage.bench import results
 from jaxpage.bench.engines import run_llm
-from jaxpage.bench.offline import Shape, checkpoint, engine_options, machine
+from jaxpage.bench.offline import Shape, checkpoint, machine
 from jaxpage.bench.workloads import alike
+from jaxpage.flags import EngineFlags, given_options
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
@@ -29,9 +30,8 @@ class LatencyBench:
     num_iters: int = 30
     shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
-    options: str = "{}"  # others of `LLM`, as JSON: {"decode_steps": 1}
-    seed: int = 0
     json: Path | None = None  # all times go to this file
+    engine: EngineFlags = field(default_factory=EngineFlags)  # `seed` is that of the prompts too
 
 
 def main(bench: LatencyBench) -> None:
@@ -54,11 +54,11 @@ def measure(bench: LatencyBench) -> dict[str, Any]:
         "max_num_seqs": bench.batch_size,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
-    } | engine_options(bench.options)
+    } | given_options(bench.engine)
     llm = LLM(str(folder), **options)
     llm.wait_until_warm()
     sizes = bench.batch_size, bench.input_len, bench.output_len, config["vocab_size"]
-    work = alike(random.Random(bench.seed), *sizes)
+    work = alike(random.Random(bench.engine.seed), *sizes)
     rounds = range(bench.num_iters_warmup + bench.num_iters)
     taken = [run_llm(llm, SamplingParams, work)[0] for _ in tqdm(rounds, disable=None)]
     latencies = taken[bench.num_iters_warmup :]

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxpage.bench import results
-from jaxpage.bench.offline import Shape, checkpoint, engine_options, machine
+from jaxpage.bench.offline import Shape, checkpoint, machine
 from jaxpage.bench.peers import starts
 from jaxpage.bench.workloads import MAX_NUM_SEQS
+from jaxpage.flags import EngineFlags, given_options
 
 EVENTS = {"first_token": "first token, s", "warm": "all programs, s"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupFlags(EngineFlags):
+    """The same as the options of `LLM`, with sizes that are measured if no others are given."""
+
+    max_model_len: int | str | None = 1024
+    max_num_seqs: int | None = MAX_NUM_SEQS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +34,8 @@ class StartupBench:
     rounds: int = 3  # each of a cold start and a cached one
     threads: int = 2
     python: str = sys.executable  # whose jax is measured
-    max_model_len: int = 1024
-    max_num_seqs: int = MAX_NUM_SEQS
-    options: str = "{}"  # others of `LLM`, as JSON
     json: Path | None = None  # all times go to this file
+    engine: StartupFlags = field(default_factory=StartupFlags)
 
 
 def main(bench: StartupBench) -> None:
@@ -38,8 +45,7 @@ def main(bench: StartupBench) -> None:
     """
     if bench.rounds < 1:
         raise ValueError(f"rounds ({bench.rounds}) must be positive")
-    sizes = {"max_model_len": bench.max_model_len, "max_num_seqs": bench.max_num_seqs}
-    options = sizes | engine_options(bench.options)
+    options = given_options(bench.engine, EngineFlags)
     folder, _ = checkpoint(bench.shape, bench.model)
     rounds = [
         dict(starts(folder, options, python=bench.python, threads=bench.threads))

@@ -58,7 +58,9 @@ class Scheduler:
         self.pictures = pictures or PictureCache(1, budget=0)  # empty, for models without vision
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
-        self.decode_steps_while_open = decode_steps  # if a request that comes could join the next step
+        self.decode_steps_while_open = (
+            decode_steps  # if a request that comes could join the next step
+        )
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`

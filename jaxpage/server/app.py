@@ -117,7 +117,8 @@ def _add_calls(app: FastAPI, server: Server) -> None:
 
 async def _refuse_to_pool(request: Request) -> Response:
     raise ApiError(
-        400, f"{request.url.path} is for models that embed, classify or score; this one generates text"
+        400,
+        f"{request.url.path} is for models that embed, classify or score; this one generates text",
     )
 
 

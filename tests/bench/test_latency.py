@@ -11,6 +11,7 @@ from jaxpage import cli
 from jaxpage.bench import engines, latency
 from jaxpage.bench.latency import LatencyBench
 from jaxpage.demo import checkpoint
+from jaxpage.flags import EngineFlags
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_percentiles_are_of_the_iterations_that_count(made):
         batch_size=2,
         num_iters_warmup=2,
         num_iters=11,
-        options='{"decode_steps": 1}',
+        engine=EngineFlags(decode_steps=1),
     )
     report = latency.measure(bench)
     assert report["latencies"] == [float(i) for i in range(3, 14)]
@@ -73,7 +74,7 @@ def test_percentiles_are_of_the_iterations_that_count(made):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--batch-size 0", "--num-iters 0", "--num-iters-warmup -1", "--options [1]", "--options {"],
+    ["--batch-size 0", "--num-iters 0", "--num-iters-warmup -1"],
 )
 def test_what_cannot_be_measured_is_refused(made, capsys, flags):
     command = f"bench latency --model {checkpoint()} {flags}"

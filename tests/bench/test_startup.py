@@ -41,7 +41,7 @@ def asked(monkeypatch):
 def test_starts_share_a_cache_that_is_empty_at_first(asked, tmp_path, capsys):
     path = tmp_path / "times.json"
     command = f"bench startup --model {checkpoint()} --rounds 3 --threads 1 --python python"
-    command += f""" --max-num-seqs 2 --options {{"block_size":8}} --json {path}"""
+    command += f" --max-num-seqs 2 --block-size 8 --json {path}"
     assert cli.main(command.split()) == 0
     assert json.loads(path.read_text())["rounds"] == [
         {
