@@ -228,6 +228,7 @@ class Engine:
         seconds = self._pace.next_launch(step.plan, step.launch_time) - time.monotonic()
         if seconds > 0:
             time.sleep(seconds)
+        self._pace.woke(time.monotonic())
 
     def wait_until_warm(self) -> None:
         """Wait until the runner has nothing left to compile."""
@@ -250,10 +251,13 @@ class Engine:
     def _launch(self, step: ScheduledStep) -> Any:
         step.launch_time = time.monotonic()
         try:
-            return self.runner.launch(step.plan)
+            launched = self.runner.launch(step.plan)
         except BaseException:
             self._abort_failed([step])
             raise
+        if self._pace is not None:
+            self._pace.launched(time.monotonic())
+        return launched
 
     def _collect(self, step: ScheduledStep, handle: Any) -> StepOutput:
         try:

@@ -9,8 +9,10 @@ from jaxpage.plan import StepPlan
 
 LONGEST_LAUNCH = 0.05  # seconds of decode steps
 SLOWDOWN = 1.25  # what one launch may add to what is expected of the next: pauses of the machine are no news
-# How long before its expected end a launch is followed by the next one: of its time, and seconds.
-SHARE_BEFORE, LEAST_BEFORE = 0.2, 0.005
+# How long before its expected end a launch is followed by the next one: of its time, seconds, and times what the host
+# takes for that. What the host takes too late counts as the device's: more than once, so that it is noticed.
+SHARE_BEFORE, LEAST_BEFORE, HOST_TIMES = 0.2, 0.005, 2.0
+HOST_DECAY = 0.8  # of what the host took, if it takes less
 
 _Kind = tuple[bool, int]
 
@@ -24,11 +26,13 @@ class Pace:
         self._step_seconds: dict[_Kind, float] = {}  # expected of a step, by its kind
         self._decode: _Kind | None = None  # of the last decode step
         self._free_at = 0.0  # when the device was done with what was collected
+        self._woke_at: float | None = None  # since when the host prepares a launch behind another
+        self._host_seconds = 0.0  # that it takes
 
     def collected(self, plan: StepPlan, launch_time: float, now: float) -> None:
         """A step was launched at a time, and collected now; seconds, monotonic."""
         seconds = (now - max(launch_time, self._free_at)) / plan.num_steps
-        self._free_at = now
+        self._free_at, self._woke_at = now, None
         kind = _kind(plan)
         if kind[0]:
             self._decode = kind
@@ -48,7 +52,16 @@ class Pace:
         """
         seconds = plan.num_steps * self._step_seconds.get(_kind(plan), 0.0)
         end = max(launch_time, self._free_at) + seconds
-        return end - max(SHARE_BEFORE * seconds, LEAST_BEFORE)
+        return end - max(SHARE_BEFORE * seconds, LEAST_BEFORE, HOST_TIMES * self._host_seconds)
+
+    def woke(self, now: float) -> None:
+        """The host begins to prepare a launch while another is under way."""
+        self._woke_at = now
+
+    def launched(self, now: float) -> None:
+        """It is done with that."""
+        if self._woke_at is not None:
+            self._host_seconds = max(now - self._woke_at, HOST_DECAY * self._host_seconds)
 
 
 def _kind(plan: StepPlan) -> _Kind:

@@ -60,6 +60,23 @@ def test_a_launch_follows_shortly_before_the_end_of_the_last_one():
     assert pace.next_launch(decode(num_rows=4, num_steps=2), now) == pytest.approx(now + 0.16)
 
 
+def test_a_slow_host_has_the_time_that_it_takes():
+    """What it does too late delays the device, and looks as if the device were slow: that must not go on."""
+    pace, now = Pace(8), 0.0
+    device, host = 0.01, 0.02  # seconds of a step
+    pace.collected(decode(), now, now + 1.0)  # far from it
+    now += 1.0
+    for _ in range(60):
+        launch_time, now = now, max(now, pace.next_launch(decode(), now))
+        pace.woke(now)
+        now += host
+        pace.launched(now)
+        now = max(now, launch_time + device)
+        pace.collected(decode(), launch_time, now)
+    assert pace.next_launch(decode(), now) < now
+    assert now - launch_time == pytest.approx(host)
+
+
 def test_a_launch_follows_at_once_where_nothing_is_known_or_little_is_to_be_gained():
     pace = Pace(8)
     now = told(pace, decode(num_rows=4), 0.004)
