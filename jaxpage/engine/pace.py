@@ -9,8 +9,8 @@ from jaxpage.plan import StepPlan
 
 LONGEST_LAUNCH = 0.05  # seconds of decode steps
 SLOWDOWN = 1.25  # what one launch may add to what is expected of the next: pauses of the machine are no news
-# How long before its expected end a launch is followed by the next one: of its time, seconds, and times what the host
-# takes for that. What the host takes too late counts as the device's: more than once, so that it is noticed.
+# How long before its expected end a launch is followed by the next one: a share of its time, seconds, or so many times
+# what the host needs. With once, a host that is late would not be told from a slow device, and would stay late.
 SHARE_BEFORE, LEAST_BEFORE, HOST_TIMES = 0.2, 0.005, 2.0
 HOST_DECAY = 0.8  # of what the host took, if it takes less
 
@@ -26,8 +26,9 @@ class Pace:
         self._step_seconds: dict[_Kind, float] = {}  # expected of a step, by its kind
         self._decode: _Kind | None = None  # of the last decode step
         self._free_at = 0.0  # when the device was done with what was collected
-        self._woke_at: float | None = None  # since when the host prepares a launch behind another
-        self._host_seconds = 0.0  # that it takes
+        # Since when the host prepares a launch behind another, and how long it takes for that.
+        self._woke_at: float | None = None
+        self._host_seconds = 0.0
 
     def collected(self, plan: StepPlan, launch_time: float, now: float) -> None:
         """A step was launched at a time, and collected now; seconds, monotonic."""

@@ -58,9 +58,8 @@ class Scheduler:
         self.pictures = pictures or PictureCache(1, budget=0)  # empty, for models without vision
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
-        self.decode_steps_while_open = (
-            decode_steps  # if a request that comes could join the next step
-        )
+        # Of a launch, as long as a request that comes could join the next one.
+        self.decode_steps_while_open = decode_steps
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
