@@ -218,7 +218,7 @@ class Engine:
 
     def keep_pace(self) -> None:
         """See `EngineVerbs`."""
-        self._pace = Pace(self.scheduler.decode_steps)
+        self._pace = Pace(self.scheduler.decode_steps.most)
 
     def rest(self) -> None:
         """See `EngineVerbs`."""
@@ -275,7 +275,8 @@ class Engine:
             raise
         if self._pace is not None:
             self._pace.collected(step.plan, step.launch_time, output.time)
-            self.scheduler.decode_steps_while_open = self._pace.num_steps
+            steps = self.scheduler.decode_steps._replace(while_open=self._pace.num_steps)
+            self.scheduler.decode_steps = steps
         return output
 
     def _abort_failed(self, steps: list[ScheduledStep]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from functools import partial
+from typing import NamedTuple
 
 from jaxpage.engine import beam_scheduling, sequences
 from jaxpage.engine.adapter_slots import AdapterSlots
@@ -28,6 +29,13 @@ from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request, Sequence
+
+
+class DecodeSteps(NamedTuple):
+    """Of a launch."""
+
+    most: int
+    while_open: int  # as long as a request that comes could join the next launch
 
 
 class Scheduler:
@@ -57,9 +65,8 @@ class Scheduler:
         self.kv, self.adapters, self.max_model_len = kv, AdapterSlots(num_adapters), max_model_len
         self.pictures = pictures or PictureCache(1, budget=0)  # empty, for models without vision
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.decode_steps, self.samples_late, self.padding = decode_steps, samples_late, padding
-        # Of a launch, as long as a request that comes could join the next one.
-        self.decode_steps_while_open = decode_steps
+        self.decode_steps = DecodeSteps(decode_steps, decode_steps)
+        self.samples_late, self.padding = samples_late, padding
         self.requests: dict[str, Request] = {}  # the unfinished ones
         self.running: list[Sequence] = []  # hold a request slot; sorted by `_order`
         self.waiting: list[Sequence] = []  # hold neither slot nor blocks; sorted by `_order`
@@ -108,7 +115,7 @@ class Scheduler:
             return None
         if step.has_beams:
             beam_scheduling.upload_beams(step, self.kv)
-        if self.decode_steps > 1 and step.may_repeat:
+        if self.decode_steps.most > 1 and step.may_repeat:
             num_steps = self._num_steps(step)
             step.repeat(self.kv.grow_ahead(step.plan, step.sequences, num_steps))
         self.counters.count_step(self.kv.pool, self.running, step.close(), step.sequences)
@@ -277,12 +284,12 @@ class Scheduler:
 
     def _num_steps(self, step: ScheduledStep) -> int:
         """How many decode steps to launch. Nobody else could enter before a row ends, unless slots are free."""
-        few = self.decode_steps_while_open
-        if few == self.decode_steps or (self._free_slots and not self.waiting):
+        most, few = self.decode_steps
+        if few == most or (self._free_slots and not self.waiting):
             return few
         pairs = zip(step.sequences, step.plan.starts, strict=True)
         first_end = min(sequence.max_len - 1 - start for sequence, start in pairs)
-        return max(few, min(self.decode_steps, first_end))
+        return max(few, min(most, first_end))
 
     def _fork(self, step: ScheduledStep, parent: Sequence) -> None:
         """The prompt is computed in this step: create the other sequences of the request, which share its blocks.

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from jaxpage.engine.pace import LONGEST_LAUNCH, Pace
+from jaxpage.engine.scheduler import DecodeSteps
 from jaxpage.plan import StepPlan
 from tests.engine.harness import make_engine
 from tests.fakes import make_request
@@ -87,7 +88,7 @@ def test_a_launch_follows_at_once_where_nothing_is_known_or_little_is_to_be_gain
 
 def test_launches_are_short_only_while_others_could_join():
     engine = make_engine(decode_steps=8, max_num_seqs=2)
-    engine.scheduler.decode_steps_while_open = 2
+    engine.scheduler.decode_steps = DecodeSteps(8, while_open=2)
     for name, max_tokens in (("a", 40), ("b", 20)):
         engine.add(make_request(name, [1], max_tokens=max_tokens))
         steps(engine, 2)
