@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -102,7 +103,8 @@ def test_memory_is_that_of_a_chunk(tmp_path, production_compiler):
     of_token = 2 * 2 * 2 * 8 * 4  # K and V of two layers and two heads
     for length in (128, 2048):
         program = programs[f"texts C=64 L={length}"]
-        analysis = program.executable.memory_analysis()
+        assert program.executable is not None
+        analysis: Any = program.executable.memory_analysis()
         assert analysis.alias_size_in_bytes >= length * of_token
     few, many = (programs[f"texts C=64 L={length}"].temp_bytes for length in (128, 2048))
     assert many <= few + 2048 * of_token // 8
@@ -129,7 +131,8 @@ def test_chunks_cover_a_text():
 
 def test_pools_double_up_to_the_longest_text(tmp_path):
     build("Qwen3", 0, tmp_path)
-    model, cpu = make(tmp_path, 64)._engine.model, Device(platform="cpu")
+    engine: Any = make(tmp_path, 64)._engine
+    model, cpu = engine.model, Device(platform="cpu")
     chunks = make_chunks(model, cpu, num_tokens=64, max_len=600, block_size=16)
     assert [size.longest for size in chunks.sizes] == [128, 256, 512, 600]
     assert [chunks.pool_of(size).num_blocks for size in chunks.sizes] == [9, 17, 33, 39]
