@@ -138,6 +138,10 @@ class DecoderStates(nnx.Module):
             ForwardInput(token_ids=batch.token_ids, positions=batch.positions, attention=attention)
         )
 
+    def of_chunk(self, chunk: ForwardInput) -> jax.Array:
+        """[C, E] of some tokens of one text; their attention has the keys of those before them."""
+        return self.decoder(chunk)
+
 
 class PoolingModel(nnx.Module):
     """Layers, pooling, projections and head; without a head it makes embeddings."""
@@ -156,13 +160,32 @@ class PoolingModel(nnx.Module):
         """
         hidden = self.layers(batch)  # type: ignore[operator]
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        return self._finished(_pool(hidden, starts, lengths, self.config.pooling))
+        return self.finished(_pool(hidden, starts, lengths, self.config.pooling))
 
     def of_tokens(self, batch: TokenBatch) -> jax.Array:
         """float32[B, L, D]: a vector for each token, raw."""
-        return self._finished(self.layers(batch).astype(jnp.float32))  # type: ignore[operator]
+        return self.finished(self.layers(batch).astype(jnp.float32))  # type: ignore[operator]
 
-    def _finished(self, x: jax.Array) -> jax.Array:
+    def states_of_chunk(self, chunk: ForwardInput) -> jax.Array:
+        """float32[C, E]: hidden states of some tokens of one text, of causal models."""
+        return self.layers.of_chunk(chunk).astype(jnp.float32)  # type: ignore[attr-defined]
+
+    def share_of_chunk(
+        self, states: jax.Array, chunk: ForwardInput, *, length: jax.Array
+    ) -> jax.Array:
+        """float32[E]: what a chunk gives to the pooled vector of a text of `length` tokens, int32[].
+
+        `states`: float32[C, E] of the chunk. The shares of all chunks add up to the vector.
+        """
+        counts = chunk.is_token
+        assert counts is not None
+        if self.config.pooling != "MEAN":
+            counts &= chunk.positions == (0 if self.config.pooling == "CLS" else length - 1)
+        share = jnp.where(counts[:, None], states, 0).sum(axis=0)
+        return share / length.astype(jnp.float32) if self.config.pooling == "MEAN" else share
+
+    def finished(self, x: jax.Array) -> jax.Array:
+        """Raw numbers, float32[..., D], of pooled vectors or hidden states, float32[..., E]."""
         for projection in self.projections:
             x = projection(x)
         return x if self.head is None else self.head(x)

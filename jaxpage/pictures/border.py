@@ -35,11 +35,13 @@ class Picture:
     # Of a video whose frames stand apart in prompts: each row of them as a picture of its own, and its time in seconds.
     frames: tuple[Picture, ...] = ()
     times: tuple[float, ...] = ()
+    # Parts of a picture that are shown beside it, each as a picture of its own; `num_tokens` is without them.
+    crops: tuple[Picture, ...] = ()
 
     @property
     def parts(self) -> tuple[Picture, ...]:
         """What is encoded of it, each part with a span of its own."""
-        return self.frames or (self,)
+        return self.frames or (self, *self.crops)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,19 @@
 """Gemma 3 on the host: pictures to patches, prompts with begin and end of each picture, and the encoder's inputs.
 
-Every picture is resized to one square. Values are those of transformers' Gemma3ImageProcessor without pan and scan.
-Knows no array on a device.
+Every picture is resized to one square; with pan and scan, so are crops of it. Values are those of transformers'
+Gemma3ImageProcessor. Knows no array on a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxpage.pictures.border import Expanded, Picture, Pixels
+from jaxpage.pictures.pan_and_scan import DEFAULTS, PanAndScan, pan_and_scan
 from jaxpage.pictures.pixels import Normalisation, content_hash, resized, rgb
 from jaxpage.pictures.placeholders import expand_placeholders
 from jaxpage.pictures.qwen_vision import PADDING, check_padding
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 _HALVES = (0.5, 0.5, 0.5)
 _BILINEAR = 2
+# What stands around a picture; with crops, before it, and before the first of them.
+_AROUND = "\n\n"
+_BEFORE = "Here is the original image "
+_BETWEEN = " and here are some crops to help you see better "
 _MOST_NEWLINES = 32  # in one token, as Gemma's vocabulary has them
 
 
@@ -94,6 +99,39 @@ class SiglipConfig:
         return {"patches": patches, "places": places, "segments": segments}
 
 
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer that puts words before and after tokens."""
+
+    tokenizer: Any
+
+    def around(self, before: str, token_ids: list[int], after: str) -> list[int]:
+        """The ids of a text between two others, as if all three were tokenised together.
+
+        Ids that the tokenizer would not give to their text stay as they are, and so do those beyond a special token.
+        """
+        special = set(self.tokenizer.all_special_ids)
+        where = [i for i, token_id in enumerate(token_ids) if token_id in special]
+        if where and before and after:
+            first = where[0] + 1
+            head = self.around(before, token_ids[:first], "")
+            return head + self.around("", token_ids[first:], after)
+        start, stop = 0, len(token_ids)
+        if where and before:
+            stop = where[0]
+        elif where:
+            start = where[-1] + 1
+        text = self.tokenizer.decode(token_ids[start:stop])
+        if self._encode(text) == token_ids[start:stop]:
+            joined = self._encode(before + text + after)
+        else:
+            joined = self._encode(before) + token_ids[start:stop] + self._encode(after)
+        return token_ids[:start] + joined + token_ids[stop:]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Processor:
     """The `PictureProcessor` of Gemma 3."""
@@ -106,9 +144,16 @@ class Gemma3Processor:
     end_token_id: int
     # Token of a run of newlines, by its length; what stands around a picture joins the newlines beside it.
     newlines: Mapping[int, int]
+    pan_and_scan: PanAndScan | None = None
+    words: Words | None = None  # None: there is no tokenizer
 
     def image(self, pixels: Pixels) -> Picture:
-        config, array = self.config, rgb(pixels)
+        array = rgb(pixels)
+        crops = [] if self.pan_and_scan is None else self.pan_and_scan.crops(array)
+        return replace(self._square(array), crops=tuple(self._square(crop) for crop in crops))
+
+    def _square(self, array: np.ndarray) -> Picture:
+        config = self.config
         square = resized(array, config.image_size, config.image_size, self.resample)
         return Picture(
             patches=config.patches(self.normalisation(square)),
@@ -122,10 +167,20 @@ class Gemma3Processor:
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> Expanded:
         """`begin_token_id` stands for a picture, as in chat templates; placeholders that are there already stay."""
+        has_crops = any(picture.crops for picture in pictures)
         if self.image_token_id not in token_ids:
-            token_ids = self._with_ends(token_ids)
+            token_ids = (
+                self._with_crops(token_ids, pictures) if has_crops else self._with_ends(token_ids)
+            )
+        parts = [part for picture in pictures for part in picture.parts]
+        if has_crops and token_ids.count(self.image_token_id) == len(pictures):
+            raise ValueError(
+                f"with do_pan_and_scan the {len(pictures)} pictures are {len(parts)}, crops included: give a begin "
+                f"({self.begin_token_id}) alone for each picture, or a placeholder ({self.image_token_id}) for each "
+                "picture and each crop"
+            )
         ids = {"image": self.image_token_id}
-        expanded, spans = expand_placeholders(token_ids, pictures, ids)
+        expanded, spans = expand_placeholders(token_ids, parts, ids)
         ends = {first + number for first, number in spans}
         touching = next((first for first, _ in spans if first in ends), None)
         if touching is not None:
@@ -163,6 +218,31 @@ class Gemma3Processor:
                 found.append(token_id)
         return found
 
+    def _with_crops(self, token_ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+        """The same with words before the crops of a picture, all of it tokenised with the texts around it."""
+        if token_ids.count(self.begin_token_id) != len(pictures):
+            return token_ids  # which `expand_placeholders` refuses
+        if self.words is None:
+            raise ValueError(
+                "do_pan_and_scan puts words before crops and needs the tokenizer, skip_tokenizer_init=True; give a "
+                f"placeholder ({self.image_token_id}) for each picture and each crop"
+            )
+        begin, placeholder, end = self.begin_token_id, self.image_token_id, self.end_token_id
+        texts, rest = list[list[int]](), list(token_ids)
+        while begin in rest:
+            at = rest.index(begin)
+            texts.append(rest[:at])
+            rest = rest[at + 1 :]
+        found, after = list[int](), ""
+        for text, picture in zip(texts, pictures, strict=True):
+            before = (_BEFORE if picture.crops else "") + _AROUND
+            found += [*self.words.around(after, text, before), begin, placeholder, end]
+            for index in range(len(picture.crops)):
+                between = _AROUND + (" " if index else _BETWEEN) + _AROUND
+                found += [*self.words.around(between, [], ""), begin, placeholder, end]
+            after = _AROUND
+        return found + self.words.around(after, rest, "")
+
     def _join(self, found: list[int], token_id: int) -> None:
         """Add a token; if it and the last one are newlines, as one."""
         lengths = {token: length for length, token in self.newlines.items()}
@@ -182,14 +262,10 @@ def gemma3_processor(
 ) -> Gemma3Processor:
     """The processor of a Gemma3Config. Raises ValueError for options and settings that cannot be served."""
     told = settings.image | dict(options or {})
-    unknown = sorted(set(options or {}) - {"do_pan_and_scan"})
+    unknown = sorted(set(options or {}) - set(DEFAULTS))
     if unknown:
         raise ValueError(
-            f"options of the picture processor: {', '.join(unknown)} unknown; known is do_pan_and_scan"
-        )
-    if told.get("do_pan_and_scan"):
-        raise ValueError(
-            "do_pan_and_scan is not supported; cut large pictures into several yourself"
+            f"options of the picture processor: {', '.join(unknown)} unknown; known are {', '.join(DEFAULTS)}"
         )
     config = siglip_config(hf)
     size = told.get("size") or {}
@@ -210,6 +286,8 @@ def gemma3_processor(
         begin_token_id=hf.boi_token_id,
         end_token_id=hf.eoi_token_id,
         newlines=_newlines(tokenizer),
+        pan_and_scan=pan_and_scan(told),
+        words=None if tokenizer is None else Words(tokenizer),
     )
 
 

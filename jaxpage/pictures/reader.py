@@ -74,7 +74,7 @@ class _Counted:
                 f"it has {num_patches} patches, the largest encoder takes {reader.most_patches}; make it "
                 'smaller, or have pictures made smaller with mm_processor_kwargs={"max_pixels": ...}'
             )
-        self.num_tokens += picture.num_tokens
+        self.num_tokens += sum(part.num_tokens for part in picture.parts)
         if self.num_tokens >= reader.most_tokens:
             raise ValueError(
                 f"up to here pictures take {self.num_tokens} tokens, max_model_len is {reader.most_tokens}; "

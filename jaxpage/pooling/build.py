@@ -26,11 +26,12 @@ from jaxpage.models.pooling_model import LinearHead, PoolingModel, Projection
 from jaxpage.models.pooling_registry import Architecture
 from jaxpage.models.sources import Naming
 from jaxpage.pooling.choose import read_architecture
+from jaxpage.pooling.chunks import NO_CHUNKS, Chunks, make_chunks
 from jaxpage.pooling.engine import PoolingEngine
 from jaxpage.pooling.inputs import PoolingInputs
 from jaxpage.pooling.params import PoolerConfig, to_pooler_config
 from jaxpage.pooling.pooler import Activation, Facts, Pooler, sigmoid, softmax
-from jaxpage.pooling.rows import make_sizes
+from jaxpage.pooling.rows import Size, make_sizes
 from jaxpage.pooling.sentence_transformers import (
     Dense,
     SentenceTransformer,
@@ -113,18 +114,32 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
         vocab_size=model.config.vocab_size,
         joins_pairs=getattr(hf_config, "use_sep_token", not from_tokens),
     )
+    sizes, chunks = _sizes(config, model, hardware)
     engine = PoolingEngine(
         model,
-        sizes=make_sizes(
-            max_len=config.max_model_len, max_tokens=max(config.max_num_batched_tokens, 1)
-        ),
-        store=_store(config, model, device),
+        sizes=sizes,
+        chunks=chunks,
+        store=_store(config, model, device, chunks),
         ahead_of_time=not config.enforce_eager,
         of_tokens=facts.tasks[0].startswith("token_"),
     )
     _log(config, model, device, facts, seconds=time.perf_counter() - start)
     return BuiltPooler(
         engine=engine, pooler=Pooler(inputs, facts), config=config, tokenizer=tokenizer
+    )
+
+
+def _sizes(
+    config: ResolvedConfig, model: PoolingModel, hardware: Device
+) -> tuple[tuple[Size, ...], Chunks]:
+    """Of launches, and of the chunks of texts that no launch holds: where tokens see later ones, there are none."""
+    max_len, max_tokens = config.max_model_len, config.max_num_batched_tokens
+    if not model.config.is_causal:
+        return make_sizes(max_len=max_len, max_tokens=max_tokens), NO_CHUNKS
+    sizes = make_sizes(max_len=min(max_len, max_tokens), max_tokens=max_tokens)
+    longest = max(size.length for size in sizes)
+    return sizes, make_chunks(
+        model, hardware, num_tokens=longest, max_len=max_len, block_size=config.block_size
     )
 
 
@@ -317,7 +332,9 @@ def _activation(hf_config: PretrainedConfig, found: Architecture, num_labels: in
     return sigmoid if num_labels == 1 else softmax
 
 
-def _store(config: ResolvedConfig, model: PoolingModel, device: jax.Device) -> ProgramStore | None:
+def _store(
+    config: ResolvedConfig, model: PoolingModel, device: jax.Device, chunks: Chunks
+) -> ProgramStore | None:
     """Where executables of such a model are kept."""
     if config.enforce_eager or not config.compilation_cache_dir:
         return None
@@ -325,6 +342,7 @@ def _store(config: ResolvedConfig, model: PoolingModel, device: jax.Device) -> P
     facts = machine_fingerprint(device, compiler_flags()) | {
         "model": repr(model.config),
         "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
+        "chunks": repr(chunks),
         "projections": repr([projection.activation for projection in model.projections]),
         "devices": str(device.id),
     }

@@ -1,14 +1,16 @@
-"""The engine of pooling models: texts in, a vector or one for each token out. No KV cache and no scheduler.
+"""The engine of pooling models: texts in, a vector or one for each token out. No scheduler.
 
-Knows how launches are filled, computed and read. Must not know prompts, tasks or activations.
+Texts are computed at once, without a KV cache, but for long ones of causal models: those chunk by chunk. Knows how
+launches are filled, computed and read. Must not know prompts, tasks or activations.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -18,11 +20,16 @@ from flax import nnx
 
 from jaxpage.models.pooling_model import PoolingModel
 from jaxpage.models.token_batch import TokenBatch
+from jaxpage.pooling import chunks as chunking
+from jaxpage.pooling.chunks import NO_CHUNKS, Chunk, Chunks, ChunkSize
 from jaxpage.pooling.rows import Launch, Size, pack
 from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import Lowering, ProgramRecord, Programs
 
 _IN_FLIGHT = 2  # launches whose results are not read yet
+Results = list[Any]  # of texts
+# Puts what a launch gave where it belongs; says how many texts are done.
+Take = Callable[[np.ndarray, Results], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +61,23 @@ class PoolingEngine:
         model: PoolingModel,
         *,
         sizes: Sequence[Size],
+        chunks: Chunks = NO_CHUNKS,
         store: ProgramStore | None = None,
         ahead_of_time: bool = True,
         of_tokens: bool = False,
     ):
-        """`of_tokens`: whether the model is mostly asked for each token, so that those programs are compiled ahead."""
+        """`of_tokens`: whether the model is mostly asked for each token, so that those programs are compiled ahead.
+
+        Texts longer than all `sizes` are computed by `chunks`.
+        """
         self.model = model
-        self._sizes = tuple(sizes)
-        self._programs = Programs(_lowerings(model, sizes), store)
+        self._sizes, self._chunks = tuple(sizes), chunks
+        programs = _lowerings(model, sizes) | chunking.lowerings(model, chunks)
+        self._programs = Programs(programs, store)
         self._num_texts = self._num_tokens = self._num_padded = self._num_launches = 0
         if ahead_of_time:
-            self._programs.start([_name(size, of_tokens=of_tokens) for size in self._by_need()])
+            by_need = [*self._by_need(), *chunks.sizes]
+            self._programs.start([size.name(of_tokens=of_tokens) for size in by_need])
 
     def _by_need(self) -> list[Size]:
         """Short texts first: one alone, then many."""
@@ -78,34 +91,60 @@ class PoolingEngine:
         done: Callable[[int], object] = lambda num_texts: None,
     ) -> list[np.ndarray]:
         """Raw float32 numbers of each text: [D], or `of_tokens` [T, D]. `done` hears of each launch that was read."""
-        results: list[Any] = [None] * len(texts)
-        waiting: deque[tuple[Launch, jax.Array]] = deque()
+        results: Results = [None] * len(texts)
+        waiting: deque[tuple[jax.Array, Take]] = deque()
 
         def read() -> None:
-            launch, output = waiting.popleft()
-            for index, found in _read(launch, np.asarray(output), texts, of_tokens):
-                results[index] = found
-            done(len(launch.places))
+            output, take = waiting.popleft()
+            done(take(np.asarray(output), results))
 
-        for launch in pack([len(text.token_ids) for text in texts], self._sizes):
-            name = _name(launch.size, of_tokens=of_tokens)
-            tokens, spans = _fill(launch, texts)
-            program = self._programs[name]
-            self._programs.num_calls[name] += 1
-            leaves = jax.tree.leaves(nnx.state(self.model))
-            waiting.append((launch, program(leaves, tokens, spans)))
-            self._count(launch, texts)
+        for launched in chain(self._rows(texts, of_tokens), self._long_texts(texts, of_tokens)):
+            waiting.append(launched)
             if len(waiting) > _IN_FLIGHT:
                 read()
         while waiting:
             read()
+        self._num_texts += len(texts)
+        self._num_tokens += sum(len(text.token_ids) for text in texts)
         return results
 
-    def _count(self, launch: Launch, texts: Sequence[Text]) -> None:
+    def _rows(self, texts: Sequence[Text], of_tokens: bool) -> Iterator[tuple[jax.Array, Take]]:
+        """Launches of many texts."""
+        for launch in pack([len(text.token_ids) for text in texts], self._sizes):
+            size = launch.size
+            output = self._call(size.name(of_tokens=of_tokens), *_fill(launch, texts))
+            self._num_padded += size.length * size.num_rows
+            yield output, partial(_take_rows, launch, texts, of_tokens)
+
+    def _long_texts(
+        self, texts: Sequence[Text], of_tokens: bool
+    ) -> Iterator[tuple[jax.Array, Take]]:
+        """Launches of texts that are in no row. Those of one size have one KV pool after the other."""
+        longest = max(size.length for size in self._sizes)
+        long = [i for i, text in enumerate(texts) if len(text.token_ids) > longest]
+        for size in self._chunks.sizes:
+            own = [i for i in long if self._chunks.size_of(len(texts[i].token_ids)) == size]
+            yield from self._of_size(size, own, texts, of_tokens)
+
+    def _of_size(
+        self, size: ChunkSize, indices: list[int], texts: Sequence[Text], of_tokens: bool
+    ) -> Iterator[tuple[jax.Array, Take]]:
+        kv_pool = self._chunks.pool_of(size).allocate() if indices else []
+        for index in indices:
+            token_ids = texts[index].token_ids
+            pooled = jnp.zeros(self.model.config.hidden_size)
+            for chunk in chunking.cut(len(token_ids), size):
+                packed = chunking.pack_chunk(chunk, size, token_ids)
+                name = size.name(of_tokens=of_tokens)
+                kv_pool, pooled, output = self._call(name, kv_pool, pooled, packed)
+                self._num_padded += size.num_tokens
+                yield output, partial(_take_chunk, index, chunk, of_tokens)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        program = self._programs[name]
+        self._programs.num_calls[name] += 1
         self._num_launches += 1
-        self._num_texts += len(launch.places)
-        self._num_tokens += sum(len(texts[place.text].token_ids) for place in launch.places)
-        self._num_padded += launch.size.length * launch.size.num_rows
+        return program(jax.tree.leaves(nnx.state(self.model)), *arguments)
 
     def stats(self) -> PoolingStats:
         return PoolingStats(
@@ -138,10 +177,6 @@ class PoolingEngine:
         """There is none."""
 
 
-def _name(size: Size, *, of_tokens: bool) -> str:
-    return f"{'tokens' if of_tokens else 'texts'} B={size.num_rows} L={size.length}"
-
-
 def _lowerings(model: PoolingModel, sizes: Iterable[Size]) -> dict[str, Lowering]:
     """Each program traced from shapes: `(leaves, tokens, spans) -> float32`, see `_fill`."""
     graphdef, state = nnx.split(model)
@@ -164,7 +199,7 @@ def _lowerings(model: PoolingModel, sizes: Iterable[Size]) -> dict[str, Lowering
         return jax.jit(partial(compute, of_tokens), keep_unused=True).lower(structs, tokens, spans)
 
     return {
-        _name(size, of_tokens=of_tokens): partial(lower, size, of_tokens)
+        size.name(of_tokens=of_tokens): partial(lower, size, of_tokens)
         for of_tokens in (False, True)
         for size in sizes
     }
@@ -188,12 +223,25 @@ def _fill(launch: Launch, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray
     return tokens, spans
 
 
-def _read(
-    launch: Launch, output: np.ndarray, texts: Sequence[Text], of_tokens: bool
-) -> Iterable[tuple[int, np.ndarray]]:
+def _take_rows(
+    launch: Launch, texts: Sequence[Text], of_tokens: bool, output: np.ndarray, results: Results
+) -> int:
     for number, place in enumerate(launch.places):
         if not of_tokens:
-            yield place.text, output[number]
+            results[place.text] = output[number]
         else:
             stop = place.start + len(texts[place.text].token_ids)
-            yield place.text, output[place.row, place.start : stop].copy()
+            results[place.text] = output[place.row, place.start : stop].copy()
+    return len(launch.places)
+
+
+def _take_chunk(
+    index: int, chunk: Chunk, of_tokens: bool, output: np.ndarray, results: Results
+) -> int:
+    if not of_tokens:
+        results[index] = output
+    else:
+        if chunk.start == 0:
+            results[index] = np.empty((chunk.length, output.shape[-1]), np.float32)
+        results[index][chunk.start : chunk.stop] = output[: chunk.stop - chunk.start]
+    return int(chunk.is_last)

@@ -21,6 +21,9 @@ class Size:
     length: int
     num_rows: int
 
+    def name(self, *, of_tokens: bool) -> str:
+        return f"{'tokens' if of_tokens else 'texts'} B={self.num_rows} L={self.length}"
+
     @property
     def num_texts(self) -> int:
         """The most texts of a launch."""
@@ -63,14 +66,15 @@ def make_sizes(*, max_len: int, max_tokens: int) -> tuple[Size, ...]:
 
 
 def pack(lengths: Sequence[int], sizes: Sequence[Size]) -> list[Launch]:
-    """Every text into some row, the longest first, each where it leaves the least room.
+    """Every text that fits into some row, the longest first, each where it leaves the least room.
 
     A text opens a row of the shortest length that holds it; shorter ones fill what is left of rows.
     """
     known = sorted({size.length for size in sizes})
     rows: list[_Row] = []
     room: list[tuple[int, int]] = []  # tokens left, row; sorted
-    for text in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    fitting = (text for text, length in enumerate(lengths) if length <= known[-1])
+    for text in sorted(fitting, key=lambda i: -lengths[i]):
         length = lengths[text]
         at = bisect.bisect_left(room, (length, -1))
         if at < len(room):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -95,6 +96,7 @@ def checked_answer(oracle, processor, llm: LLM, prompt) -> list[int]:
         ids, images = prompt["prompt_token_ids"], prompt["multi_modal_data"]["image"]
     pictures = [processor.image(image) for image in images]
     expanded = processor.expand(list(ids), pictures).token_ids
+    pictures = [part for picture in pictures for part in picture.parts]
     params = dataclasses.replace(GREEDY, logprobs=1)
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     (answer,) = output.outputs
@@ -143,6 +145,31 @@ def test_a_picture_of_which_half_is_cached_is_computed_from_there(llm, checked):
     (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
     assert (output.num_cached_tokens, len(output.prompt_token_ids)) == (32, 40)
     assert list(output.outputs[0].token_ids) == expected
+
+
+@pytest.mark.slow
+def test_crops_are_seen_as_pictures_of_their_own(path, tmp_path):
+    """A long picture and two crops of it, in chunks; the crop of one is the whole of another."""
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    picture_models.save_tokenizer(tmp_path)
+    options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 50}
+    llm = make_llm(tmp_path, skip_tokenizer_init=False, mm_processor_kwargs=options)
+    processor = picture_processor(
+        load_hf_config(str(tmp_path)), tmp_path, tokenizer=llm.get_tokenizer(), options=options
+    )
+    oracle = picture_models.torch_model(tmp_path)
+    wide = pixels(60, 120)
+    prompt = seeing(text(5, 0), wide, text(9, 1))
+    prompt["prompt_token_ids"].remove(GEMMA_IMAGE)
+    prompt["prompt_token_ids"].remove(GEMMA_END)
+    answer = checked_answer(oracle, processor, llm, prompt)
+    assert llm.stats().num_encoded_pictures == 3
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == answer
+    assert output.num_cached_tokens >= len(output.prompt_token_ids) - 8
+    checked_answer(oracle, processor, llm, seeing(text(5, 2), wide[:, :60], text(9, 1)))
+    checked_answer(oracle, processor, llm, seeing(text(5, 3), wide[:, 60:], text(9, 1)))
+    assert llm.stats().num_encoded_pictures == 3
 
 
 @pytest.mark.slow

@@ -1,0 +1,179 @@
+"""Texts that are longer than a launch: some tokens of one text at a time, with the KV of those before them.
+
+For causal models, whose tokens see no later one. Knows the programs of chunks. Must not know rows, prompts or tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpage.batch import StepBatch
+from jaxpage.device import Device
+from jaxpage.kv_pool import KVPool, KVPoolSpec
+from jaxpage.models.inputs import ForwardInput
+from jaxpage.models.pooling_model import PoolingModel
+from jaxpage.ops import attention
+from jaxpage.ops.attention import PagedAttention
+from jaxpage.parallel.heads import share_heads
+from jaxpage.plan import NULL_BLOCK
+from jaxpage.runner.programs import Lowering
+
+
+@dataclass(frozen=True, order=True)
+class ChunkSize:
+    """Launches of up to C tokens of a text of up to L."""
+
+    longest: int
+    num_tokens: int
+
+    def name(self, *, of_tokens: bool) -> str:
+        kind = "tokens" if of_tokens else "texts"
+        return f"{kind} C={self.num_tokens} L={self.longest}"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `start` to `stop` of a text of `length`."""
+
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """Which sizes there are, and the KV pool of one text. No sizes: every text is computed at once."""
+
+    sizes: tuple[ChunkSize, ...] = ()
+    pool: KVPoolSpec | None = None  # but for the number of its blocks
+
+    def size_of(self, length: int) -> ChunkSize:
+        """The smallest that holds a text."""
+        return next(size for size in self.sizes if size.longest >= length)
+
+    def pool_of(self, size: ChunkSize) -> KVPoolSpec:
+        assert self.pool is not None
+        return replace(self.pool, num_blocks=1 + -(-size.longest // self.pool.block_size))
+
+
+NO_CHUNKS = Chunks()
+
+
+def make_chunks(
+    model: PoolingModel, device: Device, *, num_tokens: int, max_len: int, block_size: int
+) -> Chunks:
+    """For texts of `num_tokens` + 1 to `max_len` tokens. Chunks have `num_tokens`; KV pools double in length."""
+    if max_len <= num_tokens:
+        return NO_CHUNKS
+    lengths = [min(2 * num_tokens, max_len)]
+    while lengths[-1] < max_len:
+        lengths.append(min(2 * lengths[-1], max_len))
+    decoder = model.layers.decoder.config  # type: ignore[attr-defined]
+    shares = share_heads(decoder.num_heads, decoder.num_kv_heads, 1)
+    pool = KVPoolSpec(
+        num_arrays=decoder.num_layers,
+        num_blocks=0,
+        block_size=block_size,
+        num_kv_heads=shares.of_pool,
+        head_dim=decoder.head_dim,
+        dtype=jnp.dtype(decoder.dtype),
+        platform=device.platform,
+    )
+    table = (1, -(-max_len // block_size))
+    pool = attention.choose(pool, device, shares=shares, table=table).chosen
+    return Chunks(sizes=tuple(ChunkSize(length, num_tokens) for length in lengths), pool=pool)
+
+
+def cut(length: int, size: ChunkSize) -> Iterator[Chunk]:
+    """The chunks of a text, in their order."""
+    for start in range(0, length, size.num_tokens):
+        yield Chunk(start, min(start + size.num_tokens, length), length)
+
+
+def pack_chunk(chunk: Chunk, size: ChunkSize, token_ids: Sequence[int]) -> np.ndarray:
+    """int32[3 + C]: start, stop and length, then the ids of the chunk, of all those of its text."""
+    packed = np.zeros(3 + size.num_tokens, np.int32)
+    packed[:3] = chunk.start, chunk.stop, chunk.length
+    packed[3 : 3 + chunk.stop - chunk.start] = token_ids[chunk.start : chunk.stop]
+    return packed
+
+
+def lowerings(model: PoolingModel, chunks: Chunks) -> dict[str, Lowering]:
+    """Each program traced from shapes: `(leaves, kv_pool, pooled, packed) -> (kv_pool, pooled, float32)`.
+
+    `pooled`, float32[E], is carried from chunk to chunk and zeros before the first. The last result is raw numbers: [D]
+    of the text, which are right after its last chunk, or [C, D] of the chunk's tokens. Pool and `pooled` are donated.
+    """
+    graphdef, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def compute(
+        spec: KVPoolSpec,
+        of_tokens: bool,
+        leaves: list[Any],
+        kv_pool: KVPool,
+        pooled: jax.Array,
+        packed: jax.Array,
+    ) -> tuple[KVPool, jax.Array, jax.Array]:
+        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        chunk, kv = _inputs(spec, kv_pool, packed)
+        states = merged.states_of_chunk(chunk)
+        pooled = pooled + merged.share_of_chunk(states, chunk, length=packed[2])
+        found = merged.finished(states if of_tokens else pooled)
+        return kv.kv_pool, pooled, found
+
+    def lower(size: ChunkSize, of_tokens: bool) -> jax.stages.Lowered:
+        spec = chunks.pool_of(size)
+        pooled = jax.ShapeDtypeStruct((model.config.hidden_size,), jnp.float32)
+        packed = jax.ShapeDtypeStruct((3 + size.num_tokens,), jnp.int32)
+        program = jax.jit(
+            partial(compute, spec, of_tokens), donate_argnums=(1, 2), keep_unused=True
+        )
+        return program.lower(structs, spec.abstract(), pooled, packed)
+
+    return {
+        size.name(of_tokens=of_tokens): partial(lower, size, of_tokens)
+        for of_tokens in (False, True)
+        for size in chunks.sizes
+    }
+
+
+def _inputs(
+    spec: KVPoolSpec, kv_pool: KVPool, packed: jax.Array
+) -> tuple[ForwardInput, PagedAttention]:
+    """What the decoder computes from, and the attention that has the pool with the chunk's KV afterwards.
+
+    The text's KV is in blocks 1, 2, ...; what a longer text has left behind it is not seen.
+    """
+    start, stop, token_ids = packed[0], packed[1], packed[3:]
+    positions = start + jnp.arange(token_ids.size, dtype=jnp.int32)
+    is_token = positions < stop
+    batch = StepBatch(
+        slots=jnp.zeros(1, jnp.int32),
+        query_starts=jnp.stack([jnp.zeros_like(start), stop - start]),
+        kv_lens=stop[None],
+        token_ids=token_ids,
+        positions=jnp.where(is_token, positions, 0),
+        slot_mappings=jnp.where(is_token, spec.block_size + positions, NULL_BLOCK)[None],
+        block_tables=jnp.arange(1, spec.num_blocks, dtype=jnp.int32)[None, None],
+        is_token=is_token,
+    )
+    places = tuple((0, index) for index in range(spec.num_arrays))
+    paged = PagedAttention(kv_pool, batch, places, spec=spec, one_query_per_row=False)
+    inputs = ForwardInput(
+        token_ids=token_ids, positions=batch.positions, attention=paged, is_token=is_token
+    )
+    return inputs, paged
