@@ -1,7 +1,7 @@
 """How a TPU keeps the pool, and how the packed tokens of a step are brought to the paged attention kernel.
 
-Plain jnp around the kernel of `tpu.py`, whose letters it shares: layouts, tile sizes, lists of what there is to do and
-how the kernel reads them, and what it cannot do. Knows nothing of copies and of what is computed.
+Plain jnp around the kernel of `tpu.py`, whose letters it shares: layouts, tile sizes, and what the kernel cannot do.
+Knows nothing of copies and of what is computed.
 
 A slot of the pool is one row of lanes, head after head, K before V. With K and V on an axis of their own, as elsewhere,
 XLA turns the layout of any head_dim but 128 and 256 around, so that nothing is padded, and copies the whole pool to
@@ -30,7 +30,10 @@ SMEM_BYTES = 3 << 18  # of a block table; a core has 1 MB
 VMEM_BYTES = 32 << 20  # of 64 MB and more
 BLOCK_BYTES = 4 << 20  # two are in VMEM at once
 KV_BUFFERS = 2
+QUERY_BUFFERS = 2
 CHUNK_BUFFERS = 8
+UNROLLED_REGISTERS = 32  # of 64
+UNROLLED_BLOCKS = 8  # of a tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +195,31 @@ class Shape:
         return first, start - first
 
     @property
+    def stack(self) -> int:
+        """KV heads whose queries share rows of registers: with one query per row a head alone may not fill 8 rows."""
+        most = max(1, 8 // self.group) if self.tile_q == 1 else 1
+        return max(n for n in range(1, most + 1) if self.num_kv_heads % n == 0)
+
+    @property
+    def num_stacks(self) -> int:
+        return self.num_kv_heads // self.stack
+
+    @property
     def rows(self) -> int:
-        """A: queries times heads of a group, padded to whole registers."""
-        return -(-self.group * self.tile_q // 8) * 8
+        """A: queries times heads of a group times heads of a stack, padded to whole registers."""
+        return -(-self.stack * self.group * self.tile_q // 8) * 8
+
+    @property
+    def heads_at_once(self) -> int:
+        """KV heads that are unrolled, so that the arithmetic of one fills the waits of another; a divisor of K.
+
+        As many as have scores of at most UNROLLED_REGISTERS. The rest is a loop, also for the compiler's sake.
+        """
+        least = math.lcm(self.period, self.stack)
+        of_stack = self.rows // 8 * (self.tile_kv // LANES)
+        most = max(least, UNROLLED_REGISTERS // of_stack * self.stack)
+        divisors = range(least, self.num_kv_heads + 1, least)
+        return max(n for n in divisors if n <= most and self.num_kv_heads % n == 0)
 
     @property
     def tile_kv(self) -> int:
@@ -211,10 +236,11 @@ class Shape:
             self.num_planes * self.read_lanes,
             self.dtype.itemsize,
         )
-        # Queries and results; float32 sums; greatest score, sum of weights and sinks in registers of their own.
-        of_row = wide * ((KV_BUFFERS + 2) * item + 4) + 3 * LANES * 4
+        # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own.
+        of_row = wide * ((QUERY_BUFFERS * self.stack + 2) * item + 4) + 3 * LANES * 4
         slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * _chunk(self.pool_dtype)
-        total = heads * self.rows * of_row + slots * self.width * self.pool_dtype.itemsize
+        total = self.num_stacks * self.rows * of_row
+        total += slots * self.width * self.pool_dtype.itemsize
         if self.scale_rows:
             slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * self.block_size
             total += 4 * (slots * max(16, self.scale_rows * heads) + 8 * self.tile_kv * heads)
@@ -265,69 +291,6 @@ def shape_of(
     return shape
 
 
-def pack_table(table: jax.Array) -> jax.Array:
-    """[R, M] → int32[R * ceil(M / 2)] of two ids each, the first in the low half: scalar memory is small."""
-    table = jnp.pad(table, ((0, 0), (0, table.shape[1] % 2)))
-    return (table[:, ::2] | (table[:, 1::2] << 16)).reshape(-1)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What the scalar memory holds of the rows."""
-
-    shape: Shape
-    table: jax.Array  # int32[R * ceil(M / 2)], see `pack_table`
-    kv_lens: jax.Array  # int32[R]
-    query_starts: jax.Array  # int32[R+1]
-
-    def block(self, row, number):
-        """The row's block of that number."""
-        words_per_row = (self.shape.blocks_per_row + 1) // 2
-        word = self.table[row * words_per_row + number // 2]
-        return (word >> (number % 2 * 16)) & 0xFFFF
-
-    def queries(self, row):
-        """The row's packed tokens [first, end), and what a token's position is greater than its index by."""
-        first, end = self.query_starts[row], self.query_starts[row + 1]
-        return first, end, self.kv_lens[row] - end
-
-
-def _expand(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row r, counts[r] times: [2, 0, 3] → rows [0, 0, 2, 2, 2, ..], numbers [0, 1, 0, 1, 2, ..] and how many, [5]."""
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    index = jnp.arange(size, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, counts.shape[0] - 1)
-    return row, index - (ends - counts)[row], ends[-1:]
-
-
-def work(
-    shape: Shape,
-    kv_lens: jax.Array,
-    query_starts: jax.Array,
-    query_lens: jax.Array,
-    num_tokens: int,
-) -> list[jax.Array]:
-    """What there is to do, in the order of doing it; XLA computes it once for all layers.
-
-    Chunks that get new tokens: row, first position; number of them. The same for blocks, if they have scales.
-    Units: row, query tile, which in the order of visits that tile is; number of them.
-    """
-    most_rows = min(kv_lens.shape[0], num_tokens)  # that have tokens
-    scalars = []
-    for size in write_sizes(shape):
-        first = (kv_lens - query_lens) // size
-        counts = jnp.where(query_lens > 0, -(-kv_lens // size) - first, 0)
-        row, number, total = _expand(counts, num_tokens // size + 2 * most_rows)
-        scalars += [row, (first[row] + number) * size, total]
-    first = query_starts[:-1] // shape.tile_q
-    counts = jnp.where(query_lens > 0, -(-query_starts[1:] // shape.tile_q) - first, 0)
-    row, number, total = _expand(counts, -(-num_tokens // shape.tile_q) + most_rows)
-    tile = first[row] + number
-    moved = jnp.concatenate([jnp.zeros(1, jnp.int32), (tile[1:] != tile[:-1]).astype(jnp.int32)])
-    return [*scalars, row, tile, jnp.cumsum(moved, dtype=jnp.int32), total]
-
-
 def write_sizes(shape: Shape) -> list[int]:
     """Slots that are fetched, merged and put back at once: of the data, and of scales and zeros."""
     sizes = [_chunk(shape.pool_dtype)]
@@ -359,7 +322,10 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.A
 
 
 def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
-    """[T, H, D] → [Q, K, P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie."""
+    """[T, H, D] → [Q, K', P, A, W']: tiles of queries, head by head, in the lanes where the head's keys lie.
+
+    Of a stack of n heads K' = K / n and W' = n W: a row is 0 in the lanes of the stack's other heads.
+    """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     q = jnp.pad(q, ((0, -q.shape[0] % tile_q), (0, 0), (0, 0)))
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
@@ -370,21 +336,34 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     def place(in_period):
         _, before = shape.lanes(in_period, False)
         after = shape.read_lanes - before - shape.head_lanes
-        rows, lanes = (0, shape.rows - group * tile_q), (before, after)
-        return jnp.pad(q[:, :, in_period], ((0, 0), (0, 0), (0, 0), rows, lanes))
+        widths = [(0, 0)] * 4 + [(before, after)]
+        return jnp.pad(q[:, :, in_period], widths)
 
     tiles = jnp.stack([place(in_period) for in_period in range(period)], axis=2)
-    return tiles.reshape(tiles.shape[0], shape.num_kv_heads, *tiles.shape[3:])
+    planes, stack = shape.num_planes, shape.stack
+    tiles = tiles.reshape(-1, shape.num_stacks, stack, planes, group * tile_q, 1, shape.read_lanes)
+    tiles = jnp.swapaxes(tiles, 2, 3)
+    is_own = jnp.eye(stack, dtype=bool)[:, None, :, None]
+    tiles = jnp.where(is_own, tiles, 0).reshape(
+        -1, shape.num_stacks, planes, stack * group * tile_q, stack * shape.read_lanes
+    )
+    rows = (0, shape.rows - tiles.shape[3])
+    return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), rows, (0, 0)))
 
 
 def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
-    """The inverse, from the lanes where the head's values lie."""
+    """[Q, K', P, A, W] → [T, H, D], from the lanes where the head's values lie."""
     tile_q, group, period = shape.tile_q, shape.group, shape.period
-    out = out.reshape(out.shape[0], -1, period, *out.shape[2:])
+    rows = group * tile_q
+    out = out[:, :, :, : shape.stack * rows].reshape(
+        -1, shape.num_stacks, shape.num_planes, shape.stack, rows, shape.read_lanes
+    )
+    out = jnp.swapaxes(out, 2, 3)
+    out = out.reshape(out.shape[0], -1, period, shape.num_planes, rows, shape.read_lanes)
 
     def take(in_period):
         _, first = shape.lanes(in_period, True)
-        return out[:, :, in_period, :, : group * tile_q, first : first + shape.head_lanes]
+        return out[:, :, in_period, :, :, first : first + shape.head_lanes]
 
     out = jnp.stack([take(in_period) for in_period in range(period)], axis=2)
     out = out.reshape(-1, shape.num_kv_heads, shape.num_planes, group, tile_q, shape.head_lanes)
