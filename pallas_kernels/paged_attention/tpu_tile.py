@@ -143,9 +143,11 @@ def add_tile(shape: Shape, scratch: Scratch, queries, slot, visible) -> None:
             for top, x in zip(tops, scores, strict=True)
         ]
         weights = [
-            jnp.exp2(x - _over(new_top, x)) for x, new_top in zip(scores, new_tops, strict=True)
+            _power(shape, x - _over(new_top, x)) for x, new_top in zip(scores, new_tops, strict=True)
         ]
-        rescales = [jnp.exp2(top - new_top) for top, new_top in zip(tops, new_tops, strict=True)]
+        rescales = [
+            _power(shape, top - new_top) for top, new_top in zip(tops, new_tops, strict=True)
+        ]
         totals = [
             scratch.total[first + i] * rescales[i] + _sum_of_chunks(weights[i])
             for i in range(num_stacks)
@@ -222,7 +224,7 @@ def _dot(shape: Shape, x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
 
 
 def _scores(shape: Shape, queries, keys, factors, visible) -> jax.Array:
-    """[A, B], as powers of 2 want them. queries: [P, A, W'].
+    """[A, B], without the scale that `_power` knows. queries: [P, A, W'].
 
     With k = (n - z) s for stored n, zero z and scale s, q.k = s (q.n - z sum(q)).
     """
@@ -234,11 +236,20 @@ def _scores(shape: Shape, queries, keys, factors, visible) -> jax.Array:
             for plane in range(shape.num_planes)
         )
         scores = (scores - sums * factors[1]) * factors[0]
-    if soft_cap is None:
-        scores = scores * (scale * LOG2E)
-    else:
-        scores = (soft_cap * LOG2E) * jnp.tanh(scores * (scale / soft_cap))
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
     return jnp.where(visible, scores, MASK)
+
+
+def _exponent(shape: Shape) -> float:
+    """What a score is multiplied by to be a power of 2."""
+    scale, _, soft_cap = shape.mask
+    return LOG2E * (scale if soft_cap is None else 1.0)
+
+
+def _power(shape: Shape, difference: jax.Array) -> jax.Array:
+    """e to a difference of two scores. It alone is scaled: the compiler would rather scale scores twice than keep them."""
+    return jnp.exp2(difference * _exponent(shape))
 
 
 def _accs(shape: Shape, acc_ref, rescale, weights, values, factors) -> list[jax.Array]:
@@ -288,7 +299,7 @@ def finish(shape: Shape, mine, sinks_ref, scratch: Scratch, out_ref) -> None:
         )
         factor = 1.0 / total
         if sinks_ref is not None:
-            sink = sinks_ref[stack] * LOG2E
+            top, sink = top * _exponent(shape), sinks_ref[stack] * LOG2E
             new_top = jnp.maximum(top, sink)
             rescale = jnp.exp2(top - new_top)
             factor = rescale / (total * rescale + jnp.exp2(sink - new_top))

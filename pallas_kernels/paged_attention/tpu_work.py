@@ -1,6 +1,6 @@
 """What there is to do in a call of the TPU kernel, as lists in the scalar memory. Letters as in `tpu.py`.
 
-`work` computes them in XLA, once for all layers; `Rows` and `Units` read them in the kernel.
+`chunks` and `units` compute them in XLA, once for all layers; `Rows` and `Units` read them in the kernel.
 """
 
 from __future__ import annotations
@@ -60,19 +60,10 @@ def _expand(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arr
     return row, index - (ends - counts)[row], ends[-1:]
 
 
-def work(
-    shape: Shape,
-    kv_lens: jax.Array,
-    query_starts: jax.Array,
-    query_lens: jax.Array,
-    num_tokens: int,
+def chunks(
+    shape: Shape, kv_lens: jax.Array, query_lens: jax.Array, num_tokens: int
 ) -> list[jax.Array]:
-    """What there is to do, in the order of doing it; XLA computes it once for all layers.
-
-    Chunks that get new tokens: row, first position; number of them. The same for blocks, if they have scales.
-    Units: row, query tile, which in the order of visits that tile is, the positions [first, end) of the keys that its
-    queries see; number of them.
-    """
+    """Chunks that get new tokens: row, first position; number of them. The same for blocks, if they have scales."""
     most_rows = min(kv_lens.shape[0], num_tokens)  # that have tokens
     scalars = []
     for size in write_sizes(shape):
@@ -80,19 +71,33 @@ def work(
         counts = jnp.where(query_lens > 0, -(-kv_lens // size) - first, 0)
         row, number, total = _expand(counts, num_tokens // size + 2 * most_rows)
         scalars += [row, (first[row] + number) * size, total]
+    return scalars
+
+
+def units(
+    shape: Shape,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    has_units: jax.Array,
+    num_tokens: int,
+) -> list[jax.Array]:
+    """Units of the rows that have some, in the order of doing them: the arrays of `Units`, and their number.
+
+    has_units: bool[R]; such rows have queries.
+    """
     first = query_starts[:-1] // shape.tile_q
-    counts = jnp.where(query_lens > 0, -(-query_starts[1:] // shape.tile_q) - first, 0)
+    counts = jnp.where(has_units, -(-query_starts[1:] // shape.tile_q) - first, 0)
+    most_rows = min(kv_lens.shape[0], num_tokens)
     row, number, total = _expand(counts, -(-num_tokens // shape.tile_q) + most_rows)
     tile = first[row] + number
     moved = jnp.concatenate([jnp.zeros(1, jnp.int32), (tile[1:] != tile[:-1]).astype(jnp.int32)])
-    scalars += [row, tile, jnp.cumsum(moved, dtype=jnp.int32)]
     before = (kv_lens - query_starts[1:])[row]
     end_key = jnp.minimum(query_starts[row + 1], (tile + 1) * shape.tile_q) + before
     first_key = jnp.zeros_like(end_key)
     if (window := shape.mask[1]) is not None:
         position = jnp.maximum(query_starts[row], tile * shape.tile_q) + before
         first_key = jnp.maximum(position - window + 1, 0)
-    return [*scalars, first_key, end_key, total]
+    return [row, tile, jnp.cumsum(moved, dtype=jnp.int32), first_key, end_key, total]
 
 
 @dataclass(frozen=True)
