@@ -81,7 +81,13 @@ class Attend:
         pl.when(~is_whole)(lambda: self.wait_for_part(first, end, slot))
         widen_factors(self.shape, scratch, slot, first, end)
         queries = scratch.queries.at[units.visit[unit] & (QUERY_BUFFERS - 1)]
-        add_tile(self.shape, scratch, queries, slot, self.visible(unit, tile))
+        add = partial(add_tile, self.shape, scratch, queries, slot)
+        if self.shape.tile_q == 1:
+            add(self.visible(unit, tile))
+        else:  # a mask is a quarter of the vector unit's work
+            is_clear = self.all_visible(unit, tile)
+            pl.when(is_clear)(lambda: add(None))
+            pl.when(~is_clear)(lambda: add(self.visible(unit, tile)))
         return _next(slot, 1), *units.following(later_unit, later_tile)
 
     def visible(self, unit, tile):
@@ -97,6 +103,15 @@ class Attend:
         if shape.mask[1] is not None:
             visible &= key > position - shape.mask[1]
         return visible
+
+    def all_visible(self, unit, tile):
+        """Whether all queries of the unit see all keys of the tile."""
+        units, shape = self.units, self.shape
+        first_query, _, before = units.rows.queries(units.row[unit])
+        first_query = jnp.maximum(first_query, units.query_tile[unit] * shape.tile_q)
+        begin, window = tile * shape.tile_kv, shape.mask[1]
+        is_past = begin + shape.tile_kv <= first_query + before + 1
+        return is_past if window is None else is_past & (begin >= units.end_key[unit] - window)
 
     def prefetch(self, unit, tile, slot) -> None:
         """Starts the copies of a tile's blocks with keys of the unit, data and scales."""

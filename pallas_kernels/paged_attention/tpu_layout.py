@@ -33,6 +33,8 @@ KV_BUFFERS = 2
 QUERY_BUFFERS = 2
 CHUNK_BUFFERS = 8
 UNROLLED_REGISTERS = 32  # of 64
+UNROLLED_HEADS = 5
+UNROLLED_SCORES = 256  # registers of a head
 UNROLLED_BLOCKS = 8  # of a tile
 
 
@@ -213,13 +215,17 @@ class Shape:
     def heads_at_once(self) -> int:
         """KV heads that are unrolled, so that the arithmetic of one fills the waits of another; a divisor of K.
 
-        As many as have scores of at most UNROLLED_REGISTERS. The rest is a loop, also for the compiler's sake.
+        With one query per row as many as have scores that registers hold. Else a few, whose scores are in VMEM in any
+        case: with 4 a head takes 435 cycles on a v6e, with 2 517, alone 690. The rest is a loop, also for the
+        compiler's sake.
         """
         least = math.lcm(self.period, self.stack)
         of_stack = self.rows // 8 * (self.tile_kv // LANES)
-        most = max(least, UNROLLED_REGISTERS // of_stack * self.stack)
+        most = UNROLLED_REGISTERS // of_stack * self.stack
+        if self.tile_q > 1:
+            most = UNROLLED_HEADS if of_stack <= UNROLLED_SCORES else 1
         divisors = range(least, self.num_kv_heads + 1, least)
-        return max(n for n in divisors if n <= most and self.num_kv_heads % n == 0)
+        return max(n for n in divisors if n <= max(least, most) and self.num_kv_heads % n == 0)
 
     @property
     def tile_kv(self) -> int:
@@ -230,7 +236,7 @@ class Shape:
 
     @property
     def vmem_bytes(self) -> int:
-        """What the buffers take, and the compiler's room for scores, weights and widened keys of one head."""
+        """What the buffers take, and the compiler's room for scores, weights and widened keys of two heads."""
         heads, wide, item = (
             self.num_kv_heads,
             self.num_planes * self.read_lanes,
@@ -244,7 +250,8 @@ class Shape:
         if self.scale_rows:
             slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * self.block_size
             total += 4 * (slots * max(16, self.scale_rows * heads) + 8 * self.tile_kv * heads)
-        return total + 4 * self.tile_kv * (3 * self.rows + 2 * wide)
+        at_once = self.stack if self.heads_at_once <= math.lcm(self.period, self.stack) else 2 * self.stack
+        return total + 4 * self.tile_kv * (3 * self.rows + 2 * wide) * at_once
 
 
 def data(pool: Pool) -> jax.Array:

@@ -1,9 +1,10 @@
 """The arithmetic of the TPU kernel's second phase: one tile of keys in VMEM for a tile of queries.
 
-Letters as in `tpu.py`. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.) Heads are unrolled in phases, as far
-as `Shape.heads_at_once` says: all scores, then all weights, then all products with V, so that the waits of one head are
-filled with the work of others. What a head leaves in VMEM is written last, because the compiler keeps the order of
-writes and reads that it cannot tell apart. Knows nothing of copies and of who wrote the keys.
+Letters as in `tpu.py`. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.) Heads are unrolled as far as
+`Shape.heads_at_once` says, so that the waits of one are filled with the work of others. With one query per row, where
+registers hold the scores of all, in phases: all scores, then all weights, then all products with V; what they leave in
+VMEM is written last, because the compiler keeps the order of writes and reads that it cannot tell apart. Else the
+scores of a head are computed before the weights of the one before. Knows nothing of copies and of who wrote the keys.
 """
 
 from __future__ import annotations
@@ -122,60 +123,55 @@ def widen_factors(shape: Shape, scratch: Scratch, slot, first, end) -> None:
 
 
 def add_tile(shape: Shape, scratch: Scratch, queries, slot, visible) -> None:
-    """One tile of keys for the queries of a unit, all heads. queries: [K', P, A, W']; visible: bool[1 or A, B]."""
+    """One tile of keys for the queries of a unit, all heads. queries: [K', P, A, W']; visible: bool[1 or A, B], or
+    None if all keys are.
+    """
     heads, stack = shape.heads_at_once, shape.stack
     num_stacks, lanes = heads // stack, 2 * heads * shape.head_lanes
+    same_lanes = all(shape.lanes(i, False)[0] == shape.lanes(i, True)[0] for i in range(heads))
 
     def some(number):
-        base = number * lanes
+        base, first = number * lanes, number * num_stacks
         if not isinstance(number, int):
             base = pl.multiple_of(base, LANES)
-        first = number * num_stacks
-        keys = [_read(shape, scratch, slot, base, i, False) for i in range(num_stacks)]
         factors = [_factors(shape, scratch, first + i) for i in range(num_stacks)]
-        scores = [
-            _scores(shape, queries[first + i], keys[i], factors[i], visible)
-            for i in range(num_stacks)
-        ]
-        tops = [scratch.top[first + i] for i in range(num_stacks)]
-        new_tops = [
-            jnp.maximum(top, x.max(axis=1, keepdims=True))
-            for top, x in zip(tops, scores, strict=True)
-        ]
-        weights = [
-            _power(shape, x - _over(new_top, x)) for x, new_top in zip(scores, new_tops, strict=True)
-        ]
-        rescales = [
-            _power(shape, top - new_top) for top, new_top in zip(tops, new_tops, strict=True)
-        ]
-        totals = [
-            scratch.total[first + i] * rescales[i] + _sum_of_chunks(weights[i])
-            for i in range(num_stacks)
-        ]
-        values = keys
-        if not _same_lanes(shape):
-            values = [_read(shape, scratch, slot, base, i, True) for i in range(num_stacks)]
-        accs = [
-            _accs(
-                shape, scratch.acc.at[first + i], rescales[i], weights[i], values[i], factors[i]
-            )
-            for i in range(num_stacks)
-        ]
-        for i in range(num_stacks):
-            scratch.top[first + i] = new_tops[i]
-            scratch.total[first + i] = totals[i]
-            for plane, acc in enumerate(accs[i]):
+
+        def score(i):
+            keys = _read(shape, scratch, slot, base, i, False)
+            return keys, _scores(shape, queries[first + i], keys, factors[i], visible)
+
+        def weigh(i, keys, scores):
+            values = keys if same_lanes else _read(shape, scratch, slot, base, i, True)
+            return _softmax(shape, scratch, first + i, scores), values
+
+        def multiply(i, softmax, values):
+            acc_ref = scratch.acc.at[first + i]
+            return softmax, _accs(shape, acc_ref, softmax, values, factors[i])
+
+        def write(i, softmax, accs):
+            scratch.top[first + i] = softmax.top
+            scratch.total[first + i] = softmax.total
+            for plane, acc in enumerate(accs):
                 scratch.acc[first + i, plane] = acc
+
+        if shape.tile_q == 1:
+            scores = [score(i) for i in range(num_stacks)]
+            weights = [weigh(i, *each) for i, each in enumerate(scores)]
+            products = [multiply(i, *each) for i, each in enumerate(weights)]
+            for i, each in enumerate(products):
+                write(i, *each)
+            return
+        ahead = score(0)
+        for i in range(num_stacks):
+            scores = ahead
+            if i + 1 < num_stacks:
+                ahead = score(i + 1)
+            write(i, *multiply(i, *weigh(i, *scores)))
 
     if heads == shape.num_kv_heads:
         some(0)
     else:
         repeat(0, shape.num_kv_heads // heads, some)
-
-
-def _same_lanes(shape: Shape) -> bool:
-    """Whether K and V of a head lie in the same lanes."""
-    return all(shape.lanes(i, False)[0] == shape.lanes(i, True)[0] for i in range(shape.period))
 
 
 def _read(shape: Shape, scratch: Scratch, slot, base, stack: int, value: bool) -> list[jax.Array]:
@@ -238,7 +234,7 @@ def _scores(shape: Shape, queries, keys, factors, visible) -> jax.Array:
         scores = (scores - sums * factors[1]) * factors[0]
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
-    return jnp.where(visible, scores, MASK)
+    return scores if visible is None else jnp.where(visible, scores, MASK)
 
 
 def _exponent(shape: Shape) -> float:
@@ -248,14 +244,38 @@ def _exponent(shape: Shape) -> float:
 
 
 def _power(shape: Shape, difference: jax.Array) -> jax.Array:
-    """e to a difference of two scores. It alone is scaled: the compiler would rather scale scores twice than keep them."""
+    """e to the power of a difference of two scores, which are not scaled yet.
+
+    Nothing else needs the scale, and the compiler would rather scale all scores twice than keep them in VMEM.
+    """
     return jnp.exp2(difference * _exponent(shape))
 
 
-def _accs(shape: Shape, acc_ref, rescale, weights, values, factors) -> list[jax.Array]:
+class _Softmax(NamedTuple):
+    """Of a tile of keys, with what came before."""
+
+    weights: jax.Array  # [A, B]
+    rescale: jax.Array  # [A, LANES]: what sums so far are multiplied by, in every lane
+    top: jax.Array  # as in `Scratch`
+    total: jax.Array
+
+
+def _softmax(shape: Shape, scratch: Scratch, stack, scores: jax.Array) -> _Softmax:
+    before = scratch.top[stack]
+    top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+    weights = _power(shape, scores - _over(top, scores))
+    rescale = _power(shape, before - top)
+    # Lanes are added up when the unit ends, which moves none between them here.
+    chunks = [weights[:, i : i + LANES] for i in range(0, shape.tile_kv, LANES)]
+    total = scratch.total[stack] * rescale + reduce(add, chunks)
+    return _Softmax(weights, rescale, top, total)
+
+
+def _accs(shape: Shape, acc_ref, softmax: _Softmax, values, factors) -> list[jax.Array]:
     """By planes, [A, W]. For quantised values w s n - w s z is summed with w s rounded as the MXU takes it, so that
     both parts have the same rounding.
     """
+    weights = softmax.weights
     weights = (weights if factors is None else weights * factors[2]).astype(shape.dtype)
     offset = 0.0
     if factors is not None:
@@ -264,7 +284,7 @@ def _accs(shape: Shape, acc_ref, rescale, weights, values, factors) -> list[jax.
     for plane, x in enumerate(values):
         product = _own_lanes(shape, _dot(shape, weights, x, 0))
         acc = acc_ref[plane]
-        accs.append(acc * _over(rescale, acc) + (product - offset))
+        accs.append(acc * _over(softmax.rescale, acc) + (product - offset))
     return accs
 
 
@@ -282,11 +302,6 @@ def _own_lanes(shape: Shape, product: jax.Array) -> jax.Array:
 def _over(column: jax.Array, like: jax.Array) -> jax.Array:
     """[A, LANES] with the same in every lane, as wide as `like`: no lane has to move."""
     return jnp.concatenate([column] * (like.shape[1] // LANES), axis=1)
-
-
-def _sum_of_chunks(x: jax.Array) -> jax.Array:
-    """[A, n * LANES] → [A, LANES]"""
-    return reduce(add, (x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)))
 
 
 def finish(shape: Shape, mine, sinks_ref, scratch: Scratch, out_ref) -> None:
