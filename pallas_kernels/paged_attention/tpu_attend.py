@@ -1,9 +1,9 @@
 """The second phase of the TPU kernel: packed queries attend to the keys of their rows. Letters as in `tpu.py`.
 
-A *unit* is a tile of packed queries and a row with tokens in it. Its keys come in tiles of `tile_kv`, later ones on
-their way while one is computed (`tpu_tile.py`), over the border of two units too. Tiles begin at multiples of `tile_kv`
-whatever the batch is, and so does the order of every sum: a row's result depends on nothing but the row. Knows nothing
-of who wrote the keys.
+A *unit* is a tile of packed queries and a row with tokens in it. Its keys come in fetches of a few tiles of `tile_kv`
+each, later ones on their way while one is computed (`tpu_tile.py`), over the border of two units too. Tiles begin at
+multiples of `tile_kv` whatever the batch is, and so does the order of every sum: a row's result depends on nothing but
+the row. Knows nothing of who wrote the keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention.tpu_layout import (
 )
 from pallas_kernels.paged_attention.tpu_tile import (
     Scratch,
-    add_tile,
+    add_tiles,
     begin,
     clear_others,
     finish,
@@ -39,7 +39,7 @@ from pallas_kernels.paged_attention.tpu_write import repeat
 
 @dataclass(frozen=True, kw_only=True)
 class Attend:
-    """A turn is one tile of keys of one unit."""
+    """A turn is one fetch of keys of one unit."""
 
     units: Units
     q_ref: Any  # see `tpu_layout.to_tiles`
@@ -54,7 +54,7 @@ class Attend:
 
     def run(self) -> None:
         units = self.units
-        later = (jnp.int32(0), units.tiles(0)[0])
+        later = (jnp.int32(0), units.fetches(0)[0])
         for slot in range(KV_BUFFERS - 1):
             self.prefetch(*later, slot)
             later = units.following(*later)
@@ -62,7 +62,7 @@ class Attend:
 
         def attend(unit, carry):
             self.begin_unit(unit)
-            carry = lax.fori_loop(*units.tiles(unit), partial(self.turn, unit), carry)
+            carry = lax.fori_loop(*units.fetches(unit), partial(self.turn, unit), carry)
             self.end_unit(unit)
             return carry
 
@@ -71,64 +71,73 @@ class Attend:
         num_visits = jnp.where(units.total > 0, last + 1, 0)
         repeat(jnp.maximum(num_visits - 2, 0), num_visits, lambda i: self.out_copy(i, 0).wait())
 
-    def turn(self, unit, tile, carry):
-        units, scratch = self.units, self.scratch
-        slot, later_unit, later_tile = carry
-        self.prefetch(later_unit, later_tile, _next(slot, KV_BUFFERS - 1))
-        first, end = units.keys_of_tile(unit, tile)
-        is_whole = (first == 0) & (end == self.shape.tile_kv)
-        pl.when(is_whole)(lambda: self.wait_for_tile(slot))
+    def turn(self, unit, fetch, carry):
+        units, scratch, shape = self.units, self.scratch, self.shape
+        slot, later_unit, later_fetch = carry
+        self.prefetch(later_unit, later_fetch, _next(slot, KV_BUFFERS - 1))
+        first, end = units.keys_of_fetch(unit, fetch)
+        is_whole = (first == 0) & (end == shape.fetch_kv)
+        pl.when(is_whole)(lambda: self.wait_for_all(slot))
         pl.when(~is_whole)(lambda: self.wait_for_part(first, end, slot))
-        widen_factors(self.shape, scratch, slot, first, end)
+        widen_factors(shape, scratch, slot, first, end)
         queries = scratch.queries.at[units.visit[unit] & (QUERY_BUFFERS - 1)]
-        add = partial(add_tile, self.shape, scratch, queries, slot)
-        if self.shape.tile_q == 1:
-            add(self.visible(unit, tile))
-        else:  # a mask is a quarter of the vector unit's work
-            is_clear = self.all_visible(unit, tile)
-            pl.when(is_clear)(lambda: add(None))
-            pl.when(~is_clear)(lambda: add(self.visible(unit, tile)))
-        return _next(slot, 1), *units.following(later_unit, later_tile)
+        add = partial(add_tiles, shape, scratch, queries, slot)
+        if shape.tiles_of_fetch > 1:
+            bits = shape.tile_kv.bit_length() - 1
+            tiles = first >> bits, (end + shape.tile_kv - 1) >> bits
+            pl.when(is_whole)(lambda: add(range(shape.tiles_of_fetch), None))
 
-    def visible(self, unit, tile):
-        """bool[1 or A, B]: which keys of the tile a row of queries sees."""
+            @pl.when(~is_whole)
+            def _():
+                repeat(*tiles, lambda tile: add([tile], self.visible(unit, fetch, tile)))
+
+        elif shape.tile_q == 1:
+            add([0], self.visible(unit, fetch, 0))
+        else:  # a mask is a quarter of the vector unit's work
+            is_clear = self.all_visible(unit, fetch)
+            pl.when(is_clear)(lambda: add([0], None))
+            pl.when(~is_clear)(lambda: add([0], self.visible(unit, fetch, 0)))
+        return _next(slot, 1), *units.following(later_unit, later_fetch)
+
+    def visible(self, unit, fetch, tile):
+        """bool[1 or A, B]: which keys of a tile of the fetch a row of queries sees."""
         units, shape = self.units, self.shape
-        key = lax.broadcasted_iota(jnp.int32, (1, shape.tile_kv), 1)
+        key = tile * shape.tile_kv + lax.broadcasted_iota(jnp.int32, (1, shape.tile_kv), 1)
         if shape.tile_q == 1:
-            first, end = units.keys_of_tile(unit, tile)
+            first, end = units.keys_of_fetch(unit, fetch)
             return (key >= first) & (key < end)
-        position = _tokens(shape, units.query_tile[unit]) - tile * shape.tile_kv
+        position = _tokens(shape, units.query_tile[unit]) - fetch * shape.fetch_kv
         position += units.rows.queries(units.row[unit])[2]
         visible = key <= position
         if shape.mask[1] is not None:
             visible &= key > position - shape.mask[1]
         return visible
 
-    def all_visible(self, unit, tile):
-        """Whether all queries of the unit see all keys of the tile."""
+    def all_visible(self, unit, fetch):
+        """Whether all queries of the unit see all keys of the fetch."""
         units, shape = self.units, self.shape
         first_query, _, before = units.rows.queries(units.row[unit])
         first_query = jnp.maximum(first_query, units.query_tile[unit] * shape.tile_q)
-        begin, window = tile * shape.tile_kv, shape.mask[1]
-        is_past = begin + shape.tile_kv <= first_query + before + 1
+        begin, window = fetch * shape.fetch_kv, shape.mask[1]
+        is_past = begin + shape.fetch_kv <= first_query + before + 1
         return is_past if window is None else is_past & (begin >= units.end_key[unit] - window)
 
-    def prefetch(self, unit, tile, slot) -> None:
-        """Starts the copies of a tile's blocks with keys of the unit, data and scales."""
-        blocks = self.shape.tile_kv // self.shape.block_size
+    def prefetch(self, unit, fetch, slot) -> None:
+        """Starts the copies of a fetch's blocks with keys of the unit, data and scales."""
+        blocks = self.shape.fetch_kv // self.shape.block_size
 
         def start(number) -> None:
             rows, row = self.units.rows, self.units.row[unit]
             if isinstance(number, int):
-                block = rows.block_of_tile(row, tile, number)
+                block = rows.block_of_fetch(row, fetch, number)
             else:
-                block = rows.block(row, tile * blocks + number)
+                block = rows.block(row, fetch * blocks + number)
             for pool_ref, buffer, sem in self.kv_buffers(slot):
                 pltpu.make_async_copy(pool_ref.at[block], buffer.at[number], sem).start()
 
         @pl.when(unit < self.units.total)
         def _():
-            first, end = self.blocks_of(*self.units.keys_of_tile(unit, tile))
+            first, end = self.blocks_of(*self.units.keys_of_fetch(unit, fetch))
             if blocks > UNROLLED_BLOCKS:
                 repeat(first, end, start)
                 return
@@ -141,7 +150,7 @@ class Attend:
 
             pl.when(~is_whole)(lambda: repeat(first, end, start))
 
-    def wait_for_tile(self, slot) -> None:
+    def wait_for_all(self, slot) -> None:
         for _, buffer, sem in self.kv_buffers(slot):
             # Waiting needs no more than the size.
             pltpu.make_async_copy(buffer, buffer, sem).wait()
@@ -156,7 +165,7 @@ class Attend:
         clear_others(self.shape, self.scratch, slot, first, end)
 
     def kv_buffers(self, slot) -> list[tuple]:
-        """Of the pool's data, and of its scales: source, buffer of a tile, semaphore."""
+        """Of the pool's data, and of its scales: source, buffer of a fetch, semaphore."""
         buffers = [self.scratch.kv, self.scratch.scale_zero]
         sem = self.scratch.kv_sems.at[slot]
         return [
@@ -165,7 +174,7 @@ class Attend:
         ]
 
     def blocks_of(self, first, end):
-        """The blocks [first, end) with those keys of a tile."""
+        """The blocks [first, end) with those keys of a fetch."""
         block_size = self.shape.block_size
         bits = block_size.bit_length() - 1
         return first >> bits, (end + block_size - 1) >> bits

@@ -35,7 +35,10 @@ CHUNK_BUFFERS = 8
 UNROLLED_REGISTERS = 32  # of 64
 UNROLLED_HEADS = 5
 UNROLLED_SCORES = 256  # registers of a head
-UNROLLED_BLOCKS = 8  # of a tile
+UNROLLED_BYTES = 4 << 20  # of widened keys and values, scores and weights
+UNROLLED_BLOCKS = 16  # of a fetch
+FETCH_BYTES = 1 << 20  # at least, as far as MOST_TILES are enough
+MOST_TILES = 4  # of a fetch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +202,8 @@ class Shape:
     @property
     def stack(self) -> int:
         """KV heads whose queries share rows of registers: with one query per row a head alone may not fill 8 rows."""
-        most = max(1, 8 // self.group) if self.tile_q == 1 else 1
+        most = 8 // self.group if self.tile_q == 1 else 1
+        most = max(1, min(most, UNROLLED_BYTES // self._room_of_keys))
         return max(n for n in range(1, most + 1) if self.num_kv_heads % n == 0)
 
     @property
@@ -220,10 +224,12 @@ class Shape:
         compiler's sake.
         """
         least = math.lcm(self.period, self.stack)
-        of_stack = self.rows // 8 * (self.tile_kv // LANES)
+        of_stack = self.rows // 8 * (self.fetch_kv // LANES)
         most = UNROLLED_REGISTERS // of_stack * self.stack
         if self.tile_q > 1:
             most = UNROLLED_HEADS if of_stack <= UNROLLED_SCORES else 1
+        if self._room_of_stack > UNROLLED_BYTES:
+            most = 1
         divisors = range(least, self.num_kv_heads + 1, least)
         return max(n for n in divisors if n <= max(least, most) and self.num_kv_heads % n == 0)
 
@@ -235,8 +241,23 @@ class Shape:
         return max(self.block_size, 1 << (fitting.bit_length() - 1))
 
     @property
+    def tiles_of_fetch(self) -> int:
+        """Tiles of keys that come at once, and are unrolled if all are there: with few heads a tile is soon computed.
+
+        Where sums are cut does not depend on it.
+        """
+        if self.tile_q > 1:
+            return 1
+        of_tile = self.tile_kv * self.width * self.pool_dtype.itemsize
+        return min(MOST_TILES, max(1, FETCH_BYTES // of_tile))
+
+    @property
+    def fetch_kv(self) -> int:
+        return self.tiles_of_fetch * self.tile_kv
+
+    @property
     def vmem_bytes(self) -> int:
-        """What the buffers take, and the compiler's room for scores, weights and widened keys of two heads."""
+        """What the buffers take, and the compiler's room for scores, weights and widened keys of two stacks."""
         heads, wide, item = (
             self.num_kv_heads,
             self.num_planes * self.read_lanes,
@@ -244,14 +265,24 @@ class Shape:
         )
         # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own.
         of_row = wide * ((QUERY_BUFFERS * self.stack + 2) * item + 4) + 3 * LANES * 4
-        slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * _chunk(self.pool_dtype)
+        slots = KV_BUFFERS * self.fetch_kv + 3 * CHUNK_BUFFERS * _chunk(self.pool_dtype)
         total = self.num_stacks * self.rows * of_row
         total += slots * self.width * self.pool_dtype.itemsize
         if self.scale_rows:
-            slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * self.block_size
-            total += 4 * (slots * max(16, self.scale_rows * heads) + 8 * self.tile_kv * heads)
-        at_once = self.stack if self.heads_at_once <= math.lcm(self.period, self.stack) else 2 * self.stack
-        return total + 4 * self.tile_kv * (3 * self.rows + 2 * wide) * at_once
+            slots = KV_BUFFERS * self.fetch_kv + 3 * CHUNK_BUFFERS * self.block_size
+            total += 4 * (slots * max(16, self.scale_rows * heads) + 8 * self.fetch_kv * heads)
+        is_one = self.heads_at_once <= math.lcm(self.period, self.stack)
+        return total + self._room_of_stack * (1 if is_one else 2)
+
+    @property
+    def _room_of_keys(self) -> int:
+        """The compiler's for widened keys and values of a head."""
+        return 8 * self.tile_kv * self.num_planes * self.read_lanes
+
+    @property
+    def _room_of_stack(self) -> int:
+        """And for scores and weights."""
+        return self.stack * self._room_of_keys + 12 * self.tile_kv * self.rows
 
 
 def data(pool: Pool) -> jax.Array:

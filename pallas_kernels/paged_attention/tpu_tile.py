@@ -1,4 +1,4 @@
-"""The arithmetic of the TPU kernel's second phase: one tile of keys in VMEM for a tile of queries.
+"""The arithmetic of the TPU kernel's second phase: tiles of keys in VMEM for a tile of queries.
 
 Letters as in `tpu.py`. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.) Heads are unrolled as far as
 `Shape.heads_at_once` says, so that the waits of one are filled with the work of others. With one query per row, where
@@ -47,11 +47,11 @@ class Scratch(NamedTuple):
     query_sems: Any
     out_sems: Any
     scale_zero: Any = None  # [KV_BUFFERS, blocks, scale_rows * K, S]
-    factors: Any = None  # float32[K, 4, B]: scale and zero of K, of V
+    factors: Any = None  # float32[tiles of a fetch, K, 4, B]: scale and zero of K, of V
 
 
 def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
-    num_blocks = shape.tile_kv // shape.block_size
+    num_blocks = shape.fetch_kv // shape.block_size
     stacks, rows, lanes = shape.num_stacks, shape.rows, shape.read_lanes
     column = pltpu.VMEM((stacks, rows, LANES), jnp.float32)
     out = (stacks, shape.num_planes, rows, lanes)
@@ -74,7 +74,7 @@ def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
             (KV_BUFFERS, num_blocks, shape.scale_rows * heads, shape.block_size),
             pool.scale_zero.dtype,
         ),
-        factors=pltpu.VMEM((heads, 4, shape.tile_kv), jnp.float32),
+        factors=pltpu.VMEM((shape.tiles_of_fetch, heads, 4, shape.tile_kv), jnp.float32),
     )
 
 
@@ -85,7 +85,7 @@ def begin(shape: Shape, scratch: Scratch) -> None:
 
 
 def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
-    """Zeros for what is none of the tile's keys [first, end): a weight of 0 times what lies there may be NaN.
+    """Zeros for what is none of the fetch's keys [first, end): a weight of 0 times what lies there may be NaN.
 
     Blocks that were not fetched hold another row's keys, which must not matter even if they are no numbers.
     """
@@ -109,22 +109,25 @@ def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
 
 
 def widen_factors(shape: Shape, scratch: Scratch, slot, first, end) -> None:
-    """Scales and zeros of the tile's keys [first, end) in float32, and 0 for all others."""
+    """Scales and zeros of the fetch's keys [first, end) in float32, and 0 for all others."""
     if scratch.scale_zero is None or scratch.factors is None:
         return
     for number in range(scratch.kv.shape[1]):
         values = scratch.scale_zero[slot, number].astype(jnp.float32)
         key = number * shape.block_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
         values = jnp.where((key >= first) & (key < end), values, 0.0)
-        lanes = pl.ds(number * shape.block_size, shape.block_size)
+        tile, first_key = divmod(number * shape.block_size, shape.tile_kv)
+        lanes = pl.ds(first_key, shape.block_size)
         for head in range(shape.num_kv_heads):
             first_row = shape.scale_rows * head
-            scratch.factors[head, :, lanes] = values[first_row : first_row + 4]
+            scratch.factors[tile, head, :, lanes] = values[first_row : first_row + 4]
 
 
-def add_tile(shape: Shape, scratch: Scratch, queries, slot, visible) -> None:
-    """One tile of keys for the queries of a unit, all heads. queries: [K', P, A, W']; visible: bool[1 or A, B], or
-    None if all keys are.
+def add_tiles(shape: Shape, scratch: Scratch, queries, slot, tiles, visible) -> None:
+    """Tiles of a fetch, in order, for the queries of a unit, all heads.
+
+    queries: [K', P, A, W']; tiles: their numbers within the fetch, several only with one query per row; visible:
+    bool[1 or A, B], or None if all keys are.
     """
     heads, stack = shape.heads_at_once, shape.stack
     num_stacks, lanes = heads // stack, 2 * heads * shape.head_lanes
@@ -134,39 +137,43 @@ def add_tile(shape: Shape, scratch: Scratch, queries, slot, visible) -> None:
         base, first = number * lanes, number * num_stacks
         if not isinstance(number, int):
             base = pl.multiple_of(base, LANES)
-        factors = [_factors(shape, scratch, first + i) for i in range(num_stacks)]
 
-        def score(i):
-            keys = _read(shape, scratch, slot, base, i, False)
-            return keys, _scores(shape, queries[first + i], keys, factors[i], visible)
+        def score(i, tile):
+            keys = _read(shape, scratch, (slot, tile), base, i, False)
+            factors = _factors(shape, scratch, tile, first + i)
+            return keys, factors, _scores(shape, queries[first + i], keys, factors, visible)
 
-        def weigh(i, keys, scores):
-            values = keys if same_lanes else _read(shape, scratch, slot, base, i, True)
-            return _softmax(shape, scratch, first + i, scores), values
+        def weigh(i, tile, scored, before):
+            keys, factors, scores = scored
+            values = keys if same_lanes else _read(shape, scratch, (slot, tile), base, i, True)
+            return _softmax(shape, before, scores), values, factors
 
-        def multiply(i, softmax, values):
-            acc_ref = scratch.acc.at[first + i]
-            return softmax, _accs(shape, acc_ref, softmax, values, factors[i])
+        def sums(i):
+            accs = [scratch.acc[first + i, plane] for plane in range(shape.num_planes)]
+            return _Sums(scratch.top[first + i], scratch.total[first + i], accs)
 
-        def write(i, softmax, accs):
-            scratch.top[first + i] = softmax.top
-            scratch.total[first + i] = softmax.total
-            for plane, acc in enumerate(accs):
+        def write(i, sums):
+            scratch.top[first + i], scratch.total[first + i] = sums.top, sums.total
+            for plane, acc in enumerate(sums.accs):
                 scratch.acc[first + i, plane] = acc
 
+        of_stacks = range(num_stacks)
         if shape.tile_q == 1:
-            scores = [score(i) for i in range(num_stacks)]
-            weights = [weigh(i, *each) for i, each in enumerate(scores)]
-            products = [multiply(i, *each) for i, each in enumerate(weights)]
-            for i, each in enumerate(products):
-                write(i, *each)
+            scores = [[score(i, tile) for i in of_stacks] for tile in tiles]
+            so_far = [sums(i) for i in of_stacks]
+            for tile, scored in zip(tiles, scores, strict=True):
+                weights = [weigh(i, tile, scored[i], so_far[i]) for i in of_stacks]
+                so_far = [_added(shape, so_far[i], *weights[i]) for i in of_stacks]
+            for i in of_stacks:
+                write(i, so_far[i])
             return
-        ahead = score(0)
-        for i in range(num_stacks):
-            scores = ahead
+        ahead = score(0, tiles[0])
+        for i in of_stacks:
+            scored = ahead
             if i + 1 < num_stacks:
-                ahead = score(i + 1)
-            write(i, *multiply(i, *weigh(i, *scores)))
+                ahead = score(i + 1, tiles[0])
+            before = sums(i)
+            write(i, _added(shape, before, *weigh(i, tiles[0], scored, before)))
 
     if heads == shape.num_kv_heads:
         some(0)
@@ -174,13 +181,14 @@ def add_tile(shape: Shape, scratch: Scratch, queries, slot, visible) -> None:
         repeat(0, shape.num_kv_heads // heads, some)
 
 
-def _read(shape: Shape, scratch: Scratch, slot, base, stack: int, value: bool) -> list[jax.Array]:
-    """K or V of a stack, by planes: [B, W']. stack: counted from those whose lanes begin at `base`."""
+def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) -> list[jax.Array]:
+    """K or V of a stack, by planes: [B, W']. where: slot, tile; stack: counted from those whose lanes begin at `base`."""
+    (slot, tile), blocks = where, shape.tile_kv // shape.block_size
     heads = []
     for head in range(stack * shape.stack, (stack + 1) * shape.stack):
         first = base + head // shape.period * (2 * shape.period * shape.head_lanes)
         lanes = pl.ds(first + shape.lanes(head, value)[0], shape.read_lanes)
-        data = scratch.kv[slot, :, :, lanes]
+        data = scratch.kv[slot, pl.ds(tile * blocks, blocks), :, lanes]
         heads.append(_planes(shape, data.reshape(shape.tile_kv, shape.read_lanes)))
     return [jnp.concatenate(planes, axis=1) for planes in zip(*heads, strict=True)]
 
@@ -199,11 +207,11 @@ def _planes(shape: Shape, data: jax.Array) -> list[jax.Array]:
     return [x.astype(jnp.float32).astype(shape.dtype) for x in integers]
 
 
-def _factors(shape: Shape, scratch: Scratch, stack) -> list[jax.Array] | None:
+def _factors(shape: Shape, scratch: Scratch, tile, stack) -> list[jax.Array] | None:
     """Scale and zero of K, of V, as rows of queries need them: [1 or A, B] each."""
     if scratch.factors is None:
         return None
-    of_heads = [scratch.factors[stack * shape.stack + i] for i in range(shape.stack)]
+    of_heads = [scratch.factors[tile, stack * shape.stack + i] for i in range(shape.stack)]
     row = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0)
     found = []
     for kind in range(4):
@@ -251,6 +259,14 @@ def _power(shape: Shape, difference: jax.Array) -> jax.Array:
     return jnp.exp2(difference * _exponent(shape))
 
 
+class _Sums(NamedTuple):
+    """Of all tiles so far, as in `Scratch`."""
+
+    top: jax.Array
+    total: jax.Array
+    accs: list[jax.Array]  # by planes
+
+
 class _Softmax(NamedTuple):
     """Of a tile of keys, with what came before."""
 
@@ -260,19 +276,17 @@ class _Softmax(NamedTuple):
     total: jax.Array
 
 
-def _softmax(shape: Shape, scratch: Scratch, stack, scores: jax.Array) -> _Softmax:
-    before = scratch.top[stack]
-    top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+def _softmax(shape: Shape, before: _Sums, scores: jax.Array) -> _Softmax:
+    top = jnp.maximum(before.top, scores.max(axis=1, keepdims=True))
     weights = _power(shape, scores - _over(top, scores))
-    rescale = _power(shape, before - top)
+    rescale = _power(shape, before.top - top)
     # Lanes are added up when the unit ends, which moves none between them here.
     chunks = [weights[:, i : i + LANES] for i in range(0, shape.tile_kv, LANES)]
-    total = scratch.total[stack] * rescale + reduce(add, chunks)
-    return _Softmax(weights, rescale, top, total)
+    return _Softmax(weights, rescale, top, before.total * rescale + reduce(add, chunks))
 
 
-def _accs(shape: Shape, acc_ref, softmax: _Softmax, values, factors) -> list[jax.Array]:
-    """By planes, [A, W]. For quantised values w s n - w s z is summed with w s rounded as the MXU takes it, so that
+def _added(shape: Shape, before: _Sums, softmax: _Softmax, values, factors) -> _Sums:
+    """With a tile's values. For quantised ones w s n - w s z is summed with w s rounded as the MXU takes it, so that
     both parts have the same rounding.
     """
     weights = softmax.weights
@@ -281,11 +295,10 @@ def _accs(shape: Shape, acc_ref, softmax: _Softmax, values, factors) -> list[jax
     if factors is not None:
         offset = (weights.astype(jnp.float32) * factors[3]).sum(axis=1, keepdims=True)
     accs = []
-    for plane, x in enumerate(values):
+    for acc, x in zip(before.accs, values, strict=True):
         product = _own_lanes(shape, _dot(shape, weights, x, 0))
-        acc = acc_ref[plane]
         accs.append(acc * _over(softmax.rescale, acc) + (product - offset))
-    return accs
+    return _Sums(softmax.top, softmax.total, accs)
 
 
 def _own_lanes(shape: Shape, product: jax.Array) -> jax.Array:

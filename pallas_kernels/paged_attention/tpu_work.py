@@ -33,12 +33,12 @@ class Rows:
         word = self.table[row * self._words + number // 2]
         return (word >> (number % 2 * 16)) & 0xFFFF
 
-    def block_of_tile(self, row, tile, number: int):
-        """The same, of that number within a tile of keys: less to compute for the scalar unit."""
-        blocks = self.shape.tile_kv // self.shape.block_size
+    def block_of_fetch(self, row, fetch, number: int):
+        """The same, of that number within a fetch: less to compute for the scalar unit."""
+        blocks = self.shape.fetch_kv // self.shape.block_size
         if blocks % 2:
-            return self.block(row, tile * blocks + number)
-        word = self.table[row * self._words + tile * (blocks // 2) + number // 2]
+            return self.block(row, fetch * blocks + number)
+        word = self.table[row * self._words + fetch * (blocks // 2) + number // 2]
         return word >> 16 & 0xFFFF if number % 2 else word & 0xFFFF
 
     @property
@@ -112,24 +112,24 @@ class Units:
     end_key: jax.Array  # int32[..]
     total: jax.Array  # int32
 
-    def tiles(self, unit):
-        """The numbers [first, end) of tiles of keys; at least one."""
-        tile_kv = self.rows.shape.tile_kv
-        bits = tile_kv.bit_length() - 1  # a shift is one instruction, a quotient is several
-        return self.first_key[unit] >> bits, (self.end_key[unit] + tile_kv - 1) >> bits
+    def fetches(self, unit):
+        """The numbers [first, end) of fetches of keys; at least one."""
+        fetch_kv = self.rows.shape.fetch_kv
+        bits = fetch_kv.bit_length() - 1  # a shift is one instruction, a quotient is several
+        return self.first_key[unit] >> bits, (self.end_key[unit] + fetch_kv - 1) >> bits
 
-    def keys_of_tile(self, unit, tile):
-        """The keys [first, end) of one tile, counted from its begin."""
-        begin, tile_kv = tile * self.rows.shape.tile_kv, self.rows.shape.tile_kv
+    def keys_of_fetch(self, unit, fetch):
+        """The keys [first, end) of one fetch, counted from its begin."""
+        begin, fetch_kv = fetch * self.rows.shape.fetch_kv, self.rows.shape.fetch_kv
         first = jnp.maximum(self.first_key[unit] - begin, 0)
-        return first, jnp.minimum(self.end_key[unit] - begin, tile_kv)
+        return first, jnp.minimum(self.end_key[unit] - begin, fetch_kv)
 
-    def following(self, unit, tile):
+    def following(self, unit, fetch):
         """The turn after that. There may be one beyond the last unit, which is nobody's."""
         most = self.row.shape[0] - 1
-        is_last = tile + 1 >= self.tiles(jnp.minimum(unit, most))[1]
-        next_first = self.tiles(jnp.minimum(unit + 1, most))[0]
-        return unit + is_last.astype(jnp.int32), jnp.where(is_last, next_first, tile + 1)
+        is_last = fetch + 1 >= self.fetches(jnp.minimum(unit, most))[1]
+        next_first = self.fetches(jnp.minimum(unit + 1, most))[0]
+        return unit + is_last.astype(jnp.int32), jnp.where(is_last, next_first, fetch + 1)
 
     def begins_visit(self, unit):
         if self.rows.shape.tile_q == 1:

@@ -331,6 +331,28 @@ def test_larger_sizes_give_the_same_result(changes, format):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("format", "window"), [(None, None), (None, 300), ("int8", None)])
+def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch):
+    """Rows that end with a fetch, behind it, and within its last tile."""
+    case = Case(name="", query_lens=(1,) * 4, kv_lens=(700, 512, 1025, 1000), window=window)
+    case = replace(fitting(case, format), block_size=128 if format else 64)
+    arrays = arrays_of(case)
+    given = dict(one_query_per_row=True, sizes=tpu_layout.TileSizes(tile_kv=128))
+    q = arrays["q"].astype(case.dtype)
+    pool = tpu_layout.to_tpu(arrays["pool"])
+    shape = tpu_layout.shape_of(q, pool, case.num_kv_heads, 18, **given)
+    assert (shape.tile_kv, shape.tiles_of_fetch) == (128, 4)
+    check(case, arrays, **given)
+    several, _ = run(arrays, **static_of(case) | given)
+    monkeypatch.setattr(tpu_layout, "MOST_TILES", 1)
+    program.cache_clear()
+    alone, _ = run(arrays, **static_of(case) | given)
+    program.cache_clear()
+    # Of a CPU's code for scales and zeros XLA makes other multiply-adds in another program.
+    np.testing.assert_allclose(several, alone, rtol=0, atol=1e-6 if format else 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
 def test_an_odd_number_of_heads(format):
     """Each has eight rows of scales and zeros, four of them unused."""
