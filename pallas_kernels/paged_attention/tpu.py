@@ -3,7 +3,8 @@
 It knows one layer's pool as `tpu_layout.py` describes it, and where a step's tokens lie. Not models, meshes or buckets.
 Two phases, one after the other, since a row may hit blocks that another row of the same call writes: `tpu_write.py`
 and `tpu_attend.py`. The grid is one program, so nothing else runs beside it. Among rows with several queries those with
-one have a second launch, which only attends: they are as many rows of a tile as they have query heads, not 256.
+one have a second launch, which only attends: alone they need tiles of 8 rows instead of 256, and their result is to the
+bit that of a step with such rows only.
 
 Letters: T packed query tokens, R rows, M blocks per row, N blocks, S block size, H query heads, K KV heads, D head dim,
 G = H / K, Q query tiles, A rows of a query tile of one KV head, P planes (2 with int4, whose bytes hold two values),
@@ -76,14 +77,14 @@ def paged_attention(
     first = query_starts[None, :-1]
     in_row = ((token >= first) & (token < first + query_lens[None])).any(axis=1)
     out = jnp.where(in_row[:, None, None], out, 0)
-    if one_query_per_row:
-        return out, pool
-    is_single = query_lens == 1
-    index = jnp.where(is_single, query_starts[:-1], num_tokens)
-    starts = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32)
-    rows = Rows(shape_of(one_query_per_row=True), rows.table, kv_lens, starts)
-    singles, _ = _attend(rows, q.at[index].get(mode="clip"), pool, is_single, **options)
-    return out.at[index].set(singles, mode="drop"), pool
+    if not one_query_per_row:
+        is_single = query_lens == 1
+        index = jnp.where(is_single, query_starts[:-1], num_tokens)
+        starts = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32)
+        rows = Rows(shape_of(one_query_per_row=True), rows.table, kv_lens, starts)
+        singles, _ = _attend(rows, q.at[index].get(mode="clip"), pool, is_single, **options)
+        out = out.at[index].set(singles, mode="drop")
+    return out, pool
 
 
 class _New(NamedTuple):

@@ -41,7 +41,9 @@ class Scratch(NamedTuple):
     queries: Any  # [QUERY_BUFFERS, K', P, A, W']
     out: Any  # [2, K', P, A, W]
     top: Any  # float32[K', A, LANES] greatest score so far, in every lane
-    total: Any  # float32[K', A, LANES] of the weights so far, of each lane those of every LANES-th key
+    total: (
+        Any  # float32[K', A, LANES] of the weights so far, of each lane those of every LANES-th key
+    )
     acc: Any  # float32[K', P, A, W]
     kv_sems: Any
     query_sems: Any
@@ -182,7 +184,10 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, slot, tiles, visible) -> 
 
 
 def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) -> list[jax.Array]:
-    """K or V of a stack, by planes: [B, W']. where: slot, tile; stack: counted from those whose lanes begin at `base`."""
+    """K or V of a stack, by planes: [B, W'].
+
+    where: slot, tile; stack: counted from those whose lanes begin at `base`.
+    """
     (slot, tile), blocks = where, shape.tile_kv // shape.block_size
     heads = []
     for head in range(stack * shape.stack, (stack + 1) * shape.stack):

@@ -108,8 +108,8 @@ class Units:
     row: jax.Array  # int32[..]
     query_tile: jax.Array  # int32[..]
     visit: jax.Array  # int32[..] query tiles that come before, which say what buffer it has
-    first_key: jax.Array  # int32[..] the positions [first_key, end_key) are of keys that its queries see
-    end_key: jax.Array  # int32[..]
+    first_key: jax.Array  # int32[..] position of the first key that its queries see
+    end_key: jax.Array  # int32[..] and behind the last
     total: jax.Array  # int32
 
     def fetches(self, unit):
