@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import tpu_layout as layout
 from pallas_kernels.paged_attention.tpu_attend import Attend
-from pallas_kernels.paged_attention.tpu_layout import VMEM_BYTES, Pool, TileSizes
+from pallas_kernels.paged_attention.tpu_shape import VMEM_BYTES, Pool, TileSizes, write_sizes
 from pallas_kernels.paged_attention.tpu_tile import scratch_shapes
 from pallas_kernels.paged_attention.tpu_work import Rows, Units, chunks, pack_table, units
 from pallas_kernels.paged_attention.tpu_write import Write, chunk_buffers
@@ -116,7 +116,9 @@ def _attend(
 
 
 def _call(shape, scalars, q, new, pool, sinks, interpret):
-    """The kernel. q: `to_tiles`; new: `new_rows`, or nothing to write. Returns what `from_tiles` takes, and the pool."""
+    """The kernel. q: `to_tiles`; new: `new_rows`, nothing if none is written. Returns the pool, and `from_tiles` takes
+    the other result.
+    """
     pools, structure = jax.tree.flatten(pool)
     anywhere, num_pools = pl.BlockSpec(memory_space=pl.ANY), len(pools)
     num_written = len(new)
@@ -132,7 +134,7 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
         in_specs.append(pl.BlockSpec(memory_space=pltpu.VMEM))
     buffers_of_chunks = [
         chunk_buffers(array, axis, size)
-        for axis, (array, size) in enumerate(zip(pools, layout.write_sizes(shape), strict=True))
+        for axis, (array, size) in enumerate(zip(pools, write_sizes(shape), strict=True))
     ]
     scratch, scratch_structure = jax.tree.flatten(
         (buffers_of_chunks[:num_written], scratch_shapes(shape, pool))
@@ -156,9 +158,9 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
                 buffers=of_chunks[axis],
                 axis=axis,
             ).run(num_chunks[0])
-        *of_units, num_units = lists
+        row, query_tile, visit, first_key, end_key, num_units = lists
         Attend(
-            units=Units(rows, *of_units, num_units[0]),
+            units=Units(rows, row, query_tile, visit, first_key, end_key, num_units[0]),
             q_ref=q_ref,
             pool_refs=pool_refs,
             out_ref=out_ref,

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.tpu_layout import (
+from pallas_kernels.paged_attention.tpu_shape import (
     KV_BUFFERS,
     QUERY_BUFFERS,
     UNROLLED_BLOCKS,

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
-from pallas_kernels.paged_attention.tpu_layout import (
+from pallas_kernels.paged_attention.tpu_shape import (
     KV_BUFFERS,
     LANES,
     QUERY_BUFFERS,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.tpu_layout import Shape, write_sizes
+from pallas_kernels.paged_attention.tpu_shape import Shape, write_sizes
 
 
 def pack_table(table: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
-from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout, tune
+from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout, tpu_shape, tune
 from pallas_kernels.paged_attention.cases import Case
 from tests.kernels.paged_attention import PagedAttentionTests, case_of
 
@@ -344,7 +344,7 @@ def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch
     assert (shape.tile_kv, shape.tiles_of_fetch) == (128, 4)
     check(case, arrays, **given)
     several, _ = run(arrays, **static_of(case) | given)
-    monkeypatch.setattr(tpu_layout, "MOST_TILES", 1)
+    monkeypatch.setattr(tpu_shape, "MOST_TILES", 1)
     program.cache_clear()
     alone, _ = run(arrays, **static_of(case) | given)
     program.cache_clear()
