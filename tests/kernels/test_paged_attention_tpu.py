@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -337,7 +338,8 @@ def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch
     case = Case(name="", query_lens=(1,) * 4, kv_lens=(700, 512, 1025, 1000), window=window)
     case = replace(fitting(case, format), block_size=128 if format else 64)
     arrays = arrays_of(case)
-    given = dict(one_query_per_row=True, sizes=tpu_layout.TileSizes(tile_kv=128))
+    sizes = tpu_layout.TileSizes(tile_kv=128)
+    given: dict[str, Any] = {"one_query_per_row": True, "sizes": sizes}
     q = arrays["q"].astype(case.dtype)
     pool = tpu_layout.to_tpu(arrays["pool"])
     shape = tpu_layout.shape_of(q, pool, case.num_kv_heads, 18, **given)
