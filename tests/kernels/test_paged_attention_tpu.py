@@ -324,6 +324,15 @@ def test_other_sizes_give_the_same_result(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 400])
+def test_tiles_of_which_every_query_sees_all(window):
+    """They have no mask; with the window tiles before it and at its begin have other keys."""
+    case = Case(name="", query_lens=(30, 1, 20), kv_lens=(700, 300, 530), window=window)
+    sizes = tpu_layout.TileSizes(tile_kv=128)
+    check(fitting(case), arrays_of(fitting(case)), sizes=sizes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"tile_kv": 2048, "tile_bytes": 4 << 20}, {"tile_rows": 512}])
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_larger_sizes_give_the_same_result(changes, format):
