@@ -2,7 +2,9 @@
 
 It knows one layer's pool as `tpu_layout.py` describes it, and where a step's tokens lie. Not models, meshes or buckets.
 Two phases, one after the other, since a row may hit blocks that another row of the same call writes: `tpu_write.py`
-and `tpu_attend.py`. The grid is one program, so nothing else runs beside it.
+and `tpu_attend.py`. The grid is one program, so nothing else runs beside it. Among rows with several queries those with
+one have a second launch, which only attends: alone they need tiles of 8 rows instead of 256, and their result is to the
+bit that of a step with such rows only.
 
 Letters: T packed query tokens, R rows, M blocks per row, N blocks, S block size, H query heads, K KV heads, D head dim,
 G = H / K, Q query tiles, A rows of a query tile of one KV head, P planes (2 with int4, whose bytes hold two values),
@@ -11,6 +13,9 @@ W lanes that are read of a head's K or V, B = tile_kv.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -18,8 +23,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import tpu_layout as layout
-from pallas_kernels.paged_attention.tpu_attend import Attend, Units, scratch_shapes
-from pallas_kernels.paged_attention.tpu_layout import VMEM_BYTES, Pool, Rows, TileSizes
+from pallas_kernels.paged_attention.tpu_attend import Attend
+from pallas_kernels.paged_attention.tpu_shape import VMEM_BYTES, Pool, TileSizes, write_sizes
+from pallas_kernels.paged_attention.tpu_tile import scratch_shapes
+from pallas_kernels.paged_attention.tpu_work import Rows, Units, chunks, pack_table, units
 from pallas_kernels.paged_attention.tpu_write import Write, chunk_buffers
 
 
@@ -51,89 +58,140 @@ def paged_attention(
     sizes = sizes or TileSizes()
     if reason := layout.unsupported_reason(q, pool, num_kv_heads, block_table.shape, sizes):
         raise NotImplementedError(reason)
-    shape = layout.shape_of(
-        q,
-        pool,
-        num_kv_heads,
-        block_table.shape[1],
+    shape_of = partial(
+        layout.shape_of,
+        *(q, pool, num_kv_heads, block_table.shape[1]),
         sizes=sizes,
         mask=(scale, window, soft_cap),
-        one_query_per_row=one_query_per_row,
     )
+    shape = shape_of(one_query_per_row=one_query_per_row)
     if one_query_per_row:
         query_starts = jnp.arange(num_tokens + 1, dtype=jnp.int32)
     query_lens = jnp.where(kv_lens > 0, query_starts[1:] - query_starts[:-1], 0)
-    scalars = [layout.pack_table(block_table), kv_lens, query_starts]
-    scalars += layout.work(shape, kv_lens, query_starts, query_lens, num_tokens)
-    new = layout.new_rows(shape, k, v, pool)
-    out, pool = _call(shape, scalars, layout.to_tiles(shape, q), new, pool, sinks, interpret)
+    rows = Rows(shape, pack_table(block_table), kv_lens, query_starts)
+    new = _New(layout.new_rows(shape, k, v, pool), chunks(shape, kv_lens, query_lens, num_tokens))
+    options = {"sinks": sinks, "interpret": interpret}
+    least = 1 if one_query_per_row else 2
+    out, pool = _attend(rows, q, pool, query_lens >= least, new=new, **options)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     first = query_starts[None, :-1]
     in_row = ((token >= first) & (token < first + query_lens[None])).any(axis=1)
-    return jnp.where(in_row[:, None, None], layout.from_tiles(shape, out, num_tokens), 0), pool
+    out = jnp.where(in_row[:, None, None], out, 0)
+    if not one_query_per_row:
+        is_single = query_lens == 1
+        index = jnp.where(is_single, query_starts[:-1], num_tokens)
+        starts = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32)
+        rows = Rows(shape_of(one_query_per_row=True), rows.table, kv_lens, starts)
+        singles, _ = _attend(rows, q.at[index].get(mode="clip"), pool, is_single, **options)
+        out = out.at[index].set(singles, mode="drop")
+    return out, pool
+
+
+class _New(NamedTuple):
+    """What a launch writes before it attends."""
+
+    rows: list[jax.Array]  # see `tpu_layout.new_rows`
+    chunks: list[jax.Array]  # see `tpu_work.chunks`
+
+
+def _attend(
+    rows: Rows,
+    q: jax.Array,
+    pool: Pool,
+    has_units: jax.Array,
+    *,
+    new: _New | None = None,
+    sinks: jax.Array | None,
+    interpret: Any,
+) -> tuple[jax.Array, Pool]:
+    """A launch of the kernel: the queries of the rows that `has_units` bool[R]; of others the result is anything."""
+    shape, num_tokens = rows.shape, q.shape[0]
+    scalars = [rows.table, rows.kv_lens, rows.query_starts]
+    scalars += new.chunks if new else []
+    scalars += units(shape, rows.kv_lens, rows.query_starts, has_units, num_tokens)
+    given = new.rows if new else []
+    tiles = layout.to_tiles(shape, q)
+    out, pool = _call(shape, scalars, tiles, given, pool, sinks, interpret)
+    return layout.from_tiles(shape, out, num_tokens), pool
 
 
 def _call(shape, scalars, q, new, pool, sinks, interpret):
-    """The kernel. q: `to_tiles`; new: `new_rows`. Returns what `from_tiles` takes, and the pool."""
+    """The kernel. q: `to_tiles`; new: `new_rows`, nothing if none is written. Returns the pool, and `from_tiles` takes
+    the other result.
+    """
     pools, structure = jax.tree.flatten(pool)
     anywhere, num_pools = pl.BlockSpec(memory_space=pl.ANY), len(pools)
-    inputs, in_specs = [q, *new, *pools], [anywhere] * (1 + 2 * num_pools)
+    num_written = len(new)
+    # Left to itself XLA may bring a small pool, or its scales, to VMEM as a whole, in each layer.
+    of_pool = anywhere if new else pl.BlockSpec(memory_space=pltpu.HBM)
+    inputs = [q, *new, *pools]
+    in_specs = [anywhere] * (1 + num_written) + [of_pool] * num_pools
     if sinks is not None:
         per_row = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
-        per_row = jnp.repeat(per_row, shape.tile_q, axis=1)
+        per_row = jnp.repeat(per_row, shape.tile_q, axis=1).reshape(shape.num_stacks, -1)
         per_row = jnp.pad(per_row, ((0, 0), (0, shape.rows - per_row.shape[1])))
         inputs.append(per_row[:, :, None])
         in_specs.append(pl.BlockSpec(memory_space=pltpu.VMEM))
-    chunks = [
+    buffers_of_chunks = [
         chunk_buffers(array, axis, size)
-        for axis, (array, size) in enumerate(zip(pools, layout.write_sizes(shape), strict=True))
+        for axis, (array, size) in enumerate(zip(pools, write_sizes(shape), strict=True))
     ]
-    scratch, scratch_structure = jax.tree.flatten((chunks, scratch_shapes(shape, pool)))
+    scratch, scratch_structure = jax.tree.flatten(
+        (buffers_of_chunks[:num_written], scratch_shapes(shape, pool))
+    )
 
     def kernel(*refs):
-        (table, kv_lens, query_starts, *work), refs = refs[: len(scalars)], refs[len(scalars) :]
-        (q_ref, *rest), refs = refs[: len(inputs)], refs[len(inputs) :]
-        out_ref, pool_refs, buffers = refs[0], refs[1 : 1 + num_pools], refs[1 + num_pools :]
-        chunks, buffers = jax.tree.unflatten(scratch_structure, buffers)
+        (table, kv_lens, query_starts, *lists), refs = refs[: len(scalars)], refs[len(scalars) :]
+        (q_ref, *given), refs = refs[: len(inputs)], refs[len(inputs) :]
+        out_ref, written, buffers = refs[0], refs[1 : 1 + num_written], refs[1 + num_written :]
+        pool_refs = written or given[:num_pools]
+        of_chunks, buffers = jax.tree.unflatten(scratch_structure, buffers)
         rows = Rows(shape, table, kv_lens, query_starts)
-        for axis in range(num_pools):
-            (chunk_rows, chunk_positions, num_chunks), work = work[:3], work[3:]
+        for axis in range(num_written):
+            (chunk_rows, chunk_positions, num_chunks), lists = lists[:3], lists[3:]
             Write(
                 rows=rows,
                 chunk_rows=chunk_rows,
                 chunk_positions=chunk_positions,
-                new_ref=rest[axis],
+                new_ref=given[axis],
                 pool_ref=pool_refs[axis],
-                buffers=chunks[axis],
+                buffers=of_chunks[axis],
                 axis=axis,
             ).run(num_chunks[0])
-        row, query_tile, visit, num_units = work
+        row, query_tile, visit, first_key, end_key, num_units = lists
         Attend(
-            units=Units(rows, row, query_tile, visit, num_units[0]),
+            units=Units(rows, row, query_tile, visit, first_key, end_key, num_units[0]),
             q_ref=q_ref,
             pool_refs=pool_refs,
             out_ref=out_ref,
-            sinks_ref=None if sinks is None else rest[-1],
+            sinks_ref=None if sinks is None else given[-1],
             scratch=buffers,
         ).run()
 
-    out, *pools = pl.pallas_call(
+    out, *written = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=in_specs,
-            out_specs=[anywhere] * (1 + num_pools),
+            out_specs=[anywhere] * (1 + num_written),
             scratch_shapes=scratch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            # Not said, XLA may bring a small pool, or its scales, to VMEM as a whole and back again, in each layer.
-            *(pltpu.HBM(x.shape, x.dtype) for x in pools),
+            jax.ShapeDtypeStruct((*q.shape[:-1], shape.read_lanes), q.dtype),
+            # And back again.
+            *(pltpu.HBM(x.shape, x.dtype) for x in pools[:num_written]),
         ],
-        input_output_aliases={len(scalars) + 1 + num_pools + i: 1 + i for i in range(num_pools)},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
+        input_output_aliases={
+            len(scalars) + 1 + num_written + i: 1 + i for i in range(num_written)
+        },
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=VMEM_BYTES,
+            # The interpreter of the tests checks both. Here they would cost more than starting a copy does.
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
+        ),
         interpret=interpret,
         name="paged_attention",
     )(*scalars, *inputs)
-    return out, jax.tree.unflatten(structure, pools)
+    return out, jax.tree.unflatten(structure, written or pools)

@@ -1,7 +1,7 @@
 """How a TPU keeps the pool, and how the packed tokens of a step are brought to the paged attention kernel.
 
-Plain jnp around the kernel of `tpu.py`, whose letters it shares: layouts, tile sizes, lists of what there is to do and
-how the kernel reads them, and what it cannot do. Knows nothing of copies and of what is computed.
+Plain jnp around the kernel of `tpu.py`, whose letters it shares: layouts, and what the kernel cannot do.
+Knows nothing of copies and of what is computed.
 
 A slot of the pool is one row of lanes, head after head, K before V. With K and V on an axis of their own, as elsewhere,
 XLA turns the layout of any head_dim but 128 and 256 around, so that nothing is padded, and copies the whole pool to
@@ -13,39 +13,29 @@ head a scale and a zero for K, then for V.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array
 
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool, quantize
+from pallas_kernels.paged_attention.tpu_shape import (
+    LANES,
+    VMEM_BYTES,
+    Pool,
+    Shape,
+    TileSizes,
+    data,
+    scale_rows,
+    shape_of,
+    slots_of_register,
+    write_sizes,
+)
 
-Pool = Shaped[Array, "N S 2*K*D"] | QuantizedPool  # see `to_tpu`
-
-LANES = 128
 MOST_BLOCKS = 1 << 16  # whose ids have 2 bytes
 SMEM_BYTES = 3 << 18  # of a block table; a core has 1 MB
-VMEM_BYTES = 32 << 20  # of 64 MB and more
 BLOCK_BYTES = 4 << 20  # two are in VMEM at once
-KV_BUFFERS = 2
-CHUNK_BUFFERS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileSizes:
-    """What may differ from one kind of device to another (`tune.py`), but not within an engine: `tile_kv` and
-    `tile_bytes` say where the sums of a row are cut. Fewer are taken where VMEM would not hold so many.
-
-    tile_rows: A at most, flops that pay for reading a byte of KV. By their data sheets v5e does 240 meanwhile, TPU7x
-    310, v6e 560. head_rows: K * A at most. tile_kv: B at most; tile_bytes: what such a tile has at most.
-    """
-
-    tile_rows: int = 256
-    head_rows: int = 4096
-    tile_kv: int = 512
-    tile_bytes: int = 2 << 20
 
 
 def to_tpu(pool: Array | QuantizedPool) -> Pool:
@@ -61,14 +51,6 @@ def to_tpu(pool: Array | QuantizedPool) -> Pool:
             scale_zero = jnp.swapaxes(flat, 1, 2)
         return replace(pool, data=to_tpu(pool.data), scale_zero=scale_zero)
     return pool.reshape(*pool.shape[:2], -1)
-
-
-def scale_rows(num_kv_heads: int) -> int:
-    """Rows of `scale_zero` for each of the KV heads of a device: 4, or twice as many to fill registers of 8 rows.
-
-    Of 12 rows, say, XLA would lay out an array in another order, so that nothing is padded, and turn it for each layer.
-    """
-    return 8 if num_kv_heads > 1 and num_kv_heads % 2 else 4
 
 
 def _scales_of_slots(scale_zero: jax.Array, rows: int) -> jax.Array:
@@ -103,7 +85,7 @@ def unsupported_reason(
             f"the TPU kernel reads a pool [num_blocks, block_size, {width}] for {num_kv_heads} KV heads of {head_dim}, "
             f"where the last axis must be a multiple of {LANES}; the pool is {list(pool.shape)}"
         )
-    block_size, least = pool.shape[1], LANES if format in LEVELS else _chunk(stored)
+    block_size, least = pool.shape[1], LANES if format in LEVELS else slots_of_register(stored)
     if block_size < least or block_size & (block_size - 1):
         return (
             f"the TPU kernel needs a block_size that is a power of two and at least {least} for this pool, "
@@ -141,199 +123,6 @@ def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) ->
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a kernel is specialised for."""
-
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    block_size: int
-    blocks_per_row: int
-    tile_q: int
-    dtype: jnp.dtype  # of q and of the result
-    pool_dtype: jnp.dtype
-    format: str | None
-    scale_rows: int  # of a KV head in scale_zero; 0 if there is none
-    mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
-    sizes: TileSizes
-
-    @property
-    def num_planes(self) -> int:
-        return 2 if self.format == "int4" else 1
-
-    @property
-    def head_lanes(self) -> int:
-        """Lanes that hold a head's K, or its V."""
-        return self.head_dim // self.num_planes
-
-    @property
-    def width(self) -> int:
-        """Lanes of a slot."""
-        return 2 * self.num_kv_heads * self.head_lanes
-
-    @property
-    def period(self) -> int:
-        """After this many heads lanes begin at the start of a register again."""
-        return LANES // math.gcd(2 * self.head_lanes, LANES)
-
-    @property
-    def read_lanes(self) -> int:
-        """W: whole registers, as many as any head's K or V lies in."""
-        starts = range(0, 2 * self.period * self.head_lanes, self.head_lanes)
-        widest = max(start % LANES + self.head_lanes for start in starts)
-        return -(-widest // LANES) * LANES
-
-    def lanes(self, head: int, value: bool) -> tuple[int, int]:
-        """The first of the W lanes around a head's K or V, counted from its period; and where it begins among them."""
-        start = (2 * (head % self.period) + value) * self.head_lanes
-        last = 2 * self.period * self.head_lanes - self.read_lanes
-        first = min(start // LANES * LANES, last)
-        return first, start - first
-
-    @property
-    def rows(self) -> int:
-        """A: queries times heads of a group, padded to whole registers."""
-        return -(-self.group * self.tile_q // 8) * 8
-
-    @property
-    def tile_kv(self) -> int:
-        """B: whole blocks; the same for all programs of an engine."""
-        most = self.sizes.tile_bytes // (self.width * self.pool_dtype.itemsize)
-        fitting = max(LANES, min(self.sizes.tile_kv, most))
-        return max(self.block_size, 1 << (fitting.bit_length() - 1))
-
-    @property
-    def vmem_bytes(self) -> int:
-        """What the buffers take, and the compiler's room for scores, weights and widened keys of one head."""
-        heads, wide, item = (
-            self.num_kv_heads,
-            self.num_planes * self.read_lanes,
-            self.dtype.itemsize,
-        )
-        # Queries and results; float32 sums; greatest score, sum of weights and sinks in registers of their own.
-        of_row = wide * ((KV_BUFFERS + 2) * item + 4) + 3 * LANES * 4
-        slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * _chunk(self.pool_dtype)
-        total = heads * self.rows * of_row + slots * self.width * self.pool_dtype.itemsize
-        if self.scale_rows:
-            slots = KV_BUFFERS * self.tile_kv + 3 * CHUNK_BUFFERS * self.block_size
-            total += 4 * (slots * max(16, self.scale_rows * heads) + 8 * self.tile_kv * heads)
-        return total + 4 * self.tile_kv * (3 * self.rows + 2 * wide)
-
-
-def data(pool: Pool) -> jax.Array:
-    """The array with the slots, in which a quantised pool is bytes."""
-    return pool.data if isinstance(pool, QuantizedPool) else pool
-
-
-def _chunk(dtype: jnp.dtype) -> int:
-    """Slots of a register."""
-    return 32 // jnp.dtype(dtype).itemsize
-
-
-def shape_of(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    pool: Pool,
-    num_kv_heads: int,
-    blocks_per_row: int,
-    *,
-    sizes: TileSizes,
-    mask: tuple[float, int | None, float | None] = (1.0, None, None),
-    one_query_per_row: bool = False,
-) -> Shape:
-    """Of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with prompts."""
-    group = q.shape[1] // num_kv_heads
-    rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
-    tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
-    has_scales = isinstance(pool, QuantizedPool) and pool.scale_zero is not None
-    shape = Shape(
-        num_kv_heads=num_kv_heads,
-        group=group,
-        head_dim=q.shape[2],
-        block_size=pool.shape[1],
-        blocks_per_row=blocks_per_row,
-        tile_q=1 if one_query_per_row else tile_q,
-        dtype=jnp.dtype(q.dtype),
-        pool_dtype=data(pool).dtype,
-        format=pool.format if isinstance(pool, QuantizedPool) else None,
-        scale_rows=scale_rows(num_kv_heads) if has_scales else 0,
-        mask=mask,
-        sizes=sizes,
-    )
-    while shape.tile_q > 1 and shape.vmem_bytes > VMEM_BYTES:
-        shape = replace(shape, tile_q=shape.tile_q // 2)
-    return shape
-
-
-def pack_table(table: jax.Array) -> jax.Array:
-    """[R, M] → int32[R * ceil(M / 2)] of two ids each, the first in the low half: scalar memory is small."""
-    table = jnp.pad(table, ((0, 0), (0, table.shape[1] % 2)))
-    return (table[:, ::2] | (table[:, 1::2] << 16)).reshape(-1)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What the scalar memory holds of the rows."""
-
-    shape: Shape
-    table: jax.Array  # int32[R * ceil(M / 2)], see `pack_table`
-    kv_lens: jax.Array  # int32[R]
-    query_starts: jax.Array  # int32[R+1]
-
-    def block(self, row, number):
-        """The row's block of that number."""
-        words_per_row = (self.shape.blocks_per_row + 1) // 2
-        word = self.table[row * words_per_row + number // 2]
-        return (word >> (number % 2 * 16)) & 0xFFFF
-
-    def queries(self, row):
-        """The row's packed tokens [first, end), and what a token's position is greater than its index by."""
-        first, end = self.query_starts[row], self.query_starts[row + 1]
-        return first, end, self.kv_lens[row] - end
-
-
-def _expand(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row r, counts[r] times: [2, 0, 3] → rows [0, 0, 2, 2, 2, ..], numbers [0, 1, 0, 1, 2, ..] and how many, [5]."""
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    index = jnp.arange(size, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, counts.shape[0] - 1)
-    return row, index - (ends - counts)[row], ends[-1:]
-
-
-def work(
-    shape: Shape,
-    kv_lens: jax.Array,
-    query_starts: jax.Array,
-    query_lens: jax.Array,
-    num_tokens: int,
-) -> list[jax.Array]:
-    """What there is to do, in the order of doing it; XLA computes it once for all layers.
-
-    Chunks that get new tokens: row, first position; number of them. The same for blocks, if they have scales.
-    Units: row, query tile, which in the order of visits that tile is; number of them.
-    """
-    most_rows = min(kv_lens.shape[0], num_tokens)  # that have tokens
-    scalars = []
-    for size in write_sizes(shape):
-        first = (kv_lens - query_lens) // size
-        counts = jnp.where(query_lens > 0, -(-kv_lens // size) - first, 0)
-        row, number, total = _expand(counts, num_tokens // size + 2 * most_rows)
-        scalars += [row, (first[row] + number) * size, total]
-    first = query_starts[:-1] // shape.tile_q
-    counts = jnp.where(query_lens > 0, -(-query_starts[1:] // shape.tile_q) - first, 0)
-    row, number, total = _expand(counts, -(-num_tokens // shape.tile_q) + most_rows)
-    tile = first[row] + number
-    moved = jnp.concatenate([jnp.zeros(1, jnp.int32), (tile[1:] != tile[:-1]).astype(jnp.int32)])
-    return [*scalars, row, tile, jnp.cumsum(moved, dtype=jnp.int32), total]
-
-
-def write_sizes(shape: Shape) -> list[int]:
-    """Slots that are fetched, merged and put back at once: of the data, and of scales and zeros."""
-    sizes = [_chunk(shape.pool_dtype)]
-    return [*sizes, shape.block_size] if shape.scale_rows else sizes
-
-
 def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.Array]:
     """The new tokens as they stand in the pool, with room before and after: [.., 2*K*D], and [scale_rows*K, ..]."""
     kv = jnp.stack([k, v], axis=2)  # [T, K, 2, D]; of [T, 2*K, D] XLA would keep float32 copies
@@ -359,7 +148,10 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.A
 
 
 def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
-    """[T, H, D] → [Q, K, P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie."""
+    """[T, H, D] → [Q, K', P, A, W']: tiles of queries, head by head, in the lanes where the head's keys lie.
+
+    Of a stack of n heads K' = K / n and W' = n W: a row is 0 in the lanes of the stack's other heads.
+    """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     q = jnp.pad(q, ((0, -q.shape[0] % tile_q), (0, 0), (0, 0)))
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
@@ -370,21 +162,34 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     def place(in_period):
         _, before = shape.lanes(in_period, False)
         after = shape.read_lanes - before - shape.head_lanes
-        rows, lanes = (0, shape.rows - group * tile_q), (before, after)
-        return jnp.pad(q[:, :, in_period], ((0, 0), (0, 0), (0, 0), rows, lanes))
+        widths = [(0, 0)] * 4 + [(before, after)]
+        return jnp.pad(q[:, :, in_period], widths)
 
     tiles = jnp.stack([place(in_period) for in_period in range(period)], axis=2)
-    return tiles.reshape(tiles.shape[0], shape.num_kv_heads, *tiles.shape[3:])
+    planes, stack = shape.num_planes, shape.stack
+    tiles = tiles.reshape(-1, shape.num_stacks, stack, planes, group * tile_q, 1, shape.read_lanes)
+    tiles = jnp.swapaxes(tiles, 2, 3)
+    is_own = jnp.eye(stack, dtype=bool)[:, None, :, None]
+    tiles = jnp.where(is_own, tiles, 0).reshape(
+        -1, shape.num_stacks, planes, stack * group * tile_q, stack * shape.read_lanes
+    )
+    rows = (0, shape.rows - tiles.shape[3])
+    return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), rows, (0, 0)))
 
 
 def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
-    """The inverse, from the lanes where the head's values lie."""
+    """[Q, K', P, A, W] → [T, H, D], from the lanes where the head's values lie."""
     tile_q, group, period = shape.tile_q, shape.group, shape.period
-    out = out.reshape(out.shape[0], -1, period, *out.shape[2:])
+    rows = group * tile_q
+    out = out[:, :, :, : shape.stack * rows].reshape(
+        -1, shape.num_stacks, shape.num_planes, shape.stack, rows, shape.read_lanes
+    )
+    out = jnp.swapaxes(out, 2, 3)
+    out = out.reshape(out.shape[0], -1, period, shape.num_planes, rows, shape.read_lanes)
 
     def take(in_period):
         _, first = shape.lanes(in_period, True)
-        return out[:, :, in_period, :, : group * tile_q, first : first + shape.head_lanes]
+        return out[:, :, in_period, :, :, first : first + shape.head_lanes]
 
     out = jnp.stack([take(in_period) for in_period in range(period)], axis=2)
     out = out.reshape(-1, shape.num_kv_heads, shape.num_planes, group, tile_q, shape.head_lanes)

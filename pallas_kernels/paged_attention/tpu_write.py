@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.tpu_layout import CHUNK_BUFFERS, Rows
+from pallas_kernels.paged_attention.tpu_shape import CHUNK_BUFFERS
+from pallas_kernels.paged_attention.tpu_work import Rows
 
 
 def chunk_buffers(array: jax.Array, axis: int, size: int) -> list:

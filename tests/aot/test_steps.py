@@ -128,13 +128,16 @@ def check_temporaries(place: Place, found: list[dict]) -> None:
 
 
 def check_kernels(place: Place, found: list[dict]) -> None:
-    """On TPUs one for each layer, with the VMEM that it asks for. A GPU's steps all have as many for a layer."""
+    """On TPUs one for each layer and in steps with prompts another for rows with one query, with the VMEM that they ask
+    for. A GPU's steps all have as many for a layer.
+    """
     for each in found:
         calls = each["attention_calls"]
         if not each["bucket"]:
             assert calls == [], each
         elif place.target != "h200":
-            assert calls == [VMEM_BYTES] * each["num_layers"], each
+            of_layer = 1 if each["bucket"]["decode"] else 2
+            assert calls == [VMEM_BYTES] * each["num_layers"] * of_layer, each
     for is_decode in (True, False):
         steps = [each for each in found if each["bucket"] and each["bucket"]["decode"] is is_decode]
         assert len({len(each["attention_calls"]) / each["num_layers"] for each in steps}) == 1

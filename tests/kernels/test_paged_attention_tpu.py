@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
-from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout, tune
+from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout, tpu_shape, tune
 from pallas_kernels.paged_attention.cases import Case
 from tests.kernels.paged_attention import PagedAttentionTests, case_of
 
@@ -323,11 +324,43 @@ def test_other_sizes_give_the_same_result(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 400])
+def test_tiles_of_which_every_query_sees_all(window):
+    """They have no mask; with the window tiles before it and at its begin have other keys."""
+    case = Case(name="", query_lens=(30, 1, 20), kv_lens=(700, 300, 530), window=window)
+    sizes = tpu_layout.TileSizes(tile_kv=128)
+    check(fitting(case), arrays_of(fitting(case)), sizes=sizes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"tile_kv": 2048, "tile_bytes": 4 << 20}, {"tile_rows": 512}])
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_larger_sizes_give_the_same_result(changes, format):
     case = fitting(replace(case_of("mixed"), kv_lens=(700, 20, 1, 90, 100)), format)
     check(case, arrays_of(case), sizes=tpu_layout.TileSizes(**changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "window"), [(None, None), (None, 300), ("int8", None)])
+def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch):
+    """Rows that end with a fetch, behind it, and within its last tile."""
+    case = Case(name="", query_lens=(1,) * 4, kv_lens=(700, 512, 1025, 1000), window=window)
+    case = replace(fitting(case, format), block_size=128 if format else 64)
+    arrays = arrays_of(case)
+    sizes = tpu_layout.TileSizes(tile_kv=128)
+    given: dict[str, Any] = {"one_query_per_row": True, "sizes": sizes}
+    q = arrays["q"].astype(case.dtype)
+    pool = tpu_layout.to_tpu(arrays["pool"])
+    shape = tpu_layout.shape_of(q, pool, case.num_kv_heads, 18, **given)
+    assert (shape.tile_kv, shape.tiles_of_fetch) == (128, 4)
+    check(case, arrays, **given)
+    several, _ = run(arrays, **static_of(case) | given)
+    monkeypatch.setattr(tpu_shape, "MOST_TILES", 1)
+    program.cache_clear()
+    alone, _ = run(arrays, **static_of(case) | given)
+    program.cache_clear()
+    # Of a CPU's code for scales and zeros XLA makes other multiply-adds in another program.
+    np.testing.assert_allclose(several, alone, rtol=0, atol=1e-6 if format else 0)
 
 
 @pytest.mark.slow

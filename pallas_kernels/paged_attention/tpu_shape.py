@@ -1,0 +1,239 @@
+"""What the TPU kernel is specialised for: sizes, how a head lies in lanes, and how far heads and tiles are unrolled.
+
+Letters as in `tpu.py`, the layout as in `tpu_layout.py`. The one place that decides what is unrolled. Knows no arrays
+but by shape and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from pallas_kernels.kv_write.quantized import QuantizedPool
+
+Pool = Shaped[Array, "N S 2*K*D"] | QuantizedPool  # see `tpu_layout.to_tpu`
+
+LANES = 128
+VMEM_BYTES = 32 << 20  # of 64 MB and more
+KV_BUFFERS = 2
+QUERY_BUFFERS = 2
+CHUNK_BUFFERS = 8
+UNROLLED_REGISTERS = 32  # of 64
+UNROLLED_HEADS = 5
+UNROLLED_SCORES = 256  # registers of a head
+UNROLLED_BYTES = 4 << 20  # of widened keys and values, scores and weights
+UNROLLED_BLOCKS = 16  # of a fetch
+FETCH_BYTES = 1 << 20  # at least, as far as MOST_TILES are enough
+MOST_TILES = 4  # of a fetch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSizes:
+    """What may differ from one kind of device to another (`tune.py`), but not within an engine: `tile_kv` and
+    `tile_bytes` say where the sums of a row are cut. Fewer are taken where VMEM would not hold so many.
+
+    tile_rows: A at most, flops that pay for reading a byte of KV. By their data sheets v5e does 240 meanwhile, TPU7x
+    310, v6e 560. head_rows: K * A at most. tile_kv: B at most; tile_bytes: what such a tile has at most.
+    """
+
+    tile_rows: int = 256
+    head_rows: int = 4096
+    tile_kv: int = 512
+    tile_bytes: int = 2 << 20
+
+
+def scale_rows(num_kv_heads: int) -> int:
+    """Rows of `scale_zero` for each of the KV heads of a device: 4, or twice as many to fill registers of 8 rows.
+
+    Of 12 rows, say, XLA would lay out an array in another order, so that nothing is padded, and turn it for each layer.
+    """
+    return 8 if num_kv_heads > 1 and num_kv_heads % 2 else 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a kernel is specialised for."""
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    blocks_per_row: int
+    tile_q: int
+    dtype: jnp.dtype  # of q and of the result
+    pool_dtype: jnp.dtype
+    format: str | None
+    scale_rows: int  # of a KV head in scale_zero; 0 if there is none
+    mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
+    sizes: TileSizes
+
+    @property
+    def num_planes(self) -> int:
+        return 2 if self.format == "int4" else 1
+
+    @property
+    def head_lanes(self) -> int:
+        """Lanes that hold a head's K, or its V."""
+        return self.head_dim // self.num_planes
+
+    @property
+    def width(self) -> int:
+        """Lanes of a slot."""
+        return 2 * self.num_kv_heads * self.head_lanes
+
+    @property
+    def period(self) -> int:
+        """After this many heads lanes begin at the start of a register again."""
+        return LANES // math.gcd(2 * self.head_lanes, LANES)
+
+    @property
+    def read_lanes(self) -> int:
+        """W: whole registers, as many as any head's K or V lies in."""
+        starts = range(0, 2 * self.period * self.head_lanes, self.head_lanes)
+        widest = max(start % LANES + self.head_lanes for start in starts)
+        return -(-widest // LANES) * LANES
+
+    def lanes(self, head: int, value: bool) -> tuple[int, int]:
+        """The first of the W lanes around a head's K or V, counted from its period; and where it begins among them."""
+        start = (2 * (head % self.period) + value) * self.head_lanes
+        last = 2 * self.period * self.head_lanes - self.read_lanes
+        first = min(start // LANES * LANES, last)
+        return first, start - first
+
+    @property
+    def stack(self) -> int:
+        """KV heads whose queries share rows of registers: with one query per row a head alone may not fill 8 rows."""
+        most = 8 // self.group if self.tile_q == 1 else 1
+        most = max(1, min(most, UNROLLED_BYTES // self._room_of_keys))
+        return max(n for n in range(1, most + 1) if self.num_kv_heads % n == 0)
+
+    @property
+    def num_stacks(self) -> int:
+        return self.num_kv_heads // self.stack
+
+    @property
+    def rows(self) -> int:
+        """A: queries times heads of a group times heads of a stack, padded to whole registers."""
+        return -(-self.stack * self.group * self.tile_q // 8) * 8
+
+    @property
+    def heads_at_once(self) -> int:
+        """KV heads that are unrolled, so that the arithmetic of one fills the waits of another; a divisor of K.
+
+        With one query per row as many as have scores that registers hold. Else a few, whose scores are in VMEM in any
+        case: with 4 a head takes 435 cycles on a v6e, with 2 517, alone 690. The rest is a loop, also for the
+        compiler's sake.
+        """
+        least = math.lcm(self.period, self.stack)
+        of_stack = self.rows // 8 * (self.fetch_kv // LANES)
+        most = UNROLLED_REGISTERS // of_stack * self.stack
+        if self.tile_q > 1:
+            most = UNROLLED_HEADS if of_stack <= UNROLLED_SCORES else 1
+        if self._room_of_stack > UNROLLED_BYTES:
+            most = 1
+        divisors = range(least, self.num_kv_heads + 1, least)
+        return max(n for n in divisors if n <= max(least, most) and self.num_kv_heads % n == 0)
+
+    @property
+    def tile_kv(self) -> int:
+        """B: whole blocks; the same for all programs of an engine."""
+        most = self.sizes.tile_bytes // (self.width * self.pool_dtype.itemsize)
+        fitting = max(LANES, min(self.sizes.tile_kv, most))
+        return max(self.block_size, 1 << (fitting.bit_length() - 1))
+
+    @property
+    def tiles_of_fetch(self) -> int:
+        """Tiles of keys that come at once, and are unrolled if all are there: with few heads a tile is soon computed.
+
+        Where sums are cut does not depend on it.
+        """
+        if self.tile_q > 1:
+            return 1
+        of_tile = self.tile_kv * self.width * self.pool_dtype.itemsize
+        return min(MOST_TILES, max(1, FETCH_BYTES // of_tile))
+
+    @property
+    def fetch_kv(self) -> int:
+        return self.tiles_of_fetch * self.tile_kv
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What the buffers take, and the compiler's room for scores, weights and widened keys of two stacks."""
+        heads, wide, item = (
+            self.num_kv_heads,
+            self.num_planes * self.read_lanes,
+            self.dtype.itemsize,
+        )
+        # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own.
+        of_row = wide * ((QUERY_BUFFERS * self.stack + 2) * item + 4) + 3 * LANES * 4
+        slots = KV_BUFFERS * self.fetch_kv + 3 * CHUNK_BUFFERS * slots_of_register(self.pool_dtype)
+        total = self.num_stacks * self.rows * of_row
+        total += slots * self.width * self.pool_dtype.itemsize
+        if self.scale_rows:
+            slots = KV_BUFFERS * self.fetch_kv + 3 * CHUNK_BUFFERS * self.block_size
+            total += 4 * (slots * max(16, self.scale_rows * heads) + 8 * self.fetch_kv * heads)
+        is_one = self.heads_at_once <= math.lcm(self.period, self.stack)
+        return total + self._room_of_stack * (1 if is_one else 2)
+
+    @property
+    def _room_of_keys(self) -> int:
+        """The compiler's for widened keys and values of a head."""
+        return 8 * self.tile_kv * self.num_planes * self.read_lanes
+
+    @property
+    def _room_of_stack(self) -> int:
+        """And for scores and weights."""
+        return self.stack * self._room_of_keys + 12 * self.tile_kv * self.rows
+
+
+def data(pool: Pool) -> jax.Array:
+    """The array with the slots, in which a quantised pool is bytes."""
+    return pool.data if isinstance(pool, QuantizedPool) else pool
+
+
+def slots_of_register(dtype: jnp.dtype) -> int:
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+def shape_of(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pool: Pool,
+    num_kv_heads: int,
+    blocks_per_row: int,
+    *,
+    sizes: TileSizes,
+    mask: tuple[float, int | None, float | None] = (1.0, None, None),
+    one_query_per_row: bool = False,
+) -> Shape:
+    """Of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with prompts."""
+    group = q.shape[1] // num_kv_heads
+    rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
+    tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
+    has_scales = isinstance(pool, QuantizedPool) and pool.scale_zero is not None
+    shape = Shape(
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=q.shape[2],
+        block_size=pool.shape[1],
+        blocks_per_row=blocks_per_row,
+        tile_q=1 if one_query_per_row else tile_q,
+        dtype=jnp.dtype(q.dtype),
+        pool_dtype=data(pool).dtype,
+        format=pool.format if isinstance(pool, QuantizedPool) else None,
+        scale_rows=scale_rows(num_kv_heads) if has_scales else 0,
+        mask=mask,
+        sizes=sizes,
+    )
+    while shape.tile_q > 1 and shape.vmem_bytes > VMEM_BYTES:
+        shape = replace(shape, tile_q=shape.tile_q // 2)
+    return shape
+
+
+def write_sizes(shape: Shape) -> list[int]:
+    """Slots that are fetched, merged and put back at once: of the data, and of scales and zeros."""
+    sizes = [slots_of_register(shape.pool_dtype)]
+    return [*sizes, shape.block_size] if shape.scale_rows else sizes

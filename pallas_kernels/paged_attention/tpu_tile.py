@@ -1,0 +1,345 @@
+"""The arithmetic of the TPU kernel's second phase: tiles of keys in VMEM for a tile of queries.
+
+Letters as in `tpu.py`. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.) Heads are unrolled as far as
+`Shape.heads_at_once` says, so that the waits of one are filled with the work of others. With one query per row, where
+registers hold the scores of all, in phases: all scores, then all weights, then all products with V; what they leave in
+VMEM is written last, because the compiler keeps the order of writes and reads that it cannot tell apart. Else the
+scores of a head are computed before the weights of the one before. Knows nothing of copies and of who wrote the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
+from pallas_kernels.paged_attention.tpu_shape import (
+    KV_BUFFERS,
+    LANES,
+    QUERY_BUFFERS,
+    Pool,
+    Shape,
+)
+from pallas_kernels.paged_attention.tpu_write import repeat, wide
+
+MASK = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: no difference of two scores is NaN
+LOG2E = math.log2(math.e)
+
+
+class Scratch(NamedTuple):
+    """VMEM and semaphores of the second phase. K' and W': see `tpu_layout.to_tiles`."""
+
+    kv: Any  # [KV_BUFFERS, blocks, S, width] of the pool's dtype
+    queries: Any  # [QUERY_BUFFERS, K', P, A, W']
+    out: Any  # [2, K', P, A, W]
+    top: Any  # float32[K', A, LANES] greatest score so far, in every lane
+    total: (
+        Any  # float32[K', A, LANES] of the weights so far, of each lane those of every LANES-th key
+    )
+    acc: Any  # float32[K', P, A, W]
+    kv_sems: Any
+    query_sems: Any
+    out_sems: Any
+    scale_zero: Any = None  # [KV_BUFFERS, blocks, scale_rows * K, S]
+    factors: Any = None  # float32[tiles of a fetch, K, 4, B]: scale and zero of K, of V
+
+
+def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
+    num_blocks = shape.fetch_kv // shape.block_size
+    stacks, rows, lanes = shape.num_stacks, shape.rows, shape.read_lanes
+    column = pltpu.VMEM((stacks, rows, LANES), jnp.float32)
+    out = (stacks, shape.num_planes, rows, lanes)
+    scratch = Scratch(
+        kv=pltpu.VMEM((KV_BUFFERS, num_blocks, shape.block_size, shape.width), shape.pool_dtype),
+        queries=pltpu.VMEM((QUERY_BUFFERS, *out[:-1], shape.stack * lanes), shape.dtype),
+        out=pltpu.VMEM((2, *out), shape.dtype),
+        top=column,
+        total=column,
+        acc=pltpu.VMEM(out, jnp.float32),
+        kv_sems=pltpu.SemaphoreType.DMA((KV_BUFFERS,)),
+        query_sems=pltpu.SemaphoreType.DMA((QUERY_BUFFERS,)),
+        out_sems=pltpu.SemaphoreType.DMA((2,)),
+    )
+    if not isinstance(pool, QuantizedPool) or pool.scale_zero is None:
+        return scratch
+    heads = shape.num_kv_heads
+    return scratch._replace(
+        scale_zero=pltpu.VMEM(
+            (KV_BUFFERS, num_blocks, shape.scale_rows * heads, shape.block_size),
+            pool.scale_zero.dtype,
+        ),
+        factors=pltpu.VMEM((shape.tiles_of_fetch, heads, 4, shape.tile_kv), jnp.float32),
+    )
+
+
+def begin(shape: Shape, scratch: Scratch) -> None:
+    scratch.top[...] = jnp.full(scratch.top.shape, MASK, jnp.float32)
+    scratch.total[...] = jnp.zeros(scratch.total.shape, jnp.float32)
+    scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
+
+
+def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
+    """Zeros for what is none of the fetch's keys [first, end): a weight of 0 times what lies there may be NaN.
+
+    Blocks that were not fetched hold another row's keys, which must not matter even if they are no numbers.
+    """
+    kv, block_size = scratch.kv, shape.block_size
+    empty = jnp.zeros(kv.shape[2:], kv.dtype)
+
+    def clear(number):
+        kv[slot, number] = empty
+
+    def keep(number):
+        values = wide(kv[slot, number])
+        row = number * block_size + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        kept = jnp.where((row >= first) & (row < end), values, jnp.zeros_like(values))
+        kv[slot, number] = kept.astype(kv.dtype)
+
+    first_block, end_block = first // block_size, pl.cdiv(end, block_size)
+    repeat(0, first_block, clear)
+    repeat(end_block, kv.shape[1], clear)
+    pl.when(first % block_size != 0)(lambda: keep(first_block))
+    pl.when(end % block_size != 0)(lambda: keep(end_block - 1))
+
+
+def widen_factors(shape: Shape, scratch: Scratch, slot, first, end) -> None:
+    """Scales and zeros of the fetch's keys [first, end) in float32, and 0 for all others."""
+    if scratch.scale_zero is None or scratch.factors is None:
+        return
+    for number in range(scratch.kv.shape[1]):
+        values = scratch.scale_zero[slot, number].astype(jnp.float32)
+        key = number * shape.block_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        values = jnp.where((key >= first) & (key < end), values, 0.0)
+        tile, first_key = divmod(number * shape.block_size, shape.tile_kv)
+        lanes = pl.ds(first_key, shape.block_size)
+        for head in range(shape.num_kv_heads):
+            first_row = shape.scale_rows * head
+            scratch.factors[tile, head, :, lanes] = values[first_row : first_row + 4]
+
+
+def add_tiles(shape: Shape, scratch: Scratch, queries, slot, tiles, visible) -> None:
+    """Tiles of a fetch, in order, for the queries of a unit, all heads.
+
+    queries: [K', P, A, W']; tiles: their numbers within the fetch, several only with one query per row; visible:
+    bool[1 or A, B], or None if all keys are.
+    """
+    heads, stack = shape.heads_at_once, shape.stack
+    num_stacks, lanes = heads // stack, 2 * heads * shape.head_lanes
+    same_lanes = all(shape.lanes(i, False)[0] == shape.lanes(i, True)[0] for i in range(heads))
+
+    def some(number):
+        base, first = number * lanes, number * num_stacks
+        if not isinstance(number, int):
+            base = pl.multiple_of(base, LANES)
+
+        def score(i, tile):
+            keys = _read(shape, scratch, (slot, tile), base, i, False)
+            factors = _factors(shape, scratch, tile, first + i)
+            return keys, factors, _scores(shape, queries[first + i], keys, factors, visible)
+
+        def weigh(i, tile, scored, before):
+            keys, factors, scores = scored
+            values = keys if same_lanes else _read(shape, scratch, (slot, tile), base, i, True)
+            return _softmax(shape, before, scores), values, factors
+
+        def sums(i):
+            accs = [scratch.acc[first + i, plane] for plane in range(shape.num_planes)]
+            return _Sums(scratch.top[first + i], scratch.total[first + i], accs)
+
+        def write(i, sums):
+            scratch.top[first + i], scratch.total[first + i] = sums.top, sums.total
+            for plane, acc in enumerate(sums.accs):
+                scratch.acc[first + i, plane] = acc
+
+        of_stacks = range(num_stacks)
+        if shape.tile_q == 1:
+            scores = [[score(i, tile) for i in of_stacks] for tile in tiles]
+            so_far = [sums(i) for i in of_stacks]
+            for tile, scored in zip(tiles, scores, strict=True):
+                weights = [weigh(i, tile, scored[i], so_far[i]) for i in of_stacks]
+                so_far = [_added(shape, so_far[i], *weights[i]) for i in of_stacks]
+            for i in of_stacks:
+                write(i, so_far[i])
+            return
+        ahead = score(0, tiles[0])
+        for i in of_stacks:
+            scored = ahead
+            if i + 1 < num_stacks:
+                ahead = score(i + 1, tiles[0])
+            before = sums(i)
+            write(i, _added(shape, before, *weigh(i, tiles[0], scored, before)))
+
+    if heads == shape.num_kv_heads:
+        some(0)
+    else:
+        repeat(0, shape.num_kv_heads // heads, some)
+
+
+def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) -> list[jax.Array]:
+    """K or V of a stack, by planes: [B, W'].
+
+    where: slot, tile; stack: counted from those whose lanes begin at `base`.
+    """
+    (slot, tile), blocks = where, shape.tile_kv // shape.block_size
+    heads = []
+    for head in range(stack * shape.stack, (stack + 1) * shape.stack):
+        first = base + head // shape.period * (2 * shape.period * shape.head_lanes)
+        lanes = pl.ds(first + shape.lanes(head, value)[0], shape.read_lanes)
+        data = scratch.kv[slot, pl.ds(tile * blocks, blocks), :, lanes]
+        heads.append(_planes(shape, data.reshape(shape.tile_kv, shape.read_lanes)))
+    return [jnp.concatenate(planes, axis=1) for planes in zip(*heads, strict=True)]
+
+
+def _planes(shape: Shape, data: jax.Array) -> list[jax.Array]:
+    """What the MXU multiplies of stored values [B, W]: for int8 and int4 the integers, whose scales come later."""
+    if shape.format is None:
+        return [data]
+    if shape.format in FLOATS:
+        return [pltpu.bitcast(data, FLOATS[shape.format]).astype(shape.dtype)]
+    if shape.format == "int8":
+        return [data.astype(jnp.int32).astype(jnp.float32).astype(shape.dtype)]
+    words = pltpu.bitcast(data, jnp.uint32)
+    halves = (words & jnp.uint32(0x0F0F0F0F), (words >> 4) & jnp.uint32(0x0F0F0F0F))
+    integers = [pltpu.bitcast(half, jnp.uint8).astype(jnp.int32) for half in halves]
+    return [x.astype(jnp.float32).astype(shape.dtype) for x in integers]
+
+
+def _factors(shape: Shape, scratch: Scratch, tile, stack) -> list[jax.Array] | None:
+    """Scale and zero of K, of V, as rows of queries need them: [1 or A, B] each."""
+    if scratch.factors is None:
+        return None
+    of_heads = [scratch.factors[tile, stack * shape.stack + i] for i in range(shape.stack)]
+    row = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0)
+    found = []
+    for kind in range(4):
+        rows = of_heads[-1][kind : kind + 1]
+        for i in range(shape.stack - 2, -1, -1):
+            rows = jnp.where(row < (i + 1) * shape.group, of_heads[i][kind : kind + 1], rows)
+        found.append(rows)
+    return found
+
+
+def _dot(shape: Shape, x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
+    precision = lax.Precision.HIGHEST if shape.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), precision, jnp.float32)
+
+
+def _scores(shape: Shape, queries, keys, factors, visible) -> jax.Array:
+    """[A, B], without the scale that `_power` knows. queries: [P, A, W'].
+
+    With k = (n - z) s for stored n, zero z and scale s, q.k = s (q.n - z sum(q)).
+    """
+    scale, _, soft_cap = shape.mask
+    scores = reduce(add, (_dot(shape, queries[plane], x, 1) for plane, x in enumerate(keys)))
+    if factors is not None:
+        sums = sum(
+            queries[plane].astype(jnp.float32).sum(axis=1, keepdims=True)
+            for plane in range(shape.num_planes)
+        )
+        scores = (scores - sums * factors[1]) * factors[0]
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
+    return scores if visible is None else jnp.where(visible, scores, MASK)
+
+
+def _exponent(shape: Shape) -> float:
+    """What a score is multiplied by to be a power of 2."""
+    scale, _, soft_cap = shape.mask
+    return LOG2E * (scale if soft_cap is None else 1.0)
+
+
+def _power(shape: Shape, difference: jax.Array) -> jax.Array:
+    """e to the power of a difference of two scores, which are not scaled yet.
+
+    Nothing else needs the scale, and the compiler would rather scale all scores twice than keep them in VMEM.
+    """
+    return jnp.exp2(difference * _exponent(shape))
+
+
+class _Sums(NamedTuple):
+    """Of all tiles so far, as in `Scratch`."""
+
+    top: jax.Array
+    total: jax.Array
+    accs: list[jax.Array]  # by planes
+
+
+class _Softmax(NamedTuple):
+    """Of a tile of keys, with what came before."""
+
+    weights: jax.Array  # [A, B]
+    rescale: jax.Array  # [A, LANES]: what sums so far are multiplied by, in every lane
+    top: jax.Array  # as in `Scratch`
+    total: jax.Array
+
+
+def _softmax(shape: Shape, before: _Sums, scores: jax.Array) -> _Softmax:
+    top = jnp.maximum(before.top, scores.max(axis=1, keepdims=True))
+    weights = _power(shape, scores - _over(top, scores))
+    rescale = _power(shape, before.top - top)
+    # Lanes are added up when the unit ends, which moves none between them here.
+    chunks = [weights[:, i : i + LANES] for i in range(0, shape.tile_kv, LANES)]
+    return _Softmax(weights, rescale, top, before.total * rescale + reduce(add, chunks))
+
+
+def _added(shape: Shape, before: _Sums, softmax: _Softmax, values, factors) -> _Sums:
+    """With a tile's values. For quantised ones w s n - w s z is summed with w s rounded as the MXU takes it, so that
+    both parts have the same rounding.
+    """
+    weights = softmax.weights
+    weights = (weights if factors is None else weights * factors[2]).astype(shape.dtype)
+    offset = 0.0
+    if factors is not None:
+        offset = (weights.astype(jnp.float32) * factors[3]).sum(axis=1, keepdims=True)
+    accs = []
+    for acc, x in zip(before.accs, values, strict=True):
+        product = _own_lanes(shape, _dot(shape, weights, x, 0))
+        accs.append(acc * _over(softmax.rescale, acc) + (product - offset))
+    return _Sums(softmax.top, softmax.total, accs)
+
+
+def _own_lanes(shape: Shape, product: jax.Array) -> jax.Array:
+    """[A, W'] → [A, W], of each row the lanes of its own head."""
+    row, width = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0), shape.read_lanes
+    last = shape.stack - 1
+    own = product[:, last * width :]
+    for i in range(last - 1, -1, -1):
+        of_head = product[:, i * width : (i + 1) * width]
+        own = jnp.where(row < (i + 1) * shape.group, of_head, own)
+    return own
+
+
+def _over(column: jax.Array, like: jax.Array) -> jax.Array:
+    """[A, LANES] with the same in every lane, as wide as `like`: no lane has to move."""
+    return jnp.concatenate([column] * (like.shape[1] // LANES), axis=1)
+
+
+def finish(shape: Shape, mine, sinks_ref, scratch: Scratch, out_ref) -> None:
+    """Divides by the sum of weights. Rows that are not `mine` bool[A, 1] keep what another unit left; None: all are."""
+
+    def one_stack(stack):
+        top, total = (
+            scratch.top[stack][:, :1],
+            scratch.total[stack].sum(axis=1, keepdims=True),
+        )
+        factor = 1.0 / total
+        if sinks_ref is not None:
+            top, sink = top * _exponent(shape), sinks_ref[stack] * LOG2E
+            new_top = jnp.maximum(top, sink)
+            rescale = jnp.exp2(top - new_top)
+            factor = rescale / (total * rescale + jnp.exp2(sink - new_top))
+        for plane in range(shape.num_planes):
+            out = scratch.acc[stack, plane] * factor
+            if mine is not None:
+                out = jnp.where(mine, out, out_ref[stack, plane].astype(jnp.float32))
+            out_ref[stack, plane] = out.astype(shape.dtype)
+
+    repeat(0, shape.num_stacks, one_stack)
