@@ -24,7 +24,7 @@ QUERY_BUFFERS = 2
 CHUNK_BUFFERS = 8
 UNROLLED_REGISTERS = 32  # of 64
 UNROLLED_HEADS = 5
-UNROLLED_SCORES = 256  # registers of a head
+UNROLLED_SCORES = 128  # registers of a head, times its planes
 UNROLLED_BYTES = 4 << 20  # of widened keys and values, scores and weights
 UNROLLED_BLOCKS = 16  # of a fetch
 FETCH_BYTES = 1 << 20  # at least, as far as MOST_TILES are enough
@@ -126,13 +126,13 @@ class Shape:
 
         With one query per row as many as have scores that registers hold. Else a few, whose scores are in VMEM in any
         case: with 4 a head takes 435 cycles on a v6e, with 2 517, alone 690. The rest is a loop, also for the
-        compiler's sake.
+        compiler's sake: unrolled heads of int4, each in two planes, take it minutes.
         """
         least = math.lcm(self.period, self.stack)
         of_stack = self.rows // 8 * (self.fetch_kv // LANES)
         most = UNROLLED_REGISTERS // of_stack * self.stack
         if self.tile_q > 1:
-            most = UNROLLED_HEADS if of_stack <= UNROLLED_SCORES else 1
+            most = UNROLLED_HEADS if of_stack * self.num_planes <= UNROLLED_SCORES else 1
         if self._room_of_stack > UNROLLED_BYTES:
             most = 1
         divisors = range(least, self.num_kv_heads + 1, least)
