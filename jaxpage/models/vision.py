@@ -155,7 +155,7 @@ def attend_within(
 def attend_near(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *, scale: float, longest: int
 ) -> jax.Array:
-    """`attend_within` for contiguous segments of at most `longest` patches: each tile sees itself and its neighbours."""
+    """`attend_within` for contiguous segments of at most `longest` patches: a tile sees itself and both neighbours."""
     num_patches = q.shape[0]
     if num_patches <= 3 * longest:
         return attend_within(q, k, v, segments, scale=scale)
