@@ -44,7 +44,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class KeyCheck:
-    """Rejects clients without a key. Administrative paths need the administrator's key or, if none is set, localhost."""
+    """Rejects clients without a key. Administrative paths need the admin key or, if none is set, a local client."""
 
     def __init__(
         self,
