@@ -299,7 +299,7 @@ def make_engine_spec(
     options = options.with_local_files(weights=False)
     hardware = Device.of(device, memory_bytes=device_memory)
     hf_config = load_hf_config(options.hf_config_path or options.model, options.hf_overrides)
-    registry.family(hf_config)  # an unknown architecture is reported before fields that its config lacks
+    registry.family(hf_config)  # an unknown architecture is reported before missing fields
     config = options.resolve(
         hf_config,
         platform=hardware.platform,

@@ -23,9 +23,7 @@ from jaxpage.runner.recording import LENGTH_BYTES, calls_frame, frame, parse
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 8.0  # a host that is silent for so long is lost
-STUCK_SECONDS = (
-    4.0  # programs that wait for a lost host may never end; then the process ends
-)
+STUCK_SECONDS = 4.0  # programs that wait for a lost host may never end; then the process ends
 _STOP_SECONDS = 5.0  # for followers to stop
 _LAST_ACT_SECONDS = 1.0
 _CAUSE_SECONDS = 2.0  # between a failed collective and the detection of a lost host

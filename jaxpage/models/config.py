@@ -28,9 +28,7 @@ class ExpertsConfig:
     num_experts: int
     experts_per_token: int
     intermediate_size: int  # of an expert
-    shares_add_up_to_one: (
-        bool  # normalize the shares of a token's experts; otherwise they are parts of a softmax over all
-    )
+    shares_add_up_to_one: bool  # for a token's experts; else parts of a softmax over all
     shared_size: int | None = None  # intermediate size of the expert for all tokens
     bias: bool = False  # of router and experts
     # gpt-oss: gate and up are clamped to it, and up is offset by 1: g sigmoid(slope g) (u + 1).

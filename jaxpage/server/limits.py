@@ -44,7 +44,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class KeyCheck:
-    """Rejects clients without a key. Administrative paths need the admin key or, if none is set, a local client."""
+    """Rejects clients without a key: 401. Administrative paths need the admin key or, without one, a local client."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class ServerOptions:
     disable_log_stats: bool = False  # no throughput line every 10 s
     # no line per request with method, path, status and milliseconds, and without prompts
     disable_access_log: bool = False
-    otlp_traces_endpoint: str | None = None  # export spans of requests to this collector (extra `otlp`)
+    otlp_traces_endpoint: str | None = None  # collector for spans of requests (extra `otlp`)
     # sleep, weight updates and TRL's calls, for a trainer in another process; all are administrative
     enable_rl: bool = False
     profiler_dir: Path | None = None  # folder for traces of /start_profile

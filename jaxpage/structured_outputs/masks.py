@@ -162,7 +162,7 @@ class GrammarMasks:
         continuation.num_read = length
 
     def _begin(self, index: int) -> _Continuation | None:
-        self._num_ended = self._compiler.num_ended  # before the check, so that no completion is missed
+        self._num_ended = self._compiler.num_ended  # before the check, so that none is missed
         future, config = self._grammar.matcher, self._compiler.config
         if not future.done():
             if time.monotonic() > self._grammar.deadline:

@@ -20,9 +20,7 @@ class Format:
     read: Callable[[Source, Writer, tuple[Tool, ...]], Reading[None]]
     # Grammar that forces calls, given the ids of markers that are special tokens.
     grammar: Callable[[Mapping[str, int]], CallGrammar]
-    markers: tuple[
-        str, ...
-    ] = ()  # may be single tokens, depending on the tokenizer
+    markers: tuple[str, ...] = ()  # may be single tokens, depending on the tokenizer
     # Some markers are special tokens, at least for some models: the text must be decoded with special tokens.
     keeps_special_tokens: bool
     separators: str = ""  # may stand between calls; they are ignored

@@ -1,8 +1,8 @@
 """Products with quantized weights for Hopper GPUs (sm_90a) in Mosaic GPU. Knows no engine, and makes no choices.
 
 wgmma takes its left operand from registers, so that is the weight: a program computes the transposed result of ROWS
-outputs and a tile of tokens, padded to a multiple of 8, not of 64. Bytes arrive by TMA, CHUNK bytes of each output at
-a time, with several chunks in flight, and are converted in registers to integers that bfloat16 represents exactly, or to
+outputs and a tile of tokens, padded to a multiple of 8, not of 64. Bytes arrive by TMA, CHUNK bytes of each output at a
+time, with several chunks in flight, and are converted in registers to integers that bfloat16 represents exactly, or to
 fp8's values: weights are never rounded. int4's groups are separate products, whose float32 sums are multiplied by the
 scale; other formats' scales are left to XLA, which fuses the multiplication into the consumer of the result.
 

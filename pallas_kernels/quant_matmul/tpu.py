@@ -28,7 +28,7 @@ from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padde
 
 LANES = 128
 X_BYTES = 12 << 20  # per tile of x, at most
-TILE_BYTES = 5 << 20  # per tile of the weight, at most; two of both and of the result are 40 MB at most
+TILE_BYTES = 5 << 20  # per weight tile, at most; two of both and of the result: at most 40 MB
 CHUNK = 1024  # inputs converted at a time. Sums are divided there, so it is never tuned
 VMEM_BYTES = 48 << 20  # of at least 64 MB
 GROUP_SIZES = (32, 64, 128)

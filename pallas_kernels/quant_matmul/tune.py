@@ -22,7 +22,7 @@ from pallas_kernels.quant_matmul.cases import LAYERS, Case
 from pallas_kernels.quant_matmul.quantized import FP8, QuantizedWeight
 
 FOLDER = Path(__file__).parent / "tuned"
-COPIES = 4  # of a weight, used in turn: 136 MB and more, so none is still in the L2 of 50 MB at its turn
+COPIES = 4  # of a weight, used in turn: 136 MB and more, so the L2 of 50 MB has none at its turn
 QKV, _, GATE_UP, DOWN = LAYERS["7b"]
 
 
