@@ -73,7 +73,7 @@ class DeviceMemory:
     def replace_weights(self, arrays: Arrays, *, keep_cache: bool = False) -> int:
         """Replace the parameters by those that `read` returned; returns their version. Nothing is compiled.
 
-        One parameter at a time is moved. If a transfer fails, the parameters are lost. `keep_cache`: KV computed with
+        Parameters are replaced one at a time. If a transfer fails, they are lost. `keep_cache`: KV computed with
         the old ones stays in the prefix cache.
         """
         assert arrays.keys() == self._variables.keys(), "these are of another model"
