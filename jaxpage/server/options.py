@@ -20,7 +20,7 @@ class ServerOptions:
     # keys of clients, who send one with every request: "Authorization: Bearer KEY"
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None  # more keys, one per line
-    # key for pause, profile, reset, abort, adapters and enable_rl; without one only clients on this machine have these
+    # key for pause, profile, reset, abort, adapters and enable_rl; without one only local clients may use them
     admin_api_key: str | None = None
     api_key_for_all: bool = False  # require a key also for /health and /metrics
     ssl_certfile: Path | None = None
