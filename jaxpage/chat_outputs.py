@@ -1,7 +1,7 @@
-"""Tools and reasoning in chats: what they ask of a request, and what is read from its text.
+"""Tools and reasoning in chats: what they add to a request, and how the output is parsed.
 
-Knows parsers, the tokenizer and the options that choose among them. Must not know the engine: `LLM.chat` and the server
-share it.
+Knows parsers, the tokenizer and the options that choose them. Must not know the engine: `LLM.chat` and the server share
+this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat:
-    """How a model writes tool calls and reasoning. None: it does not, or nobody knows how."""
+    """How a model writes tool calls and reasoning. None: it does not, or the format is unknown."""
 
     tool_parser: str | None
     reasoning_parser: str | None
@@ -39,7 +39,7 @@ class ChatFormat:
     ]  # markers of tool calls that are special tokens, and their ids
 
     def params(self, params: SamplingParams, tools: Tools | None, choice: Any) -> SamplingParams:
-        """What a request with these tools asks of the engine. Raises ValueError.
+        """The sampling params of a request with these tools. Raises ValueError.
 
         choice: "auto"; "none"; "required"; or {"type": "function", "function": {"name": ...}}.
         """
@@ -58,7 +58,7 @@ class ChatFormat:
         return params
 
     def parser(self, tools: Tools | None, choice: Any, prompt: str | None = None) -> OutputParser:
-        """A parser for one output of a rendered prompt. Raises ValueError for bad tools."""
+        """A parser for one output of a rendered prompt. Raises ValueError for invalid tools."""
         reasoning, name = None, self.reasoning_parser
         if name is not None:
             inside = starts_in_reasoning(name, prompt or "")
@@ -69,7 +69,7 @@ class ChatFormat:
         return OutputParser(reasoning, calls)
 
     def read(self, output: RequestOutput, tools: Tools | None, choice: Any) -> None:
-        """Write what its texts say into the completions of a finished output."""
+        """Parse the texts of a finished output, and write the results into its completions."""
         for completion in output.outputs:
             parser = self.parser(tools, choice, output.prompt)
             deltas: list[Delta] = [*parser.feed(completion.text), *parser.finish()]
@@ -88,9 +88,9 @@ class ChatFormat:
 
 
 def chat_format(config: EngineConfig, tokenizer: Any, chat_template: str | None) -> ChatFormat:
-    """What the options say, else the chat template (None: the tokenizer's). Raises ValueError for unknown parsers."""
+    """By the options, else by the chat template (None: the tokenizer's). Raises ValueError for unknown parsers."""
     template = chat_template or getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(template, dict):  # by name
+    if isinstance(template, dict):  # templates by name
         template = "\n".join(template.values())
     name = config.tool_call_parser
     if name is None:

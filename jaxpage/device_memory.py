@@ -1,7 +1,7 @@
-"""What one engine has on its devices, its parameters and its KV pool: given back for a while, and replaced.
+"""The device memory of one engine, its parameters and KV pool: freed for a while, and parameters replaced.
 
-Adapters are no parameters here: they have slots of their own. Must not know who asks, nor pauses: whoever frees memory
-has seen to it that no step runs.
+Adapters do not count as parameters here: they have their own slots. Must not know who asks, and does not pause: whoever
+frees memory has made sure that no step runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jaxpage.weights.load import load
 
 Arrays = Mapping[str, jax.Array]  # by path in the engine's model
 
-TAGS = ("weights", "kv_cache")  # vLLM's names of what is there
+TAGS = ("weights", "kv_cache")  # vLLM's names of the parts
 
 
 class DeviceMemory:
-    """`read` may be called from any thread; all else is for the engine's thread, between two steps."""
+    """`read` may be called from any thread; all else only from the engine's thread, between two steps."""
 
     def __init__(self, spec: EngineSpec, engine: Engine, runner: Runner):
         self._spec, self._engine, self._runner = spec, engine, runner
@@ -41,7 +41,7 @@ class DeviceMemory:
         }
         self._has_pool = True
         self._on_host = False  # the parameters
-        self._are_lost = False  # they: only others can be had
+        self._are_lost = False  # the parameters are discarded: only `replace_weights` helps
 
     @property
     def lacks(self) -> str | None:
@@ -54,14 +54,14 @@ class DeviceMemory:
 
     @property
     def version(self) -> int:
-        """How often parameters have been replaced."""
+        """How often the parameters were replaced."""
         return self._engine.scheduler.counters.num_weight_changes
 
     def read(self, folder: str | Path) -> Arrays:
-        """The parameters of a checkpoint, joined and rounded as the engine has them, in host memory.
+        """The parameters of a checkpoint, joined and rounded as in the engine, in host memory.
 
-        Safetensors or Orbax, as `weights.load` reads them, of the model that the engine was built for. Raises
-        ValueError for one that does not fit it or is damaged.
+        Safetensors or Orbax, as `weights.load` reads them, for the engine's model. Raises ValueError for a checkpoint
+        that does not fit it or is damaged.
         """
         config = replace(self._spec.config, enable_lora=False)
         sizes: dict[str, Any] = {"dtype": config.dtype, "max_model_len": config.max_model_len}
@@ -71,10 +71,10 @@ class DeviceMemory:
         return {path: each.get_raw_value() for path, each in _own_variables(model).items()}
 
     def replace_weights(self, arrays: Arrays, *, keep_cache: bool = False) -> int:
-        """Have these instead, of `read`; returns their version. Nothing is compiled.
+        """Replace the parameters by those that `read` returned; returns their version. Nothing is compiled.
 
-        One parameter at a time is there twice. Should a transfer fail, the parameters are lost. `keep_cache`: KV of the
-        old ones goes on being found.
+        Parameters are replaced one at a time. If a transfer fails, they are lost. `keep_cache`: KV computed with
+        the old ones stays in the prefix cache.
         """
         assert arrays.keys() == self._variables.keys(), "these are of another model"
         self._are_lost = True
@@ -85,8 +85,8 @@ class DeviceMemory:
         return self._engine.look_at_weights(keep_cache=keep_cache)
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Free the KV pool, whose requests are computed anew later, and the parameters, which go to the host or are
-        lost.
+        """Free the KV pool, so that running requests are recomputed later, and the parameters, which move to the host
+        or are discarded.
         """
         if self._has_pool:
             self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -102,7 +102,7 @@ class DeviceMemory:
             self._on_host, self._are_lost = False, True
 
     def wake_up(self, tags: Collection[str] = TAGS) -> None:
-        """Have again what there was, as far as it is in `tags` and not lost. Nothing is compiled."""
+        """Restore the parts in `tags`, unless the parameters were discarded. Nothing is compiled."""
         if "weights" in tags and self._on_host:
             for path, variable in self._variables.items():
                 variable.set_raw_value(_put(variable.get_raw_value(), self._places[path]))
@@ -132,13 +132,13 @@ def check_tags(tags: Collection[str] | None) -> Collection[str]:
 
 
 def _own_variables(model: CausalLM) -> dict[str, nnx.Variable]:
-    """All parameters but those of adapters, also the parts of quantised ones, by path."""
+    """All parameters except those of adapters, with the parts of quantized ones, by path."""
     state = nnx.to_flat_state(nnx.state(model))
     return {".".join(map(str, path)): v for path, v in state if slot_axis(v) is None}
 
 
 def _put(array: Any, place: Sharding) -> jax.Array:
-    # Waiting keeps transfers, and the host copies that they hold, from piling up.
+    # Waiting keeps transfers, and the host copies that they hold, from accumulating.
     return jax.block_until_ready(jax.device_put(array, place))
 
 

@@ -1,6 +1,6 @@
 """The shapes of an engine, from config.json alone: all that its programs depend on.
 
-Knows which shapes model, pool and steps have on one device, or on the devices of a mesh, which may be a compile-only
+Knows the shapes of model, pool and steps on one device, or on the devices of a mesh, which may be a compile-only
 topology. Must not know where weights come from, how many blocks fit, or when programs are compiled.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# Tokens of a prompt that are scored at a time: 39 MB of logits for a vocabulary of 152 k, however long the prompt is.
+# Prompt tokens scored at a time: 39 MB of logits for a vocabulary of 152 k, whatever the length of the prompt.
 _MOST_SCORED = 64
 
 
@@ -56,19 +56,19 @@ _MOST_SCORED = 64
 class EngineSpec:
     """Model, pool and steps of an engine as shapes.
 
-    `composition.size` replaces `pool` by one with blocks, and `config` by one with the token limits that these allow.
-    The KV groups stay as they are.
+    `composition.size` replaces `pool` by a pool with blocks, and `config` by one with the token limits that these
+    allow. The KV groups stay the same.
     """
 
     config: ResolvedConfig
     hf_config: PretrainedConfig
     device: jax.Device  # one of the mesh's, if there is a mesh: all are of one kind
-    hardware: Device  # what that device is
+    hardware: Device  # properties of that device
     mesh: Mesh | None  # None: `device` alone
-    model: CausalLM  # abstract until weights are loaded into it
+    model: CausalLM  # abstract until weights are loaded
     groups: KVGroups
-    pool: KVPoolSpec  # with num_blocks=0 until it is sized
-    no_kernel_reason: str | None  # why attention is XLA's, where a kernel could have served
+    pool: KVPoolSpec  # num_blocks=0 until it is sized
+    no_kernel_reason: str | None  # why attention runs in XLA, if a kernel exists for it
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -76,7 +76,7 @@ class EngineSpec:
 
     @property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """Those of this host."""
+        """The devices of this host."""
         if self.mesh is None or self.config.nnodes == 1:
             return self.devices
         return tuple(self.mesh.local_devices)
@@ -87,7 +87,7 @@ class EngineSpec:
 
     @property
     def footprint(self) -> SequenceFootprint:
-        """What a sequence needs of the pool."""
+        """What a sequence needs from the pool."""
         return SequenceFootprint(
             windows=self.groups.windows,
             block_size=self.config.block_size,
@@ -130,7 +130,7 @@ class EngineSpec:
 
     @cached_property
     def research(self) -> ResearchSpec | None:
-        """What requests may look at and change inside the model."""
+        """What requests may capture and change inside the model."""
         research, model = self.config.research, self.model.config
         if research is None:
             return None
@@ -144,7 +144,7 @@ class EngineSpec:
 
     @cached_property
     def picture_spec(self) -> PictureSpec | None:
-        """The encoder and its cache, of models that take pictures."""
+        """The encoder and its cache, for models that take pictures."""
         config, model = self.config, self.model.config
         if model.vision is None:
             return None
@@ -158,7 +158,7 @@ class EngineSpec:
         )
 
     def picture_processor(self, tokenizer: Any) -> PictureProcessor | None:
-        """What prepares pictures, of models that take them. Raises ValueError."""
+        """Prepares pictures, for models that take them. Raises ValueError."""
         config = self.config
         if self.model.config.vision is None:
             return None
@@ -169,17 +169,17 @@ class EngineSpec:
         )
 
     def transform_weights(self, *, join: bool = True) -> set[str]:
-        """Join and quantise the model's parameters in place, arrays or shapes, choose what computes experts, and make
-        room for adapters. Call once, before `lowerings`. Without `join` parameters stay apart, as a trainer has them.
+        """Join and quantize the model's parameters in place, arrays or shapes, choose kernels for experts, and add
+        parameters for adapters. Call once, before `lowerings`. `join=False` keeps parameters apart, as trainers do.
 
-        Returns lines that say what is plain XLA's, where a kernel could have served, and why.
+        Returns lines that say which products run in plain XLA although a kernel exists, and why.
         """
         config, lines = self.config, set()
 
         def note(what: str, reasons: set[str]) -> None:
             lines.update(f"{what} run in plain XLA: {reason}" for reason in reasons)
 
-        if join and self.num_devices == 1:  # a joined weight has no even split
+        if join and self.num_devices == 1:  # a joined weight cannot be divided evenly
             join_projections(self.model)
         if config.quantization == "int8":
             note("int8 products", quantize(self.model, self.choose_matmul))
@@ -193,7 +193,7 @@ class EngineSpec:
     def choose_matmul(
         self, weight: QuantizedWeight, axes: tuple[str, ...], units: tuple[int, ...]
     ) -> Choice[matmul.MatmulKernel]:
-        """What computes products with a quantised weight of the model, whose axes `parallel.sharding` knows."""
+        """The kernel for a quantized weight of the model, whose axes `parallel.sharding` knows."""
         mesh, spec = None, PartitionSpec()
         if self.mesh is not None and self.num_devices > 1:
             where = sharding(self.mesh, axes, units)
@@ -205,7 +205,7 @@ class EngineSpec:
     def choose_experts(
         self, gate_up: ParamSpec, down: ParamSpec
     ) -> Choice[ops_experts.ExpertsKernel]:
-        """What computes the products of a mixture of experts with such weights."""
+        """The kernel for a mixture of experts with these weights."""
         mesh = self.mesh if self.num_devices > 1 else None
         shares = [
             jax.ShapeDtypeStruct(each.sharding(self.mesh).shard_shape(each.shape), each.dtype)
@@ -223,7 +223,7 @@ class EngineSpec:
     def choose_lora(
         self, a: lora.Half, b: Sequence[lora.Half], num_slots: int
     ) -> Choice[lora.LoraKernel]:
-        """What adds adapters, in as many slots, with such halves."""
+        """The kernel for `num_slots` adapters with these halves."""
         options = {"num_slots": num_slots, "num_devices": self.num_devices}
         return lora.choose(a, b, self.hardware, **options)
 
@@ -233,7 +233,7 @@ class EngineSpec:
 
     @property
     def num_blocks_given(self) -> int | None:
-        """The blocks of the pool that the user asked for; None: as many as fit."""
+        """The blocks of the pool that the user requested; None: as many as fit."""
         config = self.config
         if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes // self.block_bytes
@@ -252,7 +252,7 @@ class EngineSpec:
         }
 
     def lowerings(self, buckets: tuple[Bucket, ...] = ()) -> Lowerings:
-        """The programs of its buckets, or of others. Lower them inside `on_target`."""
+        """The programs of these buckets, by default of its own. Lower them inside `on_target`."""
         return Lowerings(
             self.model,
             buckets=buckets or self.buckets,
@@ -263,11 +263,11 @@ class EngineSpec:
         )
 
     def on_target(self) -> AbstractContextManager[Any]:
-        """A context in which Pallas lowers for the chip of the mesh; outside of it, it lowers for this machine."""
+        """A context in which Pallas lowers for the chip of the mesh instead of this machine."""
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def fingerprint(self) -> dict[str, str]:
-        """Name -> text of all that its programs depend on besides the machine; see `runner.program_store`."""
+        """Name -> text of all that its programs depend on except the machine; see `runner.program_store`."""
         parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(self.model).items()]
         facts = {
             "model": repr(self.model.config),
@@ -276,7 +276,7 @@ class EngineSpec:
             "steps": repr(self.step_spec),
             "rows": str(self.buckets[-1].num_rows),
             "moves blocks": str(self.config.swap_space > 0),
-            # An executable names the devices that it runs on.
+            # An executable is bound to its devices.
             "devices": ", ".join(str(device.id) for device in self.devices),
         }
         if self.config.nnodes > 1:
@@ -291,15 +291,15 @@ def make_engine_spec(
     device_memory: int | None = None,
     mesh: Mesh | None = None,
 ) -> EngineSpec:
-    """Reads config.json and no other file, unless the model must be downloaded. Raises ValueError for what cannot be
-    served.
+    """The spec for these options. Reads only config.json, unless the model must be downloaded. Raises ValueError for
+    what is not supported.
 
-    `device_memory`: bytes of the device, None to ask it; `mesh`: of devices like `device`.
+    `device_memory`: bytes of the device, None: ask the device; `mesh`: devices of the same kind as `device`.
     """
     options = options.with_local_files(weights=False)
     hardware = Device.of(device, memory_bytes=device_memory)
     hf_config = load_hf_config(options.hf_config_path or options.model, options.hf_overrides)
-    registry.family(hf_config)  # an unknown architecture is refused before what its config lacks
+    registry.family(hf_config)  # an unknown architecture is reported before missing fields
     config = options.resolve(
         hf_config,
         platform=hardware.platform,
@@ -350,7 +350,7 @@ def make_engine_spec(
 
 
 def _check_research(config: ResolvedConfig, model: CausalLM, mesh: Mesh | None) -> None:
-    """Raises ValueError for engines that cannot have it, and for points that the model has not."""
+    """Raises ValueError for engines that do not support it, and for points that the model does not have."""
     assert isinstance(config.research, ResearchConfig)
     lacking = {
         'numerics="strict"': config.numerics == "strict",

@@ -1,6 +1,6 @@
-"""Names that sampling parameters have, or had, elsewhere: LMDeploy's `GenerationConfig`, older vLLM.
+"""Other names of sampling parameters: LMDeploy's `GenerationConfig`, older vLLM.
 
-Only where they mean the same. Each is told once, at its first use, with the name to use instead.
+Only names with the same meaning. Each is warned about once, at its first use, with the name to use instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 Class = TypeVar("Class", bound=type)
 
-# Old or foreign name -> ours.
+# Old or foreign name -> standard name.
 _SAME = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -24,7 +24,7 @@ _SAME = {
     "stop_words": "stop",
     "guided_decoding": "structured_outputs",
 }
-# The fields of `StructuredOutputsParams`, as vLLM's requests named them before 0.12.
+# The fields of `StructuredOutputsParams`, as requests of vLLM named them before 0.12.
 _GUIDED = {
     f"guided_{name}": name
     for name in ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
@@ -33,19 +33,19 @@ _told: set[str] = set()
 
 
 def accept_aliases(cls: Class) -> Class:
-    """The class, whose constructor takes other names too. Raises TypeError for two names of one thing."""
+    """A class whose constructor also takes other names. Raises TypeError if a value is given under two names."""
     init: Callable = cls.__init__
 
     @functools.wraps(init)
     def __init__(self: Any, **options: Any) -> None:
         init(self, **with_standard_names(options))
 
-    setattr(cls, "__init__", __init__)  # noqa: B010, the type checker knows the fields from the class alone
+    setattr(cls, "__init__", __init__)  # noqa: B010, the type checker knows the fields only from the class
     return cls
 
 
 def with_standard_names(options: dict[str, Any]) -> dict[str, Any]:
-    """The options under vLLM's names. Raises TypeError for two names of one thing, ValueError for bad values."""
+    """The options under vLLM's names. Raises TypeError for a value under two names, ValueError for invalid values."""
     if options.keys().isdisjoint(_ALL):
         return options
     standard = {name: value for name, value in options.items() if name not in _ALL}
@@ -74,7 +74,7 @@ def with_standard_names(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def tell(name: str, instead: str) -> None:
-    """Warn of an old or foreign name, once."""
+    """Warn about an old or foreign name, once."""
     if name not in _told:
         _told.add(name)
         logger.warning("%s is not a name of jaxpage's own: %s", name, instead)

@@ -1,6 +1,6 @@
-"""Values of sampling parameters as users give them, made plain: ints, floats and fresh lists. Each raises ValueError.
+"""Converts the values of sampling parameters to plain ints, floats and new lists. Each function raises ValueError.
 
-`name` is what the error calls the parameter.
+`name` is the parameter's name in error messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_FLOAT32 = 3.4028235e38
 
 
 def if_given(convert: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """The same for values that may be None, which stays."""
+    """The same conversion, but None stays None."""
     return lambda name, value: None if value is None else convert(name, value)
 
 
@@ -28,14 +28,14 @@ def to_int(name: str, value: Any) -> int:
 
 
 def to_count(name: str, value: Any) -> int | None:
-    """A number of logprobs; True is 1, and False none."""
+    """A number of logprobs; True is 1, False is none."""
     if value is None or isinstance(value, bool):
         return 1 if value else None
     return to_int(name, value)
 
 
 def to_rows(name: str, value: Any) -> list[list[int]]:
-    """Lists of ids, one for each row of a list or an array."""
+    """Lists of ids, one per row of a list or an array."""
     if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list of lists of token ids, got {value!r:.200}")
     rows = []
@@ -49,7 +49,7 @@ def to_rows(name: str, value: Any) -> list[list[int]]:
 
 
 def to_bool(name: str, value: Any) -> bool:
-    # Equality also admits NumPy's booleans, and 0 and 1.
+    # Equality also allows NumPy's booleans, 0 and 1.
     if isinstance(value, str) or not (value == True or value == False):  # noqa: E712
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return bool(value)
@@ -92,7 +92,7 @@ def to_bias(key: Any, value: Any) -> float:
 
 
 def to_ids(name: str, value: Any) -> list[int]:
-    """A list of ints without duplicates, in the order given."""
+    """A list of distinct ints, in the order given."""
     if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
     return list(dict.fromkeys(to_int(name, x) for x in value))

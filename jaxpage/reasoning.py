@@ -1,6 +1,6 @@
-"""What begins and ends a model's reasoning: as text, an option of the engine; as token ids, in a request.
+"""The markers of a model's reasoning: as text, in an option of the engine; as token ids, in a request.
 
-Knows markers and a tokenizer. Must not know what is done with the ids: see `sampling.thinking`.
+Knows markers and a tokenizer. Must not know how the ids are used: see `sampling.thinking`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 MAX_MARKER_LEN = 64  # tokens of a marker
 
-# Reasoning parsers of vLLM, for models that jaxpage has -> what begins and ends the reasoning that they find.
+# Reasoning parsers of vLLM, for models that jaxpage supports -> start and end of the reasoning that they find.
 MARKERS: dict[str, tuple[str, str]] = dict.fromkeys(
     ("deepseek_r1", "qwen3"), ("<think>", "</think>")
 )
@@ -20,12 +20,12 @@ MARKERS: dict[str, tuple[str, str]] = dict.fromkeys(
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningConfig:
-    """Names and meanings are vLLM's (0.32). Raises ValueError for what is no string."""
+    """Names and meanings are vLLM's (0.32). Raises ValueError for values that are not strings."""
 
-    reasoning_parser: str = ""  # its markers are used where the strings below are empty
-    reasoning_start_str: str = ""  # after it a model reasons
-    # What is forced when the budget is spent. It may begin with words that lead to the parser's own end marker, which
-    # then is what ends the reasoning; without a parser only the whole of it does.
+    reasoning_parser: str = ""  # its markers replace empty strings below
+    reasoning_start_str: str = ""  # starts the reasoning
+    # Forced when the budget is spent. It may begin with words that lead to the parser's own end marker; then that
+    # marker ends the reasoning. Without a parser only the whole string does.
     reasoning_end_str: str = ""
 
     def __post_init__(self) -> None:
@@ -40,12 +40,12 @@ class ReasoningTokens:
     """The markers as token ids, each of 1 to MAX_MARKER_LEN."""
 
     start: tuple[int, ...]
-    end: tuple[int, ...]  # ends the reasoning, whoever wrote it
-    forced_end: tuple[int, ...]  # what is written when the budget is spent
+    end: tuple[int, ...]  # ends the reasoning, whether sampled or forced
+    forced_end: tuple[int, ...]  # written when the budget is spent
 
 
 def to_reasoning_config(value: Any) -> ReasoningConfig | None:
-    """A config of one, of a dict of its fields, or of None or an empty dict, which mean none. Raises ValueError."""
+    """A config, from itself or a dict of its fields; None for None or an empty dict. Raises ValueError."""
     if value is None or isinstance(value, ReasoningConfig):
         return value
     names = [f.name for f in dataclasses.fields(ReasoningConfig)]
@@ -66,12 +66,12 @@ def with_parser(config: Any, parser: str) -> ReasoningConfig:
 def reasoning_tokens(
     config: Any, tokenizer: Any, vocab_size: int, *, wanted_by: str = "thinking_token_budget"
 ) -> ReasoningTokens:
-    """The markers of `config`, in any form that `to_reasoning_config` takes, tokenised as vLLM does it.
+    """The markers of `config`, in any form that `to_reasoning_config` takes, tokenized as in vLLM.
 
-    `tokenizer`: one of transformers, or None. `wanted_by`: what an error names.
+    `tokenizer`: one of transformers, or None. `wanted_by`: what error messages name as the cause.
 
-    Raises ValueError without a tokenizer, for markers that are not known, and for those that the model or the sampler
-    cannot take.
+    Raises ValueError without a tokenizer, for unknown markers, and for markers that the model or the sampler does not
+    support.
     """
     start, end, forced_end = _markers(to_reasoning_config(config) or ReasoningConfig(), wanted_by)
     if tokenizer is None:
@@ -90,7 +90,7 @@ def reasoning_tokens(
 
 
 def _markers(config: ReasoningConfig, wanted_by: str) -> tuple[str, str, str]:
-    """What begins reasoning, what ends it, and what is forced. Raises ValueError."""
+    """The start, the end, and the forced end. Raises ValueError."""
     parser = config.reasoning_parser
     if parser and parser not in MARKERS:
         raise ValueError(

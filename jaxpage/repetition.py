@@ -1,4 +1,4 @@
-"""Output that repeats itself: what a user calls a repetition, and whether there is one. Names and meaning are vLLM's.
+"""Detection of repetition in the output. Names and meanings are vLLM's.
 
 Knows token ids only.
 """
@@ -19,9 +19,9 @@ class RepetitionDetectionParams:
     range.
     """
 
-    max_pattern_size: int = 0  # tokens of a pattern; 0: nothing is looked for
-    min_pattern_size: int = 0  # 0 means 1
-    min_count: int = 0  # at least 2 where something is looked for
+    max_pattern_size: int = 0  # longest pattern, in tokens; 0: no detection
+    min_pattern_size: int = 0  # shortest; 0 means 1
+    min_count: int = 0  # at least 2 with detection
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -39,7 +39,7 @@ class RepetitionDetectionParams:
 
 
 def to_repetition_detection(value: Any) -> RepetitionDetectionParams | None:
-    """A copy of the params, or of a dict of their fields; None for those that look for nothing. Raises ValueError."""
+    """A copy of the params, or of a dict of their fields; None if they detect nothing. Raises ValueError."""
     if value is None:
         return None
     fields = vars(value) if isinstance(value, RepetitionDetectionParams) else value

@@ -33,13 +33,13 @@ from jaxpage.runner.recording import (
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What came of a recording."""
+    """The outcome of a replay."""
 
     num_launches: int
-    num_results: int  # that were compared
-    # numbers of the launches that sampled something else
+    num_results: int  # results compared
+    # Numbers of the launches with other samples.
     different: tuple[int, ...]
-    weights_changed: bool  # while it was recorded; from there on results may differ
+    weights_changed: bool  # during the recording; results after that may differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class ReplayFlags:
     """Run recorded calls again, and compare what they sample bit for bit. Exit code 1 if anything differs."""
 
     file: tyro.conf.Positional[Path]  # written by LLM(..., record_calls=FILE)
-    model: str | None = None  # the folder of the checkpoint; none: where it was when recorded
+    model: str | None = None  # the folder of the checkpoint; none: as recorded
 
 
 def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
-    """Execute the calls of a recording as they come, and compare its results.
+    """Execute the calls of a recording in order, and compare the results.
 
-    `model`: the folder of the checkpoint, None: where it was. Raises ValueError for what is no recording.
+    `model`: the folder of the checkpoint; None: as recorded. Raises ValueError for a file that is not a recording.
     """
     recording = frames(file)
     kind, header, _ = next(recording, ("nothing", {}, []))
@@ -81,7 +81,7 @@ def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
             num_results += 1
             if not _is_same(launched.pop(number), read_result(arrays)):
                 different.append(number)
-            # Results of launches that failed to be collected never come.
+            # Launches whose collection failed have no result.
             launched = {later: result for later, result in launched.items() if later > number}
         elif kind == WEIGHTS_CHANGED:
             weights_changed = True

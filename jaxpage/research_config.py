@@ -1,4 +1,4 @@
-"""What requests may look at and change inside the model: an option of the engine, and what steps are compiled for."""
+"""What requests may capture and change inside the model: an option of the engine, compiled into its programs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ResearchConfig:
-    """What requests may do inside the model; compiled into every step of the engine.
+    """What requests may do inside the model; compiled into every program of the engine.
 
-    `points`, where they may intervene, and `captures`, what they may capture: names or patterns of
-    `jaxpage.research.points`, those whose values are [T, E]. `max_interventions`: of one request. Each step computes
-    all captures of all of its tokens, [T, len(captures), E] in the model's dtype, and brings to the host those that
-    were asked for. Raises ValueError.
+    `points`: where they may intervene; `captures`: what they may capture. Both are names or patterns of
+    `jaxpage.research.points` whose values are [T, E]. `max_interventions`: per request. Each step computes all captures
+    of all its tokens, [T, len(captures), E] in the model's dtype, and transfers the requested ones to the host. Raises
+    ValueError.
     """
 
-    points: Sequence[str] = ()  # after construction a tuple, and so are `captures`
+    points: Sequence[str] = ()  # after construction a tuple, like `captures`
     captures: Sequence[str] = ()
     max_interventions: int = 1
 
@@ -39,7 +39,7 @@ def _names(field: str, given: Any) -> tuple[str, ...]:
 
 
 def to_research_config(given: Any) -> ResearchConfig | None:
-    """A dict as a ResearchConfig. Raises ValueError for what is none."""
+    """A ResearchConfig, from itself or a dict of its fields. Raises ValueError for other values."""
     if isinstance(given, ResearchConfig | None):
         return given
     fields = {"points", "captures", "max_interventions"}
@@ -52,9 +52,9 @@ def to_research_config(given: Any) -> ResearchConfig | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ResearchSpec:
-    """What steps are compiled for. Points are names."""
+    """What programs are compiled for. Points are names."""
 
     points: tuple[str, ...]  # where requests may intervene
-    captures: tuple[str, ...]  # what they may capture: P of them
+    captures: tuple[str, ...]  # what they may capture: P points
     max_interventions: int  # N
     hidden_size: int  # E

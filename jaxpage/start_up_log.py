@@ -1,6 +1,6 @@
-"""What an engine says of itself when it starts: five lines. Whoever looks for mistakes gets the options at DEBUG.
+"""What an engine logs when it starts: five lines. With DEBUG also its options.
 
-Knows the facts of an engine that was put together. Must not know how it was, and changes nothing.
+Knows the properties of a finished engine. Must not know how it was built, and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ logger = logging.getLogger("jaxpage")
 
 
 def print_unless_configured() -> None:
-    """What the engine says of itself goes to stderr, unless the user has said where logs go."""
+    """Log to stderr, unless the user has configured logging."""
     if logger.level == logging.NOTSET and not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
 
 
 def log_replicas(specs: Sequence[EngineSpec]) -> None:
-    """How many engines there are, if there are several, and where. The other lines tell of one of them."""
+    """How many engines there are, if there are several, and where. The other lines describe one of them."""
     if len(specs) > 1:
         devices = [", ".join(str(device.id) for device in spec.devices) for spec in specs]
         logger.info("replicas  %d, on devices %s; each:", len(specs), " | ".join(devices))
 
 
 def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = logging.INFO) -> None:
-    """The lines before anything is compiled, and at INFO what the user should know besides."""
+    """The lines before compilation; at INFO also warnings."""
     logger.debug("%s", spec.config.describe())
     for line in (model_line(spec), device_line(spec), kv_cache_line(spec)):
         logger.log(level, "%s", line)
@@ -57,7 +57,7 @@ def log_options_without_effect(config: ResolvedConfig) -> None:
 
 
 def log_ready(programs: Sequence[Programs], *, ahead_of_time: bool, seconds: float) -> None:
-    """The lines after what a first prompt needs was compiled; the other programs follow behind."""
+    """The lines after compilation of what a first prompt needs; the other programs follow in the background."""
     logger.info("%s", programs_line(programs, ahead_of_time=ahead_of_time))
     logger.info("ready     after %.1f s", seconds)
 

@@ -1,4 +1,4 @@
-"""Text to ids and back: loading a tokenizer, and text that grows token by token.
+"""Loading a tokenizer, and incremental detokenization.
 
 Knows transformers' and tokenizers' interfaces. Must not know requests, sequences or the engine.
 """
@@ -17,15 +17,15 @@ from jaxpage.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character, or not yet
-_CONTEXT = 5  # prompt tokens that may change how the first output token reads; vLLM's number
-_MAX_CHARACTER = 4  # bytes, so tokens too
-# Half of it is at least 3 bytes, enough to end any character that was begun before them.
+REPLACEMENT = "\ufffd"  # what decoders write for invalid or incomplete UTF-8
+_CONTEXT = 5  # prompt tokens that may affect the text of the first output token; as in vLLM
+_MAX_CHARACTER = 4  # bytes of a UTF-8 character, so also tokens
+# Half of it is at least 3 bytes, enough to end any character that began before them.
 _MAX_WINDOW = 8
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The Hugging Face tokenizer of a local folder; runs no code of it. Raises ValueError."""
+    """The Hugging Face tokenizer in a local folder; runs no code from it. Raises ValueError."""
     from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():
@@ -35,13 +35,13 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         "prompt_token_ids"
     )
     try:
-        # A prompt that is too long loses its beginning, as in vLLM.
+        # Prompts that are too long are truncated on the left, as in vLLM.
         found = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, truncation_side="left"
         )
-    except Exception as e:  # of many types, according to which file is missing or broken
+    except Exception as e:  # of many types, depending on which file is missing or broken
         raise ValueError(f"no tokenizer can be loaded from {folder}: {e}; {advice}") from e
-    # Of a folder without a vocabulary transformers makes a tokenizer that knows no text.
+    # For a folder without a vocabulary transformers makes a tokenizer without tokens.
     if not found("a b 1", add_special_tokens=False)["input_ids"]:
         raise ValueError(
             f"{folder} has no vocabulary: tokenizer.json (or tokenizer.model, or vocab.json) is "
@@ -51,7 +51,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
-    """The template itself, of a file's name or of the template. Raises ValueError for neither."""
+    """The template, given its text or a file name. Raises ValueError for neither."""
     if chat_template is None:
         return None
     if not isinstance(chat_template, str | os.PathLike):
@@ -67,9 +67,9 @@ def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | No
 
 
 def bad_words_token_ids(tokenizer: Any, bad_words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it reads at the start of a text and after a space, as vLLM tokenises them.
+    """The token ids of each word at the start of a text and after a space, as vLLM tokenizes them.
 
-    The second form counts only if its space is part of its first token.
+    The second form counts only if the space is part of its first token.
     """
     found: list[tuple[int, ...]] = []
     for word in bad_words:
@@ -84,10 +84,10 @@ def bad_words_token_ids(tokenizer: Any, bad_words: Iterable[str]) -> tuple[tuple
 
 
 class Detokenizer:
-    """The text of one sequence, and whether a stop string has come.
+    """The text of one sequence, with detection of stop strings.
 
-    The text equals the tokenizer's decoding of all ids at once, given the end of the prompt as
-    context. It never ends in the middle of a character, nor in what may become a stop string.
+    The text equals the tokenizer's decoding of all ids at once, with the end of the prompt as context. It never ends
+    inside a character, or in what may become a stop string.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """What is certain. After `flush`, a stop string or a stop token: everything."""
+        """The text that is final: all of it after `flush`, a stop string or a stop token."""
         if self._done or not self._num_held_back:
             return self._text
         return self._text[: -self._num_held_back]
 
     def append(self, token_id: int, *, ends: bool, check_stop: bool) -> str | None:
-        """Add a token; the stop string it completes, if any, which ends the text.
+        """Add a token. Returns the stop string that it completes, if any, which ends the text.
 
-        `ends` marks a stop token, whose text is left out unless `include_stop_str_in_output`.
-        `check_stop` is False while fewer than `min_tokens` tokens have come.
+        `ends`: this is a stop token, whose text is left out unless `include_stop_str_in_output`. `check_stop`: False
+        until there are `min_tokens` tokens.
         """
         assert not self._done, "the text has ended"
         new = "" if ends and not self._include_stop else self._decode.append(token_id)
@@ -133,16 +133,16 @@ class Detokenizer:
         return stop
 
     def flush(self) -> None:
-        """No more tokens will come: add what was held back. Does nothing if the text has ended."""
+        """The last token was added: release what was held back. Does nothing if the text has ended."""
         if not self._done:
             self._text += self._decode.flush()
             self._done = True
 
     def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
-        """The text of one token that follows `before`, for `Logprob.decoded_token`.
+        """The text of one token after `before`, for `Logprob.decoded_token`.
 
-        As in vLLM, a token that ends within a character has none, and the one that completes the
-        character has all of it.
+        As in vLLM, a token that ends inside a character has no text, and the token that completes the character has all
+        of it.
         """
         text = _decode_one(self._tokenizer, token_id)
         return _completed(self._tokenizer, token_id, before) if text.endswith(REPLACEMENT) else text
@@ -154,7 +154,7 @@ def _decode_one(tokenizer: Any, token_id: int) -> str:
 
 
 def _completed(tokenizer: Any, token_id: int, before: Sequence[int]) -> str:
-    """The character that `token_id` completes with the tokens of `before` that began it, else ""."""
+    """The character that `token_id` completes after the tokens of `before`, else ""."""
     begun = []
     for earlier in reversed(before[-(_MAX_CHARACTER - 1) :]):
         if not _decode_one(tokenizer, earlier).endswith(REPLACEMENT):
@@ -169,11 +169,11 @@ def _completed(tokenizer: Any, token_id: int, before: Sequence[int]) -> str:
 def find_stop(text: str, num_new: int, stops: Sequence[str]) -> tuple[str, int] | None:
     """The stop string that ends first within the last `num_new` characters, and where it ends.
 
-    Of those that end at the same place, the first in the list.
+    If several end there, the first in the list.
     """
     best = None
     for stop in stops:
-        # A match that ends in the new part starts at most len(stop) - 1 before it.
+        # A match that ends in the new part starts at most len(stop) - 1 characters before it.
         at = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
         if at >= 0 and (best is None or at + len(stop) < best[1]):
             best = (stop, at + len(stop))
@@ -183,7 +183,7 @@ def find_stop(text: str, num_new: int, stops: Sequence[str]) -> tuple[str, int] 
 def token_decoder(
     tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
 ) -> ByteDecoder | WindowDecoder:
-    """The exact decoder for byte-level tokenizers, the general one for the others."""
+    """The exact decoder for byte-level tokenizers, the general one for others."""
     from tokenizers import decoders
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -193,7 +193,7 @@ def token_decoder(
 
 
 class ByteDecoder:
-    """Text of byte-level tokens: each is some bytes, and UTF-8 says where characters end."""
+    """Text of byte-level tokens: tokens are bytes, and UTF-8 says where characters end."""
 
     def __init__(self, token_bytes: TokenBytes, *, skip_special: bool):
         self._token_bytes = token_bytes
@@ -208,7 +208,7 @@ class ByteDecoder:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes of each token of a byte-level tokenizer, looked up when first needed."""
+    """The bytes of each token of a byte-level tokenizer, computed at first use."""
 
     def __init__(self, tokenizer: Any):
         super().__init__()
@@ -218,11 +218,11 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         alphabet = _byte_alphabet()
-        if token is None:  # a row of a padded embedding
+        if token is None:  # a padding row of the embedding
             value = b""
         elif all(c in alphabet for c in token):
             value = bytes(alphabet[c] for c in token)
-        else:  # an added token, which stands for itself
+        else:  # an added token, which is its own text
             value = token.encode()
         self[token_id] = value
         return value
@@ -235,7 +235,7 @@ def _token_bytes(tokenizer: Any) -> TokenBytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the others for U+0100 and up, in order."""
+    """GPT-2's: printable bytes map to themselves, the others to U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -249,8 +249,8 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 class WindowDecoder:
     """Text of any tokenizer's tokens, by decoding a short window at each token.
 
-    `ids[:read]` are tokens whose text is out; they stay in the window as context, since a token may
-    read differently at the start of a text. What follows is out as soon as it ends in a character.
+    The text of `ids[:read]` was returned already. These tokens stay in the window as context, since a token may decode
+    differently at the start of a text. The text of the others is returned once it ends with a complete character.
     """
 
     def __init__(
@@ -261,12 +261,12 @@ class WindowDecoder:
             "skip_special_tokens": params.skip_special_tokens,
             "clean_up_tokenization_spaces": False,
         }
-        if not hasattr(tokenizer, "backend_tokenizer"):  # only slow ones know this
+        if not hasattr(tokenizer, "backend_tokenizer"):  # only slow tokenizers have this option
             keyword = "spaces_between_special_tokens"
             self._keywords[keyword] = params.spaces_between_special_tokens
         self._skipped = _special_ids(tokenizer) if params.skip_special_tokens else frozenset()
         self._ids = [i for i in prompt_token_ids[-_CONTEXT:] if i not in self._skipped]
-        if self._text(self._ids).endswith(REPLACEMENT):  # the prompt ends within a character
+        if self._text(self._ids).endswith(REPLACEMENT):  # the prompt ends inside a character
             self._ids = []
         self._read = len(self._ids)
         self._seen = self._text(self._ids)
@@ -278,8 +278,8 @@ class WindowDecoder:
         text = self._text(self._ids)
         if not text.endswith(REPLACEMENT):
             return self._commit(len(self._ids), text)
-        # Bytes that can never be a character must not make the window grow without end. Cutting is
-        # safe where the parts read as the whole, with enough bytes behind to end any character.
+        # Invalid bytes must not make the window grow without end. Cutting is safe if the parts decode like the whole,
+        # with enough bytes after the cut to end any character.
         if len(self._ids) - self._read >= _MAX_WINDOW:
             middle = len(self._ids) - _MAX_WINDOW // 2
             head = self._text(self._ids[:middle])
@@ -297,7 +297,7 @@ class WindowDecoder:
         """Move `ids[read:end]` to the context; `text` is that of `ids[:end]`."""
         if text.startswith(self._seen):
             new = text[len(self._seen) :]
-        else:  # the new bytes changed how the old ones read; those are out already
+        else:  # the new bytes changed the text of old ones, which was returned already
             new = self._text(self._ids[self._read : end])
         self._ids = self._ids[self._read :]
         self._read = end - self._read

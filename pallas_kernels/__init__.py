@@ -1,4 +1,4 @@
-"""Kernels by operation: each folder defines one operation and exports it once per platform, with one signature.
+"""Kernels by operation: each folder defines one operation and implements it once per platform, with one signature.
 
 | folder | operation | CPU | TPU | Hopper |
 | --- | --- | --- | --- | --- |
@@ -8,7 +8,7 @@
 | quant_matmul | products with weights in int8, int4, fp8 | XLA | kernel | kernel |
 | grouped_matmul | rows with the weights of their experts | XLA | JAX's megablox | kernel |
 
-Each has a reference too, which is its definition.
+Each also has a reference, which is its definition.
 
-This package imports jax and nothing of jaxpage: it states mechanisms and chooses nothing.
+This package imports jax and nothing from jaxpage: it provides mechanisms and makes no choices.
 """

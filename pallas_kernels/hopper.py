@@ -1,4 +1,4 @@
-"""What the kernels in Mosaic GPU need of a device, of jax and of ptxas. Other limits each kernel states itself."""
+"""Requirements of the Mosaic GPU kernels on the device, jax and ptxas. Kernels have further limits of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 import jax
 
 CAPABILITY = "9.0"
-# From the first jax that has all of what the kernels use, to the first with which they were not seen to compile.
+# From the first jax with all features that the kernels use, to the first version not tested.
 JAX_VERSIONS = ((0, 11, 2), (0, 12))
-# Of H100 and H200 in SXM modules. It only sizes grids: on a part with fewer SMs more programs take their turn, and no
+# Of H100 and H200 in SXM modules. It only sizes grids: on a GPU with fewer SMs programs run in several waves, and no
 # result depends on it.
 NUM_SMS = 132
 
 Version = tuple[int, ...]
-# ptxas from the first version to before the second miscompiles code for sm_90a. 12.8 to 12.9.0: causal masking,
-# which JAX's own attention kernel for Hopper refuses too. 13.0: stores to shared memory in 13.0.88, right again in
-# 13.1.80 (https://github.com/fla-org/flash-linear-attention/pull/1262).
+# ptxas from the first version to before the second miscompiles code for sm_90a. 12.8 to 12.9.0: causal masking, which
+# JAX's own attention kernel for Hopper rejects too. 13.0: stores to shared memory in 13.0.88, fixed in 13.1.80
+# (https://github.com/fla-org/flash-linear-attention/pull/1262).
 MISCOMPILING: tuple[tuple[Version, Version, str], ...] = (
     ((12, 8), (12, 9, 86), "causal masking"),
     ((13, 0), (13, 1), "stores to shared memory"),
@@ -29,7 +29,7 @@ MISCOMPILING: tuple[tuple[Version, Version, str], ...] = (
 
 
 def unsupported_reason_on(compute_capability: str | None) -> str | None:
-    """Why these kernels cannot run on a device of such a compute capability, in one line; None if they can."""
+    """Why these kernels cannot run with this compute capability, in one line; None if they can."""
     if compute_capability == CAPABILITY:
         return None
     has = compute_capability or "unknown"
@@ -37,7 +37,7 @@ def unsupported_reason_on(compute_capability: str | None) -> str | None:
 
 
 def unsupported_jax() -> str | None:
-    """Why they cannot be lowered by this jax, in one line; None if they can."""
+    """Why this jax cannot lower them, in one line; None if it can."""
     oldest, newest = JAX_VERSIONS
     if oldest <= jax.__version_info__ < newest:
         return None
@@ -49,7 +49,7 @@ def unsupported_jax() -> str | None:
 
 
 def unsupported_ptxas(path: Path | None, version: Version | None) -> str | None:
-    """Why code from such a ptxas cannot be trusted, in one line; None if it can, or if the version is unknown."""
+    """Why this ptxas is not safe to use, in one line; None if it is, or if its version is unknown."""
     if version is None:
         return None
     for first, fixed, what in MISCOMPILING:
@@ -62,13 +62,13 @@ def unsupported_ptxas(path: Path | None, version: Version | None) -> str | None:
 
 
 def unsupported_ptxas_here() -> str | None:
-    """`unsupported_ptxas` of the one that would be used. None if there is none: compiling says so."""
+    """`unsupported_ptxas` for the one that would be used. None if there is none: compilation reports that."""
     path = find_ptxas()
     return None if path is None else unsupported_ptxas(path, ptxas_version(path))
 
 
 def find_ptxas() -> Path | None:
-    """The assembler that Mosaic GPU takes: the first on the PATH, else NVIDIA's wheel's or the CUDA toolkit's."""
+    """The assembler that Mosaic GPU uses: the first on the PATH, else that of NVIDIA's wheel or of the CUDA toolkit."""
     if on_path := shutil.which("ptxas"):
         return Path(on_path)
     folders = [Path(folder) / "nvidia" / "cu13" for folder in sys.path]
@@ -78,7 +78,7 @@ def find_ptxas() -> Path | None:
 
 @cache
 def ptxas_version(path: Path) -> Version | None:
-    """(13, 1, 80), as it says itself; None if it does not."""
+    """Its version, such as (13, 1, 80); None if it does not report one."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -87,7 +87,7 @@ def ptxas_version(path: Path) -> Version | None:
 
 
 def parse_ptxas_version(text: str) -> Version | None:
-    """Of `ptxas --version`, whose last but one line ends with "release 13.1, V13.1.80"."""
+    """From `ptxas --version`, whose last line but one ends with "release 13.1, V13.1.80"."""
     found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)\b", text)
     return tuple(map(int, found.groups())) if found else None
 

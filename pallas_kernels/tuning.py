@@ -1,9 +1,9 @@
-"""What one operation's `tune.py` has in common with the others': sizes measured on a kind of device, and their file.
+"""Shared by the operations' `tune.py`: measures tile sizes on a kind of device, and stores them in files.
 
-An operation keeps the sizes of its kernel in a frozen dataclass of positive whole numbers, `TileSizes`, whose defaults
-hold until somebody measures, and has a folder `tuned/` with a file for each kind of device that was measured:
-`nvidia_h200.json`, `tpu_v6_lite.json`. Knows no kernel from inside. Where a kernel cuts its sums is never a size: a
-row's result must be the same beside any others, and on any device of a platform.
+An operation has the sizes of its kernel in a frozen dataclass of positive integers, `TileSizes`, with defaults for
+devices without measurements, and a folder `tuned/` with a file for each kind of device measured: `nvidia_h200.json`,
+`tpu_v6_lite.json`. Knows no details of kernels. How a kernel divides its sums is never a size: a row's result must not
+depend on the other rows, or on the device within a platform.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ import jax
 from pallas_kernels.hopper import unsupported_ptxas_here, unsupported_reason_on
 
 SAMPLES = 9
-SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, shows only once in a sample
+SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, counts only once per sample
 MOST_LAUNCHES = 50  # in flight at once, with their results
 
 
 class Sizes(Protocol):
-    """A frozen dataclass, an operation's `TileSizes`."""
+    """A frozen dataclass: an operation's `TileSizes`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 S = TypeVar("S", bound=Sizes)
-W = TypeVar("W")  # what one measurement works on
+W = TypeVar("W")  # the arguments of one measurement
 
 
 def path_of(device_kind: str, folder: Path) -> Path:
-    """device_kind as jax tells it: "NVIDIA H200", "TPU v6 lite"."""
+    """device_kind as in jax: "NVIDIA H200", "TPU v6 lite"."""
     return folder / f"{'_'.join(device_kind.lower().split())}.json"
 
 
 def read(kind: type[S], device_kind: str, folder: Path) -> S:
-    """What was measured for a kind of device; without a measurement the defaults of `kind`, a class of sizes.
+    """The sizes measured for a kind of device; without a measurement the defaults of `kind`, a class of sizes.
 
-    Raises ValueError for a file that says something else than the fields of `kind`, or numbers that are not positive.
+    Raises ValueError unless the file has exactly the fields of `kind`, with positive integers.
     """
     path = path_of(device_kind, folder)
     if not path.exists():
@@ -61,7 +61,7 @@ def read(kind: type[S], device_kind: str, folder: Path) -> S:
 
 
 def write(device_kind: str, sizes: Sizes, seconds: Mapping[str, float], folder: Path) -> Path:
-    """Write what `read` reads, and where it comes from. seconds: of each candidate, as `fastest` gives them."""
+    """Write sizes for `read`, with their origin. seconds: of each candidate, from `fastest`."""
     path = path_of(device_kind, folder)
     path.parent.mkdir(exist_ok=True)
     content = {
@@ -82,11 +82,11 @@ def fastest(
 ) -> tuple[S, dict[str, float]]:
     """The sizes of the fastest candidates, and the seconds of all by name: "tile_kv=64 stages=3".
 
-    start: the sizes to begin with, a frozen dataclass. stages: works, and the values to try of the fields that matter
-    to them, all combinations; one stage after another, with the best of those before, so that candidates add up
-    instead of multiplying. seconds: of a call with such sizes on such a work; a candidate for which it raises
+    start: the initial sizes, a frozen dataclass. stages: works, and the values to try for the fields that matter to
+    them, all combinations; each stage starts with the best sizes of the previous ones, so that the number of candidates
+    is a sum, not a product. seconds: of a call with these sizes and this work; a candidate for which it raises
     RuntimeError or ValueError (too much shared memory, no such tile) is left out. A candidate's time is the geometric
-    mean over the works, so that a short one counts as much as a long one. Raises RuntimeError if nothing is left.
+    mean over the works, so that short ones count as much as long ones. Raises RuntimeError if no candidate is left.
     """
     best, found = start, {}
     for works, values in stages:
@@ -112,10 +112,10 @@ def fastest(
 
 
 def seconds_of(launch: Callable[[], Any]) -> float:
-    """Median seconds of a launch on the device. `launch` starts one and gives what can be waited for.
+    """Median seconds of a launch on the device. `launch` starts one and returns a result to wait for.
 
-    A sample is several launches, so that dispatch hides behind the work of the one before. It is up to `launch` to go
-    through more memory than a cache holds, in one call or in turns, and to keep what it gives up by donation.
+    A sample is several launches, so that dispatch overlaps with the previous launch. `launch` itself must use more
+    memory than a cache holds, in one call or alternating between calls, and reuse its result for a donated argument.
     """
     jax.block_until_ready(launch())  # compiles
     once = _sample(launch, 1)
@@ -132,9 +132,9 @@ def _sample(launch: Callable[[], Any], launches: int) -> float:
 
 
 def tune_here(tune: Callable[[str], tuple[Sizes, dict[str, float]]], folder: Path) -> None:
-    """Measure on the device that is there, write its file and print what it says.
+    """Measure on the available device, write its file and print the contents.
 
-    tune: of a platform, "gpu" or "tpu", what `fastest` gives. Raises SystemExit where there is no such device.
+    tune: the result of `fastest` for a platform, "gpu" or "tpu". Raises SystemExit if there is no such device.
     """
     device = jax.devices()[0]
     reason: str | None = "the kernels are for Hopper GPUs and TPUs"

@@ -1,9 +1,9 @@
-"""What the kernels for Hopper GPUs share: shared memory as wgmma reads it, loads into registers, products.
+"""Shared by the kernels for Hopper GPUs: shared memory in wgmma's layout, loads into registers, products.
 
-Apart from `hopper.py`, because importing Mosaic GPU takes half a second, which only its users should pay.
+Separate from `hopper.py`, because importing Mosaic GPU takes half a second, which only its users should pay.
 
-The interpreter of jax 0.11.2 has neither wgmma with its left operand in registers nor accumulators that begin at a
-value. Where a kernel is interpreted, `as_operand` puts the operand into shared memory and `added_product` adds.
+The interpreter of jax 0.11.2 supports neither wgmma with the left operand in registers nor accumulators with an initial
+value. For interpreted kernels `as_operand` puts the operand into shared memory and `added_product` adds.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Of memory or of a barrier. A kernel's references are tracers, and jax exports no type of theirs that has `at`.
+# To memory or a barrier. A kernel's references are tracers, and jax exports no type for them that has `at`.
 Ref = Any
 
 
 def tiled(*shape: int, dtype, swizzle: int):
-    """Shared memory as wgmma reads it: swizzled tiles of 8 rows, whose length is `swizzle` bytes."""
+    """Shared memory in wgmma's layout: swizzled tiles of 8 rows, each `swizzle` bytes long."""
     tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
 
 
 def load(ref, *, layout, optimized: bool = True):
-    """Shared memory, or with `optimized=False` any memory, into registers."""
+    """Loads shared memory, or with `optimized=False` any memory, into registers."""
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue] (jax 0.10)
 
 
 def product(a, b, dtype=jnp.float32, *, started: Callable[[], None] | None = None):
     """a @ b, summed in `dtype`; b in shared memory, a there or in registers.
 
-    `started` is called while it is being computed.
+    `started` is called while the product is computed.
     """
 
     def multiply(ref):
@@ -46,7 +46,7 @@ def product(a, b, dtype=jnp.float32, *, started: Callable[[], None] | None = Non
 
 
 def added_product(acc, a, b, *, interpret: Any):
-    """acc + a @ b, summed in acc's dtype; b in shared memory, a as `as_operand` gives it."""
+    """acc + a @ b, summed in acc's dtype; b in shared memory, a from `as_operand`."""
     if interpret is not None:
         return acc + product(a, b, acc.dtype)
 
@@ -57,7 +57,7 @@ def added_product(acc, a, b, *, interpret: Any):
 
 
 def as_operand(a, smem):
-    """`a` as the left operand of wgmma: in registers, or for the interpreter in `smem`, which is None otherwise."""
+    """`a` as the left operand of wgmma: in registers, or for the interpreter in `smem`, otherwise None."""
     if smem is None:
         return a
     smem[...] = a

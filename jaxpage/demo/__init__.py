@@ -1,6 +1,6 @@
 """The embedded demo: a tiny checkpoint that needs no network, and the script that trained it.
 
-Knows where the packaged files lie, nothing of what is in them.
+Knows where the packaged files are, but not what is in them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Held-out accuracy: which share of answers the model would give word for word.
+"""Held-out accuracy: the share of questions that the model answers word for word.
 
-Names and sums come from the split that training never sees.
+Names and sums are from the split that is not used for training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROWS = 20  # questions per launch
 
 
 def question(rng: random.Random, kind: text.Kind, size: int) -> tuple[str | None, text.Turn]:
-    """A system message, if any, and a held-out turn; `size` is rows of the table, or digits."""
+    """A system message, if any, and a held-out turn; `size` is the number of rows in the table, or of digits."""
     if kind == "sum":
         return None, text.addition(rng, size, split="held_out")
     if kind == "talk":
@@ -58,8 +58,8 @@ def accuracy(
 ) -> dict[str, float]:
     """Share of exact answers per suite. `questions` is rounded up to a multiple of 20.
 
-    The right answer is put in and every token of it must be the most likely one: then, and only then, greedy decoding
-    gives that answer.
+    The correct answer is the input, and each of its tokens must be the most likely one: exactly then greedy decoding
+    generates this answer.
     """
     result = {}
     for suite in suites:
@@ -79,7 +79,7 @@ def accuracy(
 
 
 def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
-    """Share of questions of a suite that an engine answers word for word, greedily."""
+    """Share of a suite's questions that an engine answers word for word with greedy decoding."""
     from jaxpage import SamplingParams
 
     asked = questions_of(suite, questions, seed)

@@ -32,7 +32,7 @@ HF_CONFIG: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
-    # So slow that half of a head's dimensions hardly turn within 2048 tokens: they compare content.
+    # So slow that half of a head's dimensions hardly rotate within 2048 tokens: they compare content.
     "rope_theta": 1e8,
     "hidden_act": "silu",
     "tie_word_embeddings": True,
@@ -41,7 +41,7 @@ HF_CONFIG: dict[str, Any] = {
 
 
 def model_config(vocab_size: int, dtype: Any = jnp.float32) -> ModelConfig:
-    """The description of the model; float32 for training, bfloat16 in the saved folder."""
+    """The config of the model: float32 for training, bfloat16 in the saved folder."""
     from transformers import Qwen2Config
 
     hf = Qwen2Config(**HF_CONFIG, vocab_size=vocab_size)
@@ -49,7 +49,7 @@ def model_config(vocab_size: int, dtype: Any = jnp.float32) -> ModelConfig:
 
 
 def logits(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
-    """float32[S, V] at the selected positions; only there is the head computed."""
+    """float32[S, V], at the selected positions only."""
     model = CausalLM(config)
     for path, variable in variables(model).items():
         variable.set_value(params[path])

@@ -1,7 +1,7 @@
-"""Causal attention over whole rows, for training: the function `DenseAttention` computes, faster.
+"""Causal attention over whole rows, for training: the function `DenseAttention` computes, but faster.
 
-On a CPU `DenseAttention` and its gradient are half of a training step, most of it moving scores about. Here one row's
-scores fit in the cache, and its gradient computes them anew instead of reading them back.
+On a CPU `DenseAttention` and its gradient take half of a training step, mostly for moving scores. Here the scores of
+one row fit in the cache, and the gradient recomputes them instead of reading them back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder, in bfloat16, which transformers and jaxpage load alike."""
+"""A trained model as a Hugging Face folder, in bfloat16, for transformers and jaxpage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxpage.models.config import ModelConfig
 
 
 def write(folder: Path, params: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Write the model to `folder`, all of it or nothing. `params` are arrays by path.
+    """Write the model to `folder`, completely or not at all. `params` are arrays by path.
 
     Raises FileExistsError if the folder exists.
     """

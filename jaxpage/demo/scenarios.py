@@ -1,6 +1,6 @@
-"""What `jaxpage demo` asks the engine: questions about one table, many at once, many stories from one prompt.
+"""The scenarios of `jaxpage demo`: questions about one table, many at once, many stories from one prompt.
 
-Each scenario shows what happens on a console and returns what it saw. It drives `LLM` and reads its stats.
+Each scenario shows its progress on a console and returns its results. It drives `LLM` and reads its stats.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Answer:
-    """One question put to the model, with the answer that the table gives."""
+    """One question to the model, with the answer from the table."""
 
     turn: text.Turn
     output: RequestOutput
@@ -56,7 +56,7 @@ class Answer:
 
 
 def rehearse(llm: LLM) -> None:
-    """Two questions, unseen: a first launch of a program costs more than the later ones."""
+    """Two questions, not shown: the first launch of a program is slower than later ones."""
     rng = random.Random("rehearsal")
     people = text.people(rng, 24)
     system = text.system_message(text.table(people))
@@ -68,7 +68,7 @@ def rehearse(llm: LLM) -> None:
 def ask_one_by_one(
     llm: LLM, console: Console, rng: random.Random, *, num_rows: int, num_questions: int
 ) -> list[Answer]:
-    """Questions about one long table; all but the first find it in the prefix cache."""
+    """Questions about one long table; all but the first find the table in the prefix cache."""
     people = text.people(rng, num_rows, split="held_out")
     system = text.system_message(text.table(people))
     lines = system.splitlines()
@@ -97,7 +97,7 @@ def ask_one_by_one(
 def ask_at_once(
     llm: LLM, console: Console, rng: random.Random, *, num_questions: int
 ) -> tuple[list[Answer], list[EngineStats]]:
-    """Questions about four tables in one continuous batch, drawn step by step. The stats: before, and after each."""
+    """Questions about four tables in one continuous batch, drawn step by step. Stats: before, and after each step."""
     tables = [text.people(rng, 8, split="held_out") for _ in range(4)]
     turns, prompts = [], []
     for index in range(num_questions):
@@ -137,7 +137,7 @@ def ask_at_once(
 def tell_stories(
     llm: LLM, console: Console, rng: random.Random, *, num_stories: int
 ) -> tuple[list[str], EngineStats]:
-    """Samples of one story, told after a table so that there is something to share; the stats when most was shared."""
+    """Samples of one story, after a table so that there is a prefix to share; the stats when most was shared."""
     turn = text.story(rng)
     system = text.system_message(text.table(text.people(rng, 24)))
     token_ids = _render(llm, system, turn)
@@ -162,13 +162,13 @@ def tell_stories(
 
 
 def end_live(console: Console) -> None:
-    """In a pipe, rich leaves the last frame of a `Live` without the end of its line."""
+    """In a pipe, rich leaves the last frame of a `Live` without a line break."""
     if not console.is_terminal:
         console.print()
 
 
 def draw(history: Sequence[EngineStats], seconds: float) -> Group:
-    """The latest stats as numbers and a bar, and the blocks in use over time."""
+    """The latest stats as numbers and a bar, and the used blocks over time."""
     now, blocks = history[-1], [stats.num_blocks_used for stats in history[1:]]
     num_tokens = now.generation_tokens - history[0].generation_tokens
     rows = Table.grid(padding=(0, 2))
@@ -188,7 +188,7 @@ def draw(history: Sequence[EngineStats], seconds: float) -> Group:
 
 
 def sparkline(values: Sequence[int], width: int = 60) -> str:
-    """The values as columns of text, the highest one full; of many values the largest of each part."""
+    """The values as text columns, the highest one full. If there are too many, each column is a maximum."""
     part = math.ceil(len(values) / width)
     columns = [max(values[i : i + part]) for i in range(0, len(values), part)]
     top = max(*columns, 1)

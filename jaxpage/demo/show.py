@@ -1,4 +1,4 @@
-"""`jaxpage demo`: what the engine is, what it compiled, three scenarios, and what to type next."""
+"""`jaxpage demo`: the engine's configuration, its programs, three scenarios, and what to type next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxpage.llm import LLM
     from jaxpage.runner.programs import ProgramRecord
 
-# Ten programs instead of 24, so that they are compiled soon; questions wait for a row.
+# Ten programs instead of 24, for a fast start; questions wait for a row.
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
@@ -45,7 +45,7 @@ print(llm.generate("Once upon a time")[0].outputs[0].text)"""
 
 @dataclass(frozen=True)
 class Shown:
-    """What the scenarios saw."""
+    """The results of the scenarios."""
 
     table: list[Answer]
     batch: list[Answer]
@@ -55,7 +55,7 @@ class Shown:
 
 
 def show(console: Console | None = None, options: Mapping[str, Any] | None = None) -> Shown:
-    """Run the demo. `options` are those of `LLM`, besides `OPTIONS`."""
+    """Run the demo. `options`: as for `LLM`, in addition to `OPTIONS`."""
     start = time.perf_counter()
     console = console or Console(highlight=False)
     options = {"model": str(checkpoint())} | OPTIONS | dict(options or {})
@@ -65,7 +65,7 @@ def show(console: Console | None = None, options: Mapping[str, Any] | None = Non
         "this machine, without a network.",
     )
     with console.status("loading it, and compiling the programs that a first answer needs"):
-        # Not before: these imports alone take seconds.
+        # Imported late: these imports alone take seconds.
         from jaxpage.build import build
         from jaxpage.config import EngineConfig
         from jaxpage.demo import scenarios
@@ -90,7 +90,7 @@ def show(console: Console | None = None, options: Mapping[str, Any] | None = Non
 
 
 def _greet_and_wait(console: Console, llm: LLM, start: float) -> None:
-    """A first answer by the few programs there are, then the manifest until it is complete."""
+    """A first answer with the few programs there are, then the manifest until it is complete."""
     from jaxpage.demo.scenarios import GREEDY, end_live
 
     programs = llm.programs()
@@ -112,14 +112,14 @@ def _greet_and_wait(console: Console, llm: LLM, start: float) -> None:
 
 
 def num_parameters(model: str) -> int:
-    """How many the checkpoint folder holds. Raises ValueError if it is not one."""
+    """The number of parameters in a checkpoint folder. Raises ValueError for other folders."""
     from jaxpage.weights.safetensors import open_checkpoint
 
     return sum(math.prod(tensor.shape) for tensor in open_checkpoint(model).values())
 
 
 def configuration(built: Built) -> Table:
-    """What the options came to on this machine, in a few lines."""
+    """The resolved options on this machine, in a few lines."""
     import jax
 
     engine: Any = built.engine  # one: the demo has no replicas
@@ -148,7 +148,7 @@ def configuration(built: Built) -> Table:
 
 
 def manifest(programs: Sequence[ProgramRecord]) -> Table:
-    """All programs: how long each took, and where it came from, if it is ready."""
+    """All programs: whether they are ready, their compile time and where they came from."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("program")
     for name in ("seconds", "temporaries"):

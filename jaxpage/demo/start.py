@@ -1,13 +1,13 @@
-"""The weights that training starts from: heads that already attend to useful places.
+"""The initial weights of training: heads that already attend to useful places.
 
-From random weights, attention heads that copy ("induction") do not appear within the millions of tokens that two CPU
-cores can read in an hour. After Trockman and Kolter (2023), "Mimetic initialization of self-attention layers":
+From random weights, attention heads that copy ("induction") do not emerge within the millions of tokens that two CPU
+cores can process in an hour. After Trockman and Kolter (2023), "Mimetic initialization of self-attention layers":
 
-- Layer 0 records whom the text speaks of: two heads attend to the latest first and last name (a flag in the embedding,
-  and RoPE pairs whose sum falls with distance), a third to the previous token. What they find goes to free channels.
-- Layer 1 matches records: two heads attend to the jobs, countries and digits under the same name, two more also want
-  the previous token to match. They copy what they find.
-- Deeper heads are mimetic: query and key alike, value and output transposed.
+- Layer 0 records whom the text is about: two heads attend to the latest first and last name (a flag in the embedding,
+  and RoPE pairs whose sum falls with distance), a third to the previous token. The results go to free channels.
+- Layer 1 matches records: two heads attend to jobs, countries and digits under the same name, two others also require
+  the same previous token. They copy what they find.
+- Deeper heads are mimetic: query and key are alike, value and output are transposes.
 
 Nothing here knows a table or its columns: which cell answers which question is learned.
 """
@@ -20,17 +20,17 @@ from tokenizers import Tokenizer
 from jaxpage.demo import words
 from jaxpage.models.config import ModelConfig
 
-# What the channels of the residual stream hold at the start: content, then these, in this order.
+# Channels of the residual stream at the start: content, then these, in this order.
 NAME, PREVIOUS, FLAGS = 48, 28, 4  # the record of the name, of the previous token, the flags
 FIRST, LAST, VALUE = -3, -2, -1  # flag channels: first name, last name, job, country or digit
-SCALE = 0.1  # spread of a channel of the embedding
-POSITION_PAIRS = 12  # RoPE pairs that turn fast enough to tell positions; the rest tell content
+SCALE = 0.1  # standard deviation of a channel of the embedding
+POSITION_PAIRS = 12  # RoPE pairs fast enough to distinguish positions; the others compare content
 
 Params = dict[str, np.ndarray]
 
 
 def weights(config: ModelConfig, tokenizer: Tokenizer, *, seed: int) -> Params:
-    """float32 values by parameter path. Raises ValueError for other heads than four that share two KV heads."""
+    """float32 values by parameter path. Raises ValueError unless there are four heads that share two KV heads."""
     if (config.num_heads, config.num_kv_heads) != (4, 2):
         raise ValueError(
             f"{config.num_heads} heads, {config.num_kv_heads} KV heads: the start is made for 4 and 2"
@@ -60,14 +60,14 @@ class _Start:
         self.name = slice(self.content, self.content + NAME)
         self.previous = slice(self.name.stop, self.name.stop + PREVIOUS)
         slow = np.arange(POSITION_PAIRS + 1, self.half)
-        # Dimensions of a head that RoPE hardly turns within a conversation.
+        # Dimensions of a head that RoPE hardly rotates within a conversation.
         self.dims = np.concatenate([slow, slow + self.half])
 
     def normal(self, *shape: int, std: float) -> np.ndarray:
         return self.rng.standard_normal(shape) * std
 
     def orthogonal(self, rows: int, columns: int) -> np.ndarray:
-        """`rows` x `columns` with orthonormal rows, or columns if those are fewer."""
+        """`rows` x `columns` with orthonormal rows, or orthonormal columns if there are fewer."""
         if rows > columns:
             return self.orthogonal(columns, rows).T
         return np.linalg.qr(self.rng.standard_normal((columns, rows)))[0].T
@@ -76,7 +76,7 @@ class _Start:
         return slice(index * self.size, (index + 1) * self.size)
 
     def embedding(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Random content, zeros for the records, flags; the two spellings of a word start alike."""
+        """Random content, zeros for the records, flags; both spellings of a word start equal."""
         vocab_size = self.config.vocab_size
         table = np.zeros((vocab_size, self.config.hidden_size))
         table[:, : self.content] = self.normal(vocab_size, self.content, std=SCALE)
@@ -112,7 +112,7 @@ class _Start:
         }
 
     def read_content(self, p: Params, group: int) -> np.ndarray:
-        """Values of a KV head read a token's content. Returns how: [head_dim, content]."""
+        """Values of a KV head read a token's content. Returns the projection: [head_dim, content]."""
         read = self.orthogonal(self.size, self.content)
         p["v_proj.weight"][self.head(group)] = 0
         p["v_proj.weight"][self.head(group), : self.content] = read
@@ -121,7 +121,7 @@ class _Start:
     def record(self, p: Params) -> np.ndarray:
         """Layer 0: latest first name, latest last name, previous token; the fourth head is free.
 
-        Returns the matrix that takes the content of a token to what the next one records of it.
+        Returns the matrix from a token's content to the record of it in the next token.
         """
         size, half = self.size, self.half
         frequencies = np.array(self.config.ropes[0].inv_freq)
@@ -165,7 +165,7 @@ class _Start:
             q[self.head(head)][dims[split:], self.name] = who
 
     def resemble(self, p: Params) -> None:
-        """Deeper layers: each head attends to tokens like the current one, names foremost, and copies."""
+        """Deeper layers: each head attends to tokens similar to the current one, mainly names, and copies."""
         shape = len(self.dims), self.config.hidden_size
         self.copy(p, write=0.1)
         for group in range(self.config.num_kv_heads):
@@ -177,7 +177,7 @@ class _Start:
                 q[self.dims] = same + 0.3 * self.orthogonal(*shape)
 
     def copy(self, p: Params, *, write: float) -> None:
-        """Values read a token's content; outputs write it where they read it."""
+        """Values read a token's content; outputs write it to the same channels."""
         for group in range(self.config.num_kv_heads):
             read = self.read_content(p, group)
             for head in (2 * group, 2 * group + 1):

@@ -1,7 +1,7 @@
-"""What the demo model hears and says: people in a table, look-ups, JSON, sums, small talk, stories.
+"""The data of the demo model: people in a table, look-ups, JSON, sums, small talk, stories.
 
-Every piece is drawn from the `random.Random` it is given, so a seed fixes it. Some name pairs and some sums are never
-used for training: `split="held_out"` draws from those only.
+All randomness comes from the `random.Random` argument, so a seed fixes it. Some name pairs and some sums are never used
+for training: `split="held_out"` draws only from those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Column = Literal["age", "occupation", "country"]
 Kind = Literal["look_up", "json", "sum", "talk", "story"]
 
 COLUMNS: tuple[Column, ...] = ("age", "occupation", "country")
-# With more, drawing names gets slow.
+# Larger tables would make drawing names slow.
 MAX_ROWS = min(len(words.FIRST_NAMES), len(words.LAST_NAMES)) // 2
 
 
@@ -36,7 +36,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and the one answer that counts as right (of a story: one of very many)."""
+    """A question and the one correct answer (for a story: one of very many)."""
 
     kind: Kind
     question: str
@@ -44,14 +44,14 @@ class Turn:
 
 
 def split_of(key: str) -> Split:
-    """Where a name pair ("John Doe") or a sum ("37 + 58") belongs: one in ten is held out."""
+    """The split of a name pair ("John Doe") or a sum ("37 + 58"): one in ten is held out."""
     return "held_out" if zlib.crc32(key.encode()) % 10 == 0 else "train"
 
 
 def people(rng: random.Random, rows: int, *, split: Split = "train") -> list[Person]:
-    """`rows` people with names of one split; in nine tables of ten no first name and no last name occurs twice.
+    """`rows` people with names of one split; in nine tables of ten all first names and all last names are distinct.
 
-    Raises ValueError for a table that the name lists cannot fill.
+    Raises ValueError if there are not enough names.
     """
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"{rows} rows; a table has 1 to {MAX_ROWS}")
@@ -61,7 +61,7 @@ def people(rng: random.Random, rows: int, *, split: Split = "train") -> list[Per
     while len(found) < rows:
         first, last = rng.choice(words.FIRST_NAMES), rng.choice(words.LAST_NAMES)
         name = f"{first} {last}"
-        parts = {first, last} if distinct else {name}  # no word is a first and a last name
+        parts = {first, last} if distinct else {name}  # first and last names have no word in common
         if parts & taken or split_of(name) != split:
             continue
         taken |= parts
@@ -71,19 +71,19 @@ def people(rng: random.Random, rows: int, *, split: Split = "train") -> list[Per
 
 
 def table(rows: Sequence[Person]) -> str:
-    """The people as a markdown table, without a newline at its end."""
+    """The people as a markdown table, without a newline at the end."""
     lines = ["| Name | Age | Occupation | Country |", "|---|---|---|---|"]
     lines += [f"| {p.name} | {p.age} | {p.occupation} | {p.country} |" for p in rows]
     return "\n".join(lines)
 
 
 def system_message(table_text: str, introduction: str = words.INTRODUCTIONS[0]) -> str:
-    """What the system says before questions about a table."""
+    """The system message before questions about a table."""
     return f"{introduction}\n\n{table_text}"
 
 
 def look_up(rng: random.Random, rows: Sequence[Person], column: Column | None = None) -> Turn:
-    """A question about one cell of the table; the column is drawn unless named."""
+    """A question about one cell of the table; the column is random by default."""
     person = rng.choice(rows)
     column = column or rng.choice(COLUMNS)
     question = rng.choice(words.QUESTIONS[column]).format(name=person.name)
@@ -91,7 +91,7 @@ def look_up(rng: random.Random, rows: Sequence[Person], column: Column | None = 
 
 
 def json_record(rng: random.Random, rows: Sequence[Person]) -> Turn:
-    """Some columns of one row, asked for as JSON."""
+    """Some columns of one row, requested as JSON."""
     person = rng.choice(rows)
     drawn = rng.sample(COLUMNS, rng.choice((1, 2, 2, 3)))
     columns = [column for column in COLUMNS if column in drawn]
@@ -101,7 +101,7 @@ def json_record(rng: random.Random, rows: Sequence[Person]) -> Turn:
 
 
 def addition(rng: random.Random, digits: int | None = None, *, split: Split = "train") -> Turn:
-    """A sum of two numbers of up to `digits` digits, 1 to 3; drawn, mostly 2 and 3, unless named."""
+    """A sum of two numbers of up to `digits` digits, 1 to 3; by default random, mostly 2 and 3."""
     while True:
         first, second = (
             rng.randrange(10 ** (digits or rng.choices((1, 2, 3), (1, 3, 4))[0])) for _ in range(2)
@@ -118,7 +118,7 @@ def talk(rng: random.Random) -> Turn:
 
 
 def story(rng: random.Random, animal: str | None = None) -> Turn:
-    """A request for a story, and one of the very many that `words.STORY` can tell."""
+    """A request for a story, and one of the very many stories of `words.STORY`."""
     chosen: str = animal or rng.choice(words.STORY_ANIMALS)
     friend = rng.choice([other for other in words.STORY_ANIMALS if other != chosen])
     mood, friend_mood = rng.sample(words.STORY_MOODS, 2)
@@ -135,7 +135,7 @@ def story(rng: random.Random, animal: str | None = None) -> Turn:
 
 
 def turns(rng: random.Random, rows: Sequence[Person], weights: dict[Kind, float]) -> Iterator[Turn]:
-    """Turns of the training split without end, each kind as often as its weight says.
+    """Endless turns of the training split, with each kind's frequency given by its weight.
 
     Look-ups and JSON need `rows`.
     """
@@ -147,7 +147,7 @@ def turns(rng: random.Random, rows: Sequence[Person], weights: dict[Kind, float]
 
 
 def messages(system: str | None, said: Sequence[Turn]) -> list[dict[str, str]]:
-    """The conversation as chat messages, the answer of the last turn left to be said."""
+    """The conversation as chat messages, without the answer of the last turn."""
     chat = [] if system is None else [{"role": "system", "content": system}]
     for turn in said:
         chat.append({"role": "user", "content": turn.question})

@@ -1,7 +1,7 @@
-"""From text to training batches: the tokenizer of the demo model, and conversations packed in rows.
+"""From text to training batches: the tokenizer of the demo model, and conversations packed into rows.
 
-Every name, job and country is one token, after a space and (but for last names) after a quotation mark, so a row of a
-table is always twelve tokens.
+Every name, job and country is one token, after a space and (except last names) after a quotation mark, so a row of a
+table always has twelve tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxpage.demo import text, words
 from jaxpage.tiny import END_OF_TEXT, IM_END, IM_START, SPECIAL_TOKENS, train_byte_level_bpe
 
 TURN_TOKENS = {"look_up": 32, "json": 45, "sum": 30, "talk": 25, "story": 85}  # on average
-# Turns, by weight, after a table and without one.
+# Kinds of turns, with weights, after a table and without one.
 TABLE_TALK: dict[text.Kind, float] = {
     "look_up": 0.62,
     "json": 0.25,
@@ -37,11 +37,11 @@ class Stage:
     start: int  # the first step that may use it
     rows: int  # tables have 1 to `rows` people
     length: int  # tokens of a training row
-    tables: float = 0.75  # share of the conversations that are about a table
+    tables: float = 0.75  # share of the conversations with a table
 
 
 class Batch(NamedTuple):
-    """Rows of tokens and the positions whose next token the model should say; the rest is padding of weight 0."""
+    """Rows of tokens, and the positions whose next token is a target; the rest is padding with weight 0."""
 
     tokens: np.ndarray  # int32[B, T]
     selected: np.ndarray  # int32[S], positions in the flattened rows
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 def train_tokenizer() -> Tokenizer:
-    """The demo model's; digits stand alone in it."""
+    """The tokenizer of the demo model; digits are separate tokens."""
     rng = random.Random(0)
     texts = [conversation(rng, rows=12, length=400) for _ in range(3000)]
     quoted = words.FIRST_NAMES + words.OCCUPATIONS + words.COUNTRIES
@@ -58,19 +58,19 @@ def train_tokenizer() -> Tokenizer:
     texts += [f"x {word}" for word in spaced] * 50 + [f' "{word}"' for word in quoted] * 50
     for special in SPECIAL_TOKENS:
         texts = [one.replace(special, "") for one in texts]
-    # The vocabulary is larger than there are pairs to merge.
+    # The limit is higher than the number of pairs to merge.
     return train_byte_level_bpe(texts, vocab_size=2560, min_frequency=5)
 
 
 def said(system: str | None, turns: Sequence[text.Turn]) -> str:
-    """A conversation with its last answer, in ChatML, as `tiny.CHAT_TEMPLATE` writes it."""
+    """A conversation with its last answer, in ChatML, formatted as by `tiny.CHAT_TEMPLATE`."""
     answer = {"role": "assistant", "content": turns[-1].answer}
     messages = [*text.messages(system, turns), answer]
     return "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
 
 
 def conversation(rng: random.Random, *, rows: int, length: int, tables: float = 0.75) -> str:
-    """One of at least about `length` tokens, with chance `tables` about a table of 1 to `rows` people."""
+    """A conversation of at least about `length` tokens, with chance `tables` about a table of 1 to `rows` people."""
     if rng.random() < tables:
         most = min(rows, (length - HEADER_TOKENS - 80) // ROW_TOKENS)
         people = text.people(rng, rng.randint(1, most))
@@ -89,12 +89,12 @@ def conversation(rng: random.Random, *, rows: int, length: int, tables: float = 
 
 
 def answer_mask(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
-    """bool[n]: which tokens the assistant says, its <|im_end|> included."""
+    """bool[n]: whether each token is the assistant's, including its <|im_end|>."""
     start, end, assistant = map(tokenizer.token_to_id, (IM_START, IM_END, "assistant"))
     said, mask = np.array(ids), np.zeros(len(ids), bool)
     ends = np.flatnonzero(said == end)
     for begin in np.flatnonzero((said[:-1] == start) & (said[1:] == assistant)):
-        last = next(iter(ends[ends > begin]), len(ids))  # the row may cut an answer
+        last = next(iter(ends[ends > begin]), len(ids))  # the row may cut off an answer
         mask[begin + 3 : last + 1] = True  # from after the newline
     return mask
 
@@ -122,7 +122,7 @@ def pack(tokenizer: Tokenizer, texts: Sequence[str], length: int, selected: int)
 def training_batch(
     tokenizer: Tokenizer, stage: Stage, *, tokens: int, seed: int, step: int
 ) -> Batch:
-    """The batch of one step, of about `tokens` tokens: it depends on the arguments only."""
+    """The batch of one step, with about `tokens` tokens; a function of the arguments."""
     rng, length = random.Random(f"{seed}/{step}"), stage.length
     texts = [
         conversation(rng, rows=stage.rows, length=length, tables=stage.tables)

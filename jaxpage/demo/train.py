@@ -1,7 +1,7 @@
 """Train the demo model: `python -m jaxpage.demo.train`, or measure one: `... train eval`.
 
-One command, on a CPU or a GPU. It may be killed at any time: the same command goes on from its last checkpoint and ends
-with the same weights, because the data of a step depends on the seed and the step only.
+One command, on a CPU or a GPU. It may be killed at any time: the same command resumes from its last checkpoint, and
+gives the same weights, because the data of a step depends only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES = (
     tokens.Stage(start=120, rows=6, length=256),
     tokens.Stage(start=240, rows=12, length=320),
     tokens.Stage(start=480, rows=24, length=448, tables=0.6),
-    tokens.Stage(start=600, rows=12, length=256, tables=0.4),  # tables are known, sums are not
+    tokens.Stage(start=600, rows=12, length=256, tables=0.4),  # tables are learned, sums are not
 )
 WATCHED = ("look-up 3", "look-up 8", "look-up 16", "look-up 24", "json 3", "sum 0..99", "talk")
 WARM_UP = 20  # steps over which the learning rates rise
@@ -42,24 +42,24 @@ Step = Callable[[Params, optax.OptState, Any], tuple[Any, Any, jax.Array]]
 
 @dataclass(frozen=True)
 class Training:
-    """One run. The defaults made the packaged checkpoint."""
+    """One run. The packaged checkpoint was made with the defaults."""
 
     output: Path = Path("demo_model")  # the saved model; its state is kept in `<output>.state`
     steps: int = 1500
     tokens_per_step: int = 6144
-    matrix_rate: float = 0.008  # Muon's, of the matrices in the layers
-    vector_rate: float = 0.003  # Adam's, of the embedding and the norms; biases: 3 times as much
-    record_rate: float = 0.1  # factor on the rates of the attention of layer 0 (see `start`)
-    decay: float = 0.45  # fraction of the steps, at the end, over which the rates fall to nothing
+    matrix_rate: float = 0.008  # Muon's, for the matrices in the layers
+    vector_rate: float = 0.003  # Adam's, for the embedding and the norms; biases: 3 times as much
+    record_rate: float = 0.1  # factor on the rates for the attention of layer 0 (see `start`)
+    decay: float = 0.45  # fraction of the steps, at the end, over which the rates fall to 0
     seed: int = 0
     log_every: int = 25
-    save_every: int = 100  # held-out accuracy is measured then, too
+    save_every: int = 100  # steps; held-out accuracy is measured too
 
 
 def main(options: Training) -> None:
-    """Train, or go on training, and save the model.
+    """Train, or resume training, and save the model.
 
-    Raises ValueError if the state was left by other options, FileExistsError if the output exists.
+    Raises ValueError if the state has other options, FileExistsError if the output exists.
     """
     check_options(options)
     tokenizer = tokens.train_tokenizer()
@@ -90,9 +90,9 @@ def fit(
     batch_of: Callable[[int], Any],
     watch: Callable[[Params], dict[str, float]],
 ) -> Params:
-    """Train, or go on training, by the `batch_of` each step from 0 on. Prints the loss, and what `watch` finds.
+    """Train, or resume training, on the `batch_of` each step. Prints the loss and the results of `watch`.
 
-    `options`: a `Training`, or what has its fields.
+    `options`: a `Training`, or an object with its fields.
     """
     optimiser = optimiser_of(options, params)
     memory, step_of = optimiser.init(params), make_step(loss, optimiser)
@@ -123,14 +123,14 @@ def fit(
 
 
 def stage_of(options: Training, step: int) -> tokens.Stage:
-    """The stage of a step's rows: mostly the newest, else any reached, so that nothing learned is forgotten."""
+    """The stage of a step's rows: mostly the newest one, sometimes an earlier one, so that nothing is forgotten."""
     reached = [stage for stage in STAGES if step >= stage.start]
     rng = random.Random(f"stage {options.seed}/{step}")
     return reached[-1] if rng.random() < 0.6 else rng.choice(reached)
 
 
 def optimiser_of(options: Any, params: Params) -> optax.GradientTransformation:
-    """Muon for the matrices of the layers, Adam for everything else."""
+    """Muon for the matrices of the layers, Adam for all other parameters."""
 
     def schedule(rate: float) -> optax.Schedule:
         falling = int(options.steps * options.decay)
@@ -180,9 +180,9 @@ def _state_folder(options: Any) -> Path:
 
 
 def check_options(options: Any) -> None:
-    """Write down the options of this run, or check that they are those of the run that was begun.
+    """Store the options of this run, or compare them with those of the run to resume.
 
-    Raises ValueError if they are not, FileExistsError if the output exists.
+    Raises ValueError if they differ, FileExistsError if the output exists.
     """
     if options.output.exists():
         raise FileExistsError(f"{options.output} exists already; name another folder with --output")
@@ -200,7 +200,7 @@ def check_options(options: Any) -> None:
 
 
 def report(folder: Path = PACKAGED, questions: int = 200) -> None:
-    """Print the held-out accuracy of a saved model, as it is in bfloat16."""
+    """Print the held-out accuracy of a saved model, in bfloat16."""
     found = evaluate.accuracy(*save.read(folder), questions=questions)
     for suite, share in found.items():
         print(f"{suite:<12} {share:.3f}", flush=True)

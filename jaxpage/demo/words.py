@@ -21,12 +21,12 @@ SUMS = tuple(_FILE["sums"])
 STORY_REQUESTS = tuple(_FILE["story_requests"])
 QUESTIONS: dict[str, list[str]] = _FILE["questions"]  # by column
 ANSWERS: dict[str, str] = _FILE["answers"]  # by column
-# Questions, and the answer to each of them.
+# Groups of questions, each with its answer.
 TALK = tuple((tuple(questions), answer) for questions, answer in _FILE["talk"])
 
 
 def _sentences(group: dict[str, Any]) -> tuple[str, ...]:
-    """With every combination of the parts it asks for; "{animal}" and the like remain to be filled."""
+    """All combinations of the group's parts; placeholders such as "{animal}" remain."""
     fields = [f"{{{field}}}" for field in group.get("for_each", ())]
     found = []
     for parts in itertools.product(*(_FILE["parts"][field[1:-1]] for field in fields)):
@@ -37,5 +37,5 @@ def _sentences(group: dict[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-# A story has one sentence of each group, in this order, with the chance given.
+# A story has one sentence of each group, in this order, with the given probability.
 STORY = tuple((_sentences(group), group["chance"]) for group in _FILE["story"])

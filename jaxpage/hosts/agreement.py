@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of an engine: versions, options, shapes, sizes. Checked before anything is run."""
+"""What must be the same on all hosts of an engine: versions, options, shapes, sizes. Checked before anything runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.hosts.group import Hosts, differences
 from jaxpage.runner.fingerprint import machine_fingerprint
 
-# Each host has its own copy of the files, and says for itself who it is.
+# Each host has its own copy of the files, and its own identity.
 _OF_ONE_HOST = (
     *("model", "tokenizer", "hf_config_path", "download_dir", "hf_token", "chat_template"),
     *("compilation_cache_dir", "record_calls", "use_tqdm_on_load", "node_rank"),
     *("options_without_effect", "mesh"),
 )
-# Of the machine; programs may be compiled for another processor there.
+# Properties of the machine; programs may be compiled for another processor there.
 _OF_ONE_MACHINE = ("cores", "processor")
 
 
@@ -45,10 +45,10 @@ def check_same(hosts: Hosts, options: EngineConfig, spec: EngineSpec, *, flags: 
 
 
 def smallest(hosts: Hosts, mine: dict[str, int]) -> dict[str, int]:
-    """Of each number the smallest that a host has."""
+    """The minimum of each number over all hosts."""
     return hosts.agree(mine, lambda said: {name: min(each[name] for each in said) for name in mine})
 
 
 def wait_for_all(hosts: Hosts) -> None:
-    """Until every host has come this far."""
+    """Wait until every host has reached this point."""
     hosts.agree({}, lambda said: {})

@@ -1,11 +1,11 @@
-"""What ends an engine of several hosts."""
+"""Errors that end an engine of several hosts."""
 
 from __future__ import annotations
 
 
 class HostLostError(RuntimeError):
-    """A host of this engine has died, hangs, or has failed. The engine takes no more requests; start all hosts anew."""
+    """A host of this engine died, hangs, or failed. The engine takes no more requests; restart all hosts."""
 
 
 class WireError(ConnectionError):
-    """What came over a connection is not what the other side sent, or comes from another program."""
+    """The received bytes are not what the other side sent, or come from another program."""

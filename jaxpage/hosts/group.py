@@ -1,7 +1,7 @@
-"""The hosts of an engine, seen from one of them: what they agree on at start, and whether all are alive.
+"""The hosts of an engine, from the perspective of one: what they agree on at start, and whether all are alive.
 
-Knows messages and ranks; the leader has rank 0 and a connection to each other host, a follower one to the leader. Must
-not know what calls do.
+Knows messages and ranks; the leader has rank 0 and a connection to each other host, a follower has one to the leader.
+Must not know what calls do.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from jaxpage.runner.calls import Call
 from jaxpage.runner.recording import LENGTH_BYTES, calls_frame, frame, parse
 
 BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 8.0  # a host that says nothing for so long is lost
-STUCK_SECONDS = (
-    4.0  # what runs on the device without a lost host may never end: the process ends then
-)
-_STOP_SECONDS = 5.0  # for followers to end in order
+SILENCE_SECONDS = 8.0  # a host that is silent for so long is lost
+STUCK_SECONDS = 4.0  # programs that wait for a lost host may never end; then the process ends
+_STOP_SECONDS = 5.0  # for followers to stop
 _LAST_ACT_SECONDS = 1.0
-_CAUSE_SECONDS = 2.0  # between a failed collective and the news that a host is lost
+_CAUSE_SECONDS = 2.0  # between a failed collective and the detection of a lost host
 
 LEADER = 0
 
 
 class Hosts:
-    """The other hosts of this process's engine. `failure` is set as soon as one of them is lost, and stays."""
+    """The other hosts of this process's engine. `failure` is set as soon as one of them is lost, and stays set."""
 
     def __init__(self, rank: int, num_hosts: int, connections: Mapping[int, Connection]):
         """`connections` by rank, authenticated."""
@@ -45,8 +43,8 @@ class Hosts:
             r: SimpleQueue() for r in connections
         }
         self._lock = threading.Lock()
-        self._has_ended = threading.Event()  # in order, or by a failure
-        self._stopping = False  # connections that end are no news any more
+        self._has_ended = threading.Event()  # by a stop or by a failure
+        self._stopping = False  # closed connections are expected now
         self._follows = False
         self._num_entered, self._is_inside = 0, False
         self._when_lost: list[Callable[[HostLostError], None]] = []
@@ -63,7 +61,7 @@ class Hosts:
         return self.rank == LEADER
 
     def when_lost(self, callback: Callable[[HostLostError], None]) -> None:
-        """Have it called once, from some thread, when a host is lost; at once if one is."""
+        """Register a callback for the loss of a host. It is called once, from any thread; at once if one is lost."""
         with self._lock:
             failure = self.failure
             if failure is None:
@@ -76,7 +74,7 @@ class Hosts:
     def agree(
         self, mine: dict[str, Any], decide: Callable[[list[dict[str, Any]]], dict[str, Any]]
     ) -> dict[str, Any]:
-        """What the leader decides from what each host says, by rank; all return the same. Values are JSON's.
+        """The leader's decision from the values of all hosts, by rank; all return the same. Values are JSON.
 
         Raises what `decide` raises on the leader; HostLostError on the others, and if a host is lost.
         """
@@ -91,7 +89,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """An error on one host ends the start on all."""
+        """An error on one host ends the start on all hosts."""
         with self._inside():
             try:
                 yield
@@ -99,12 +97,12 @@ class Hosts:
                 self.fail(f"host {self.rank} cannot start: {error or type(error).__name__}")
                 raise
 
-    # The leader's.
+    # For the leader.
 
     @contextlib.contextmanager
     def executing(self, calls: list[Call]) -> Iterator[None]:
-        """Send calls to all, and execute them here meanwhile. Raises HostLostError, also for what goes wrong here: the
-        others would go on with another state."""
+        """Send calls to all, and execute them here meanwhile. Raises HostLostError, also for errors here: the states of
+        the hosts would diverge."""
         with self._failing_together(), self._inside():
             self._raise_if_lost()
             body = calls_frame(calls)[LENGTH_BYTES:]
@@ -114,18 +112,18 @@ class Hosts:
 
     @contextlib.contextmanager
     def reading(self, arrays: Iterable[Any]) -> Iterator[None]:
-        """Once the arrays, jax's, are computed. Does not wait for a host that is lost: raises HostLostError."""
+        """Enter once jax has computed the arrays. Does not wait for a lost host: raises HostLostError."""
         with self._failing_together():
             start = time.monotonic()
             for array in arrays:
                 while not array.is_ready():
                     self._raise_if_lost()
-                    # A twentieth of the time that was waited so far is lost at most.
+                    # Adds at most a twentieth of the waiting time.
                     time.sleep(min(1e-3, 2e-5 + (time.monotonic() - start) / 20))
             yield
 
     def stop(self) -> None:
-        """The engine ends in order, and the followers with it. Calling it again does nothing."""
+        """Stop the engine, and the followers with it. Calling it again does nothing."""
         with self._lock:
             if self._stopping or self.failure is not None:
                 return
@@ -141,10 +139,10 @@ class Hosts:
         for connection in self._connections.values():
             connection.close()
 
-    # The followers'.
+    # For followers.
 
     def follow(self, execute: Callable[[bytes], object]) -> None:
-        """Execute what the leader sends, until it ends in order. If it does not, this process ends with exit code 1."""
+        """Execute the leader's calls until it stops. If it fails, this process ends with exit code 1."""
         self._follows = True
         self._raise_if_lost()
         while (body := self._arrived[LEADER].get()) is not None:
@@ -155,7 +153,7 @@ class Hosts:
                 raise
 
     def leave(self) -> None:
-        """Tell the leader that this follower has ended."""
+        """Tell the leader that this follower has stopped."""
         self._has_ended.set()
         self._connections[LEADER].close()
 
@@ -171,7 +169,7 @@ class Hosts:
             )
             entered, callbacks = self._num_entered, self._when_lost
         if self._follows:
-            # At once: jax ends this process without a word of ours as soon as it misses the leader.
+            # At once: jax ends this process without our message as soon as it misses the leader.
             _exit(failure, lambda: _tell(self._connections[LEADER], reason))
         self._has_ended.set()
         for queue in self._arrived.values():
@@ -184,7 +182,7 @@ class Hosts:
             threading.Thread(target=self._end_if_stuck, args=(entered,), daemon=True).start()
 
     def exit_if_lost(self) -> None:
-        """At exit: without all hosts, jax's own shutdown waits for those that are lost."""
+        """At exit: without all hosts, jax's own shutdown would wait for the lost ones."""
         if self.failure is not None:
             _exit(None)
 
@@ -196,7 +194,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """What may never end without the other hosts."""
+        """For code that may never end without the other hosts."""
         self._num_entered += 1
         self._is_inside = True
         try:
@@ -211,7 +209,7 @@ class Hosts:
         except HostLostError:
             raise
         except Exception as error:
-            # A collective fails as soon as a host is gone, perhaps before its connection tells so.
+            # A collective fails as soon as a host is gone, perhaps before its connection closes.
             self._has_ended.wait(_CAUSE_SECONDS)
             self.fail(f"a step has failed on host {self.rank}: {error}")
             self._raise_if_lost()
@@ -240,7 +238,7 @@ class Hosts:
         return parse(body)[1]["values"]
 
     def _read(self, rank: int) -> None:
-        """A thread's work: what comes from a host, until its connection ends."""
+        """Thread: reads messages from a host until its connection ends."""
         connection, arrived = self._connections[rank], self._arrived[rank]
         try:
             while True:
@@ -254,19 +252,19 @@ class Hosts:
                 elif kind is Kind.FAILED:
                     self.fail(body.decode(errors="replace"))
                     return
-        except Exception as error:  # of the network, or a message that is none
+        except Exception as error:  # of the network, or an invalid message
             if not self._has_ended.is_set():
                 self.fail(f"host {rank} is lost: {error}")
 
     def _beat(self) -> None:
         while not self._has_ended.wait(BEAT_SECONDS):
             for connection in self._connections.values():
-                with contextlib.suppress(OSError):  # whoever receives will notice
+                with contextlib.suppress(OSError):  # the receiver will notice
                     connection.beat()
 
 
 def differences(said: list[dict[str, Any]]) -> str | None:
-    """How what a follower says differs from what the leader says, as text; None if it does not."""
+    """The differences between a follower's values and the leader's, as text; None if there are none."""
     leader = said[LEADER]
     for rank, other in enumerate(said):
         for name in {**leader, **other}:
@@ -277,14 +275,14 @@ def differences(said: list[dict[str, Any]]) -> str | None:
 
 
 def _tell(connection: Connection, reason: str) -> None:
-    """Why the engine has ended, for a host that may not listen."""
+    """Send the reason of the failure to a host, which may not read it."""
     with contextlib.suppress(OSError):
         connection.send(Kind.FAILED, reason.encode())
     connection.close()
 
 
 def end_with_main_thread(failure: HostLostError) -> None:
-    """For `Hosts.when_lost`: at exit Python waits for programs that are being compiled, which nobody needs any more."""
+    """For `Hosts.when_lost`: at exit Python would wait for compilations that are no longer needed."""
 
     def end() -> None:
         while threading.main_thread().is_alive():
@@ -292,12 +290,12 @@ def end_with_main_thread(failure: HostLostError) -> None:
         time.sleep(STUCK_SECONDS)
         _exit(None)
 
-    del failure  # whoever waits for the engine is told
+    del failure  # waiting threads get it
     threading.Thread(target=end, daemon=True).start()
 
 
 def _exit(failure: HostLostError | None, last_act: Callable[[], None] = lambda: None) -> None:
-    """End this process now: what waits for a lost host, and jax's own shutdown, might never end."""
+    """End this process now: calls that wait for a lost host, and jax's own shutdown, might never end."""
     if failure is not None:
         os.write(2, f"jaxpage: {failure}\n".encode())
 
@@ -306,7 +304,7 @@ def _exit(failure: HostLostError | None, last_act: Callable[[], None] = lambda: 
         sys.stdout.flush()
         sys.stderr.flush()
 
-    acting = threading.Thread(target=act, daemon=True)  # which may hang, too
+    acting = threading.Thread(target=act, daemon=True)  # may hang too
     acting.start()
     acting.join(_LAST_ACT_SECONDS)
     os._exit(1)

@@ -1,7 +1,7 @@
 """How hosts find each other: jax's own start-up for the devices, then a connection to the leader for the calls.
 
-The leader listens on the network of jax's coordinator, and tells address and a random key through the coordinator. A
-secret of the user's, if there is one, is mixed into the key, and never sent.
+The leader listens on the network of jax's coordinator, and publishes its address and a random key through the
+coordinator. If the user gives a secret, it is mixed into the key, and never sent.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jaxpage.hosts.wire import HANDSHAKE_SECONDS, Connection, accept, connect
 
 logger = logging.getLogger("jaxpage")
 
-JOIN_SECONDS = 300  # for the last host to come
+JOIN_SECONDS = 300  # for the last host to join
 _ADDRESS = "jaxpage/hosts"  # a key of the coordinator's store
-# Longer than this package takes to notice a lost host: its error comes first.
+# Longer than this package takes to detect a lost host, so that its error comes first.
 _JAX_SILENCE_SECONDS, _JAX_SHUTDOWN_SECONDS = 100, 10
 
 
 def join(options: EngineConfig) -> Hosts | None:
     """The other hosts of this engine; None if there are none. Call it before anything asks jax for devices.
 
-    Raises ValueError for options that cannot be had, RuntimeError if the hosts do not find each other.
+    Raises ValueError for unsupported options, RuntimeError if the hosts do not find each other.
     """
     if options.nnodes == 1:
         return None
@@ -56,7 +56,7 @@ def join(options: EngineConfig) -> Hosts | None:
 
 
 def _initialize(options: EngineConfig) -> None:
-    # Else the coordinator ends all processes when one is lost, and waits for all when one ends.
+    # Otherwise the coordinator ends all processes when one is lost, and waits for all when one ends.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     found = {}
@@ -121,7 +121,7 @@ def _call_leader(rank: int, store) -> Connection:
     try:
         return connect(sock, _secret(key), rank, timeout=SILENCE_SECONDS)
     except PermissionError as error:
-        # Before the leader ends: jax aborts a process that is still its client then.
+        # Before the leader ends: jax aborts processes that are still its clients then.
         jax.distributed.shutdown()
         sock.close()
         raise ValueError(str(error)) from None
@@ -131,7 +131,7 @@ def _call_leader(rank: int, store) -> Connection:
 
 
 def _wait_until_closed(sock: socket.socket) -> None:
-    """Until the other side, which was refused, has closed the connection."""
+    """Until the other side, which was rejected, has closed the connection."""
     with sock, contextlib.suppress(OSError):
         sock.settimeout(HANDSHAKE_SECONDS)
         sock.recv(1)

@@ -1,9 +1,9 @@
-"""Messages between two hosts that know the same secret, over TCP.
+"""Messages between two hosts that share a secret, over TCP.
 
 Both sides prove that they know the secret without sending it: each answers the other's random challenge with an HMAC.
-After that a message is a header and a body. The header has the kind, the length, and a keyed hash of both, of the body
-and of the message's number; so what was damaged, repeated or slipped in is refused. Nothing is encrypted, and nothing
-is ever unpickled. Knows bytes only.
+After that a message is a header and a body. The header has the kind, the length, and a keyed hash of both, the body and
+the message's number; so damaged, repeated or injected messages are rejected. Nothing is encrypted, and nothing is ever
+unpickled. Knows bytes only.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _REFUSED = bytes(32)  # instead of a proof
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
-    BEAT = 0  # the sender lives
-    DATA = 1  # for whoever waits for it
-    STOP = 2  # the leader ends in order
-    FAILED = 3  # the engine has ended; the body says why, in UTF-8
+    BEAT = 0  # the sender is alive
+    DATA = 1  # for the waiting reader
+    STOP = 2  # the leader stops
+    FAILED = 3  # the engine has failed; the body is the reason, in UTF-8
 
 
 class Connection:
-    """Messages to one other host. One thread receives; any may send."""
+    """Messages to one other host. One thread receives; any thread may send."""
 
     def __init__(self, sock: socket.socket, *, key: bytes, is_leader: bool, timeout: float):
-        """`timeout`: seconds of silence, or of a peer that takes nothing, after which the connection is dead."""
+        """`timeout`: seconds of silence, or of a peer that does not receive, after which the connection is dead."""
         sock.settimeout(timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._timeout = sock, timeout
@@ -56,12 +56,12 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, kind: Kind, body: bytes = b"") -> None:
-        """Raises OSError if the other side is gone, or takes nothing for too long."""
+        """Raises OSError if the other side is gone, or does not receive for too long."""
         with self._sending:
             self._send(kind, body)
 
     def beat(self) -> None:
-        """Say that this side lives, unless a message that is being sent says so."""
+        """Send a sign of life, unless another message is being sent."""
         if self._sending.acquire(blocking=False):
             try:
                 self._send(Kind.BEAT, b"")
@@ -69,8 +69,8 @@ class Connection:
                 self._sending.release()
 
     def receive(self) -> tuple[Kind, bytes]:
-        """The next message. Raises WireError for one that was not sent so, and OSError: TimeoutError after too long a
-        silence."""
+        """The next message. Raises WireError for an invalid one, OSError if the connection fails, and TimeoutError, an
+        OSError, after too long a silence."""
         try:
             kind, length, tag = _HEADER.unpack(_read(self._socket, _HEADER.size))
             if length > MAX_BYTES:
@@ -84,7 +84,7 @@ class Connection:
         return Kind(kind), body
 
     def close(self) -> None:
-        """Wakes the thread that receives. Calling it again does nothing."""
+        """Wakes the receiving thread. Calling it again does nothing."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -96,9 +96,9 @@ class Connection:
 
 
 def accept(sock: socket.socket, secret: bytes, *, timeout: float) -> tuple[int, Connection]:
-    """The leader's side of a new connection: the other's rank. `timeout` as in `Connection`.
+    """The leader's side of a new connection; returns the other's rank too. `timeout` as in `Connection`.
 
-    Raises WireError if the other side is not a jaxpage of this version, PermissionError if it has another secret.
+    Raises WireError if the other side is not jaxpage of this version, PermissionError if it has another secret.
     """
     sock.settimeout(HANDSHAKE_SECONDS)
     challenge = secrets.token_bytes(32)
@@ -115,7 +115,7 @@ def accept(sock: socket.socket, secret: bytes, *, timeout: float) -> tuple[int, 
 
 
 def connect(sock: socket.socket, secret: bytes, rank: int, *, timeout: float) -> Connection:
-    """The follower's side. Raises as `accept` does."""
+    """The follower's side. Raises like `accept`."""
     sock.settimeout(HANDSHAKE_SECONDS)
     magic, version, challenge = _HELLO.unpack(_read(sock, _HELLO.size))
     _check_version(magic, version)
@@ -150,7 +150,7 @@ def _tag(key: bytes, number: int, kind: int, body: bytes) -> bytes:
 
 
 def _read(sock: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes. Raises WireError if the connection ends before."""
+    """Exactly `size` bytes. Raises WireError if the connection ends before."""
     buffer = bytearray(size)
     view, num_read = memoryview(buffer), 0
     while num_read < size:

@@ -1,4 +1,4 @@
-"""Command R (Cohere) and Command R7B (Cohere 2): attention and MLP beside each other, behind one LayerNorm.
+"""Command R (Cohere) and Command R7B (Cohere 2): attention and MLP in parallel, after one LayerNorm.
 
 The rest is the shared decoder. Knows transformers' names of Cohere's options; must not know checkpoints.
 """
@@ -64,6 +64,6 @@ def cohere_config(
 def cohere2_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of a Cohere2ForCausalLM, whose layers without a window do not know positions."""
+    """ModelConfig of a Cohere2ForCausalLM, whose layers without a window have no positions."""
     config = cohere_config(hf, dtype=dtype, max_model_len=max_model_len)
     return replace(config, ropes=only_with_window(config.ropes, config.windows))

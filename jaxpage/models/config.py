@@ -1,5 +1,4 @@
-"""What a decoder needs to know of itself: one frozen description, read once from a Hugging Face
-config.
+"""The description of a decoder: one frozen dataclass, read once from a Hugging Face config.
 
 Knows the names of transformers' config attributes. Must not know parameters, arrays or checkpoints.
 """
@@ -23,18 +22,16 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The mixture of experts that some layers have in the place of an MLP."""
+    """The mixture of experts that replaces the MLP in some layers."""
 
-    layers: tuple[int, ...]  # that have it; the others have an MLP
+    layers: tuple[int, ...]  # layers with experts; the others have an MLP
     num_experts: int
     experts_per_token: int
     intermediate_size: int  # of an expert
-    shares_add_up_to_one: (
-        bool  # those of a token's experts; otherwise they are parts of a softmax over all
-    )
-    shared_size: int | None = None  # intermediate size of the expert that all tokens have
+    shares_add_up_to_one: bool  # for a token's experts; else parts of a softmax over all
+    shared_size: int | None = None  # intermediate size of the expert for all tokens
     bias: bool = False  # of router and experts
-    # gpt-oss: gate and up are clamped to it, and up counts from -1: g sigmoid(slope g) (u + 1)
+    # gpt-oss: gate and up are clamped to it, and up is offset by 1: g sigmoid(slope g) (u + 1).
     swiglu_limit: float | None = None
     swiglu_slope: float = 1.702
 
@@ -48,19 +45,17 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Constant factors between the parts of a decoder. None: there is none."""
+    """Constant factors between the parts of a decoder; None: not used."""
 
-    embedding: float | None = None  # of what is looked up
-    residual: float | None = None  # of what attention and MLP add
+    embedding: float | None = None  # of token embeddings
+    residual: float | None = None  # of the outputs of attention and MLP
     logits: float | None = None
     logits_soft_cap: float | None = None  # cap * tanh(logits / cap), after the factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only model. `windows` and `ropes` have one entry per layer; biases are off unless
-    told.
-    """
+    """A decoder-only model. `windows` and `ropes` have one entry per layer; biases are off by default."""
 
     architecture: str  # the name in `config.json`, the key of `registry.REGISTRY`
     num_layers: int
@@ -70,20 +65,20 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    # of parameters and activations; norms, softmax, RoPE angles, logits are float32
+    # Of parameters and activations; norms, softmax, RoPE angles and logits are float32.
     dtype: jnp.dtype
-    max_model_len: int  # tokens for which `ropes` were chosen
+    max_model_len: int  # tokens that `ropes` are made for
     norm_eps: float
     activation: str  # one of ACTIVATIONS
     tie_word_embeddings: bool
-    # key j is visible to query i iff i - window < j <= i; None: j <= i
+    # Key j is visible to query i iff i - window < j <= i; None: j <= i.
     windows: tuple[int | None, ...]
     ropes: tuple[Rope, ...]
     attention_scale: float
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    # of each head; or "projection": of all heads together
+    # Per head, or "projection": over all heads together.
     qk_norm: bool | Literal["projection"] = False
     attention_soft_cap: float | None = None
     scales: Scales = Scales()
@@ -95,10 +90,9 @@ class ModelConfig:
 def decoder_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
-    """`hf` as a ModelConfig; `facts` are fields that the family fixes and its config does not say.
+    """The ModelConfig of `hf`; `facts` are fields that the family fixes and its config does not have.
 
-    `max_model_len` defaults to the config's `max_position_embeddings`. Raises ValueError for what
-    cannot be served.
+    `max_model_len` defaults to the config's `max_position_embeddings`. Raises ValueError for what is not supported.
     """
     architecture = facts.get("architecture") or (hf.architectures or ["?"])[0]
     num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
@@ -145,9 +139,7 @@ def decoder_config(
 
 
 def _layer_types(hf: PretrainedConfig) -> list[str]:
-    """The kind of attention of each layer; configs without `layer_types` use their window, if any,
-    in all layers.
-    """
+    """The kind of attention of each layer; configs without `layer_types` use their window, if any, in all layers."""
     sliding = getattr(hf, "sliding_window", None) is not None
     kinds = (
         getattr(hf, "layer_types", None) or [_SLIDING if sliding else _FULL] * hf.num_hidden_layers

@@ -1,7 +1,7 @@
-"""Encoders with learned positions: BERT, RoBERTa and XLM-RoBERTa, which differ in data only.
+"""Encoders with learned positions: BERT, RoBERTa and XLM-RoBERTa, which differ only in data.
 
-Attention is over the whole text, both ways, without a cache. Knows transformers' names of their configs. Must not know
-checkpoints.
+Attention is bidirectional over the whole text, without a cache. Knows transformers' names of their configs. Must not
+know checkpoints.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """An encoder of the BERT kind."""
+    """An encoder of the BERT family."""
 
     num_layers: int
     num_heads: int
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    num_positions: int  # rows of the table of positions
+    num_positions: int  # rows of the position table
     first_position: int  # row of a text's first token
-    num_types: int  # rows of the table of token types
+    num_types: int  # rows of the token type table
     activation: str
     norm_eps: float
     dtype: jnp.dtype
@@ -39,7 +39,7 @@ class EncoderConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text."""
+        """Most tokens of a text."""
         return self.num_positions - self.first_position
 
 
@@ -69,7 +69,7 @@ def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class Embeddings(nnx.Module):
-    """Of tokens, positions and types, added and normed."""
+    """Embeddings of tokens, positions and types, added and normed."""
 
     def __init__(self, config: EncoderConfig):
         self.config = config
@@ -119,7 +119,7 @@ class EncoderLayer(nnx.Module):
         )
         out = attention(self.index, q, k, v, scale=head_dim**-0.5, window=None, soft_cap=None)
         x = self.attention_norm(x + self.attention_output(out.reshape(x.shape)))
-        # In float32: XLA:CPU would round between the steps of a function of 16 bits, which also takes longer.
+        # In float32: XLA:CPU would round within a 16-bit function, which is slower too.
         inner = ACTIVATION_FUNCTIONS[config.activation](self.up(x).astype(jnp.float32))
         return self.output_norm(x + self.down(inner.astype(x.dtype)))
 
@@ -142,7 +142,7 @@ class Encoder(nnx.Module):
 
 
 def encoder_config(hf: PretrainedConfig, *, dtype: Any, first_position: int = 0) -> EncoderConfig:
-    """EncoderConfig of a config of transformers. Raises ValueError for what cannot be served."""
+    """EncoderConfig from a config of transformers. Raises ValueError for what is not supported."""
     check_encoder(hf)
     kind = getattr(hf, "position_embedding_type", None) or "absolute"
     if kind != "absolute":

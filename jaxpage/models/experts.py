@@ -1,7 +1,7 @@
-"""A mixture of experts in the place of an MLP: a router chooses experts for each token, and adds up what they say.
+"""A mixture of experts instead of an MLP: a router chooses experts for each token, and their outputs are added up.
 
-Attribute paths are the names that transformers 5 gives the modules, with the weights of all experts stacked; where
-they stand in checkpoints, `sources` says. Knows no family, and not how rows find their experts: that is `ops.experts`.
+Attribute paths are the names of the modules in transformers 5, with the weights of all experts stacked; `sources` has
+their places in checkpoints. Knows no family, and not how rows are grouped by expert: that is `ops.experts`.
 
 Letters: T tokens, E model dim, F MLP dim of an expert, X experts.
 """
@@ -21,7 +21,7 @@ from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, experts
 
 @dataclass(frozen=True)
 class Gate:
-    """activation(gate) * up of gate and up; with a limit gpt-oss's, see `ExpertsConfig`."""
+    """activation(gate) * up; with a limit gpt-oss's function, see `ExpertsConfig`."""
 
     activation: str
     limit: float | None
@@ -37,7 +37,7 @@ class Gate:
 
 
 class Experts(nnx.Module):
-    """The stacked weights of a layer's experts. Rows of gate, then of up, in `gate_up_proj`."""
+    """The stacked weights of a layer's experts. `gate_up_proj` has the rows of gate, then those of up."""
 
     def __init__(self, config: ModelConfig, settings: ExpertsConfig):
         num, embed, inner = settings.num_experts, config.hidden_size, settings.intermediate_size
@@ -56,7 +56,7 @@ class Experts(nnx.Module):
 
         self.gate_up_proj, self.gate_up_proj_bias = weight(2 * inner, embed), bias(2 * inner)
         self.down_proj, self.down_proj_bias = weight(embed, inner), bias(embed)
-        # Once the weights are int8, see `weights.transform`: float32[X, outputs].
+        # For int8 weights, see `weights.transform`: float32[X, outputs].
         self.gate_up_proj_scale: nnx.Param | None = None
         self.down_proj_scale: nnx.Param | None = None
 
@@ -76,7 +76,7 @@ class Experts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """The sum of a token's experts, by their shares; and of the shared expert, if there is one, behind its own gate."""
+    """The weighted sum of a token's experts, plus the shared expert with its own gate, if there is one."""
 
     def __init__(
         self, config: ModelConfig, settings: ExpertsConfig, shared_expert: nnx.Module | None
@@ -93,7 +93,7 @@ class MixtureOfExperts(nnx.Module):
         self.experts = Experts(config, settings)
         self.shared_expert = shared_expert
         self.shared_expert_gate = None if shared_expert is None else router(1, bias=False)
-        # What computes the products of experts, see `weights.transform`.
+        # Set by `weights.transform`.
         self.kernel: ExpertsKernel = XLA
 
     def __call__(
@@ -128,7 +128,7 @@ class MixtureOfExperts(nnx.Module):
     def _route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """int32[T, k] experts of each token, the most likely first, and float32[T, k] their shares.
 
-        A softmax over the chosen logits is that over all, divided by the sum of the chosen.
+        A softmax over the chosen logits equals the softmax over all, divided by the sum of the chosen.
         """
         logits = self.gate.product(rows)
         if self.gate.bias is not None:

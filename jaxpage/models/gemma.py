@@ -1,8 +1,6 @@
-"""Gemma 2 and 3: norms before and after each half of a layer, norm weights counted from 1,
-scaled embeddings.
+"""Gemma 2 and 3: norms before and after each half of a layer, norm weights with offset 1, scaled embeddings.
 
-The rest is the shared decoder. Knows transformers' names of Gemma's options; must not know
-checkpoints.
+The rest is the shared decoder. Knows transformers' names of Gemma's options; must not know checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GemmaLayer(nnx.Module):
-    """A decoder layer whose halves are normed on the way in and out ("sandwich" norms)."""
+    """A decoder layer with norms before and after attention and MLP ("sandwich" norms)."""
 
     def __init__(self, config: ModelConfig, index: int):
         self.input_layernorm = hidden_norm(OffsetRMSNorm, config)
@@ -64,9 +62,7 @@ def gemma2_config(
 def gemma3_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of a Gemma3ForCausalLM. Gemma 3 norms q and k instead of capping scores;
-    transformers ignores a cap.
-    """
+    """ModelConfig of a Gemma3ForCausalLM, which norms q and k instead of capping scores; transformers ignores a cap."""
     return _gemma_config(hf, dtype, max_model_len, qk_norm=True)
 
 

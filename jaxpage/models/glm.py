@@ -1,5 +1,4 @@
-"""GLM-4: RoPE turns neighbouring dimensions of a part of the head; the newer one norms each half of a layer on the way
-in and out.
+"""GLM-4: RoPE rotates adjacent pairs in a part of the head; Glm4 has norms before and after each half of a layer.
 
 The rest is the shared decoder. Knows transformers' names of GLM's options; must not know checkpoints.
 """
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Glm4Layer(DecoderLayer):
-    """What attention and MLP add is normed too (transformers' Glm4DecoderLayer)."""
+    """The outputs of attention and MLP are normed too (transformers' Glm4DecoderLayer)."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)

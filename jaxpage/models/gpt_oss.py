@@ -23,7 +23,7 @@ def gpt_oss(config: ModelConfig) -> CausalLM:
 
 
 def _layer(config: ModelConfig, index: int) -> DecoderLayer:
-    """A decoder layer whose attention has a sink for each query head."""
+    """A decoder layer with an attention sink for each query head."""
     layer = DecoderLayer(config, index)
     init, dtype = Normal(config.initializer_range), config.dtype
     sinks = param((config.num_heads,), axes=("heads",), init=init, dtype=dtype)

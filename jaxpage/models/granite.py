@@ -1,4 +1,4 @@
-"""Granite 3: a Llama whose parts are scaled by constants of the config.
+"""Granite 3: Llama with constant scales from the config.
 
 The rest is the shared decoder. Knows transformers' names of Granite's options; must not know checkpoints.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class GraniteLayer(DecoderLayer):
-    """What attention and MLP add is scaled (transformers' GraniteDecoderLayer)."""
+    """The outputs of attention and MLP are scaled (transformers' GraniteDecoderLayer)."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)

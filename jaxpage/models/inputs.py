@@ -1,4 +1,4 @@
-"""What a model computes from: tokens or embeddings, their positions, and the attention between them."""
+"""The inputs of a model: tokens or embeddings, their positions, and the attention between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxpage.models.attention import Attention
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardInput:
-    """One call's tokens. The paged step and the dense, differentiable call build the same.
+    """The tokens of one call, the same for the paged step and the dense, differentiable call.
 
     Lives only while the call is traced: `attention` may hold the KV pool.
     """
@@ -20,14 +20,14 @@ class ForwardInput:
     # int32[..., T], or int32[3, ..., T] for models whose RoPE has sections (time, height, width)
     positions: jax.Array
     attention: Attention
-    # [..., T, E] in the model's dtype: these stand where `is_embed`, bool[..., T], is set. They are what the first
-    # layer gets, so they are not scaled as token embeddings are in some families (Hugging Face's `inputs_embeds`).
-    # [..., T, n * E]: the first E values do so, and the others are added to what layers 0, 1, ... give (Qwen3-VL).
+    # [..., T, E] in the model's dtype, used where `is_embed`, bool[..., T], is set. They are the inputs of the first
+    # layer, so they are not scaled like token embeddings in some families (Hugging Face's `inputs_embeds`).
+    # [..., T, n * E]: the first E values are used so; the others are added to what layers 0, 1, ... return (Qwen3-VL).
     embeds: jax.Array | None = None
     is_embed: jax.Array | None = None
-    # bool[..., T]: the others are padding, whose results nobody reads. None: there is none
+    # bool[..., T]: the others are padding, whose results are not used. None: no padding.
     is_token: jax.Array | None = None
-    # Each mixture of experts appends int32[X]: of how many tokens each expert is one. None: they are not counted
+    # Each mixture of experts appends int32[X]: the number of tokens of each expert. None: they are not counted.
     expert_load: list[jax.Array] | None = None
-    # int32[..., T]: the slot of each token's adapter, 0 for none; of models with adapters, see `models.lora`
+    # int32[..., T]: the slot of each token's adapter, 0 for none; for models with adapters, see `models.lora`.
     adapter_slots: jax.Array | None = None

@@ -1,9 +1,8 @@
-"""Parameters and the small layers every family shares: linear, embedding, norms.
+"""Parameters, and the small layers that all families share: linear, embedding, norms.
 
-A parameter is declared once, with everything anybody needs of it: shape, dtype, logical axes,
-initialiser. A model fresh from its constructor holds `jax.ShapeDtypeStruct`s, so it is its own
-abstract tree and nothing is allocated; `weights` puts arrays in their place. Must not know
-families, checkpoints or meshes.
+A parameter is declared once, with all its properties: shape, dtype, logical axes, initializer. A new model holds
+`jax.ShapeDtypeStruct`s, so it is its own abstract tree and nothing is allocated; `weights` replaces them by arrays.
+Must not know families, checkpoints or meshes.
 
 Letters: E model dim, F MLP dim, H and K query and KV heads, D head dim, V vocabulary.
 """
@@ -28,19 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Normal:
-    """Initialiser: normal with mean 0."""
+    """Initializer: normal with mean 0."""
 
     stddev: float
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        # Drawn in float32: a bfloat16 draw has 128 distinct values, none beyond 2.9 standard
-        # deviations, and a mean of -0.012 of them; it is no faster.
+        # In float32: a bfloat16 sample has 128 distinct values, none beyond 2.9 standard deviations, and a mean of
+        # -0.012 standard deviations; it is no faster.
         return (jax.random.normal(key, shape, jnp.float32) * self.stddev).astype(dtype)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Initialiser: one value everywhere."""
+    """Initializer: one value everywhere."""
 
     value: float
 
@@ -60,11 +59,10 @@ def param(
     dtype: jnp.dtype,
     units: tuple[int, ...] | None = None,
 ) -> nnx.Param:
-    """Declare a parameter: an nnx.Param of a ShapeDtypeStruct with metadata `axes`, `units` and
-    `init`.
+    """Declare a parameter: an nnx.Param of a ShapeDtypeStruct with metadata `axes`, `units` and `init`.
 
-    axes: the logical axis of each dimension; `parallel.sharding.RULES` says where it lives.
-    units: into how many pieces each dimension may be cut (heads are not split); default: the shape.
+    axes: the logical axis of each dimension; `parallel.sharding.RULES` maps it to the mesh. units: the number of pieces
+    into which each dimension may be divided (heads are not split); default: the shape.
     """
     struct = jax.ShapeDtypeStruct(shape, dtype)
     return nnx.Param(struct, axes=axes, units=units or shape, init=init)
@@ -73,18 +71,16 @@ def param(
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., in] times weight [out, in] -> float32[..., out].
 
-    Contracting the last axis of both with a float32 result is the one form of a bf16 product that
-    XLA's CPU back end runs fast (2048x8192, 8 rows: 2.1 ms; 3.4 ms with weights [in, out]; 8.2 ms
-    in float32; with a bf16 result it reads weights at 1 GB/s).
+    Contracting the last axis of both with a float32 result is the one form of a bf16 product that XLA's CPU back end
+    runs fast (2048x8192, 8 rows: 2.1 ms; 3.4 ms with weights [in, out]; 8.2 ms in float32; with a bf16 result it reads
+    weights at 1 GB/s).
     """
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32)
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b with W stored `[out, in]`, as in Hugging Face checkpoints; the sum is float32,
-    y has x's dtype.
-    """
+    """y = x W^T + b, with W [out, in] as in Hugging Face checkpoints. The sum is float32, y has x's dtype."""
 
     def __init__(
         self,
@@ -100,7 +96,7 @@ class Linear(nnx.Module):
         self.weight = param(shape, axes=axes, units=units, init=init, dtype=dtype)
         offset = param(shape[:1], axes=axes[:1], units=units[:1], init=Constant(0.0), dtype=dtype)
         self.bias = offset if bias else None
-        # Once the weight is int8, see `weights.transform`: float32[out], and what computes the product.
+        # For int8 weights, see `weights.transform`: float32[out], and the kernel.
         self.scale: nnx.Param | None = None
         self.matmul_kernel = XLA
         self.adapters: Adapters | None = None  # see `models.lora`
@@ -122,7 +118,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table [V, E]; the head of models with tied embeddings too."""
+    """A table [V, E]; also the head of models with tied embeddings."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, init: Initialiser, dtype: jnp.dtype):
         shape = (vocab_size, hidden_size)
@@ -151,7 +147,7 @@ def normalise(x: jax.Array, eps: float) -> jax.Array:
 
 
 def _like(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """`vector` [E] with as many axes as x [..., E]."""
+    """`vector` [E], broadcastable to x [..., E]."""
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 

@@ -1,4 +1,4 @@
-"""SmolLM3, Seed-OSS and ERNIE 4.5: the shared decoder, and what their configs say beyond Llama's.
+"""SmolLM3, Seed-OSS and ERNIE 4.5: the shared decoder, with options that Llama does not have.
 
 Knows transformers' names of these families' options; must not know checkpoints.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def smollm3_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of a SmolLM3ForCausalLM: layers with a 0 in `no_rope_layers` do not rotate."""
+    """ModelConfig of a SmolLM3ForCausalLM: layers with a 0 in `no_rope_layers` have no RoPE."""
     config = decoder_config(hf, dtype=dtype, max_model_len=max_model_len)
     rotates = hf.no_rope_layers
     if len(rotates) < config.num_layers:
@@ -32,7 +32,7 @@ def smollm3_config(
 def seed_oss_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of a SeedOssForCausalLM, whose output projection has a switch for its bias."""
+    """ModelConfig of a SeedOssForCausalLM, whose output projection has its own bias option."""
     return decoder_config(
         hf,
         dtype=dtype,
@@ -44,7 +44,7 @@ def seed_oss_config(
 def ernie_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of an Ernie4_5ForCausalLM: one switch for all biases, RoPE turns neighbours."""
+    """ModelConfig of an Ernie4_5ForCausalLM: one option for all biases; RoPE rotates adjacent pairs."""
     bias = bool(hf.use_bias)
     config = decoder_config(
         hf,

@@ -1,9 +1,9 @@
 """Low-rank adapters beside linear layers: many in one batch, each token with its own.
 
-The device has a fixed number of adapter slots, 1 .. S; slot 0 stands for no adapter. Beside each linear layer of
-attention and MLP lie the weights of all slots, with zeros up to the largest rank r. `ops.lora` multiplies them.
+The device has a fixed number of adapter slots, 1 .. S; slot 0 means no adapter. Each linear layer of attention and MLP
+also has the weights of all slots, padded with zeros to the largest rank r. `ops.lora` multiplies them.
 
-Knows how adapters are laid out. Must not know files, nor which adapter is in which slot.
+Knows how adapters are stored. Must not know files, or which adapter is in which slot.
 
 Letters: S adapter slots, r rank, P projections that are joined in one layer (see `weights.transform`).
 """
@@ -28,14 +28,14 @@ from jaxpage.parallel.sharding import sharding
 if TYPE_CHECKING:
     from jaxpage.models.decoder import CausalLM
 
-SLOTS = "adapter slots"  # the logical axis along which the slots lie
+SLOTS = "adapter slots"  # the logical axis of slots
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Model = TypeVar("Model", bound=nnx.Module)
 
 
 class Adapters(nnx.Module):
-    """The adapters of one linear layer, in all slots: y += B A x of each token's slot."""
+    """The adapters of one linear layer, in all slots: y += B A x with each token's slot."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Adapters(nnx.Module):
         rank: int,
         dtype: jnp.dtype,
     ):
-        """`parts`: outputs of the projections that the layer joins, by name; of a plain layer its own."""
+        """`parts`: number of outputs of each projection that the layer joins, by name; one for a plain layer."""
         self.parts, self.num_slots = tuple(parts), num_slots
         metadata = layer.weight.get_metadata()
         (out_axis, in_axis), (out_units, in_units) = metadata["axes"], metadata["units"]
         zeros, num_in = Constant(0.0), layer.weight.get_value().shape[1]
-        # One slot after the other, so that a slot is one piece of memory.
+        # Slot by slot, so that each slot is contiguous in memory.
         rows = num_slots * len(parts) * rank
         axes, units = (SLOTS, in_axis), (rows, in_units)
         self.a = param((rows, num_in), axes=axes, units=units, init=zeros, dtype=dtype)
-        # An array for each part, since a slice of one would be copied before its product.
+        # One array per part, since XLA would copy a slice before its product.
         axes, units = (out_axis, SLOTS), (out_units, num_slots * rank)
         self.b = nnx.List(
             [
@@ -64,10 +64,10 @@ class Adapters(nnx.Module):
             ]
         )
         self.kernel = XLA
-        self.slots: jax.Array | None = None  # int32[..., T], while a step is traced
+        self.slots: jax.Array | None = None  # int32[..., T], set while a step is traced
 
     def __call__(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        """y float32[..., T, out] of x [..., T, in] with adapters; y has each part behind the one before."""
+        """y float32[..., T, out] of x [..., T, in], plus the adapters; y has the outputs of all parts concatenated."""
         slots = self.slots
         assert slots is not None, "tokens have no adapter slots; see `with_adapters`"
         halves = self.a[...], [b[...] for b in self.b]
@@ -82,10 +82,10 @@ def attach_adapters(
     mesh: Mesh | None,
     choose: Callable[[Half, Sequence[Half]], Choice[LoraKernel]] | None = None,
 ) -> set[str]:
-    """Put empty slots beside every linear layer of attention and MLP, in place; arrays if the model has arrays.
+    """Add empty slots to every linear layer of attention and MLP, in place; with arrays if the model has arrays.
 
-    `choose` says what multiplies the halves of a layer; otherwise XLA. Returns the reasons why that is not the
-    platform's kernel, where it is not. Call it when the weights are as they will stay (`weights.transform`).
+    `choose` returns the kernel for a layer's halves; without it XLA is used. Returns the reasons why the platform's
+    kernel is not used, where that is so. Call it when the weights are final (`weights.transform`).
     """
     reasons = set()
     for module, name, layer, parts in list(_linear_layers(model)):
@@ -106,7 +106,7 @@ def attach_adapters(
 def _linear_layers(
     model: CausalLM,
 ) -> Iterator[tuple[nnx.Module, str, Linear, dict[str, int]]]:
-    """(module, attribute, layer, outputs of its parts) of the layers that can be adapted."""
+    """(module, attribute, layer, outputs of its parts) of the layers that support adapters."""
     config = model.config
     kv = config.num_kv_heads * config.head_dim
     qkv = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
@@ -115,14 +115,14 @@ def _linear_layers(
             layer = getattr(module, name, None)
             if isinstance(layer, Linear):
                 num_out = layer.weight.get_value().shape[0]
-                # Not the config's: a shared expert may have another size.
+                # Not the config's size: a shared expert may have another one.
                 gate_up = dict.fromkeys(("gate_proj", "up_proj"), num_out // 2)
                 joined = {"qkv_proj": qkv, "gate_up_proj": gate_up}
                 yield module, name, layer, joined.get(name, {name: num_out})
 
 
 def with_adapters(model: Model, slots: jax.Array | None) -> Model:
-    """The model with adapters applied: to each token that of its slot, `slots` int32[..., T]. None: as it is.
+    """The model with adapters: for each token that of its slot, `slots` int32[..., T]. None: the model unchanged.
 
     A copy that shares the model's arrays, for one trace.
     """
@@ -135,27 +135,27 @@ def with_adapters(model: Model, slots: jax.Array | None) -> Model:
     return copy
 
 
-# How a slot is filled.
+# Filling a slot.
 
 
 def slot_axis(variable: nnx.Variable) -> int | None:
-    """Along which of its axes a parameter has adapter slots; None for the model's own."""
+    """The axis of a parameter that has adapter slots; None for the model's own parameters."""
     axes = variable.get_metadata().get("axes", ())
     return axes.index(SLOTS) if SLOTS in axes else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterArray:
-    """What one adapter has of one of the model's arrays."""
+    """The part of one adapter in one of the model's arrays."""
 
-    layers: tuple[str, ...]  # paths of the projections whose halves it holds, one behind the other
-    is_a: bool  # the first half, else the second
+    layers: tuple[str, ...]  # paths of the projections whose halves it holds, in order
+    is_a: bool  # the first half (A), else the second (B)
     shape: tuple[int, int]
     dtype: np.dtype
 
 
 def adapter_arrays(model: CausalLM, num_slots: int) -> list[AdapterArray]:
-    """Of all arrays with adapter slots, in the order of the model's parameters."""
+    """The parts for all arrays with adapter slots, in the order of the model's parameters."""
     found = []
     modules = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Adapters)}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -184,7 +184,7 @@ def adapter_arrays(model: CausalLM, num_slots: int) -> list[AdapterArray]:
 def write_slot(
     weights: list[jax.Array], slot: jax.Array, contents: list[jax.Array], *, axes: tuple[int, ...]
 ) -> list[jax.Array]:
-    """The arrays with adapter slots, of which slot 1 .. S has other contents; slots lie along `axes` of them."""
+    """The arrays with adapter slots, with new contents in one slot, 1 .. S; `axes`: the slot axis of each array."""
     return [
         jax.lax.dynamic_update_slice_in_dim(whole, part, (slot - 1) * part.shape[axis], axis)
         for whole, part, axis in zip(weights, contents, axes, strict=True)

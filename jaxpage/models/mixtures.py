@@ -1,4 +1,4 @@
-"""Mixtral, OLMoE, Qwen 2 and 3 with experts: what their configs say of them.
+"""Mixtral, OLMoE, Qwen 2 and 3 with experts: their configs.
 
 The rest is the shared decoder. Knows transformers' names of these families' options; must not know checkpoints.
 """
@@ -73,7 +73,7 @@ def qwen3_moe_config(
 
 
 def _qwen_experts(hf: PretrainedConfig, **facts: Any) -> ExpertsConfig | None:
-    """Every `decoder_sparse_step`th layer has experts, except those of `mlp_only_layers`; None if none has."""
+    """Every `decoder_sparse_step`th layer has experts, except those in `mlp_only_layers`; None if none has."""
     layers = tuple(
         index
         for index in range(hf.num_hidden_layers)

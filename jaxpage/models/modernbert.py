@@ -1,4 +1,4 @@
-"""ModernBERT: norms before each half of a layer, rotary positions, gated MLP, and windows in most layers.
+"""ModernBERT: norms before each half of a layer, RoPE, gated MLP, and windows in most layers.
 
 Knows transformers' names of its config. Must not know checkpoints.
 """
@@ -30,7 +30,7 @@ class ModernBertConfig:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    longest: int  # tokens of the longest text
+    longest: int  # most tokens of a text
     windows: tuple[int | None, ...]  # token i sees token j iff |i - j| < window
     ropes: tuple[Rope, ...]
     activation: str
@@ -56,7 +56,7 @@ def _linear(
 
 
 class Attention(nnx.Module):
-    """Projections and rotation; the attention proper is an argument."""
+    """Projections and rotation; attention itself is an argument."""
 
     def __init__(self, config: ModernBertConfig, index: int):
         self.config, self.index = config, index
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
             part.reshape(*x.shape[:-1], config.num_heads, head_dim)
             for part in jnp.split(self.Wqkv(x), 3, axis=-1)
         )
-        # transformers rotates in float32 and rounds once.
+        # Like transformers: rotate in float32 and round once.
         q, k = (rotate(part.astype(jnp.float32), *rotation).astype(x.dtype) for part in (q, k))
         window = config.windows[self.index]
         out = attention(self.index, q, k, v, scale=head_dim**-0.5, window=window, soft_cap=None)
@@ -95,7 +95,7 @@ class MLP(nnx.Module):
 
 
 class ModernBertLayer(nnx.Module):
-    """Attention and MLP, each after a norm and beside a residual; the first attention has no norm."""
+    """Attention and MLP, each with a norm before it and a residual; the first attention has no norm."""
 
     def __init__(self, config: ModernBertConfig, index: int):
         self.attn_norm = _norm(config) if index else None
@@ -129,7 +129,7 @@ class ModernBert(nnx.Module):
         config = self.config
         attention = RowAttention(batch, causal=False)
         x = self.embedding_norm(self.tok_embeddings(batch.token_ids))
-        # As in transformers, angles are rounded to the model's dtype.
+        # Like transformers: angles are rounded to the model's dtype.
         rotations: dict[Rope, tuple[jax.Array, jax.Array]] = {}
         for rope in dict.fromkeys(config.ropes):
             cos, sin = rope.angles(batch.positions, x.dtype)
@@ -140,7 +140,7 @@ class ModernBert(nnx.Module):
 
 
 def modernbert_config(hf: PretrainedConfig, *, dtype: Any) -> ModernBertConfig:
-    """ModernBertConfig of a config of transformers. Raises ValueError for what cannot be served."""
+    """ModernBertConfig from a config of transformers. Raises ValueError for what is not supported."""
     check_encoder(hf)
     windows = {"full_attention": None, "sliding_attention": hf.local_attention // 2 + 1}
     unknown = sorted(set(hf.layer_types) - set(windows))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PostNormLayer(nnx.Module):
-    """What attention and MLP add to the residual is normed, what they read is not (transformers' Olmo2DecoderLayer)."""
+    """The outputs of attention and MLP are normed, their inputs are not (transformers' Olmo2DecoderLayer)."""
 
     def __init__(self, config: ModelConfig, index: int, *, norm: Norm):
         self.self_attn = SelfAttention(config, index, norm)
@@ -37,7 +37,7 @@ class PostNormLayer(nnx.Module):
 
 
 def post_norm(config: ModelConfig, *, norm: Norm) -> CausalLM:
-    """A decoder of such layers, all of whose norms are `norm`s."""
+    """A decoder of such layers; all its norms are `norm`s."""
     return CausalLM(config, layer=partial(PostNormLayer, norm=norm), norm=norm)
 
 
@@ -47,7 +47,7 @@ olmo = partial(post_norm, norm=WideRMSNorm)  # OLMo 2 and 3
 def exaone4_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of an Exaone4ForCausalLM. If some layers have a window, the others do not know positions."""
+    """ModelConfig of an Exaone4ForCausalLM. If some layers have a window, the others have no positions."""
     config = decoder_config(hf, dtype=dtype, max_model_len=max_model_len, qk_norm=True)
     if hf.sliding_window is None:
         return config

@@ -1,4 +1,4 @@
-"""Models that say something of whole texts: tokens to hidden states, one vector a text, and what a head makes of it.
+"""Models with one output per text: tokens to hidden states, pooling to one vector per text, and a head.
 
 Knows encoders and decoders as modules. Must not know checkpoints, prompts or activations: it returns raw numbers.
 """
@@ -24,20 +24,20 @@ PoolingType = Literal["CLS", "LAST", "MEAN"]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingModelConfig:
-    """What is known of a pooling model besides its layers."""
+    """The description of a pooling model, except its layers."""
 
     architecture: str
     does: Does
-    pooling: PoolingType  # which vector of a text the head gets
+    pooling: PoolingType  # which vector of a text is the head's input
     vocab_size: int
     hidden_size: int
     dtype: jnp.dtype
-    longest: int  # tokens of the longest text
-    num_labels: int  # of the head; 0: there is none
+    longest: int  # most tokens of a text
+    num_labels: int  # outputs of the head; 0: no head
     is_causal: bool
-    # a pair of texts is one sequence, as the tokenizer joins them; otherwise one text after the other
+    # A pair of texts is one sequence, joined by the tokenizer; otherwise one text after the other.
     joins_pairs: bool
-    layers: str  # the description of the encoder or decoder, for whoever compares programs
+    layers: str  # the description of the encoder or decoder, to compare programs
     initializer_range: float = 0.02
 
 
@@ -75,7 +75,7 @@ class NormedHead(nnx.Module):
 
 
 class LinearHead(nnx.Module):
-    """out(x): classifiers of tokens, and decoders."""
+    """out(x): token classifiers, and decoders."""
 
     def __init__(self, config: PoolingModelConfig, *, bias: bool):
         self.out = _linear(config, config.num_labels, bias=bias)
@@ -115,7 +115,7 @@ def _linear(config: PoolingModelConfig, size_out: int, *, bias: bool = True) -> 
 
 
 def _float32_linear(size_in: int, size_out: int, *, bias: bool, std: float = 0.02) -> Linear:
-    """Heads are float32 whatever the model's dtype is: they cost nothing, and scores are close to each other."""
+    """Heads are float32 whatever the model's dtype: they cost nothing, and scores are close to each other."""
     return Linear(
         (size_out, size_in),
         axes=("embed", "embed"),
@@ -126,7 +126,7 @@ def _float32_linear(size_in: int, size_out: int, *, bias: bool, std: float = 0.0
 
 
 class DecoderStates(nnx.Module):
-    """A decoder's hidden states of whole texts, without a KV cache."""
+    """A decoder's hidden states for whole texts, without a KV cache."""
 
     def __init__(self, decoder: Decoder, *, is_causal: bool):
         self.decoder, self.is_causal = decoder, is_causal
@@ -139,12 +139,12 @@ class DecoderStates(nnx.Module):
         )
 
     def of_chunk(self, chunk: ForwardInput) -> jax.Array:
-        """[C, E] of some tokens of one text; their attention has the keys of those before them."""
+        """[C, E] of some tokens of one text; their attention sees the keys of earlier tokens."""
         return self.decoder(chunk)
 
 
 class PoolingModel(nnx.Module):
-    """Layers, pooling, projections and head; without a head it makes embeddings."""
+    """Layers, pooling, projections and head; without a head it returns embeddings."""
 
     def __init__(self, config: PoolingModelConfig, layers: nnx.Module, head: Head | None):
         self.config = config
@@ -153,27 +153,27 @@ class PoolingModel(nnx.Module):
         self.projections: nnx.List[Projection] = nnx.List([])
 
     def of_texts(self, batch: TokenBatch, starts: jax.Array, lengths: jax.Array) -> jax.Array:
-        """float32[S, D]: a vector for each text, raw.
+        """float32[S, D]: a raw vector for each text.
 
-        `starts`, `lengths`: int32[S], the first token of each text among the B * L of the batch, and how many it has;
-        a text of no tokens is padding and gets some numbers.
+        `starts`, `lengths`: int32[S], the first token of each text among the B * L of the batch, and its number of
+        tokens; a text of no tokens is padding with arbitrary results.
         """
         hidden = self.layers(batch)  # type: ignore[operator]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         return self.finished(_pool(hidden, starts, lengths, self.config.pooling))
 
     def of_tokens(self, batch: TokenBatch) -> jax.Array:
-        """float32[B, L, D]: a vector for each token, raw."""
+        """float32[B, L, D]: a raw vector for each token."""
         return self.finished(self.layers(batch).astype(jnp.float32))  # type: ignore[operator]
 
     def states_of_chunk(self, chunk: ForwardInput) -> jax.Array:
-        """float32[C, E]: hidden states of some tokens of one text, of causal models."""
+        """float32[C, E]: hidden states of some tokens of one text, for causal models."""
         return self.layers.of_chunk(chunk).astype(jnp.float32)  # type: ignore[attr-defined]
 
     def share_of_chunk(
         self, states: jax.Array, chunk: ForwardInput, *, length: jax.Array
     ) -> jax.Array:
-        """float32[E]: what a chunk gives to the pooled vector of a text of `length` tokens, int32[].
+        """float32[E]: the share of a chunk in the pooled vector of a text of `length` tokens, int32[].
 
         `states`: float32[C, E] of the chunk. The shares of all chunks add up to the vector.
         """

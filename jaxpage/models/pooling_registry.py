@@ -1,7 +1,7 @@
-"""Architectures that say something of whole texts: which there are, how they are built, and their tensors' names.
+"""The supported architectures with one output per text: how they are built, and the names of their tensors.
 
-Every decoder of `registry` is one of them too, under the names that transformers gives its other heads. Knows
-families; must not know files or engines.
+Every decoder of `registry` is also supported, under transformers' names of its other heads. Knows families; must not
+know files or engines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SUFFIXES: dict[str, Does] = {
 }
 _REWARD_SUFFIXES = ("ForProcessRewardModel", "ForRewardModel")
 _CAUSAL = "ForCausalLM"
-# Names of decoders that differ from their generating form's.
+# Decoders with another name than their generative form.
 _DECODER_NAMES = {"Gemma3Text": "Gemma3"}
 
 _BERT_NAMES = {
@@ -51,7 +51,7 @@ _BERT_NAMES = {
     "intermediate.dense.": "up.",
     "output.dense.": "down.",
     "output.LayerNorm.": "output_norm.",
-    # checkpoints that were converted from TensorFlow
+    # Checkpoints converted from TensorFlow.
     ".gamma": ".weight",
     ".beta": ".bias",
 }
@@ -63,7 +63,7 @@ _MODERNBERT_NAMES = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture name, taken apart: "Bert" that does "embed"; `generates` if that is its form as it stands."""
+    """A parsed architecture name: "Bert" that does "embed"; `generates` if this is its generative form."""
 
     name: str
     family: str
@@ -74,7 +74,7 @@ class Architecture:
 
 
 def architecture(hf_config: PretrainedConfig) -> Architecture | None:
-    """What config.json names, if it can say something of texts; a generating model can too, once it is converted."""
+    """The architecture in config.json if it can pool, including generative models after conversion; else None."""
     name = (hf_config.architectures or [""])[0]
     if name.endswith(_CAUSAL) and name in registry.REGISTRY:
         return Architecture(name, name.removesuffix(_CAUSAL), "embed", False, generates=True)
@@ -95,7 +95,7 @@ def architecture(hf_config: PretrainedConfig) -> Architecture | None:
 
 
 def supported() -> str:
-    """The names, for an error."""
+    """The names, for error messages."""
     families = [
         *_ENCODERS,
         *(n.removesuffix(_CAUSAL) for n in registry.REGISTRY if n.endswith(_CAUSAL)),
@@ -111,9 +111,9 @@ def build(
     max_model_len: int | None = None,
     with_head: bool = True,
 ) -> tuple[PoolingModel, Naming]:
-    """The abstract model of a config, and where its parameters stand in checkpoints. Raises ValueError.
+    """The abstract model of a config, and where its parameters are in checkpoints. Raises ValueError.
 
-    `with_head=False`: the head is put in its place later, or there is none.
+    `with_head=False`: the head is set later, or there is none.
     """
     make = _ENCODERS.get(found.family) if found.is_encoder else _decoder
     assert make is not None
@@ -127,12 +127,12 @@ def _num_labels(hf: Any, found: Architecture, with_head: bool) -> int:
     if found.does == "embed" or not with_head:
         return 0
     if found.name.endswith("ForRewardModel"):
-        return 1  # of Qwen2's reward models, whose config says nothing
+        return 1  # Qwen2's reward models; their config does not have it
     return hf.num_labels
 
 
 def _bert(first_position: Callable[[Any], int], tensors_prefix: str, has_pooler: bool) -> Builder:
-    """BERT: the classifier reads a pooler that belongs to the encoder; RoBERTa: it has a layer of its own."""
+    """BERT: the classifier reads the encoder's pooler; RoBERTa: it has its own layer."""
 
     def build_bert(
         hf: Any, found: Architecture, dtype: Any, max_model_len: int | None, with_head: bool
@@ -211,7 +211,7 @@ def _decoder(
     if getattr(hf, "use_bidirectional_attention", None):
         is_causal = False
         hf = copy.copy(hf)
-        hf.use_bidirectional_attention = False  # here the batch says who sees whom
+        hf.use_bidirectional_attention = False  # here the batch defines the mask
     generating = replace(
         family.config_from_hf(hf, dtype=dtype, max_model_len=max_model_len),
         architecture=found.family + _CAUSAL,
@@ -242,7 +242,7 @@ def _decoder(
     inside = "layers.decoder."
 
     def name(theirs: str) -> str | None:
-        """Checkpoints of decoders without their language-model head may leave out "model."."""
+        """Checkpoints of decoders without a language-model head may omit "model."."""
         for old, new in heads.items():
             if theirs.startswith(old):
                 return new + theirs.removeprefix(old)
@@ -263,7 +263,7 @@ def _decoder(
 def _naming(
     prefix: str, names: dict[str, str], heads: dict[str, str], unused: tuple[str, ...]
 ) -> Naming:
-    """Of an encoder whose tensors may begin with `prefix`; `heads`: beginnings of a head's tensors -> ours."""
+    """The naming of an encoder whose tensors may have `prefix`; `heads`: prefixes of a head's tensors -> ours."""
 
     def name(theirs: str) -> str | None:
         known = theirs.removeprefix(prefix)
@@ -279,7 +279,7 @@ def _naming(
     return Naming(tensor_name=name, weight_map={})
 
 
-# What tensors of an encoder's layers begin with; all others belong to heads that are not asked for.
+# Prefixes of an encoder's own tensors; all others belong to unused heads.
 _ENCODER_PARTS = ("embeddings.", "encoder.", "layers.", "final_norm.")
 
 _ENCODERS: dict[str, Builder] = {

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a vision tower that attends within windows, before the decoder of Qwen2.
+"""Qwen2.5-VL: a vision tower with windowed attention, before the decoder of Qwen2.
 
 Attribute paths are the checkpoint's names. Knows transformers' names of the options.
 
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _NORM_EPS = 1e-6  # fixed in transformers too
-_MROPE_SECTION = [16, 24, 24]  # where config.json has none
+_MROPE_SECTION = [16, 24, 24]  # default of config.json
 
 
 def norm(config: Qwen25VisionConfig, dtype: jnp.dtype) -> RMSNorm:
-    """A norm of patches."""
+    """The norm of patches."""
     return RMSNorm(config.hidden_size, axis="embed", eps=_NORM_EPS, dtype=dtype)
 
 
 class PatchEmbedding(nnx.Module):
-    """The first layer of the tower; a module for the sake of the checkpoint's names."""
+    """The first layer of the tower; a module only for the checkpoint's names."""
 
     def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
         side = config.patch_size
@@ -73,7 +73,7 @@ class VisionMLP(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """Attention and MLP, each after a norm and beside a residual."""
+    """Attention and MLP, each with a norm before it and a residual."""
 
     def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
         size, stddev = config.hidden_size, config.initializer_range
@@ -90,7 +90,7 @@ class VisionBlock(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """Neighbouring patches, joined, to one embedding of the decoder."""
+    """Joins neighbouring patches to one embedding of the decoder."""
 
     def __init__(self, config: Qwen25VisionConfig, dtype: jnp.dtype):
         size = config.hidden_size * config.patches_per_token
@@ -142,7 +142,7 @@ def qwen2_5_vl(config: ModelConfig) -> PictureLM:
 def qwen2_5_vl_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of a Qwen2_5_VLForConditionalGeneration. Raises ValueError for what cannot be served."""
+    """ModelConfig of a Qwen2_5_VLForConditionalGeneration. Raises ValueError for what is not supported."""
     text = hf.get_text_config()
     text.rope_parameters.setdefault("mrope_section", _MROPE_SECTION)
     vision = _vision_config(hf.vision_config)
@@ -179,7 +179,7 @@ def _vision_config(hf: PretrainedConfig) -> Qwen25VisionConfig:
 
 
 def merger_names(config: ModelConfig) -> dict[str, Place]:
-    """The two layers of the merger have numbers for names."""
+    """In checkpoints the two layers of the merger have numbers as names."""
     del config
     return {
         f"visual.merger.{ours}.{part}": Source(f"visual.merger.mlp.{theirs}.{part}")

@@ -1,4 +1,4 @@
-"""Qwen3-VL: a vision tower of which several layers reach the decoder of Qwen3, the first ones at its inputs' place.
+"""Qwen3-VL: a vision tower whose intermediate layers are also added to the first layers of Qwen3's decoder.
 
 Attribute paths are the checkpoint's names. Knows transformers' names of the options.
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _NORM_EPS = 1e-6  # fixed in transformers too
-_MROPE = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}  # where config.json has none
+_MROPE = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}  # default of config.json
 
 
 class PatchEmbedding(nnx.Module):
-    """The first layer of the tower; a module for the sake of the checkpoint's names."""
+    """The first layer of the tower; a module only for the checkpoint's names."""
 
     def __init__(self, config: Qwen3VisionConfig, dtype: jnp.dtype):
         side = config.patch_size
@@ -63,7 +63,7 @@ class VisionMLP(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """Attention and MLP, each after a norm and beside a residual."""
+    """Attention and MLP, each with a norm before it and a residual."""
 
     def __init__(self, config: Qwen3VisionConfig, dtype: jnp.dtype):
         size, stddev = config.hidden_size, config.initializer_range
@@ -80,7 +80,7 @@ class VisionBlock(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """Neighbouring patches to E values of the decoder; the norm is before they are joined, or after."""
+    """Joins neighbouring patches to E values of the decoder, with a norm before or after joining."""
 
     def __init__(self, config: Qwen3VisionConfig, dtype: jnp.dtype, *, norm_joined: bool):
         size = config.hidden_size * config.patches_per_token
@@ -144,7 +144,7 @@ def qwen3_vl(config: ModelConfig) -> PictureLM:
 def qwen3_vl_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of a Qwen3VLForConditionalGeneration. Raises ValueError for what cannot be served."""
+    """ModelConfig of a Qwen3VLForConditionalGeneration. Raises ValueError for what is not supported."""
     text, vision = hf.get_text_config(), _vision_config(hf.vision_config)
     for name, value in _MROPE.items():
         text.rope_parameters.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""The supported architectures. A family that differs from another by data is one entry and no code.
+"""The supported architectures. A family that differs from another only in data is one entry without code.
 
 Knows families; must not know devices, meshes or files.
 """
@@ -63,18 +63,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How to build the models of one architecture name."""
+    """How to build the models with one architecture name."""
 
     config_from_hf: Callable[..., ModelConfig] = decoder_config  # (hf, *, dtype, max_model_len)
     module: Callable[[ModelConfig], CausalLM] = CausalLM
-    # Parameters that are not the tensor of their own name: path -> place in the checkpoint.
+    # Parameters that are not a tensor with the same name: path -> place in the checkpoint.
     weight_map: Callable[[ModelConfig], dict[str, Place]] = same_names
-    # A checkpoint's name of a tensor -> ours; None: it belongs to a part that is not served.
+    # A tensor's name in the checkpoint -> ours; None: it belongs to an unsupported part.
     tensor_name: Callable[[str], str | None] = same_name
-    # Makes the processor of families that take pictures: (hf, settings, *, tokenizer, options). Their ModelConfig has a
-    # `vision`, their model a `visual`.
+    # For families that take pictures, creates the processor: (hf, settings, *, tokenizer, options). Their ModelConfig
+    # has a `vision`, their model a `visual`.
     processor: Callable[..., PictureProcessor] | None = None
-    # The same checkpoints without their encoder, for engines that shall take no pictures.
+    # The same checkpoints without their encoder, for engines without pictures.
     text_only: Family | None = None
 
 
@@ -92,7 +92,7 @@ REGISTRY: dict[str, Family] = {
         module=gemma_with_pictures,
         tensor_name=text_and_pictures,
         processor=gemma3_processor,
-        # Kernels serve it, and trainers have no tower.
+        # Kernels support it, and trainers have no tower.
         text_only=Family(config_from_hf=gemma3_text_config, module=gemma, tensor_name=text_part),
     ),
     "Glm4ForCausalLM": Family(config_from_hf=glm_config, module=glm4, weight_map=fused_gate_up),
@@ -154,14 +154,12 @@ def build(
     max_model_len: int | None = None,
     pictures: bool = True,
 ) -> CausalLM:
-    """The abstract model of a config: parameters are `jax.ShapeDtypeStruct`s of `dtype`, nothing is
-    allocated.
+    """The abstract model of a config: parameters are `jax.ShapeDtypeStruct`s of `dtype`, nothing is allocated.
 
-    `pictures`: False leaves out the encoder, of families that have a `Family.text_only`.
+    `pictures`: False omits the encoder, for families with a `Family.text_only`.
 
-    `max_model_len` (default: the config's `max_position_embeddings`) fixes the RoPE of some types,
-    see `rope`. Fill the model with `weights.load.load` or `weights.dummy.initialise`. Raises
-    ValueError for what is not supported.
+    `max_model_len` (default: the config's `max_position_embeddings`) determines the RoPE of some types, see `rope`.
+    Load weights with `weights.load.load` or `weights.dummy.initialise`. Raises ValueError for what is not supported.
     """
     chosen = family(hf_config)
     if not pictures:
@@ -170,12 +168,12 @@ def build(
 
 
 def weight_map(config: ModelConfig) -> dict[str, Place]:
-    """Path -> place in the checkpoint, of parameters that are not the tensor of their own name."""
+    """Path -> place in the checkpoint, for parameters that are not a tensor with the same name."""
     return _family_of(config).weight_map(config)
 
 
 def tensor_name(config: ModelConfig, name: str) -> str | None:
-    """The name under which the family looks for a checkpoint's tensor; None if it does not use it."""
+    """The family's name for a checkpoint's tensor; None if it is not used."""
     return _family_of(config).tensor_name(name)
 
 
@@ -198,10 +196,10 @@ def picture_processor(
     tokenizer: Any = None,
     options: Mapping[str, Any] | None = None,
 ) -> PictureProcessor | None:
-    """The processor of a checkpoint's pictures; None if its family takes none.
+    """The processor for a checkpoint's pictures; None if its family takes none.
 
-    folder: where the checkpoint's settings are. `options` come before them, under transformers' names (vLLM's
-    `mm_processor_kwargs`). Raises ValueError for settings and options that cannot be served.
+    folder: with the checkpoint's settings. `options` override these, under transformers' names (vLLM's
+    `mm_processor_kwargs`). Raises ValueError for unsupported settings and options.
     """
     make = family(hf_config).processor
     if make is None:

@@ -15,7 +15,7 @@ from jaxpage.pictures.gemma3 import SiglipConfig
 
 
 class PatchEmbeddings(nnx.Module):
-    """Patches, each with what it learned of its place."""
+    """Embeddings of patches plus learned positions."""
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype):
         size, side, stddev = config.hidden_size, config.patch_size, config.initializer_range
@@ -30,7 +30,7 @@ class PatchEmbeddings(nnx.Module):
 
 
 class VisionAttention(nnx.Module):
-    """Attention of all patches of a picture to all of them."""
+    """Full attention between all patches of a picture."""
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype):
         self.config = config
@@ -61,7 +61,7 @@ class VisionMLP(nnx.Module):
 
 
 class VisionLayer(nnx.Module):
-    """Attention and MLP, each after a norm and beside a residual."""
+    """Attention and MLP, each with a norm before it and a residual."""
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype):
         size, eps = config.hidden_size, config.norm_eps
@@ -76,7 +76,7 @@ class VisionLayer(nnx.Module):
 
 
 class VisionLayers(nnx.Module):
-    """The layers; a module for the sake of the checkpoint's names."""
+    """The layers; a module only for the checkpoint's names."""
 
     def __init__(self, config: SiglipConfig, dtype: jnp.dtype):
         self.layers = nnx.List([VisionLayer(config, dtype) for _ in range(config.depth)])

@@ -1,4 +1,4 @@
-"""Where parameters stand in a Hugging Face checkpoint, where that is not a tensor of their own name."""
+"""Where parameters are in a Hugging Face checkpoint, if not in a tensor with the same name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxpage.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Source:
-    """Rows `start .. stop` of a checkpoint's tensor; all of it by default."""
+    """Rows `start .. stop` of a checkpoint's tensor; all by default."""
 
     tensor: str
     start: int = 0
@@ -19,9 +19,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A parameter [X, ...] of experts: entry x has the rows of the tensors `parts[x]`, one after the other.
+    """A parameter [X, ...] of experts: entry x consists of the rows of the tensors `parts[x]`, concatenated.
 
-    A checkpoint may have all experts in a tensor of the parameter's own name instead.
+    Alternatively a checkpoint may have all experts in a tensor with the parameter's name.
     """
 
     parts: tuple[tuple[str, ...], ...]
@@ -31,8 +31,8 @@ class Stacked:
 class Rearranged:
     """A parameter [X, O, ...] of gpt-oss's experts.
 
-    alternates: the tensor has the first output of gate, the first of up, the second of gate and so on; here gate's come
-    first. turns: the tensor is [X, I, O], or stored in mxfp4, [X, O, I], as "<tensor>_blocks" and "<tensor>_scales".
+    alternates: outputs of gate and up alternate in the tensor, gate first; here all of gate's come first. turns: the
+    tensor is [X, I, O], or mxfp4, [X, O, I], as "<tensor>_blocks" and "<tensor>_scales".
     """
 
     tensor: str
@@ -44,14 +44,14 @@ Place = Source | Stacked | Rearranged
 
 
 def renamed(place: Place, rename: Callable[[str], str]) -> Place:
-    """The place with other names of its tensors."""
+    """The place with renamed tensors."""
     if isinstance(place, Stacked):
         return Stacked(tuple(tuple(rename(name) for name in part) for part in place.parts))
     return replace(place, tensor=rename(place.tensor))
 
 
 def same_names(config: ModelConfig) -> dict[str, Place]:
-    """Every parameter has a tensor of its own, of its own name."""
+    """Every parameter is a tensor with the same name."""
     del config
     return {}
 
@@ -76,9 +76,9 @@ _OTHER_PREFIXES = (
 
 
 def text_part(name: str) -> str | None:
-    """Of a model for images and text: the name that the tensor has in the text model alone, None for the rest.
+    """For a model of images and text: the tensor's name in the text-only model, None for other parts.
 
-    transformers has written such checkpoints in two ways. A name of neither stays, and is reported as unknown.
+    transformers has written such checkpoints in two ways. A name of neither is unchanged, and reported as unknown.
     """
     for theirs, ours in _TEXT_PREFIXES.items():
         if name.startswith(theirs):
@@ -87,7 +87,7 @@ def text_part(name: str) -> str | None:
 
 
 def text_and_pictures(name: str) -> str | None:
-    """The same with the tower and its projector as `visual.`; a head of the tower that nothing uses is None."""
+    """The same, with the tower and its projector as `visual.`; None for a head of the tower that is not used."""
     name = name.removeprefix("model.") if name.startswith(_OTHER_PREFIXES) else name
     if name.startswith("multi_modal_projector."):
         return f"visual.{name}"
@@ -101,9 +101,9 @@ _WITH_VISUAL_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "m
 
 
 def with_visual(name: str) -> str:
-    """Of a model whose encoder stands beside the decoder, as in released checkpoints: `visual.` and `model.`.
+    """For a model whose encoder is beside the decoder, as in released checkpoints: `visual.` and `model.`.
 
-    transformers 5 has both in its `model.`.
+    transformers 5 has both inside `model.`.
     """
     for theirs, ours in _WITH_VISUAL_PREFIXES.items():
         if name.startswith(theirs):
@@ -137,7 +137,7 @@ def fused_gate_up(config: ModelConfig) -> dict[str, Place]:
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """How a checkpoint's tensors become parameters: `tensor_name` as in `registry.Family`, and `weight_map` made."""
+    """How a checkpoint's tensors map to parameters: `tensor_name` as in `registry.Family`, and a `weight_map`."""
 
     tensor_name: Callable[[str], str | None]
     weight_map: dict[str, Place]
@@ -149,7 +149,7 @@ def separate_experts(config: ModelConfig) -> dict[str, Place]:
 
 
 def mixtral_experts(config: ModelConfig) -> dict[str, Place]:
-    """The same under Mixtral's names."""
+    """The same with Mixtral's names."""
     assert config.experts is not None
     routers: dict[str, Place] = {
         f"model.layers.{i}.mlp.gate.weight": Source(
@@ -185,7 +185,7 @@ def _experts(
 
 
 def gpt_oss_experts(config: ModelConfig) -> dict[str, Place]:
-    """gpt-oss has all experts in one tensor, in an order and a format of its own."""
+    """gpt-oss has all experts in one tensor, in its own order and format."""
     assert config.experts is not None
     places: dict[str, Place] = {}
     for i in config.experts.layers:

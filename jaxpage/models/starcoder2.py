@@ -1,4 +1,4 @@
-"""StarCoder 2: LayerNorm with bias, an MLP without gate.
+"""StarCoder 2: LayerNorm with bias, and an MLP without a gate.
 
 The rest is the shared decoder. Knows transformers' names of StarCoder's options; must not know checkpoints.
 """
@@ -38,7 +38,7 @@ class PlainMLP(nnx.Module):
 
 
 class Starcoder2Layer(nnx.Module):
-    """Attention and MLP, each after a norm and beside a residual (transformers' Starcoder2DecoderLayer)."""
+    """Attention and MLP, each with a norm before it and a residual (transformers' Starcoder2DecoderLayer)."""
 
     def __init__(self, config: ModelConfig, index: int):
         self.input_layernorm = hidden_norm(LayerNorm, config)
@@ -59,7 +59,7 @@ def starcoder2(config: ModelConfig) -> CausalLM:
 def starcoder2_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
-    """ModelConfig of a Starcoder2ForCausalLM, which has one switch for all biases of linear layers."""
+    """ModelConfig of a Starcoder2ForCausalLM, which has one option for all biases of linear layers."""
     bias = bool(hf.use_bias)
     return decoder_config(
         hf,

@@ -1,4 +1,4 @@
-"""Named places in a decoder, TransformerLens' names, and a copy of the model that passes their values to a function.
+"""Named points in a decoder, with TransformerLens' names, and a copy of the model that passes values to a function.
 
 Letters: B batch, T tokens, E model dim, H query heads, K KV heads, D head dim.
 """
@@ -16,24 +16,24 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.experts import MixtureOfExperts
 
-Tap = Callable[[str, jax.Array], jax.Array]  # (name, value) -> what goes on from that point
+Tap = Callable[[str, jax.Array], jax.Array]  # (name, value) -> the new value
 
 _OF_A_BLOCK = (
-    "hook_resid_pre",  # [B, T, E] what the layer gets
-    "attn.hook_q",  # [B, T, H, D] after norms and rotary embedding, as those below
+    "hook_resid_pre",  # [B, T, E] the input of the layer
+    "attn.hook_q",  # [B, T, H, D] after norms and RoPE, like k
     "attn.hook_k",  # [B, T, K, D]
     "attn.hook_v",  # [B, T, K, D]
     "attn.hook_pattern",  # float32[B, H, T, T]
-    "attn.hook_z",  # [B, T, H, D] what each head makes of the values
-    "hook_attn_out",  # [B, T, E] what attention returns, and the MLP below
-    "hook_mlp_out",  # [B, T, E]
-    "hook_resid_post",  # [B, T, E] what the layer gives
+    "attn.hook_z",  # [B, T, H, D] the weighted sums of values
+    "hook_attn_out",  # [B, T, E] the output of attention
+    "hook_mlp_out",  # [B, T, E] the output of the MLP
+    "hook_resid_post",  # [B, T, E] the output of the layer
 )
 LAST_POINT = "ln_final.hook_normalized"
 
 
 def points(config: ModelConfig) -> list[str]:
-    """All names of a model, in the order in which they are computed. Mixtures of experts have no `hook_mlp_out`."""
+    """All names for a model, in the order of computation. Mixtures of experts have no `hook_mlp_out`."""
     of_experts = () if config.experts is None else config.experts.layers
     blocks = [
         f"blocks.{index}.{name}"
@@ -53,7 +53,7 @@ def matching(pattern: str, known: Sequence[str]) -> list[str]:
 
 
 def residual_points(config: ModelConfig, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Those that match and have values [..., T, E], in their order. Raises ValueError for others."""
+    """The matching names with values [..., T, E], in order. Raises ValueError for others."""
     known = points(config)
     wanted = {name for pattern in patterns for name in matching(pattern, known)}
     inside = [name for name in known if name in wanted and ".attn." in name]
@@ -65,7 +65,7 @@ def residual_points(config: ModelConfig, patterns: Sequence[str]) -> tuple[str, 
 
 
 def tapped(module: CausalLM, tap: Tap) -> CausalLM:
-    """A copy that shares the module's arrays, for one trace, whose layers, attention and MLPs pass values to `tap`.
+    """A copy that shares the module's arrays, for one trace. Its layers, attention and MLPs pass values to `tap`.
 
     Points inside attention belong to its argument, and the last one to the caller of `hidden_states`.
     """
@@ -81,7 +81,7 @@ def tapped(module: CausalLM, tap: Tap) -> CausalLM:
 
 
 class _Tapped(nnx.Module):
-    """A module whose first argument and result go through taps; "" is none."""
+    """A module whose first argument and result pass through taps; "" is none."""
 
     def __init__(self, module: nnx.Module, tap: Tap, before: str, after: str):
         self._module, self._tap = module, nnx.static(tap)

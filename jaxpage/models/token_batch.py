@@ -1,6 +1,6 @@
-"""Texts side by side in rows of one length: what models compute from when they keep no KV cache.
+"""Rows of texts, all of one length: the inputs of models without a KV cache.
 
-A row may hold several texts, one after the other. Knows which tokens see each other. Must not know engines.
+A row may have several texts in sequence. Knows which tokens see each other. Must not know engines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-# Scores in float32 that are in memory at once; longer rows are computed in parts.
+# Most float32 scores in memory at once; longer rows are computed in parts.
 _MAX_SCORES = 2**25
 
 
@@ -20,15 +20,15 @@ class TokenBatch:
     """Rows of tokens, all int32[B, L]."""
 
     token_ids: jax.Array
-    positions: jax.Array  # in their own text, from 0
-    segments: jax.Array  # 1, 2, ... number the texts of a row; 0: padding
-    type_ids: jax.Array  # 0 or 1: which text of a pair, for models that are told
+    positions: jax.Array  # in the token's own text, from 0
+    segments: jax.Array  # 1, 2, ... for the texts of a row; 0: padding
+    type_ids: jax.Array  # 0 or 1: which text of a pair, for models that use it
 
 
 class RowAttention:
-    """Attention within each text of a batch: tokens see those of their own text, all or the earlier ones.
+    """Attention within each text of a batch: tokens see those of their own text, all or only earlier ones.
 
-    An `Attention`; with a window, token i sees token j iff |i - j| < window. Scores are in memory in parts of at most
+    An `Attention`; with a window, token i sees token j iff |i - j| < window. Scores are computed in parts of at most
     128 MB.
     """
 
@@ -64,7 +64,7 @@ class RowAttention:
         return jnp.moveaxis(parts, 0, 1).reshape(q.shape)
 
     def _visible(self, positions: jax.Array, segments: jax.Array, window: int | None) -> jax.Array:
-        """bool[B, Q, L]: which tokens are seen by those of the given positions and segments."""
+        """bool[B, Q, L]: which tokens are visible to queries with these positions and segments."""
         query, key = positions[:, :, None], self._positions[:, None, :]
         visible = segments[:, :, None] == self._segments[:, None, :]
         if self._causal:
@@ -97,7 +97,7 @@ def _attend(
     scores = scale * jnp.einsum("bqkgd,blkd->bkgql", groups, k, preferred_element_type=f32)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # Every token sees itself, also in padding, so no row is empty.
+    # Every token, even padding, sees itself, so no row is empty.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(f32).min)
     if sinks is not None:
         sink = sinks.astype(f32).reshape(num_kv_heads, -1, 1, 1)

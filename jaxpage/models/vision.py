@@ -1,6 +1,6 @@
-"""What vision towers share: layers, attention within segments, and a language model that has a tower.
+"""Shared by vision towers: layers, attention within segments, and a language model with a tower.
 
-A tower is the same on every device of a mesh: it is small beside the decoder, and a picture passes it once.
+A tower is replicated over the mesh: it is small compared with the decoder, and encodes a picture once.
 
 Letters: P patches, H heads, D head dim.
 """
@@ -22,19 +22,19 @@ from jaxpage.models.rope import Rope, frequencies, rotate
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Scores of a query tile against all keys: 4 million of them a head, so that 16 heads take 256 MB.
+# Scores of a query tile and all keys: 4 million per head, so 16 heads take 256 MB.
 _MOST_SCORES = 2**22
 _MOST_QUERIES = 512
-_MOST_NEAR = 4096  # queries of short segments that are taken at once
-_NOBODY = -2  # the segment of what lies beyond either end
+_MOST_NEAR = 4096  # queries of short segments processed at once
+_NOBODY = -2  # the segment of padding at both ends
 
 Attend = Callable[
     ..., jax.Array
-]  # (q, k, v, *, scale): `attend_within` or `attend_near` of some segments
+]  # (q, k, v, *, scale): `attend_within` or `attend_near` with given segments
 
 
 class PictureLM(CausalLM):
-    """A language model with a vision tower, `visual`, whose embeddings stand in the place of tokens."""
+    """A language model with a vision tower, `visual`, whose embeddings replace those of tokens."""
 
     def __init__(self, config: ModelConfig, visual: nnx.Module, **parts: Any):
         super().__init__(config, **parts)
@@ -58,7 +58,7 @@ class LayerNorm(nnx.Module):
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose stride is its kernel, [out, channels, ...], as a product."""
+    """A convolution whose stride equals its kernel size, [out, channels, ...], as a product."""
 
     def __init__(self, shape: tuple[int, ...], *, bias: bool, stddev: float, dtype: jnp.dtype):
         axes = ("embed",) * len(shape)
@@ -67,7 +67,7 @@ class PatchProjection(nnx.Module):
         self.bias = offset if bias else None
 
     def __call__(self, patches: jax.Array) -> jax.Array:
-        """[P, values of a patch] -> [P, out] in the dtype of the weight."""
+        """[P, values of a patch] -> [P, out] in the weight's dtype."""
         weight = self.weight[...]
         product = matmul(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1))
         if self.bias is not None:
@@ -76,12 +76,12 @@ class PatchProjection(nnx.Module):
 
 
 def linear(shape: tuple[int, int], *, stddev: float, dtype: jnp.dtype) -> Linear:
-    """A layer [out, in] with bias, the same on every device."""
+    """A linear layer [out, in] with bias, replicated over the mesh."""
     return Linear(shape, axes=("embed", "embed"), bias=True, init=Normal(stddev), dtype=dtype)
 
 
 class RotaryAttention(nnx.Module):
-    """Attention of patches that turn by their row and column. Which see each other is an argument."""
+    """Attention of patches with RoPE by row and column. The mask is an argument."""
 
     def __init__(self, size: int, num_heads: int, *, stddev: float, dtype: jnp.dtype):
         self.num_heads = num_heads
@@ -92,7 +92,7 @@ class RotaryAttention(nnx.Module):
         self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
     ) -> jax.Array:
         qkv = self.qkv(x).reshape(x.shape[0], 3, self.num_heads, -1)
-        # In float32, as transformers does.
+        # In float32, like transformers.
         q, k = (rotate(qkv[:, i].astype(jnp.float32), *rotation).astype(x.dtype) for i in (0, 1))
         out = attend(q, k, qkv[:, 2], scale=q.shape[-1] ** -0.5)
         return self.proj(out.reshape(x.shape))
@@ -101,7 +101,7 @@ class RotaryAttention(nnx.Module):
 def axial_angles(places: jax.Array, *, theta: float, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32[P, 1, head_dim / 2], of int32[2, P] rows and columns.
 
-    Half of the frequencies turn by a patch's row, the others by its column.
+    Half of the frequencies rotate by a patch's row, the others by its column.
     """
     one = frequencies(theta, head_dim // 2)
     rope = Rope((*one, *one), sections=(0,) * len(one) + (1,) * len(one))
@@ -109,7 +109,7 @@ def axial_angles(places: jax.Array, *, theta: float, head_dim: int) -> tuple[jax
 
 
 def check_tower(hf: PretrainedConfig) -> None:
-    """Of a tower with `RotaryAttention`. Raises ValueError for what cannot be served."""
+    """For a tower with `RotaryAttention`. Raises ValueError for what is not supported."""
     if hf.hidden_act not in ACTIVATIONS:
         raise ValueError(
             f"the vision tower has activation {hf.hidden_act!r}; supported are {', '.join(ACTIVATIONS)}"
@@ -122,7 +122,7 @@ def check_tower(hf: PretrainedConfig) -> None:
 
 
 def check_embeddings(size: int, text: PretrainedConfig) -> None:
-    """Raises ValueError if a tower makes embeddings of another size than the decoder's."""
+    """Raises ValueError if a tower's embeddings have another size than the decoder's."""
     if size != text.hidden_size:
         raise ValueError(
             f"the vision tower makes embeddings of {size} values, the decoder has {text.hidden_size}; correct "
@@ -133,9 +133,9 @@ def check_embeddings(size: int, text: PretrainedConfig) -> None:
 def attend_within(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *, scale: float
 ) -> jax.Array:
-    """Attention of each patch to all of its segment. q, k, v [P, H, D], segments int32[P]; returns [P, H, D].
+    """Attention of each patch to its whole segment. q, k, v [P, H, D], segments int32[P]; returns [P, H, D].
 
-    In tiles of queries, so that memory grows with P. Softmax is float32.
+    In tiles of queries, so that memory grows linearly with P. Softmax is float32.
     """
     num_patches = q.shape[0]
     tile = min(num_patches, _MOST_QUERIES, max(64, _MOST_SCORES // num_patches))
@@ -155,7 +155,7 @@ def attend_within(
 def attend_near(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *, scale: float, longest: int
 ) -> jax.Array:
-    """`attend_within` of segments that are runs of at most `longest` patches: each tile sees itself and both beside."""
+    """`attend_within` for contiguous segments of at most `longest` patches: a tile sees itself and both neighbours."""
     num_patches = q.shape[0]
     if num_patches <= 3 * longest:
         return attend_within(q, k, v, segments, scale=scale)
@@ -196,7 +196,7 @@ def _attend(
 ) -> jax.Array:
     scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
     same = of_queries[:, None] == of_keys[None, :]
-    # Not -inf: rows of a last tile that are nobody's would be NaN.
+    # Not -inf: padding rows of a last tile would be NaN.
     weights = jax.nn.softmax(jnp.where(same, scores, jnp.finfo(jnp.float32).min), axis=-1)
     weights = weights.astype(v.dtype)
     return jnp.einsum("hqk,khd->qhd", weights, v, preferred_element_type=jnp.float32).astype(
@@ -205,7 +205,7 @@ def _attend(
 
 
 def _tiles(x: jax.Array, tile: int, fill: int) -> jax.Array:
-    """[P, ...] to [tiles, tile, ...], the last one filled up."""
+    """[P, ...] to [tiles, tile, ...], padded."""
     missing = -x.shape[0] % tile
     padding = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, padding, constant_values=fill).reshape(-1, tile, *x.shape[1:])

@@ -1,4 +1,4 @@
-"""How attention's heads are dealt out to devices where they do not divide evenly. Knows numbers of heads only."""
+"""How attention heads are divided among devices, with padding if necessary. Knows numbers of heads only."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShares:
-    """Heads with padding, so that each of `num_devices` has as many as the others.
+    """Heads with padding, so that all of `num_devices` have equally many.
 
-    Either several KV heads are on a device, with all query heads that read them; or a KV head is on several devices,
-    each with a part of its query heads. Padding is computed and thrown away: at most one KV head a device, or one query
-    head, while with all heads on every device each would read the whole KV cache.
+    Either a device has several KV heads, with all query heads that read them; or several devices share a KV head, and
+    each has a part of its query heads. Padding is computed and discarded: at most one KV head per device, or one query
+    head. The alternative, all heads on every device, would make each read the whole KV cache.
     """
 
     num_devices: int
     num_kv_heads: int  # of the model
-    group: int  # query heads that read a KV head
+    group: int  # query heads per KV head
     padded_kv_heads: int  # of the model with padding
     padded_group: int
 
     @property
     def of_pool(self) -> int:
-        """KV heads that all devices keep together. Of a KV head on several devices each keeps a copy."""
+        """KV heads on all devices together. A KV head on several devices counts once per device."""
         return max(self.padded_kv_heads, self.num_devices)
 
     @property
@@ -38,11 +38,11 @@ class HeadShares:
 
     @property
     def owns_kv_heads(self) -> bool:
-        """No KV head is on several devices."""
+        """Whether no KV head is on several devices."""
         return self.padded_kv_heads % self.num_devices == 0
 
     def pad_queries(self, q: jax.Array) -> jax.Array:
-        """[T, H, D] -> [T, H', D] with zeros for the heads that are padding."""
+        """[T, H, D] -> [T, H', D] with zeros for padding heads."""
         if not self.has_padding:
             return q
         heads = q.reshape(q.shape[0], self.num_kv_heads, self.group, q.shape[2])
@@ -69,8 +69,8 @@ class HeadShares:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> HeadShares:
-    """The least padding with which the heads divide. 14 query and 2 KV heads on 4 devices: each KV head on two, which
-    have four of its 8 query heads, one of them padding."""
+    """The least padding with which the heads divide. 14 query and 2 KV heads on 4 devices: each KV head is on two
+    devices, which have four of its 8 query heads each; one is padding."""
     group, kv_heads = num_heads // num_kv_heads, num_kv_heads
     while kv_heads % num_devices and num_devices % kv_heads:
         kv_heads += 1

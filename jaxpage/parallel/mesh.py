@@ -1,4 +1,4 @@
-"""The mesh of an engine: its devices along one axis, which share weights and KV heads. Knows no model."""
+"""The mesh of an engine: one axis of devices, which divide weights and KV heads. Knows no model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def tensor_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def flat(mesh: Mesh) -> Mesh:
-    """All devices of a user's mesh along TENSOR, in its order, whatever its axes are for its owner."""
+    """All devices of a user's mesh along TENSOR, in the order of the mesh, whatever its axes."""
     return tensor_mesh(list(mesh.devices.flat))
 
 
 def mesh_of_hosts(num_devices: int | None) -> Mesh:
-    """Devices of all processes, equally many of each: the first of each, or all. Raises ValueError."""
+    """Devices of all processes, the same number from each: the first of each, or all. Raises ValueError."""
     by_host = [jax.local_devices(process_index=i) for i in range(jax.process_count())]
     total = sum(map(len, by_host))
     each, rest = divmod(num_devices or total, len(by_host))
@@ -36,7 +36,7 @@ def mesh_of_hosts(num_devices: int | None) -> Mesh:
 
 
 def check_hosts(mesh: Mesh, num_hosts: int) -> None:
-    """Raise ValueError unless the mesh has devices of each process of `num_hosts`; of one alone, no others."""
+    """Raise ValueError unless the mesh has devices of all `num_hosts` processes; one host: of this process only."""
     if jax.process_count() == 1:
         return
     wanted = set(range(num_hosts)) if num_hosts > 1 else {jax.process_index()}
@@ -55,7 +55,7 @@ def local_mesh(num_devices: int) -> Mesh:
 
 
 def local_meshes(num_meshes: int, num_devices: int) -> list[Mesh]:
-    """Meshes of `num_devices` devices each: the first ones of this process, the next ones, and so on.
+    """Meshes of `num_devices` devices each: the first devices of this process, then the next ones, and so on.
 
     Raises ValueError if there are too few.
     """

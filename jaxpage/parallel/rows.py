@@ -1,4 +1,4 @@
-"""Rows of a batch dealt out to the devices of a mesh. Knows no sampler."""
+"""Divides the rows of a batch among the devices of a mesh. Knows no sampler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE, _BY_ROW, _BY_COLUMN = PartitionSpec(), PartitionSpec(TENSOR), PartitionS
 
 
 def pad_rows(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """[R, ...] with zeros up to a multiple of the devices."""
+    """[R, ...] padded with zeros to a multiple of the number of devices."""
     missing = -array.shape[0] % mesh.size
     return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
 
@@ -24,11 +24,11 @@ def pad_rows(array: jax.Array, mesh: Mesh) -> jax.Array:
 def deal_rows(
     function: Callable[..., Any], mesh: Mesh, *, shares_columns: bool
 ) -> Callable[..., Any]:
-    """`function(logits, state, slots, positions, features)`, each device for its share of the rows.
+    """`function(logits, state, slots, positions, features)`, on each device for its share of the rows.
 
-    All get all results. R is a multiple of the devices: logits [R, V], slots and positions [R]. `shares_columns`: each
-    device has V/n columns of all logits, and sends the others what is theirs, R V / n numbers; otherwise it has all
-    columns of its own rows.
+    All devices get all results. R is a multiple of their number: logits [R, V], slots and positions [R].
+    `shares_columns`: each device has V/n columns of all logits, and sends the others their rows, R V / n numbers;
+    otherwise it has all columns of its own rows.
     """
 
     def of_own_rows(logits, state, slots, positions, features):
@@ -36,7 +36,7 @@ def deal_rows(
             logits = lax.all_to_all(logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
         num_own = logits.shape[0]
         first = lax.axis_index(TENSOR) * num_own
-        # All have all of these: were they divided, XLA would divide what they are made of, and exchange that.
+        # These are replicated: if they were sharded, XLA would shard what they are computed from, and exchange that.
         slots, positions = (lax.dynamic_slice_in_dim(x, first, num_own) for x in (slots, positions))
         own = function(logits, state, slots, positions, features)
         return jax.tree.map(lambda x: lax.all_gather(x, TENSOR, tiled=True), own)

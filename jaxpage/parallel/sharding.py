@@ -1,4 +1,4 @@
-"""Where arrays live: logical axis -> mesh axis, one flat table. Knows no model and no file."""
+"""Sharding of arrays: logical axis -> mesh axis, one flat table. Knows no model and no file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 TENSOR = "tensor"  # the mesh axis of tensor parallelism
-EXPERT = TENSOR  # that of experts: the same devices, each of which has all heads of some and all of some experts
+EXPERT = TENSOR  # the mesh axis of experts: the same devices; each has all heads of some and all of some experts
 
 RULES: dict[str, str | None] = {
     "vocab": TENSOR,
@@ -16,7 +16,7 @@ RULES: dict[str, str | None] = {
     "kv_heads": TENSOR,
     "mlp": TENSOR,
     "experts": EXPERT,
-    "expert": None,  # what is within one
+    "expert": None,  # within an expert
     "router": None,
     "embed": None,
     "head_dim": None,
@@ -33,13 +33,11 @@ RULES: dict[str, str | None] = {
 def sharding(
     mesh: Mesh | None, axes: tuple[str, ...] = (), units: tuple[int, ...] | None = None
 ) -> Sharding:
-    """The sharding of an array whose dimensions have the logical names `axes`; no mesh: the first
-    local device.
+    """The sharding of an array whose dimensions have the logical names `axes`; no mesh: the first local device.
 
-    `units[i]` is the number of pieces into which dimension i may be cut (KV heads, not their
-    elements). A dimension that does not divide evenly over its mesh axis is replicated: 2 KV heads
-    on 4 devices are on each of them. Objects are cached, so equal arguments give the identical
-    sharding. Raises ValueError for a name that RULES lacks.
+    `units[i]` is the number of pieces into which dimension i may be divided (KV heads, not their elements). A dimension
+    that does not divide evenly over its mesh axis is replicated: 2 KV heads on 4 devices are on each of them. Objects
+    are cached, so equal arguments give the identical sharding. Raises ValueError for a name that is not in RULES.
     """
     unknown = [axis for axis in axes if axis not in RULES]
     if unknown:
@@ -53,6 +51,6 @@ def sharding(
         if num_devices == 1 or (units is not None and units[index] % num_devices):
             mesh_axis = None
         spec.append(mesh_axis)
-    while spec and spec[-1] is None:  # one spelling for each spec: jit compares spellings
+    while spec and spec[-1] is None:  # a canonical form: jit compares specs literally
         spec.pop()
     return NamedSharding(mesh, PartitionSpec(*spec))

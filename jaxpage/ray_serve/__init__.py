@@ -1,6 +1,6 @@
-"""Replicas of the server across machines, by Ray Serve (extra `ray`). Nothing of Ray is imported before it is needed.
+"""Replicas of the server across machines, with Ray Serve (extra `ray`). Ray is imported when it is needed.
 
-`build_app` is what serve.yaml names as `import_path`.
+serve.yaml names `build_app` as its `import_path`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """The application for these flags of `jaxpage serve`, by their names. Raises ValueError or TypeError."""
+    """The application for these flags of `jaxpage serve`, by name. Raises ValueError or TypeError."""
     require_ray()
     from jaxpage.ray_serve.application import application
     from jaxpage.ray_serve.options import read_args
@@ -25,7 +25,7 @@ def build_app(args: dict[str, Any]) -> Application:
 
 
 def run(config: EngineConfig, options: ServerOptions, num_replicas: int) -> None:
-    """Serve on the cluster that is there until a signal ends it. Raises ValueError."""
+    """Serve on the running cluster until a signal. Raises ValueError."""
     require_ray()
     from jaxpage.ray_serve.cluster import serve_on_cluster
 

@@ -13,14 +13,14 @@ from jaxpage.ray_serve.deployments import Engine, Front
 from jaxpage.ray_serve.options import actor_options
 from jaxpage.server.options import ServerOptions
 
-# The engine itself refuses what is too much for it, so Ray need not.
+# The engine limits its requests, so Ray need not.
 _MANY_REQUESTS = 2**16
 
 
 def application(
     config: EngineConfig, options: ServerOptions, num_replicas: int | None = None
 ) -> Application:
-    """One engine for each replica and what is before them. To be called where a cluster is joined."""
+    """One engine per replica, and the deployment in front of them. Call it where a cluster is joined."""
     more: dict[str, Any] = {} if num_replicas is None else {"num_replicas": num_replicas}
     engine = serve.deployment(
         name="Engine",

@@ -1,4 +1,4 @@
-"""An HTTP request as a value that can be sent to a replica, and the answer of an ASGI application to it."""
+"""An HTTP request as a serializable value, and the answer of an ASGI application to it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _SCOPE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One HTTP request, and what a router must know of it."""
+    """One HTTP request, and what a router needs to know about it."""
 
-    scope: dict[str, Any]  # of ASGI: what of it is data
+    scope: dict[str, Any]  # the serializable part of the ASGI scope
     body: bytes
     prefix: tuple[bytes, ...] = ()  # see `prefix_keys`
     avoid: frozenset[str] = frozenset()  # replicas that failed to answer it
 
     @property
     def path(self) -> str:
-        """Without the prefix under which the application is mounted."""
+        """The path without the prefix under which the application is mounted."""
         return self.scope["path"].removeprefix(self.scope.get("root_path", ""))
 
 
@@ -44,11 +44,11 @@ class WholeAnswer:
 
 
 class ReplicaFailedError(Exception):
-    """A replica did not answer, or not to the end: it died, or its machine did."""
+    """A replica did not answer, or not completely: it or its machine died."""
 
 
 async def read_call(scope: Scope, receive: Receive) -> Call | None:
-    """The whole request. None if the client went away."""
+    """The whole request. None if the client disconnected."""
     body = bytearray()
     while True:
         message = await receive()
@@ -62,10 +62,10 @@ async def read_call(scope: Scope, receive: Receive) -> Call | None:
 
 
 async def messages(app: ASGIApp, call: Call) -> AsyncGenerator[list[Message], None]:
-    """What an application answers, as it comes; several messages at a time if they come faster than they are taken.
+    """The answer of an application, as it comes; several messages at a time if they come faster than they are consumed.
 
-    Closing it is what a client does that goes away: the application is cancelled. Raises what it raised, unless the
-    answer was complete.
+    Closing the generator acts like a client that disconnects: the application is cancelled. Raises the application's
+    exception, unless the answer was complete.
     """
     queue: asyncio.Queue[Message | None] = asyncio.Queue()
     unread: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -102,7 +102,7 @@ async def _run(
     try:
         await app(scope, receive, queue.put)
     finally:
-        # From the loop, so that the task has ended when it is read.
+        # Through the loop, so that the task has ended when this is read.
         asyncio.get_running_loop().call_soon(queue.put_nowait, None)
 
 
@@ -111,7 +111,7 @@ def _is_last(message: Message) -> bool:
 
 
 async def whole_answer(app: ASGIApp, call: Call, replica: str) -> WholeAnswer:
-    """All of it."""
+    """The complete answer."""
     status, headers, body = 500, [], bytearray()
     async for batch in messages(app, call):
         for message in batch:

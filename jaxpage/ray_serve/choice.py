@@ -1,4 +1,4 @@
-"""Which replica is to answer: the one that was sent most of a request's beginning, unless too many wait there."""
+"""Chooses the replica for a request: the one that got most of its prefix before, unless its queue is too long."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
-# A queue is too long if it is longer than the shortest one by half, and by some requests.
+# A queue is too long if it exceeds the shortest one by half, and by some requests.
 _LONGER_BY = 1.5
 _LONGER_BY_REQUESTS = 8
 
 
 class PrefixMemory:
-    """Which replica was sent which beginnings. Of `capacity` keys the least recently used are forgotten."""
+    """Which replica got which prefixes. Keeps the `capacity` most recently used keys."""
 
     def __init__(self, capacity: int = 2**17):
         self._capacity = capacity
@@ -22,7 +22,7 @@ class PrefixMemory:
         return len(self._seen_by)
 
     def num_seen(self, keys: Sequence[bytes], replicas: Iterable[str]) -> dict[str, int]:
-        """How many of the first keys each replica was sent."""
+        """How many of the first keys each replica got before."""
         found = dict.fromkeys(replicas, 0)
         left = set(found)
         for number, key in enumerate(keys, 1):
@@ -33,7 +33,7 @@ class PrefixMemory:
         return found
 
     def note(self, keys: Sequence[bytes], replica: str, replicas: Iterable[str]) -> None:
-        """A replica is sent this beginning. Those that are not among `replicas` any more are forgotten."""
+        """Record that a replica gets this prefix. Replicas that are not in `replicas` are forgotten."""
         there = set(replicas)
         for key in keys:
             seen_by = self._seen_by.setdefault(key, set())
@@ -45,9 +45,9 @@ class PrefixMemory:
 
 
 def ranked(keys: Sequence[bytes], queue_lens: Mapping[str, int], memory: PrefixMemory) -> list[str]:
-    """Replicas, the best first. `queue_lens`: the requests that each is answering or has waiting.
+    """Replicas, the best first. `queue_lens`: running and waiting requests of each.
 
-    Equals are ordered by the request's first key, so routers that know nothing of each other agree.
+    Ties are broken by the request's first key, so that independent routers agree.
     """
     if not queue_lens:
         return []

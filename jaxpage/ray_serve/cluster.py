@@ -1,4 +1,4 @@
-"""`jaxpage serve --backend ray`: an application on the cluster that is there, until a signal ends it."""
+"""`jaxpage serve --backend ray`: runs an application on the running cluster until a signal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "jaxpage"
 
 def serve_on_cluster(config: EngineConfig, options: ServerOptions, num_replicas: int) -> None:
     """Serve until SIGTERM or SIGINT; then running requests have `shutdown_timeout` seconds. Raises ValueError."""
-    shared = for_replicas(options)  # what cannot be had is told before anything is started
+    shared = for_replicas(options)  # invalid options are reported before anything is started
     _join()
     try:
         serve.start(

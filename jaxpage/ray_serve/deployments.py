@@ -1,4 +1,4 @@
-"""What Ray runs in processes of its own: an `Engine` for each replica, and a `Front` that passes requests on."""
+"""What Ray runs in separate processes: an `Engine` per replica, and a `Front` that forwards requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxpage.server.run import make_service
 
 
 class Engine:
-    """An `AsyncLLM` and its server, without a socket. Ready once every program is compiled."""
+    """An `AsyncLLM` and its server, without a socket. Ready once all programs are compiled."""
 
     async def __init__(self, config: EngineConfig, options: ServerOptions):
-        logging.basicConfig(format="%(message)s")  # Ray collects what goes to stderr
+        logging.basicConfig(format="%(message)s")  # Ray collects stderr
         logging.getLogger("jaxpage").setLevel(logging.INFO)
         self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, config)
         self._app, server = make_service(self._llm, options)
@@ -44,20 +44,20 @@ class Engine:
                 yield self._id, part
 
     async def whole_answer(self, call: Call) -> WholeAnswer:
-        """The same in one piece."""
+        """The complete answer."""
         return await whole_answer(self._app, call, self._id)
 
     async def check_health(self) -> None:
-        """Ray replaces a replica in which this raises."""
+        """Ray replaces a replica if this raises."""
         await self._llm.check_health()
 
     async def __del__(self) -> None:
-        """Ray calls it once a replica that must go has answered its requests, or has had its time."""
+        """Ray calls it once a stopping replica has answered its requests, or has used up its time."""
         await self._life.__aexit__(None, None, None)
 
 
 class Front:
-    """What Ray Serve's proxies talk to."""
+    """The application behind Ray Serve's proxies."""
 
     def __init__(self, engine: DeploymentHandle, max_body_size: int):
         self._app = front_app(Engines(engine), max_body_size)
@@ -95,7 +95,7 @@ class Engines:
             )
         except (RayError, RayServeException) as error:
             raise ReplicaFailedError(str(error)) from error
-        # One that has just died is of no concern any more; one that is there and fails is.
+        # A replica that has just died does not matter; one that is alive and fails does.
         there = [answer for answer in found if not isinstance(answer, ActorDiedError)]
         for answer in there:
             if isinstance(answer, Exception):
@@ -104,7 +104,7 @@ class Engines:
 
 
 def _without_request_id(message: Message) -> Message:
-    """Ray's proxy says it, too: the one that the client gave, or one that it made and gave us."""
+    """Ray's proxy sends this header too: the client's id, or one that it generated and passed to us."""
     if message["type"] != "http.response.start":
         return message
     headers = [pair for pair in message["headers"] if pair[0].lower() != b"x-request-id"]

@@ -1,6 +1,6 @@
-"""The application before all replicas: it reads a request, has one replica answer, and another one if that fails.
+"""The application in front of all replicas: forwards a request to one replica, and to another if that fails.
 
-Knows no model and nothing of Ray. What it passes on is what `jaxpage serve` would have answered.
+Knows no model and nothing about Ray. Answers are those of `jaxpage serve`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _RETRY_AFTER = {"Retry-After": "1"}
 
 
 class Replicas(Protocol):
-    """Those that answer."""
+    """The replicas that answer requests."""
 
     def answer(self, call: Call) -> AsyncGenerator[tuple[str, list[Message]], None]:
-        """The id of the replica that was chosen and messages of its answer, the first time none.
+        """The id of the chosen replica and messages of its answer; first the id with no messages.
 
         Raises ReplicaFailedError.
         """
@@ -42,7 +42,7 @@ class Replicas(Protocol):
 
 
 def front_app(replicas: Replicas, max_body_size: int) -> Starlette:
-    """An ASGI application; bodies of more bytes than `max_body_size` are refused before they are sent on."""
+    """An ASGI application; bodies of more than `max_body_size` bytes are rejected before they are forwarded."""
     return Starlette(
         routes=[Mount("/", app=Front(replicas))],
         middleware=[Middleware(BodyLimit, max_size=max_body_size)],
@@ -50,7 +50,7 @@ def front_app(replicas: Replicas, max_body_size: int) -> Starlette:
 
 
 class Front:
-    """Passes requests on."""
+    """Forwards requests."""
 
     def __init__(self, replicas: Replicas):
         self._replicas = replicas
@@ -65,7 +65,7 @@ class Front:
         call = dataclasses.replace(call, prefix=prefix_keys(call.body))
         answer = _Answer(send)
         avoid: frozenset[str] = frozenset()
-        # Nothing that was computed has been seen by the client, so another replica may compute it once more.
+        # The client has seen nothing yet, so another replica may start over.
         for is_last_try in (False, True):
             failed = await self._try(dataclasses.replace(call, avoid=avoid), answer, is_last_try)
             if failed is None:
@@ -76,7 +76,7 @@ class Front:
         await answer.fail(scope, receive)
 
     async def _try(self, call: Call, answer: _Answer, is_last_try: bool) -> str | None:
-        """None when the client has its answer; else the replica that failed, "" if it is not known which."""
+        """None when the client has its answer; otherwise the replica that failed, "" if unknown."""
         replica = ""
         answer.forget()
         try:
@@ -102,7 +102,7 @@ class Front:
 
 
 class _Answer:
-    """What a client is sent. The status waits for the first part of the body: until then all may begin anew."""
+    """Sends the answer to a client. The status waits for the first part of the body: until then a retry is possible."""
 
     def __init__(self, send: Send):
         self.has_begun = False
@@ -123,7 +123,7 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, scope: Scope, receive: Receive) -> None:
-        """Tell the client to ask again. Raises ConnectionError if its answer is broken off in the middle."""
+        """Tell the client to try again. Raises ConnectionError if its answer has begun and is not an event stream."""
         error = ApiError(
             503, "the replica that was answering has failed; try again", headers=_RETRY_AFTER
         )

@@ -1,4 +1,4 @@
-"""The arguments of an application: names and values of `jaxpage serve`'s flags, as a YAML file has them."""
+"""The arguments of an application: names and values of `jaxpage serve`'s flags, in a YAML file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from jaxpage.config import EngineConfig
 from jaxpage.server.options import ServerOptions
 
-# What Ray Serve's own proxies do: `http_options` of serve.yaml has it.
+# Ray Serve's own proxies do this: see `http_options` in serve.yaml.
 _OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "root_path")
 
 
 def read_args(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerOptions]:
-    """What the engines and the servers are told. Raises ValueError or TypeError for what cannot be had."""
+    """The options of engines and servers. Raises ValueError or TypeError for invalid ones."""
     args = {name.replace("-", "_"): value for name, value in args.items()}
     fields = {f.name for f in dataclasses.fields(ServerOptions)}
     misplaced = [name for name in _OF_THE_PROXY if name in args]
@@ -27,9 +27,9 @@ def read_args(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerOptions]:
 
 
 def for_replicas(options: ServerOptions) -> ServerOptions:
-    """The same for servers that share their clients. Raises ValueError for what they cannot do.
+    """The options for servers that share their clients. Raises ValueError for unsupported ones.
 
-    The file of keys is read here and now, so other machines need not have it.
+    The file of keys is read here, so other machines do not need it.
     """
     if options.max_stored_responses not in (0, ServerOptions.max_stored_responses):
         raise ValueError(
@@ -42,9 +42,9 @@ def for_replicas(options: ServerOptions) -> ServerOptions:
 
 
 def actor_options(cluster: Mapping[str, float], config: EngineConfig) -> dict[str, Any]:
-    """What Ray is to reserve for a replica: as many of the cluster's devices as it computes on.
+    """The resources that Ray reserves for a replica: as many of the cluster's devices as it uses.
 
-    `cluster`: resources by Ray's names, "TPU" being chips. Raises ValueError for an engine of several hosts.
+    `cluster`: resources by Ray's names; "TPU" counts chips. Raises ValueError for an engine of several hosts.
     """
     if config.nnodes > 1:
         raise ValueError(
@@ -59,7 +59,7 @@ def actor_options(cluster: Mapping[str, float], config: EngineConfig) -> dict[st
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value of YAML as `ServerOptions` has it."""
+    """Converts a YAML value to a type of `ServerOptions`."""
     if isinstance(value, list):
         return tuple(value)
     lists = ("api_key", "served_model_name", "allowed_origins", "lora_modules")

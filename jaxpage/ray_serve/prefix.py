@@ -1,6 +1,6 @@
-"""How requests begin: keys that are equal for requests that begin alike.
+"""Keys of prefixes: requests with equal prefixes have equal keys.
 
-Knows the fields of OpenAI's API. Nothing is tokenised: beginnings are compared as characters of the request.
+Knows the fields of OpenAI's API. Nothing is tokenized: prefixes are compared as characters of the request.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import json
 from hashlib import blake2b
 
 BLOCK_LEN = 256  # characters
-MAX_BLOCKS = 256  # of one request; what follows is not looked at
+MAX_BLOCKS = 256  # per request; the rest is ignored
 
-# In the order in which a chat template puts them, and a salt before all, as it divides the prefix cache.
+# In the order of a chat template. The salt is first, because it divides the prefix cache.
 _FIELDS = ("cache_salt", "instructions", "tools", "messages", "prompt", "input", "token_ids")
 
 
 def prefix_keys(body: bytes) -> tuple[bytes, ...]:
-    """A key for each whole block of a request's beginning; each depends on all blocks before it.
+    """A key for each full block of a request's prefix; each depends on all blocks before it.
 
-    Empty for what is no JSON object, or too short to be worth it.
+    Empty if the body is not a JSON object, or too short to matter.
     """
     try:
         request = json.loads(body)

@@ -1,6 +1,6 @@
-"""Ray Serve's router of requests to replicas, by `choice.ranked`.
+"""The router of requests to replicas for Ray Serve, using `choice.ranked`.
 
-Ray copies this module to the processes that route, so what it does is elsewhere.
+Ray copies this module to the routing processes, so its logic is elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxpage.ray_serve.choice import PrefixMemory, ranked
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a `Call` where its beginning is known; everything else where the fewest requests are."""
+    """Sends a `Call` to a replica that knows its prefix; other requests to the shortest queue."""
 
     def initialize_state(self, **kwargs: object) -> None:
         """See `RequestRouter`."""
@@ -33,7 +33,7 @@ class PrefixRouter(RequestRouter):
         prefix, avoid = (call.prefix, call.avoid) if call is not None else ((), frozenset())
         there = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         wanted = {name: replica for name, replica in there.items() if name not in avoid} or there
-        # Ray asks a replica itself before it sends it anything, if its queue is not known.
+        # If the length of a queue is unknown, Ray asks the replica before it sends anything.
         queue_lens = {
             name: self.replica_queue_len_cache.get(replica.replica_id) or 0
             for name, replica in wanted.items()

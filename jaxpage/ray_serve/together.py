@@ -1,4 +1,4 @@
-"""The answers of all replicas as one: what is asked of an administrator's paths, and `/metrics`."""
+"""Merges the answers of all replicas, for administrative paths and `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from starlette.responses import Response
 from jaxpage.ray_serve.call import WholeAnswer
 from jaxpage.server.limits import ADMIN_PATHS
 
-EVERYWHERE = (*ADMIN_PATHS, "/metrics")  # paths that every replica must answer
+EVERYWHERE = (*ADMIN_PATHS, "/metrics")  # paths that are sent to every replica
 
 
 def together(path: str, answers: Sequence[WholeAnswer]) -> Response:
-    """One answer: the first that is an error, else metrics with the label `replica`, or sums of what was counted."""
+    """One answer: the first error, else metrics with the label `replica`, or sums of counts."""
     worst = max(answers, key=lambda answer: answer.status)
     body = worst.body
     if worst.status < 300 and path == "/metrics":
@@ -32,7 +32,7 @@ def together(path: str, answers: Sequence[WholeAnswer]) -> Response:
 
 
 def merged_metrics(answers: Iterable[WholeAnswer]) -> bytes:
-    """Prometheus' text of several replicas; each sample has one more label, which one it is of."""
+    """Prometheus' text from several replicas; each sample gets one more label, its replica."""
     families: dict[str, Metric] = {}
     for answer in answers:
         for family in text_string_to_metric_families(answer.body.decode()):

@@ -1,4 +1,4 @@
-"""Looking into a model and changing what is inside: by TransformerLens' names, on a dense module or in an engine."""
+"""Reads and changes values inside a model, under TransformerLens' names, in a dense module or an engine."""
 
 from jaxpage.captures import Capture, Captured, capture
 from jaxpage.interventions import Intervention, add, replace, scale

@@ -1,7 +1,7 @@
-"""A dense, differentiable call of a module with taps: what `run_with_cache` and `run_with_hooks` run.
+"""A dense, differentiable call of a module with taps: `run_with_cache` and `run_with_hooks`.
 
-Layers, their attention and their MLP are wrapped in a copy of the module that shares its arrays, for one trace; so no
-model knows that it is looked at.
+Layers, their attention and their MLP are wrapped in a copy of the module that shares its arrays, for one trace; so
+models need no code for it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def run_with_cache(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Logits float32[B, T, V] of int32[B, T] tokens, or [T, V] of [T], and values inside the model by name.
 
-    `names`: which, as a name, several, patterns such as "blocks.*.hook_resid_post", or a function of a name; None: all
-    of `points(module.config)`. `hooks`: (name or pattern, function of a value and its name), in the order in which they
-    are called; what a function returns stands in the place of the value. Pure, so it may be jitted, differentiated and
-    mapped; vectors that hooks close over are best arguments of the jitted function, and then do not recompile it.
+    `names`: which values to return, as a name, several, patterns such as "blocks.*.hook_resid_post", or a predicate on
+    names; None: all of `points(module.config)`. `hooks`: (name or pattern, function of a value and its name), in the
+    order of their calls; what a function returns replaces the value. Pure, so it may be jitted, differentiated and
+    mapped. Pass vectors that hooks use as arguments of the jitted function, to avoid recompiling.
 
-    Raises ValueError for a name that no point has, and for a hook that returns another shape.
+    Raises ValueError for a name that matches no point, and for a hook that returns another shape.
     """
     taps = Taps(module.config, hooks, names)
     token_ids = jnp.asarray(token_ids, jnp.int32)
@@ -56,7 +56,7 @@ def run_with_hooks(
 
 
 class _Attention:
-    """Dense attention with taps at its queries, keys, values, weights and results."""
+    """Dense attention with taps at queries, keys, values, weights and outputs."""
 
     def __init__(self, dense: DenseAttention, taps: Taps):
         self._dense, self._taps = dense, taps

@@ -1,4 +1,4 @@
-"""What is done at each of the named places in a model: hooks are called, and values are kept."""
+"""The function at each named point of a model: it calls hooks and stores values."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import jax
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.taps import matching, points
 
-# (value, name) -> what stands in its place; None leaves it as it is
+# (value, name) -> the new value; None: unchanged
 Hook = Callable[[jax.Array, str], jax.Array | None]
 Names = str | Iterable[str] | Callable[[str], bool] | None
 
 
 class Taps:
-    """What happens at each point while a model is traced: values are changed, then kept if they were asked for."""
+    """Called at each point while a model is traced: changes values, then stores the requested ones."""
 
     def __init__(self, config: ModelConfig, hooks: Sequence[tuple[str, Hook]], names: Names):
-        """Raises ValueError for a pattern that is no point's."""
+        """Raises ValueError for a pattern that matches no point."""
         known = points(config)
         self._hooks: dict[str, list[Hook]] = {}
         for pattern, hook in hooks:
@@ -33,7 +33,7 @@ class Taps:
         self.seen: dict[str, jax.Array] = {}
 
     def __call__(self, name: str, value: jax.Array) -> jax.Array:
-        """The value that goes on from this point. Raises ValueError, from a hook, for one of another shape."""
+        """The value after the hooks of this point. Raises ValueError for a hook that returns another shape."""
         for hook in self._hooks.get(name, ()):
             other = hook(value, name)
             if other is None:

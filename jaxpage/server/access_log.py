@@ -1,4 +1,4 @@
-"""A line in the log for each HTTP request: who asked for what, and how it went. Never what was said."""
+"""Logs a line per HTTP request: client, path and outcome, but no contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class AccessLog:
-    """Logs JSON objects, one when each answer has ended."""
+    """Logs a JSON object when an answer has ended."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

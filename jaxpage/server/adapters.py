@@ -1,4 +1,4 @@
-"""The adapters that a server answers with: a request chooses one by naming it as its model."""
+"""The adapters of a server: a request selects one by its name as the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ServedAdapters:
     """Adapters by name. Belongs to one event loop."""
 
     def __init__(self, llm: AsyncLLM, modules: Sequence[str], model_names: Sequence[str]):
-        """`modules`: those to begin with, see `ServerOptions.lora_modules`. Raises ValueError."""
+        """`modules`: the initial ones, see `ServerOptions.lora_modules`. Raises ValueError."""
         self._llm = llm
         self._model_names = tuple(model_names)
         self._requests: dict[str, LoRARequest] = {}
@@ -34,13 +34,13 @@ class ServedAdapters:
         return None if name is None else self._requests.get(name)
 
     async def load_first(self) -> None:
-        """Load those that the server begins with. Raises ValueError if one cannot be had."""
+        """Load the initial adapters. Raises ValueError if one cannot be loaded."""
         first, self._first = self._first, []
         for name, path in first:
             await self._add(name, path)
 
     async def load(self, name: str, path: str, *, inplace: bool = False) -> None:
-        """Serve an adapter from now on. Raises ValueError if it cannot be had, ApiError for a name that is taken."""
+        """Serve another adapter. Raises ValueError if it cannot be loaded, ApiError if the name is taken."""
         if name in self._model_names or (name in self._requests and not inplace):
             raise ApiError(
                 400,
@@ -50,14 +50,14 @@ class ServedAdapters:
         await self._add(name, path)
 
     async def unload(self, name: str) -> None:
-        """Serve it no longer; requests that have it end with it. Raises ApiError 404 for an unknown name."""
+        """Stop serving it; running requests keep it. Raises ApiError 404 for an unknown name."""
         if name not in self._requests:
             raise ApiError(404, f"there is no adapter {name!r}", param="lora_name")
         request = self._requests.pop(name)
         await self._llm.remove_lora(request.lora_int_id)
 
     async def _add(self, name: str, path: str) -> None:
-        # A new id, so that what is read is the folder as it is now.
+        # A new id, so that the folder is read again.
         self._last_id += 1
         request = LoRARequest(name, self._last_id, path)
         await self._llm.add_lora(request)
@@ -68,7 +68,7 @@ class ServedAdapters:
 
 
 def _parse(module: str) -> tuple[str, str]:
-    """(name, path) of "name=path", or of vLLM's JSON."""
+    """(name, path) from "name=path", or from vLLM's JSON."""
     if module.startswith("{"):
         try:
             fields = json.loads(module)

@@ -1,4 +1,4 @@
-"""What only an administrator may do; `limits.KeyCheck` sees to that."""
+"""Routes for administrators only: `limits.KeyCheck` ensures it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jaxpage.server.errors import ApiError
 
 
 class AbortRequest(BaseModel):
-    """The ids that the answers have, with or without their prefix; none: all requests."""
+    """Ids of answers, with or without their prefix; none: all requests."""
 
     request_ids: list[str] | None = None
 
 
 class LoadAdapter(BaseModel):
-    """Which adapter to serve, and as what."""
+    """An adapter and its name."""
 
     lora_name: str
     lora_path: str
-    load_inplace: bool = False  # in the place of the one of that name, if there is one
+    load_inplace: bool = False  # replace an adapter with this name
 
 
 class UnloadAdapter(BaseModel):
-    """Which adapter to serve no longer."""
+    """The adapter to stop serving."""
 
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's; the name is enough
+    lora_int_id: int | None = None  # vLLM's; the name is sufficient
 
 
 def router(server: Server) -> APIRouter:

@@ -1,4 +1,4 @@
-"""The application: which path is answered by what, and how errors leave it."""
+"""The application: its routes, and how errors are returned."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 def empty_app(server: Server) -> FastAPI:
-    """An application that reports errors, and has no routes yet."""
+    """An application that returns errors, without routes."""
     app = FastAPI(
         title="jaxpage", version=__version__, docs_url=None, redoc_url=None,
         exception_handlers={
@@ -73,7 +73,7 @@ def empty_app(server: Server) -> FastAPI:
 
 
 def add_checks(app: FastAPI, server: Server) -> None:
-    """What every request goes through: sizes, keys, metrics, the log."""
+    """Add what applies to every request: sizes, keys, metrics, the log."""
     options = server.options
     app.add_middleware(BodyLimit, max_size=options.max_body_size)
     app.add_middleware(
@@ -129,7 +129,7 @@ async def answer(
     start: Callable[[Server, Any, Caller], Awaitable[Call]],
     events: Events = plain_events,
 ) -> Response:
-    """Answer a call, whole or in pieces, as its body asks."""
+    """Answer a call, completely or as a stream, as its body asks."""
     call_id = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
     headers = {"X-Request-Id": call_id}
     try:
@@ -146,7 +146,7 @@ async def answer(
     except Exception as error:
         raise to_answer_error(error) from error
     if whole is None:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # not sent to anyone
     return JSONResponse(whole, headers=headers)
 
 

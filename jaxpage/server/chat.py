@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: conversations continued."""
+"""`POST /v1/chat/completions`: answers in conversations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from jaxpage.tool_parsers import (
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered(Asked):
-    """A conversation as the engine gets it."""
+    """A conversation, ready for the engine."""
 
-    parsers: list[OutputParser]  # one for each answer
+    parsers: list[OutputParser]  # one per answer
     choice: Any  # of tools
 
 
@@ -53,11 +53,11 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
 
 
 class ChatCall:
-    """One call, on its way. It must be closed."""
+    """A running call. It must be closed."""
 
     @classmethod
     async def start(cls, server: Server, body: ChatRequest, caller: Caller) -> ChatCall:
-        """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
+        """Raises ValueError, ApiError or EngineDeadError before anything is computed."""
         body.warn_of_unknown()
         adapter = server.check_model(body.model)
         body = await server.with_media(body)
@@ -89,7 +89,7 @@ class ChatCall:
         return Head(id=self._id, object=kind, created=self._created, model=self._model)
 
     async def response(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The complete answer."""
         (output,) = await self.batch.last_outputs()
         usage = self._server.usage()
         usage.add(0, output)
@@ -102,7 +102,7 @@ class ChatCall:
         return self._head("chat.completion").body(choices=choices, **rest)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in pieces."""
+        """The answer in chunks."""
         options = self._body.stream_options
         usage = self._server.usage()
         forced = self._server.options.enable_force_include_usage
@@ -140,7 +140,7 @@ class ChatCall:
         ]
 
     def _next_choice(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """What is new of a choice; None if it is held back until more is known."""
+        """The new part of a choice; None if it is held back."""
         turn = self._turns[completion.index]
         deltas = turn.parser.feed(completion.text)
         if completion.finish_reason is not None:
@@ -177,7 +177,7 @@ class ChatCall:
         return choice
 
     def _wanted(self, deltas: list[Delta]) -> list[Delta]:
-        """Without what the client does not want."""
+        """Only the deltas that the client requested."""
         if self._body.parallel_tool_calls is False:
             deltas = without_parallel_calls(deltas)
         if not self._body.include_reasoning:
@@ -195,7 +195,7 @@ class ChatCall:
         )
 
     def _finish_reason(self, completion: CompletionOutput, turn: Turn) -> str | None:
-        """OpenAI says "stop" where the client named the tool."""
+        """OpenAI reports "stop" if the client named the tool."""
         is_named = isinstance(self._rendered.choice, dict)
         if completion.finish_reason == "stop" and turn.calls and not is_named:
             return "tool_calls"
@@ -204,15 +204,15 @@ class ChatCall:
 
 @dataclass
 class Turn:
-    """What one choice has said so far."""
+    """The state of one choice."""
 
     parser: OutputParser
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)  # as OpenAI has them
+    calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI's format
 
     def delta(self, deltas: list[Delta]) -> dict[str, Any]:
-        """Take in what is new; returns it as OpenAI's delta."""
+        """Add new deltas; returns them as OpenAI's delta."""
         content = "".join(d.text for d in deltas if isinstance(d, TextDelta))
         reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
         calls = [
@@ -224,7 +224,7 @@ class Turn:
         return {name: value for name, value in found.items() if value}
 
     def message(self, echo: str = "") -> dict[str, Any]:
-        """All of it as OpenAI's message."""
+        """The whole choice as OpenAI's message."""
         text, reasoning = echo + "".join(self.text), "".join(self.reasoning)
         message: dict[str, Any] = {
             "content": text if text or not (self.calls or reasoning) else None,
@@ -244,7 +244,7 @@ class Turn:
                 "function": {"name": delta.name, "arguments": ""},
             }
             self.calls.append(call)
-            # A copy: arguments that come later are not for this delta.
+            # A copy: later arguments do not belong to this delta.
             return {**call, "function": dict(call["function"])}
         self.calls[delta.index]["function"]["arguments"] += delta.text
         return {"index": delta.index, "function": {"arguments": delta.text}}

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: texts continued."""
+"""`POST /v1/completions`: continuations of texts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _Asked(Asked):
 
 
 class CompletionCall:
-    """One call, on its way. It must be closed."""
+    """A running call. It must be closed."""
 
     @classmethod
     async def start(cls, server: Server, body: CompletionRequest, caller: Caller) -> CompletionCall:
-        """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
+        """Raises ValueError, ApiError or EngineDeadError before anything is computed."""
         body.warn_of_unknown()
         adapter = server.check_model(body.model)
 
@@ -67,7 +67,7 @@ class CompletionCall:
         n: int,
         first_texts: list[str | None],
     ):
-        """`n`: choices of each prompt; `first_texts`: of its first token, with `echo`."""
+        """`n`: choices per prompt; `first_texts`: of the first token of each prompt, with `echo`."""
         self.batch = batch
         self._server = server
         self._body = body
@@ -81,7 +81,7 @@ class CompletionCall:
         self.batch.close()
 
     async def response(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The complete answer."""
         outputs = await self.batch.last_outputs()
         usage = self._server.usage()
         choices = []
@@ -94,7 +94,7 @@ class CompletionCall:
         return self._head.body(choices=choices, usage=usage.body(), system_fingerprint=None)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in pieces."""
+        """The answer in chunks."""
         options = self._body.stream_options
         usage = self._server.usage()
         forced = self._server.options.enable_force_include_usage
@@ -120,7 +120,7 @@ class CompletionCall:
         *,
         is_whole: bool = False,
     ) -> dict[str, Any]:
-        """All of a choice, or what is new of it."""
+        """A complete choice, or its new part."""
         body, number = self._body, index * self._n + completion.index
         written = self._written.setdefault(number, _Written())
         is_first, written.is_begun = not written.is_begun, True
@@ -171,7 +171,7 @@ class CompletionCall:
 
 @dataclass
 class _Written:
-    """What went out of a choice."""
+    """How much of a choice was sent."""
 
     is_begun: bool = False
     num_chars: int = field(default=0)  # of its tokens

@@ -11,7 +11,7 @@ import yaml
 
 
 def with_config_file(args: Sequence[str]) -> list[str]:
-    """The flags of the YAML file that `--config` names, before those given here. Raises ValueError."""
+    """The flags in the YAML file of `--config`, followed by those given here. Raises ValueError."""
     args = list(args)
     path = next((b for a, b in zip(args, args[1:], strict=False) if a == "--config"), None)
     if path is None:

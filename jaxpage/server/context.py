@@ -1,4 +1,4 @@
-"""What every handler needs: the engine, the options, and the calls being answered."""
+"""What every handler needs: the engine, the options, and the running calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ B = TypeVar("B", bound=TemplateFields)
 
 @dataclass(kw_only=True)
 class Server:
-    """One engine and who may use it how. Belongs to one event loop."""
+    """One engine with the options of its server. Belongs to one event loop."""
 
     llm: AsyncLLM
     options: ServerOptions
@@ -42,7 +42,7 @@ class Server:
 
     @classmethod
     def of(cls, llm: AsyncLLM, options: ServerOptions) -> Server:
-        """A server of this engine."""
+        """A server for this engine."""
         config = llm.config
         num_running = config.data_parallel_size * config.max_num_seqs
         limit = num_running + options.max_queued_requests
@@ -63,7 +63,7 @@ class Server:
 
     @property
     def model_name(self) -> str:
-        """What the model is called in answers."""
+        """The model's name in answers."""
         return self.model_names[0]
 
     @property
@@ -72,7 +72,7 @@ class Server:
         return self.is_warm and not self.in_flight.is_draining and not self.llm.errored
 
     def check_model(self, model: str | None) -> LoRARequest | None:
-        """The adapter of that name; None for the model itself. Raises ApiError 404 for what is not served."""
+        """The adapter with that name; None for the model itself. Raises ApiError 404 for unknown names."""
         adapter = self.adapters.get(model)
         if model is not None and adapter is None and model not in self.model_names:
             names = ", ".join(map(repr, (*self.model_names, *self.adapters.names)))
@@ -82,11 +82,11 @@ class Server:
         return adapter
 
     def name_of(self, adapter: LoRARequest | None) -> str:
-        """What answers are said to be of."""
+        """The model name for answers."""
         return self.model_name if adapter is None else adapter.lora_name
 
     def check_size(self, num_prompts: int, params: SamplingParams) -> None:
-        """Raise ValueError for a call that asks for too much at once."""
+        """Raise ValueError for a call that is too large."""
         total, limit = num_prompts * params.n, self.options.max_n
         if total > limit:
             raise ValueError(
@@ -100,11 +100,11 @@ class Server:
             )
 
     async def with_media(self, body: B) -> B:
-        """A body whose messages have their pictures loaded. Raises ValueError."""
+        """The body with the pictures in its messages loaded. Raises ValueError."""
         return body.model_copy(update={"messages": await self.llm.load_media(body.messages)})
 
     async def with_inputs(self, function: Callable[[InputProcessor], T]) -> T:
-        """What needs the tokenizer, in the thread that has it."""
+        """Run a function that needs the tokenizer, in the tokenizer's thread."""
         return await self.llm.with_inputs(function)
 
     async def start(
@@ -116,7 +116,7 @@ class Server:
         priority: int = 0,
         adapter: LoRARequest | None = None,
     ) -> tuple[Batch, A]:
-        """Have as many prompts answered; `read` makes them in the thread that has the tokenizer.
+        """Start `num_prompts` prompts; `read` creates them in the tokenizer's thread.
 
         Raises ValueError, ApiError or EngineDeadError.
         """
@@ -139,7 +139,7 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What all parts of an answer begin with."""
+    """The fields common to all chunks of an answer."""
 
     id: str
     object: str

@@ -1,4 +1,4 @@
-"""The engine as a scrape finds it: what `EngineStats`, programs and devices say at that moment."""
+"""The state of the engine at a scrape: `EngineStats`, programs and devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Read = Callable[[EngineStats], float]
 Sample = tuple[dict[str, str], float]  # further labels, value
 
-# Running and waiting are sequences, as in vLLM: a request of n counts n times.
+# Running and waiting count sequences, as in vLLM: a request with n counts n times.
 _GAUGES: dict[str, tuple[Read, str]] = {
     "vllm:num_requests_running": (lambda s: s.num_running, "Sequences that run."),
     "vllm:num_requests_waiting": (lambda s: s.num_waiting, "Sequences that wait to be scheduled."),
@@ -87,7 +87,7 @@ _MEMORY = {
 
 
 class EngineMetrics:
-    """A collector of prometheus_client. `labels` go to all metrics; "engine" is the number of the replica."""
+    """A collector for prometheus_client. `labels` apply to all metrics; "engine" is the number of the replica."""
 
     def __init__(self, llm: AsyncLLM, labels: Mapping[str, str]):
         self._llm = llm
@@ -95,7 +95,7 @@ class EngineMetrics:
         self._highest: dict[tuple[str, int], float] = {}  # of each counter of each replica
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape gets."""
+        """The metrics of a scrape."""
         stats = self._llm.stats()
         parts = stats.replicas or (stats,)
         for name, (read, text) in _GAUGES.items():
@@ -118,7 +118,7 @@ class EngineMetrics:
         yield from self._memory()
 
     def _ascending(self, name: str, values: Sequence[float]) -> list[float]:
-        """Tokens behind a stop string are counted until the text is read, but a counter that falls has started anew."""
+        """Tokens after a stop string are counted until the text is decoded, but a falling counter means a restart."""
         for replica, value in enumerate(values):
             key = (name, replica)
             self._highest[key] = max(value, self._highest.get(key, 0.0))
@@ -155,7 +155,7 @@ class EngineMetrics:
         return {name: str(value) for name, value in about.items()}
 
     def _programs(self, num_replicas: int) -> Iterator[Metric]:
-        """A program that is not compiled yet has no origin."""
+        """A program has no origin until it is compiled."""
         records = self._llm.programs()
         counts: list[list[Sample]] = []
         seconds: list[list[Sample]] = []
@@ -181,7 +181,7 @@ class EngineMetrics:
         )
 
     def _memory(self) -> Iterator[Metric]:
-        """CPUs do not tell theirs."""
+        """CPUs do not report theirs."""
         devices = [(str(device.id), device.memory_stats() or {}) for device in jax.local_devices()]
         for key, (name, text) in _MEMORY.items():
             found = GaugeMetricFamily(name, text, labels=[*self._labels, "device"])
@@ -204,7 +204,7 @@ class EngineMetrics:
         text: str,
         samples: Sequence[Sequence[Sample]],
     ) -> Metric:
-        """The metric with the samples of each replica, which have the same further labels."""
+        """The metric with the samples of each replica, all with the same further labels."""
         found = family(name, text, labels=[*self._labels, *samples[0][0][0]])
         for replica, own in enumerate(samples):
             labels = {**self._labels, "engine": str(replica)}

@@ -1,7 +1,7 @@
 """The live view of the engine as data: requests, KV blocks by owner and sharing, counters, programs.
 
-Knows what the page draws, and how to keep it cheap: one look a second for all who ask, a few milliseconds for a pool
-of 100,000 blocks. Has ids of requests, and nothing of what they say.
+Knows what the page draws, and how to keep it cheap: one snapshot per second for all clients, a few milliseconds for a
+pool of 100,000 blocks. Has ids of requests, but not their contents.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats
 from jaxpage.plan import NULL_BLOCK
 
-LONGEST_AGE = 1.0  # seconds for which a view is given to everybody who asks
-MAX_LISTED = 100  # sequences that run, and as many that wait
+LONGEST_AGE = 1.0  # seconds for which a view is cached
+MAX_LISTED = 100  # of running sequences, and of waiting ones
 MAX_CELLS = 2048  # of the picture of the pool
-MAX_ID_LEN = 64  # characters of a request id, which a client may have chosen
+MAX_ID_LEN = 64  # characters of a request id, which clients may choose
 
-UNLISTED = -1  # owner of a block that belongs to no listed sequence alone
+UNLISTED = -1  # owner of a block that is not held by exactly one listed sequence
 
 
 class EngineView:
@@ -34,17 +34,17 @@ class EngineView:
     def __init__(self, llm: AsyncLLM):
         self._llm = llm
         self._body = b""
-        self._taken = float("-inf")  # when `_body` was; seconds, monotonic
+        self._taken = float("-inf")  # time of `_body`; seconds, monotonic
         self._taking: asyncio.Task[bytes] | None = None
 
     async def body(self) -> bytes:
-        """A view that is no older than LONGEST_AGE. Raises EngineDeadError."""
+        """A view not older than LONGEST_AGE. Raises EngineDeadError."""
         if time.monotonic() - self._taken < LONGEST_AGE:
             return self._body
         if self._taking is None:
             self._taking = asyncio.create_task(self._take())
             self._taking.add_done_callback(self._took)
-        # One who goes away must not take the view from the others.
+        # A client that disconnects must not cancel the view for others.
         return await asyncio.shield(self._taking)
 
     async def _take(self) -> bytes:
@@ -65,7 +65,7 @@ class EngineView:
 
     def _encode(self, activities: list[Activity], stats: EngineStats) -> bytes:
         activity = joined(activities)
-        programs: dict[str, dict[str, Any]] = {}  # by name: replicas have the same
+        programs: dict[str, dict[str, Any]] = {}  # by name: replicas have the same ones
         for p in self._llm.programs():
             first = programs.setdefault(p.name, {"name": p.name, "origin": p.origin, "calls": 0})
             first["calls"] += p.num_calls
@@ -79,7 +79,7 @@ class EngineView:
 
 
 def describe(activity: Activity) -> dict[str, Any]:
-    """Requests and pool as the page draws them; see `_listed`, `_shares` and `_cells`."""
+    """Requests and pool for the page; see `_listed`, `_shares` and `_cells`."""
     references = np.array(activity.references, np.int32)
     references[NULL_BLOCK] = 0
     is_cached = np.fromiter((h is not None for h in activity.hashes), np.bool_, len(references))
@@ -109,7 +109,7 @@ def _block_ids(sequence: SequenceProgress) -> np.ndarray:
 
 
 def _listed(sequence: SequenceProgress, num_blocks: int, num_shared: int) -> dict[str, Any]:
-    # The engine has a number behind the caller's name of a request.
+    # The engine appends a number to the caller's request id.
     name = sequence.request_id.rpartition("#")[0] or sequence.request_id
     return {
         "id": name[:MAX_ID_LEN],
@@ -125,7 +125,7 @@ def _listed(sequence: SequenceProgress, num_blocks: int, num_shared: int) -> dic
 
 
 def _shares(activity: Activity, kinds: dict[str, np.ndarray]) -> dict[str, int]:
-    """How many blocks one sequence holds, several hold, the prefix cache alone has, nobody has."""
+    """Numbers of blocks: held by one sequence, by several, only by the prefix cache, by none."""
     counts = {name: int(np.count_nonzero(mask)) for name, mask in kinds.items()}
     num_blocks = len(kinds["own"])
     return {
@@ -139,9 +139,9 @@ def _shares(activity: Activity, kinds: dict[str, np.ndarray]) -> dict[str, int]:
 
 
 def _cells(kinds: dict[str, np.ndarray], owners: np.ndarray) -> dict[str, Any]:
-    """The pool in at most MAX_CELLS cells, each of `blocks` neighbouring blocks; the last may have fewer.
+    """The pool in at most MAX_CELLS cells, each of `blocks` consecutive blocks; the last may have fewer.
 
-    Of each cell, how many blocks of it are of which kind, and which listed sequence owns most of them.
+    For each cell: the number of blocks of each kind, and the listed sequence that owns most of them.
     """
     num_blocks = len(owners)
     size = -(-num_blocks // MAX_CELLS)
@@ -152,12 +152,12 @@ def _cells(kinds: dict[str, np.ndarray], owners: np.ndarray) -> dict[str, Any]:
 
 
 def _main_owners(owners: np.ndarray, size: int, num_cells: int) -> np.ndarray:
-    """int32[num_cells]: the most frequent owner among each `size` blocks; UNLISTED: there is none."""
+    """int32[num_cells]: the most frequent owner among each `size` blocks; UNLISTED: none."""
     main = np.full(num_cells, UNLISTED, np.int32)
     owned = np.flatnonzero(owners != UNLISTED)
     if len(owned):
         pairs = owned // size * MAX_LISTED + owners[owned]
         pairs, counts = np.unique(pairs, return_counts=True)
-        order = np.argsort(counts, kind="stable")  # the last one written stays
+        order = np.argsort(counts, kind="stable")  # the last write wins
         main[pairs[order] // MAX_LISTED] = pairs[order] % MAX_LISTED
     return main

@@ -28,11 +28,11 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 _FIELD = re.compile(r"(?:prompt \d+ of \d+: )?(?:the )?([a-z_]+)\b")
-_MAX_MESSAGE_LEN = 2000  # characters: what a client sent may be repeated in it
+_MAX_MESSAGE_LEN = 2000  # characters; messages may quote the client's input
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer."""
+    """An error that the client gets instead of an answer."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ApiError(Exception):
         message = self.message
         if len(message) > _MAX_MESSAGE_LEN:
             message = f"{message[:_MAX_MESSAGE_LEN]}..."
-        # A message may quote what a client sent, and JSON has no lone surrogates.
+        # A message may quote the client's input, and JSON allows no lone surrogates.
         message = message.encode(errors="replace").decode()
         error_type = _TYPES.get(self.status, "APIError")
         return {
@@ -67,9 +67,9 @@ class ApiError(Exception):
 
 
 def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> ApiError:
-    """What a client is told of any exception; nothing of the server's inside.
+    """The client's error for any exception, without internals of the server.
 
-    `fields`: the names of the request's fields, one of which a ValueError's message may begin with.
+    `fields`: the names of the request's fields; a ValueError's message may begin with one.
     """
     match error:
         case ApiError():
@@ -91,7 +91,7 @@ def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
 
 
 def to_answer_error(error: BaseException) -> ApiError:
-    """The same once a request was accepted: from then on a ValueError is no fault of the client."""
+    """The same after a request was accepted: from then on a ValueError is not the client's fault."""
     return _of_server(error) if isinstance(error, ValueError | TypeError) else to_api_error(error)
 
 
@@ -101,7 +101,7 @@ def _of_server(error: BaseException) -> ApiError:
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
-    """The first complaints, each with where it is."""
+    """The first validation errors, each with its location."""
     complaints = []
     if error.errors()[0]["type"] == "json_invalid":
         where = error.errors()[0]["loc"][-1]

@@ -1,4 +1,4 @@
-"""`POST /inference/v1/generate`: vLLM's tokens in, tokens out."""
+"""`POST /inference/v1/generate`: vLLM's API with token ids as input and output."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxpage.server.protocol.tokens import GenerateRequest
 
 
 class GenerateCall:
-    """One call, on its way. It must be closed."""
+    """A running call. It must be closed."""
 
     @classmethod
     async def start(cls, server: Server, body: GenerateRequest, caller: Caller) -> GenerateCall:
-        """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
+        """Raises ValueError, ApiError or EngineDeadError before anything is computed."""
         body.warn_of_unknown()
         adapter = server.check_model(body.model)
 
@@ -56,7 +56,7 @@ class GenerateCall:
         self.batch.close()
 
     async def response(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The complete answer."""
         (output,) = await self.batch.last_outputs()
         usage = self._server.usage()
         usage.add(0, output)
@@ -69,7 +69,7 @@ class GenerateCall:
         }
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in pieces."""
+        """The answer in chunks."""
         usage = self._server.usage()
         async for _, output in self.batch.outputs():
             usage.add(0, output)

@@ -1,7 +1,7 @@
-"""Histograms for values that come many at a time, and vLLM's buckets for them.
+"""Histograms for many values at a time, and vLLM's buckets for them.
 
-prometheus_client's own histogram takes locks and walks its buckets for each value, which costs five times as much. Its
-text format is used all the same: see `family`.
+prometheus_client's own histogram takes a lock and searches its buckets for each value, which costs five times as much.
+Its text format is still used: see `family`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ def one_two_five(largest: int) -> tuple[int, ...]:
 
 
 class Histogram:
-    """How many values fell into which bucket. One thread observes, any thread may read."""
+    """Counts of values per bucket. One thread observes, any thread may read."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]):
-        """`bounds`: the largest value of each bucket but the last, ascending."""
+        """`bounds`: the upper bound of each bucket except the last, ascending."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, or as many equal ones."""
+        """Count a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += count * value
 
     def read(self) -> tuple[list[tuple[str, float]], float]:
-        """((upper bound, values up to it) of each bucket, the sum of all values)."""
+        """((upper bound, number of values up to it) of each bucket, the sum of all values)."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts[:]), strict=True)), self._sum
 
@@ -60,7 +60,7 @@ class Histogram:
 def family(
     name: str, documentation: str, labels: Mapping[str, str], histogram: Histogram
 ) -> HistogramMetricFamily:
-    """A histogram as a scrape sees it."""
+    """A histogram as a metric of a scrape."""
     found = HistogramMetricFamily(name, documentation, labels=[*labels])
     found.add_metric([*labels.values()], *histogram.read())
     return found
@@ -73,9 +73,9 @@ def family_by(
     labels: Mapping[str, str],
     histograms: Mapping[str, Histogram],
 ) -> HistogramMetricFamily:
-    """The same with a histogram for each value of a further label."""
+    """The same with one histogram per value of a further label."""
     found = HistogramMetricFamily(name, documentation, labels=[*labels, label])
-    # A copy: others may add to it meanwhile.
+    # A copy: other threads may add to it.
     for value, histogram in list(histograms.items()):
         found.add_metric([*labels.values(), value], *histogram.read())
     return found

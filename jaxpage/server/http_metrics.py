@@ -1,4 +1,4 @@
-"""HTTP requests by route, method and status, and how long they took."""
+"""HTTP requests by route, method and status, and their durations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-# Asked every few seconds by whatever watches the server.
+# Polled every few seconds by monitoring.
 _UNCOUNTED = frozenset(("/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version"))
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
 class HttpMetrics:
-    """Labels have few values, whatever clients send: routes as they were declared, and methods that there are."""
+    """Labels have few values, whatever clients send: only declared routes and standard methods."""
 
     def __init__(self, registry: CollectorRegistry):
         self._requests = Counter(
@@ -32,14 +32,14 @@ class HttpMetrics:
         )
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application, with its requests counted: `app.add_middleware(metrics.http.middleware)`."""
+        """The application with counting: `app.add_middleware(metrics.http.middleware)`."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
             start = time.perf_counter()
-            status = 499  # no answer, because the client went away
+            status = 499  # no answer: the client disconnected
 
             async def send_noting_status(message: Message) -> None:
                 nonlocal status
@@ -58,7 +58,7 @@ class HttpMetrics:
         return counted
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        # Put there by the router; "none": no route of this path.
+        # Set by the router; "none": no route for this path.
         handler = getattr(scope.get("route"), "path", "none")
         if handler in _UNCOUNTED:
             return

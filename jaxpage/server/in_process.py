@@ -1,4 +1,4 @@
-"""The same answers without HTTP, for batch files."""
+"""Answers requests without HTTP, for batch files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CALLS: dict[str, tuple[Any, Any]] = {
 
 
 def answerer(llm: AsyncLLM) -> Answer:
-    """A function from a path and a body to a status and a body. It raises EngineDeadError only."""
+    """A function from a path and a body to a status and a body. It raises only EngineDeadError."""
     server = Server.of(llm, ServerOptions(max_queued_requests=2**31))
 
     async def answer(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What is checked of every HTTP request before anybody reads it: its key, and the size of its body."""
+"""Checks of every HTTP request before it is processed: its key, and the size of its body."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class KeyCheck:
-    """Refuses clients without a key: 401. Administrative paths need that of the administrator, or a local client."""
+    """Rejects clients without a key: 401. Administrative paths need the admin key or, without one, a local client."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class KeyCheck:
         return path in OPEN_PATHS or path == "/" or path.startswith(OPEN_PREFIXES)
 
     def _is_among(self, given: bytes, keys: Sequence[bytes]) -> bool:
-        """Takes as long whichever key it is, and however much of it is right."""
+        """In constant time, whichever key matches, and however much of a key is right."""
         found = False
         for key in keys:
             found |= bool(key) and hmac.compare_digest(given, key)
@@ -115,7 +115,7 @@ def _key_of(scope: Scope) -> bytes:
 
 
 class BodyLimit:
-    """Refuses larger bodies: 413, by their declared length, or as soon as more has come."""
+    """Rejects larger bodies: 413, by their declared length, or as soon as more was received."""
 
     def __init__(self, app: ASGIApp, *, max_size: int):
         self._app = app
@@ -155,8 +155,8 @@ class BodyLimit:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read what a client is still sending, as far as that is soon done. A connection that is closed over unread data is
-    reset, and the client may never see why it was refused.
+    """Read what a client still sends, within limits. Closing a connection with unread data resets it, and the client
+    may never see why it was rejected.
     """
     size = 0
     with contextlib.suppress(TimeoutError):
@@ -169,4 +169,4 @@ async def _discard(receive: Receive) -> None:
 
 
 class _TooLarge(BaseException):
-    """Not an Exception: nobody on the way may take it for a body that cannot be parsed."""
+    """Not an Exception, so that no handler takes it for a body that cannot be parsed."""

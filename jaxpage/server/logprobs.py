@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI's two APIs have them."""
+"""Logprobs in the formats of OpenAI's two APIs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def completion_logprobs(
     offset: int = 0,
     unscored: str | None = None,
 ) -> dict[str, Any]:
-    """Of `/v1/completions`. `offset`: characters of the text before the first token.
+    """For `/v1/completions`. `offset`: characters of the text before the first token.
 
     The first token of a prompt has no entry; `unscored` is its text.
     """
@@ -52,7 +52,7 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], entries: Iterable[Entries], num_best: int, *, as_ids: bool
 ) -> dict[str, Any]:
-    """Of `/v1/chat/completions`, with the `num_best` likeliest tokens in the place of each; -1: all."""
+    """For `/v1/chat/completions`, with the `num_best` most likely tokens at each position; -1: all."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         best = _best_first(entry)
@@ -65,7 +65,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(entries: Iterable[Entries | None] | None) -> list[dict[str, Any] | None] | None:
-    """vLLM's extra: of each prompt token a dict from id to its numbers; None for the first."""
+    """vLLM's extra: for each prompt token a dict from id to its values; None for the first."""
     if entries is None:
         return None
     return [
@@ -99,5 +99,5 @@ def _best_first(entry: Entries) -> list[tuple[int, Logprob]]:
 
 
 def _finite(entry: Logprob) -> float:
-    # A NaN is no number of JSON either.
+    # JSON has no NaN either.
     return max(entry.logprob, LEAST) if entry.logprob == entry.logprob else LEAST

@@ -1,6 +1,6 @@
-"""`/metrics`: everything that is counted of one server, in Prometheus' text format.
+"""`/metrics`: all metrics of one server, in Prometheus' text format.
 
-Names, types, labels and buckets are vLLM's; what only jaxpage has begins with `jaxpage:`.
+Names, types, labels and buckets are vLLM's; metrics of jaxpage only begin with `jaxpage:`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """The metrics of one server; nothing is shared with others in the process.
+    """The metrics of one server, independent of others in the process.
 
-    Give it to `llm.observe`, and its `http.middleware` to the application.
+    Pass it to `llm.observe`, and its `http.middleware` to the application.
     """
 
     content_type = CONTENT_TYPE_LATEST  # of what `render` returns
 
     def __init__(self, llm: AsyncLLM, model_name: str):
-        """`model_name`: the value of that label, as the server calls the model."""
+        """`model_name`: the value of that label, the server's name for the model."""
         labels = {"model_name": model_name, "engine": "0"}
         self._registry = CollectorRegistry()
         self._requests = RequestMetrics(labels, llm.config.max_model_len)
@@ -47,11 +47,11 @@ class Metrics:
         self._labels = labels
 
     def render(self) -> bytes:
-        """What a scrape gets. Reads the engine's counters: a few milliseconds."""
+        """The text of a scrape. Reads the engine's counters: a few milliseconds."""
         return generate_latest(self._registry)
 
     def rejected(self, reason: str = "max_num_queued_reqs") -> None:
-        """A request was refused because too many wait; `reason` is the option that limits them."""
+        """A request was rejected because too many wait; `reason` is the option with the limit."""
         self._rejections.labels(*self._labels.values(), reason).inc()
 
     def added(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What operators and clients ask of a server besides answers: is it well, what does it serve."""
+"""Health, metrics and other information about a server."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/live")
     async def live() -> Response:
-        """Whether the process is sane: 200, also while it starts or shuts down."""
+        """Whether the process works: 200, also during start-up and shutdown."""
         return Response()
 
     @routes.get("/ready")
     async def ready() -> Response:
-        """Whether to send requests here: 503 while programs are compiled, and while it shuts down."""
+        """Whether to send requests here: 503 during compilation and shutdown."""
         return Response(status_code=200 if server.is_ready else 503)
 
     @routes.api_route("/ping", methods=["GET", "POST"])
@@ -43,7 +43,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/load")
     async def load() -> dict[str, int]:
-        """Requests that are being answered."""
+        """Running requests."""
         return {"server_load": server.in_flight.num_requests}
 
     @routes.get("/metrics")

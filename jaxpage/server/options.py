@@ -1,4 +1,4 @@
-"""Options of the server, beside those of the engine. Names are vLLM's where vLLM has them."""
+"""Options of the server, besides those of the engine. vLLM's names where it has them."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How requests are taken."""
+    """How the server takes requests."""
 
-    host: str = "127.0.0.1"  # 0.0.0.0: every interface
+    host: str = "127.0.0.1"  # 0.0.0.0: all interfaces
     port: int = 8000
-    served_model_name: tuple[str, ...] = ()  # names that requests may give; none: the model's
-    # adapters to begin with, NAME=PATH or {"name": NAME, "path": PATH} each; with --enable-lora
+    served_model_name: tuple[str, ...] = ()  # model names in requests; none: the model's
+    # initial adapters, each NAME=PATH or {"name": NAME, "path": PATH}; with --enable-lora
     lora_modules: tuple[str, ...] = ()
-    # one of them comes with every request: "Authorization: Bearer KEY"
+    # keys of clients, who send one with every request: "Authorization: Bearer KEY"
     api_key: tuple[str, ...] = ()
-    api_key_file: Path | None = None  # the same, a key in each line
-    # of pause, profile, reset, abort, adapters and enable_rl; without one they are for clients of this machine only
+    api_key_file: Path | None = None  # more keys, one per line
+    # key for pause, profile, reset, abort, adapters and enable_rl; without one only local clients may use them
     admin_api_key: str | None = None
-    api_key_for_all: bool = False  # also for /health and /metrics, which are open otherwise
+    api_key_for_all: bool = False  # require a key also for /health and /metrics
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
-    allowed_origins: tuple[str, ...] = ()  # of browsers' scripts (CORS); "*": any
-    root_path: str = ""  # that a proxy in front takes away
+    allowed_origins: tuple[str, ...] = ()  # origins of browser scripts (CORS); "*": any
+    root_path: str = ""  # prefix that a proxy removes
     shutdown_timeout: float = 30.0  # seconds for running requests to end after SIGTERM
-    write_timeout: float = 60.0  # seconds that a client may not read; then its request is aborted
+    write_timeout: float = 60.0  # seconds that a client may not read before its request is aborted
     max_body_size: int = 32 * 2**20  # bytes
-    max_queued_requests: int = 4096  # that wait for a place in a step; more get a 503
-    max_n: int = 128  # continuations of one request, prompts times n
-    max_stop_strings: int = 256  # of one request
-    # kept in memory for clients that ask for it; the least recently used goes first. 0: none
+    max_queued_requests: int = 4096  # most waiting requests; more get a 503
+    max_n: int = 128  # most continuations of one request, prompts times n
+    max_stop_strings: int = 256  # per request
+    # most responses stored in memory on request; the least recently used is evicted first. 0: none
     max_stored_responses: int = 1000
-    trust_request_chat_template: bool = False  # requests may bring their own, which runs sandboxed
+    trust_request_chat_template: bool = False  # allow templates in requests, which run in a sandbox
     default_chat_template_kwargs: Mapping[str, Any] | None = None
-    enable_prompt_tokens_details: bool = False  # usage says how many prompt tokens were cached
-    enable_force_include_usage: bool = False  # in streams, whether asked for or not
-    disable_log_stats: bool = False  # no line of throughput every 10 s
-    # no line for each request, which has method, path, status and milliseconds, and no prompts
+    enable_prompt_tokens_details: bool = False  # include cached prompt tokens in usage
+    enable_force_include_usage: bool = False  # usage in all streams, even if not requested
+    disable_log_stats: bool = False  # no throughput line every 10 s
+    # no line per request with method, path, status and milliseconds, and without prompts
     disable_access_log: bool = False
-    otlp_traces_endpoint: str | None = None  # where spans of requests go (extra `otlp`)
-    # sleep, other weights and TRL's calls, for a trainer in another process; administrative all of them
+    otlp_traces_endpoint: str | None = None  # collector for spans of requests (extra `otlp`)
+    # sleep, weight updates and TRL's calls, for a trainer in another process; all are administrative
     enable_rl: bool = False
-    profiler_dir: Path | None = None  # where /start_profile writes
+    profiler_dir: Path | None = None  # folder for traces of /start_profile
 
     def keys(self) -> tuple[str, ...]:
-        """The keys of clients. Raises ValueError for a file without any."""
+        """The keys of clients. Raises ValueError for a file without keys."""
         if self.api_key_file is None:
             return self.api_key
         lines = self.api_key_file.read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,6 @@
 """The page at `/`: a chat playground and a live view of the engine, made of the static files in the folder `page`.
 
-Knows files and headers. What the page asks of the server's API it asks as any other client.
+Knows files and headers. The page uses the server's API like any other client.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jaxpage.server.engine_view import EngineView
 from jaxpage.server.errors import ApiError
 
 INDEX = "index.html"
-# Not guessed from the system's table, which may call a module plain text; then no browser runs it.
+# Not guessed from the system's table: browsers do not run a module that is declared as plain text.
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing from elsewhere, nothing inline, and no text ever parsed as HTML.
+# Nothing from other hosts, nothing inline, and no text parsed as HTML.
 CONTENT_SECURITY_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -55,7 +55,7 @@ class Asset:
 
 
 def page_router(llm: AsyncLLM) -> APIRouter:
-    """Routes `/`, `/page/assets/...` and `/page/engine`. Only the last tells anything of this server."""
+    """Routes `/`, `/page/assets/...` and `/page/engine`. Only the last has data of this server."""
     router = APIRouter(include_in_schema=False)
     assets = _load_assets()
     view = EngineView(llm)
@@ -83,17 +83,17 @@ def page_router(llm: AsyncLLM) -> APIRouter:
 
 
 def _load_assets() -> dict[str, Asset]:
-    """Every file of the page by its name."""
+    """All files of the page by name."""
     assets = {}
     for file in files("jaxpage.server").joinpath("page").iterdir():
         media_type = MEDIA_TYPES.get(file.name[file.name.rfind(".") :])
-        if media_type is None:  # a folder of caches, say
+        if media_type is None:  # such as a cache folder
             continue
         content = file.read_bytes()
         headers = {
             **SECURITY_HEADERS,
             "Content-Type": media_type,
-            # A browser asks each time, and is told that nothing has changed.
+            # Browsers revalidate each time, and get a 304 if nothing has changed.
             "Cache-Control": "no-cache",
             "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
         }

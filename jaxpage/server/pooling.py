@@ -1,4 +1,4 @@
-"""The application of a pooling model: embeddings, classes, scores, ranks, and raw numbers, in vLLM's shapes."""
+"""The application of a pooling model: embeddings, classes, scores, ranks and raw numbers, in vLLM's formats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Body = dict[str, Any]
 
 
 def make_pooling_app(llm: AsyncPooler, options: ServerOptions) -> tuple[FastAPI, Server]:
-    """An ASGI application, and what it serves."""
+    """An ASGI application, and its server."""
     server = _server(llm, options)
     app = empty_app(server)
     app.include_router(operation.router(server))
@@ -63,7 +63,7 @@ def _server(llm: AsyncPooler, options: ServerOptions) -> Server:
     metrics = PoolingMetrics(llm, names[0])
     return Server(
         llm=engine,
-        # The line of throughput is about generation.
+        # The throughput line is about generation.
         options=dataclasses.replace(options, disable_log_stats=True),
         in_flight=InFlight(
             max_requests=config.max_num_seqs + options.max_queued_requests,
@@ -77,7 +77,7 @@ def _server(llm: AsyncPooler, options: ServerOptions) -> Server:
 
 
 def _as_any(value: Any) -> Any:
-    """What stands where a generating server has another type, with the methods that are used here."""
+    """For objects with the needed methods in place of a generating server's types."""
     return value
 
 
@@ -160,7 +160,7 @@ _PREFIXES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """An HTTP call: its texts are counted before they are read."""
+    """An HTTP call: its texts are counted before they are parsed."""
 
     body: PoolingFields
     request: Request
@@ -171,7 +171,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Computation:
-    """The rest of a call, as `until_disconnected` wants it."""
+    """A call's computation, for `until_disconnected`."""
 
     llm: AsyncPooler
     work: Work
@@ -183,7 +183,7 @@ class _Computation:
         raise NotImplementedError("there are no streams of vectors")
 
     def close(self) -> None:
-        """What was cancelled before it was begun is not computed."""
+        """Nothing to do: work that was cancelled before its start is not computed."""
 
 
 async def _respond(server: Server, llm: AsyncPooler, call: _Call) -> Response:
@@ -204,7 +204,7 @@ async def _respond(server: Server, llm: AsyncPooler, call: _Call) -> Response:
     finally:
         server.in_flight.leave(call_id, ids)
     if found is None:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # not sent to anyone
     kind = type(body).__name__
     whole = {
         "id": f"{_PREFIXES[kind]}-{call_id}",
@@ -229,7 +229,7 @@ def _num_inputs(body: InputFields) -> int:
 
 
 def _prompts(pooler: Pooler, body: InputFields, prompt_name: str | None = None) -> list[Prompt]:
-    """The input as ids. Raises ValueError."""
+    """The input as token ids. Raises ValueError."""
     inputs = pooler.inputs
     if body.messages is not None:
         check_messages(body.messages, _as_any(inputs))
@@ -267,7 +267,7 @@ def _class(index: int, probs: list[float], facts: Facts) -> Body:
 
 
 def _ranked(texts: list[str], outputs: Outputs, top_n: int) -> list[Body]:
-    """The best first."""
+    """Sorted, the best first."""
     scores = [output.outputs.score for output in outputs]
     order = sorted(range(len(texts)), key=lambda i: -scores[i])
     return [

@@ -1,4 +1,4 @@
-"""`/metrics` of a pooling model, in Prometheus' text format. Names that vLLM has are vLLM's."""
+"""`/metrics` of a pooling model, in Prometheus' text format. vLLM's names where it has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpage.server.http_metrics import HttpMetrics
 
 
 class PoolingMetrics:
-    """Where a server has `Metrics`, of a model that pools."""
+    """Replaces `Metrics` for a pooling model."""
 
     content_type = CONTENT_TYPE_LATEST  # of what `render` returns
 
@@ -31,22 +31,22 @@ class PoolingMetrics:
         self._labels = labels
 
     def render(self) -> bytes:
-        """What a scrape gets."""
+        """The text of a scrape."""
         return generate_latest(self._registry)
 
     def rejected(self, reason: str = "max_num_queued_reqs") -> None:
-        """A request was refused because too many wait; `reason` is the option that limits them."""
+        """A request was rejected because too many wait; `reason` is the option with the limit."""
         self._rejections.labels(*self._labels.values(), reason).inc()
 
 
 class _EngineCounts:
-    """A collector of prometheus_client that reads the engine's counters."""
+    """A collector for prometheus_client that reads the engine's counters."""
 
     def __init__(self, llm: AsyncPooler, labels: dict[str, str]):
         self._llm, self._labels = llm, labels
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape gets."""
+        """The metrics of a scrape."""
         stats = self._llm.stats()
         for name, value, text in (
             ("vllm:prompt_tokens", stats.num_tokens, "Tokens of texts that were computed."),

@@ -1,6 +1,6 @@
-"""What requests went through, in vLLM's histograms and counters: latencies, lengths, how they ended.
+"""Latencies, lengths and outcomes of requests, in vLLM's histograms and counters.
 
-The unit is the request, whatever its `n`; where vLLM counts each of its sequences, here the whole counts once.
+The unit is the request, whatever its `n`; vLLM counts each of its sequences.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ _COUNTS = {
     "request_params_n": (SEQUENCES, "The n of a request."),
     "request_num_preemptions": (PREEMPTIONS, "How often a request was preempted."),
 }
-# The name of vLLM before 1.0, in old dashboards.
+# vLLM's name before 1.0, for old dashboards.
 _OLD_INTER_TOKEN = "time_per_output_token_seconds"
 
 
 class _Progress(NamedTuple):
-    """A request that has not ended."""
+    """A running request."""
 
     queued_time: float  # seconds, monotonic
-    # of the last tokens of each sequence; 0.0 before the first
+    # Of the last tokens of each sequence; 0.0 before the first.
     last_token_times: list[float]
 
 
 class RequestMetrics:
-    """An observer, and a collector of prometheus_client. `labels` go to all metrics."""
+    """An observer, and a collector for prometheus_client. `labels` apply to all metrics."""
 
     def __init__(self, labels: Mapping[str, str], max_model_len: int):
         self._labels = labels
@@ -107,7 +107,7 @@ class RequestMetrics:
                 waited = now - progress.queued_time
                 self._histograms["time_to_first_token_seconds"].observe(waited)
             times[index] = now
-        # Most sequences of a step were in the step before it: few gaps differ.
+        # Most sequences of a step were in the previous one too, so few gaps are distinct.
         observe = self._histograms["inter_token_latency_seconds"].observe
         for gap, count in Counter(gaps).items():
             observe(gap, count)
@@ -146,7 +146,7 @@ class RequestMetrics:
         self._num_ended[FinishReason.ABORT if error is None else FinishReason.ERROR] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape gets."""
+        """The metrics of a scrape."""
         for name, histogram in self._histograms.items():
             yield family(f"vllm:{name}", self._texts[name], self._labels, histogram)
         old = self._histograms["inter_token_latency_seconds"]

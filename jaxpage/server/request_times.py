@@ -1,4 +1,4 @@
-"""Where the time of one request went. Metrics and traces tell the same."""
+"""The phases of a request and their durations, for metrics and traces."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from jaxpage.outputs import RequestStateStats
 
 
 class RequestTimes(NamedTuple):
-    """Seconds. None: the request never got there."""
+    """Seconds. None: the request did not reach this phase."""
 
-    end_to_end: float  # until its last output was made
+    end_to_end: float  # until its last output
     queue: float | None  # until it was first scheduled
-    prefill: float | None  # from there to the first token
+    prefill: float | None  # from then to the first token
     decode: float | None  # from the first token to the last
-    inference: float | None  # both
-    per_token: float | None  # decode time for each token after the first, of the longest sequence
+    inference: float | None  # prefill and decode
+    per_token: float | None  # decode time per token after the first, in the longest sequence
 
 
 def request_times(stats: RequestStateStats, end: float) -> RequestTimes:
-    """Of a request that has ended; `end` is seconds, monotonic."""
+    """The times of a finished request; `end`: seconds, monotonic."""
     queued, scheduled = stats.queued_ts, stats.scheduled_ts
     first, last = stats.first_token_ts, stats.last_token_ts
     has_tokens = scheduled > 0 and first > 0

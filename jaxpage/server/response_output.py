@@ -1,4 +1,4 @@
-"""The output of a response: reasoning, messages and calls, one after the other, and the events that tell of them.
+"""The output of a response: reasoning, messages and calls in sequence, and their events.
 
 Knows deltas of parsers. Must not know requests or the engine.
 """
@@ -23,16 +23,16 @@ Event = dict[str, Any]  # OpenAI's, without its "sequence_number"
 
 
 class ResponseOutput:
-    """What an answer has said so far. Its last item may go on."""
+    """The output so far. Its last item may continue."""
 
     def __init__(self, parser: OutputParser, *, parallel_calls: bool = True):
         self._parser = parser
         self._parallel_calls = parallel_calls
         self._items: list[TextItem | CallItem] = []
-        self._logprobs: list[Any] = []  # of tokens whose text is not out
+        self._logprobs: list[Any] = []  # of tokens whose text was not sent yet
 
     def items(self) -> list[dict[str, Any]]:
-        """As the API shows them once there will be no more, for whatever reason."""
+        """The items in the API, as they are once the output has ended for any reason."""
         bodies = [item.body() for item in self._items]
         if bodies and bodies[-1]["status"] == "in_progress":
             bodies[-1]["status"] = "incomplete"
@@ -40,21 +40,21 @@ class ResponseOutput:
 
     @property
     def reasoning(self) -> str:
-        """All of it."""
+        """The complete reasoning text."""
         return "".join(item.text for item in self._items if item.kind == "reasoning")
 
     def feed(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        """More of the answer, with OpenAI's logprobs of its tokens if they are wanted.
+        """Add text of the answer, with OpenAI's logprobs of its tokens if requested.
 
-        A message gets those of all tokens since other items went on, their end markers included.
+        A message gets those of all tokens after the items before it, including their end markers.
         """
         self._logprobs += logprobs
         yield from self._take(self._parser.feed(text))
 
     def finish(self, *, is_complete: bool) -> Iterator[Event]:
-        """No more will come. `is_complete`: it was not cut off."""
+        """The output has ended. `is_complete`: it was not cut off."""
         yield from self._take(self._parser.finish())
-        if not self._items:  # who looks for a text finds an empty one
+        if not self._items:  # clients that expect a text get an empty one
             yield from self._open("message")
         yield from self._end("completed" if is_complete else "incomplete")
 
@@ -64,7 +64,7 @@ class ResponseOutput:
         for delta in deltas:
             match delta:
                 case TextDelta(text):
-                    if text:  # an output without a parser may have none
+                    if text:  # without a parser it may be empty
                         yield from self._open("message")
                         yield self._items[-1].add(text, self._logprobs)
                         self._logprobs = []
@@ -79,7 +79,7 @@ class ResponseOutput:
             self._logprobs = []
 
     def _open(self, kind: Literal["message", "reasoning"]) -> Iterator[Event]:
-        """The last item is of this kind now."""
+        """Make sure that the last item is of this kind."""
         if not self._items or self._items[-1].kind != kind:
             yield from self._begin(TextItem(len(self._items), kind))
 
@@ -94,7 +94,7 @@ class ResponseOutput:
 
 
 class TextItem:
-    """A message or reasoning: a text is its one part."""
+    """A message or reasoning with one part, a text."""
 
     def __init__(self, index: int, kind: Literal["message", "reasoning"]):
         self.kind = kind
@@ -111,7 +111,7 @@ class TextItem:
         return "".join(self._pieces)
 
     def body(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """The item in the API."""
         body = {
             "id": self._id,
             "type": self.kind,
@@ -121,7 +121,7 @@ class TextItem:
         return body | ({"role": "assistant"} if self._is_message else {"summary": []})
 
     def added(self) -> list[Event]:
-        """It begins."""
+        """The events of its start."""
         item = self.body() | {"content": []}
         return [
             {"type": "response.output_item.added", "output_index": self._index, "item": item},
@@ -129,7 +129,7 @@ class TextItem:
         ]
 
     def add(self, text: str, logprobs: Sequence[Any] = ()) -> Event:
-        """It goes on."""
+        """The event of more text."""
         self._pieces.append(text)
         self._logprobs += logprobs
         return self._event(
@@ -137,7 +137,7 @@ class TextItem:
         )
 
     def done(self, status: Status) -> list[Event]:
-        """It ends."""
+        """The events of its end."""
         self._status = status
         rest = {"text": self.text, **self._scores(self._logprobs)}
         return [
@@ -159,7 +159,7 @@ class TextItem:
 
 
 class CallItem:
-    """A call of a function. Its text are the arguments."""
+    """A function call. Its text is its arguments."""
 
     kind = "function_call"
 
@@ -176,7 +176,7 @@ class CallItem:
         return "".join(self._pieces)
 
     def body(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """The item in the API."""
         return {
             "id": self._id,
             "type": self.kind,
@@ -187,18 +187,18 @@ class CallItem:
         }
 
     def added(self) -> list[Event]:
-        """It begins."""
+        """The events of its start."""
         return [
             {"type": "response.output_item.added", "output_index": self._index, "item": self.body()}
         ]
 
     def add(self, text: str, logprobs: Sequence[Any] = ()) -> Event:
-        """It goes on."""
+        """The event of more text."""
         self._pieces.append(text)
         return self._event("response.function_call_arguments.delta", delta=text)
 
     def done(self, status: Status) -> list[Event]:
-        """It ends."""
+        """The events of its end."""
         self._status = status
         rest = {"name": self._name, "arguments": self.text}
         return [

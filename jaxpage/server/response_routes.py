@@ -1,4 +1,4 @@
-"""Responses that are stored: shown, deleted, cancelled, and what they answer."""
+"""Stored responses: retrieve, delete, cancel, and list their inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/cancel")
     async def cancel(response_id: str) -> dict[str, Any]:
-        """Who waits for it gets what there is."""
+        """Clients that wait for it get the partial answer."""
         stored = server.responses.find(response_id)
         if not stored.is_running:
             raise ApiError(400, f"response {response_id!r} has ended, there is nothing to cancel")
@@ -43,7 +43,7 @@ def router(server: Server) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
-        """The conversation that was answered, a page of it."""
+        """A page of the input conversation."""
         items = [item.body() for item in server.responses.find(response_id).items]
         return _page(items if order == "asc" else items[::-1], limit, after)
 
@@ -51,7 +51,7 @@ def router(server: Server) -> APIRouter:
 
 
 def _page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """OpenAI's list. Raises ApiError 400 if it cannot begin there."""
+    """OpenAI's list. Raises ApiError 400 for an unknown `after`."""
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise ApiError(400, f"there is no item {after!r}", param="after")

@@ -1,4 +1,4 @@
-"""Responses that clients asked to be stored, in memory: the server's end is theirs."""
+"""Stores responses on request, in memory: they are lost when the server ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxpage.server.protocol.response_items import Item, read_items
 
 @dataclass(kw_only=True)
 class StoredResponse:
-    """A response and what it answers."""
+    """A response and its input."""
 
-    items: tuple[Item, ...]  # of the whole conversation before it
-    response: dict[str, Any]  # as it was last; from its start on
+    items: tuple[Item, ...]  # of the conversation before it
+    response: dict[str, Any]  # its latest state, since its start
     request_ids: tuple[str, ...]  # the engine's
 
     @property
@@ -24,7 +24,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """At most `limit` responses; the least recently used goes first."""
+    """At most `limit` responses; the least recently used is evicted first."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -34,7 +34,7 @@ class ResponseStore:
         return len(self._stored)
 
     def add(self, stored: StoredResponse) -> None:
-        """Raises ApiError 400 if nothing is stored here, or there is one of this id."""
+        """Raises ApiError 400 if nothing is stored here, or the id exists."""
         if self._limit == 0:
             raise ApiError(
                 400, "store=true is not served: --max-stored-responses is 0", param="store"
@@ -49,7 +49,7 @@ class ResponseStore:
             self._stored.popitem(last=False)
 
     def find(self, response_id: str, param: str | None = None) -> StoredResponse:
-        """Raises ApiError 404, with `param` named."""
+        """Raises ApiError 404 that names `param`."""
         if response_id not in self._stored:
             raise ApiError(
                 404,
@@ -65,7 +65,7 @@ class ResponseStore:
         del self._stored[response_id]
 
     def conversation(self, response_id: str | None) -> tuple[Item, ...]:
-        """All that was said up to a response and in it; nothing for None. Raises ApiError."""
+        """The conversation up to and including a response; empty for None. Raises ApiError."""
         if response_id is None:
             return ()
         stored = self.find(response_id, "previous_response_id")

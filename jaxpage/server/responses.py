@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: chats as items in and items out, which may be stored and continued."""
+"""`POST /v1/responses`: chats with items as input and output, which may be stored and continued."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NOT_SERVED = {
 
 
 class ResponseCall:
-    """One call, on its way. It must be closed."""
+    """A running call. It must be closed."""
 
     @classmethod
     async def start(cls, server: Server, body: ResponsesRequest, caller: Caller) -> ResponseCall:
-        """Raises ValueError, ApiError or EngineDeadError, before anything is computed."""
+        """Raises ValueError, ApiError or EngineDeadError before anything is computed."""
         _refuse(body)
         body.warn_of_unknown()
         adapter = server.check_model(body.model)
@@ -71,7 +71,7 @@ class ResponseCall:
         output: ResponseOutput,
         stored: StoredResponse | None,
     ):
-        """`state`: the response as of now."""
+        """`state`: the current response."""
         self.batch = batch
         self._server = server
         self._body = body
@@ -81,7 +81,7 @@ class ResponseCall:
         self._usage = server.usage()
 
     async def response(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The complete answer."""
         try:
             async for _ in self._events():
                 pass
@@ -91,7 +91,7 @@ class ResponseCall:
         return self._state
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in pieces: OpenAI's events. An error is the last of them."""
+        """The answer as OpenAI's events. An error is the last of them."""
         numbers = itertools.count()
 
         def numbered(event: Event) -> dict[str, Any]:
@@ -102,10 +102,10 @@ class ResponseCall:
         try:
             async for event in self._events():
                 yield numbered(event)
-        except Exception as error:  # the status went out long ago
+        except Exception as error:  # the status was sent long ago
             self._fail(error)
         last = self._state["status"]
-        last = "incomplete" if last == "cancelled" else last  # which has no event of its own
+        last = "incomplete" if last == "cancelled" else last  # "cancelled" has no event of its own
         yield numbered({"type": f"response.{last}", "response": self._state})
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class ResponseCall:
             self._end("cancelled")
 
     async def _events(self) -> AsyncIterator[Event]:
-        """Those of items. When they end, so has the response."""
+        """The events of items. After the last one the response is complete."""
         reason, detail = None, None
         async for _, output in self.batch.outputs():
             self._usage.add(0, output)
@@ -149,7 +149,7 @@ class ResponseCall:
             self._stored.response = self._state
 
     def _logprobs(self, completion: CompletionOutput) -> list[Any]:
-        """Of the tokens whose text is shown."""
+        """Logprobs of the tokens whose text is sent."""
         if not self._body.wants_logprobs:
             return []
         best = self._body.top_logprobs or 0
@@ -175,7 +175,7 @@ def _error(message: str) -> dict[str, Any]:
 def _begun(
     model: str, response_id: str, params: SamplingParams, repeated: dict[str, Any]
 ) -> dict[str, Any]:
-    """A response that has said nothing yet; `repeated` is what it has of its request."""
+    """A response without output; `repeated` are the fields copied from its request."""
     return {
         "id": response_id,
         "object": "response",
@@ -195,7 +195,7 @@ def _begun(
 
 
 def _refuse(body: ResponsesRequest) -> None:
-    """Raise ApiError for what would change the answer if it were served."""
+    """Raise ApiError for unsupported fields that would change the answer."""
     for name, instead in _NOT_SERVED.items():
         if (body.model_extra or {}).get(name) is not None:
             raise ApiError(400, f"{name} is not served; {instead}", param=name)

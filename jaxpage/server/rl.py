@@ -1,6 +1,6 @@
-"""What a trainer in another process asks of a server: sleep and other weights, under vLLM's names. With `--enable-rl`.
+"""Sleep and weight updates for a trainer in another process, under vLLM's names. With `--enable-rl`.
 
-Only an administrator may; `limits.KeyCheck` sees to that. Pauses are among `admin`'s.
+For administrators only: `limits.KeyCheck` ensures it. Pauses are in `admin`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jaxpage.server.context import Server
 
 
 class UpdateWeights(BaseModel):
-    """Which checkpoint to have the weights of."""
+    """The checkpoint with the new weights."""
 
     model_path: str = Field(min_length=1)  # on the server's machine, or gs://...
-    keep_cache: bool = False  # KV of the old weights goes on being found
+    keep_cache: bool = False  # keep KV of the old weights in the prefix cache
 
 
 def router(server: Server) -> APIRouter:

@@ -1,7 +1,7 @@
-"""`jaxpage run-batch`: the requests of an OpenAI batch file, answered in order of completion.
+"""`jaxpage run-batch`: answers the requests of an OpenAI batch file, in order of completion.
 
-A run that was cut off is continued: what has a result is not computed again. Knows the files' formats; how a request is
-answered is somebody else's business.
+An interrupted run can be resumed: requests with a result are not computed again. Knows the files' formats, but not how
+requests are answered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-# From a path and a request's body to a status code and the answer's body. It answers bad requests too; what it raises
+# From a path and a request's body to a status code and the answer's body. It answers invalid requests too; an exception
 # ends the run.
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
@@ -32,12 +32,12 @@ LINE_BEGIN = f'{{"id": "{ID_PREFIX}'.encode()  # of every result
 
 @dataclass
 class Summary:
-    """How many lines of a batch came to what."""
+    """The number of lines of a batch by outcome."""
 
     answered: int = 0
-    refused: int = 0  # requests whose answer is an error
-    unreadable: int = 0  # lines that are no request that can be answered
-    skipped: int = 0  # of earlier runs
+    refused: int = 0  # answered with an error
+    unreadable: int = 0  # lines that are not valid requests
+    skipped: int = 0  # done in earlier runs
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -60,9 +60,9 @@ class BatchLine:
 
 
 def main(source: Path, target: Path, options: dict[str, Any], max_concurrency: int) -> None:
-    """Answer a batch with an engine of these options, and print a summary. Raises ValueError."""
+    """Answer a batch with an engine with these options, and print a summary. Raises ValueError."""
     with Results(target, source):
-        pass  # bad files are told before a model is loaded
+        pass  # report invalid files before the model is loaded
     from jaxpage.async_llm import AsyncLLM
     from jaxpage.server.in_process import answerer
 
@@ -82,8 +82,8 @@ async def run_batch(
 ) -> Summary:
     """Write a result for each request of `source` that has none in `target` yet.
 
-    Keeps `max_concurrency` requests in flight, and in memory besides them only the custom ids. Raises ValueError for
-    files that cannot be used, and whatever `answer` raises; then `target` has the results so far.
+    Keeps `max_concurrency` requests in flight; of the others only custom ids are in memory. Raises ValueError for
+    invalid files, and exceptions of `answer`; then `target` has the results so far.
     """
     if max_concurrency < 1:
         raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
@@ -103,7 +103,7 @@ async def run_batch(
         else:
             summary.refused += 1
 
-    # The progress is shown on a terminal only.
+    # Progress is shown only on a terminal.
     with (
         Results(target, source) as results,
         source.open("rb") as lines,
@@ -128,16 +128,16 @@ async def run_batch(
 
 
 def read_lines(lines: io.BufferedIOBase) -> Iterator[BatchLine]:
-    """The lines of a batch file one by one, but blank ones."""
+    """The lines of a batch file one by one, without blank ones."""
     for number, data in enumerate(lines, 1):
         if number == 1:
-            data = data.removeprefix(b"\xef\xbb\xbf")  # some editors mark UTF-8 so
+            data = data.removeprefix(b"\xef\xbb\xbf")  # the BOM that some editors write
         if data.strip():
             yield parse_line(number, data)
 
 
 def parse_line(number: int, data: bytes) -> BatchLine:
-    """What a line asks for, or why it cannot be answered."""
+    """The request of a line, or why it is invalid."""
     try:
         fields = json.loads(data.decode())
         problem = _problem(fields)
@@ -152,7 +152,7 @@ def parse_line(number: int, data: bytes) -> BatchLine:
 
 
 def _problem(fields: Any) -> tuple[str, str] | None:
-    """Why the JSON of a line is no request: a code and a text."""
+    """Why the JSON of a line is not a valid request: a code and a text."""
     if not isinstance(fields, dict) or not isinstance(fields.get("custom_id"), str):
         return "missing_required_parameter", "not an object with a custom_id that is a string"
     method, url, body = (fields.get(name) for name in ("method", "url", "body"))
@@ -168,19 +168,19 @@ def _problem(fields: Any) -> tuple[str, str] | None:
 
 
 class Results:
-    """The output file: a line for each result, there as soon as it is written. One process at a time has it."""
+    """The output file: each result is one line, written at once. Locked for one process at a time."""
 
     def __init__(self, path: Path, source: Path) -> None:
-        """Open it, with the results of earlier runs. Raises ValueError if it is something else."""
+        """Open it, with the results of earlier runs. Raises ValueError if it is not such a file."""
         if not source.is_file():
             raise ValueError(f"there is no file {source}")
         if path.exists() and path.samefile(source):
             raise ValueError(f"{path} is the input; name another file for the results")
         self._path = path
-        self._done: set[str] = set()  # custom ids with a result that have not been met in this run
-        self._bad_lines: set[int] = set()  # whose problem has been written
-        self._met: dict[str, int] = {}  # line by custom id, of this run
-        self._end = 0  # bytes of whole lines
+        self._done: set[str] = set()  # custom ids with a result that this run has not reached
+        self._bad_lines: set[int] = set()  # whose problem was written
+        self._met: dict[str, int] = {}  # line by custom id, in this run
+        self._end = 0  # bytes of complete lines
         try:
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
@@ -199,7 +199,7 @@ class Results:
         self._file.close()
 
     def check(self, line: BatchLine) -> BatchLine:
-        """The line, with a problem if its custom id has been met before."""
+        """The line, with a problem if its custom id is a duplicate."""
         if line.custom_id is None:
             return line
         first = self._met.setdefault(line.custom_id, line.number)
@@ -218,12 +218,12 @@ class Results:
         return False
 
     def write(self, line: BatchLine, status: int, body: dict[str, Any]) -> None:
-        """Write an answer, be it good or bad."""
+        """Write an answer or an error."""
         response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
         self._write(line, {"response": response, "error": None})
 
     def write_problem(self, line: BatchLine) -> None:
-        """Write why a line is no request."""
+        """Write why a line is not a valid request."""
         assert line.problem is not None
         code, why = line.problem
         error = {"code": code, "message": f"line {line.number}: {why}", "line": line.number}
@@ -233,13 +233,13 @@ class Results:
         result = {"id": f"{ID_PREFIX}{uuid.uuid4().hex}", "custom_id": line.custom_id} | fields
         try:
             data = json.dumps(result, ensure_ascii=False).encode() + b"\n"
-        except UnicodeEncodeError:  # half of a surrogate pair
+        except UnicodeEncodeError:  # a lone surrogate
             data = json.dumps(result).encode() + b"\n"
         written = 0
         try:
             while written < len(data):
                 written += self._file.write(data[written:])
-        except BaseException:  # the disk is full: no half lines before others
+        except BaseException:  # such as a full disk: no partial line may stay
             self._file.truncate(self._end)
             raise
         self._end += len(data)
@@ -253,7 +253,7 @@ class Results:
             pass  # a file system without locks
 
     def _read(self) -> None:
-        """Take in earlier results, and cut off a line that was torn."""
+        """Read earlier results, and cut off an incomplete line."""
         self._file.seek(0)
         with open(self._file.fileno(), "rb", closefd=False) as lines:
             for number, data in enumerate(lines, 1):

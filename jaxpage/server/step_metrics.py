@@ -1,4 +1,4 @@
-"""What steps cost, and how full the programs were that ran them."""
+"""The cost of steps, and how well they filled their programs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1)
 
 
 class StepMetrics:
-    """Observes steps; a collector of prometheus_client. `labels` go to all metrics."""
+    """Observes steps; a collector for prometheus_client. `labels` apply to all metrics."""
 
     def __init__(self, labels: Mapping[str, str]):
         self._labels = labels
         self._num_tokens = Histogram(STEP_TOKENS)
-        # by program
+        # By program.
         self._seconds: dict[str, Histogram] = {}
         self._fill: dict[str, Histogram] = {}
-        self._last_times: dict[int, float] = {}  # when a replica's step was last collected
+        self._last_times: dict[int, float] = {}  # when each replica's last step was collected
 
     def took_step(self, step: StepOutput) -> None:
         """See `Observer`."""
         if step.result is None:
             return
-        # A step is launched while the one before it still runs.
+        # A step is launched while the previous one still runs.
         start = max(step.launch_time, self._last_times.get(step.replica, 0.0))
         self._last_times[step.replica] = step.time
         self._num_tokens.observe(step.num_tokens)
@@ -42,7 +42,7 @@ class StepMetrics:
             self._fill[program].observe(step.result.fill)
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape gets."""
+        """The metrics of a scrape."""
         yield family(
             "vllm:iteration_tokens_total",
             "Tokens that a step computed, of prompts and of answers.",

@@ -1,4 +1,4 @@
-"""Texts that are too long are refused before they are tokenised, which would take long."""
+"""Rejects texts that are too long before they are tokenized, which would take long."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from jaxpage.input_processor import InputProcessor
 
 
 def check_length(prompt: object, inputs: InputProcessor) -> None:
-    """Raise ValueError for a text that cannot fit, whatever its tokens are."""
+    """Raise ValueError for a text that cannot fit, however it is tokenized."""
     if isinstance(prompt, str):
         _check(len(prompt), inputs)
 
 
 def check_messages(messages: Iterable[Mapping[str, Any]], inputs: InputProcessor) -> None:
-    """Raise ValueError for a conversation that cannot fit, whatever its tokens are."""
+    """Raise ValueError for a conversation that cannot fit, however it is tokenized."""
     _check(sum(_num_characters(message.get("content")) for message in messages), inputs)
 
 
 def _num_characters(content: Any) -> int:
-    """Of a text, or of a list of parts."""
+    """The length of a text, or of a list of parts."""
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return sum(len(text) for text in texts if isinstance(text, str))

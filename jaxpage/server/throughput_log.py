@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds: throughput, queue and caches. Its words are vLLM's, for what reads logs."""
+"""Logs a line every ten seconds: throughput, queue and caches. In vLLM's words, for log parsers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_RECENT_REQUESTS = 1000  # about which the prefix cache's hit rate is told
+NUM_RECENT_REQUESTS = 1000  # window of the prefix cache's hit rate
 
 
 async def log_throughput(llm: AsyncLLM, interval: float = 10.0) -> None:
     """Log a line every `interval` seconds, until the task is cancelled or the engine has died.
 
-    Nothing is logged while nothing happens, but for one line that shows that all has come to rest.
+    Nothing is logged while idle, except one line after the end of activity.
     """
     line = ThroughputLine(llm.stats(), time.monotonic())
     while not llm.errored:
@@ -32,7 +32,7 @@ async def log_throughput(llm: AsyncLLM, interval: float = 10.0) -> None:
 
 
 class ThroughputLine:
-    """Makes the lines of snapshots of the engine. Times are seconds."""
+    """Formats lines from snapshots of the engine. Times are seconds."""
 
     def __init__(self, stats: EngineStats, now: float):
         self._last, self._last_time = stats, now
@@ -40,11 +40,11 @@ class ThroughputLine:
         self._recent = deque([stats])
 
     def next(self, stats: EngineStats, now: float) -> str | None:
-        """What has changed since the last call; None if nothing has, then or now."""
+        """The changes since the last call; None if nothing has changed, then or now."""
         last, seconds = self._last, max(now - self._last_time, 1e-9)
         self._last, self._last_time = stats, now
         num_prompt = stats.prompt_tokens - last.prompt_tokens
-        # Tokens behind a stop string were counted in the snapshot before, and are not any more.
+        # Tokens after a stop string may have been counted in the last snapshot, but not in this one.
         num_generated = max(0, stats.generation_tokens - last.generation_tokens)
         is_active = bool(num_prompt or num_generated or stats.num_running or stats.num_waiting)
         is_told = is_active or self._was_active
@@ -60,7 +60,7 @@ class ThroughputLine:
         )
 
     def _hit_rate(self, stats: EngineStats) -> float:
-        """Share of the tokens of recent prompts that were found in the prefix cache."""
+        """Share of the tokens of recent prompts that the prefix cache had."""
         recent = self._recent
         recent.append(stats)
         while stats.num_requests_finished - recent[1].num_requests_finished >= NUM_RECENT_REQUESTS:
@@ -71,7 +71,7 @@ class ThroughputLine:
 
 
 def _replicas(stats: EngineStats) -> str:
-    """Nothing, as long as all work."""
+    """Empty while all replicas work."""
     if not stats.num_failed_replicas:
         return ""
     return f", Failed replicas: {stats.num_failed_replicas} of {len(stats.replicas)}"

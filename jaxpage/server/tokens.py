@@ -13,7 +13,7 @@ from jaxpage.server.texts import check_length, check_messages
 
 
 def router(server: Server) -> APIRouter:
-    """Texts to ids and back."""
+    """Tokenizes and detokenizes."""
     routes = APIRouter()
 
     @routes.post("/tokenize")

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each request that was answered. Its packages are those of the extra `otlp`."""
+"""OpenTelemetry traces: a span for each finished request. The packages are in the extra `otlp`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str] | None:
-    """The W3C trace context among the headers of an HTTP request, for `AsyncLLM.generate`; None if there is none.
+    """The W3C trace context in the headers of an HTTP request, for `AsyncLLM.generate`; None if there is none.
 
-    `headers` have lower-case names, or find them in any case.
+    `headers` must have lower-case names, or ignore case.
     """
     found = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
     return found if "traceparent" in found else None
 
 
 class Traces:
-    """An observer that makes a span `llm_request` of every finished request, and exports it.
+    """An observer that creates a span `llm_request` for every finished request, and exports it.
 
-    A span's parent is what the request's `trace_headers` name, if they do.
+    A span's parent is in the request's `trace_headers`, if any.
     """
 
     def __init__(self, exporter: SpanExporter, model_name: str):
-        """`model_name`: as the server calls the model."""
+        """`model_name`: the server's name for the model."""
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -60,7 +60,7 @@ class Traces:
             ) from None
 
     def shutdown(self) -> None:
-        """Export what is left. May take some seconds if nobody answers."""
+        """Export the remaining spans. May take some seconds if the collector does not respond."""
         self._provider.shutdown()
 
     def added(self, request: Request) -> None:
@@ -111,7 +111,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _resource() -> Resource:
-    """What the environment says of this process, which is called jaxpage unless that says otherwise."""
+    """The environment's attributes for this process; its default name is jaxpage."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     named = Resource.create({"service.name": "jaxpage"})

@@ -1,8 +1,8 @@
-"""The paths that TRL's `VLLMClient` has of its own: many prompts in, token ids and logprobs out. With `--enable-rl`.
+"""The additional paths of TRL's `VLLMClient`: many prompts in, token ids and logprobs out. With `--enable-rl`.
 
-They are those of older clients. Newer ones, such as 1.16's, sample and score through OpenAI's paths.
+Older clients use them. Newer ones, such as 1.16's, sample and score through OpenAI's paths.
 
-Weights do not come as TRL sends them, by NCCL between GPUs, but from a checkpoint: `/update_weights`.
+Weights are not sent TRL's way, by NCCL between GPUs, but read from a checkpoint: `/update_weights`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_NCCL = (
 
 
 class _BatchCall:
-    """All prompts of a call, answered at once. It must be closed."""
+    """All prompts of a call, answered together. It must be closed."""
 
     def __init__(self, batch: Batch, write: Callable[[list[RequestOutput]], dict[str, Any]]):
         self._batch, self._write = batch, write
@@ -77,7 +77,7 @@ def router(
     server: Server,
     answer: Callable[..., Any],
 ) -> APIRouter:
-    """TRL's paths, which end with a slash. `answer` is that of `app`."""
+    """TRL's paths, which end with a slash. `answer`: that of `app`."""
     routes = APIRouter()
 
     @routes.get("/get_world_size/")
@@ -99,7 +99,7 @@ def router(
 
     @routes.get("/server_info")
     async def server_info() -> Response:
-        # What newer clients ask before they send weights, and only then; they show the answer.
+        # Newer clients call this only before they send weights; they show the answer.
         raise ApiError(501, _NO_NCCL)
 
     @routes.post("/init_communicator/")
@@ -135,7 +135,7 @@ def _sampled(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def _by_rank(entry: Any) -> list[tuple[int, float | None]]:
-    """(token, logprob), the likeliest first."""
+    """(token, logprob), the most likely first."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank)
     return [(token, _finite(each.logprob)) for token, each in ranked]
 
@@ -145,7 +145,7 @@ def _finite(value: float) -> float | None:
 
 
 def _scored(outputs: Sequence[RequestOutput], body: Score) -> dict[str, Any]:
-    """Of the tokens behind each prompt, padded to the most of them; a sequence's first token has no logprob."""
+    """Scores of the tokens after each prompt, padded to the longest; a sequence's first token has no logprob."""
     found = make_scored(outputs, body.top_logprobs)
     lengths = [
         length - start
@@ -158,7 +158,7 @@ def _scored(outputs: Sequence[RequestOutput], body: Score) -> dict[str, Any]:
         np.zeros((*shape, body.top_logprobs), np.int32),
     )
     for row, (start, length) in enumerate(zip(body.prompt_lengths, lengths, strict=True)):
-        # The first token of all follows nothing.
+        # The first token of a sequence has no context.
         first = 1 if start == 0 and length else 0
         of, to = slice(start + first, start + length), slice(first, length)
         own[0][row, to, 0] = found.logprobs[row, of]
@@ -186,7 +186,7 @@ def _scored(outputs: Sequence[RequestOutput], body: Score) -> dict[str, Any]:
 def _entries(
     top: tuple[np.ndarray, np.ndarray], own: tuple[np.ndarray, np.ndarray], row: int, i: int
 ) -> list[tuple[int, float | None]]:
-    """(token, logprob) of the best in one place, and of the token itself if it is not among them."""
+    """(token, logprob) of the best tokens at one position, and of the actual token if it is not among them."""
     if not np.isfinite(own[0][row, i, 0]):
         return []
     found = dict(zip(top[1][row, i].tolist(), top[0][row, i].tolist(), strict=True))

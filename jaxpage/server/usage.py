@@ -1,4 +1,4 @@
-"""How many tokens a call took."""
+"""The token counts of a call."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jaxpage.outputs import RequestOutput
 class Usage:
     """Sums over the prompts of a call."""
 
-    with_details: bool  # say how many prompt tokens were found in the prefix cache
+    with_details: bool  # include the number of cached prompt tokens
     prompt_tokens: dict[int, int] = field(default_factory=dict)  # by prompt
     cached_tokens: dict[int, int] = field(default_factory=dict)
     completion_tokens: int = 0
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Take in an output of prompt `index`, all of whose tokens are new."""
+        """Add an output of prompt `index`; all its tokens are new."""
         self.prompt_tokens[index] = len(output.prompt_token_ids)
         self.cached_tokens[index] = output.num_cached_tokens
         self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
 
     def response_body(self, num_reasoning_tokens: int) -> dict[str, Any]:
-        """The same as responses have it."""
+        """The usage object of responses."""
         num_prompt, cached = sum(self.prompt_tokens.values()), sum(self.cached_tokens.values())
         return {
             "input_tokens": num_prompt,
-            # Nobody pays for what is written to the cache, so nothing is counted.
+            # Cache writes are free here, so they are not counted.
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": self.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},

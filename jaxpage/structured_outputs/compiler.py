@@ -1,4 +1,4 @@
-"""Grammars compiled for one tokenizer, in threads beside the engine, and kept for requests that ask for the same.
+"""Compiles grammars for one tokenizer, in background threads, and caches them.
 
 Knows llguidance, a tokenizer, and time. Must not know requests or the engine.
 """
@@ -22,14 +22,14 @@ from jaxpage.structured_outputs.config import StructuredOutputsConfig
 from jaxpage.structured_outputs.grammar import limits, to_grammar
 from jaxpage.structured_outputs.params import StructuredOutputsParams
 
-_MAX_KEPT = 128  # compiled grammars; one of a large schema has some MB
+_MAX_KEPT = 128  # compiled grammars; that of a large schema takes some MB
 
 
 @dataclass(frozen=True, eq=False)
 class CompilingGrammar:
-    """A grammar that is compiled now, or was. `deadline`: monotonic seconds."""
+    """A grammar that is being compiled, or was. `deadline`: monotonic seconds."""
 
-    matcher: Future[llguidance.LLMatcher]  # at the beginning of an output; to be copied
+    matcher: Future[llguidance.LLMatcher]  # in its initial state; copy it
     deadline: float
 
 
@@ -65,25 +65,25 @@ class GrammarCompiler:
         self._num_ended = 0
 
     def compile(self, params: StructuredOutputsParams) -> CompilingGrammar:
-        """Begin to compile; what the text alone shows to be wrong is a ValueError now."""
+        """Start compiling. Raises ValueError now for errors that show in the text alone."""
         grammar = to_grammar(params, self.config)
         with self._lock:
             future = self._kept.pop(grammar, None)
             if future is None or (future.done() and future.exception() is not None):
                 future = self._threads.submit(self._compile, grammar)
                 future.add_done_callback(self._count_ended)
-            self._kept[grammar] = future  # the one used last
+            self._kept[grammar] = future  # now the most recently used
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         return CompilingGrammar(future, time.monotonic() + self.config.compile_timeout)
 
     @property
     def num_ended(self) -> int:
-        """How many have been compiled, or have failed."""
+        """How many were compiled or failed."""
         return self._num_ended
 
     def wait(self, num_ended: int, deadline: float) -> None:
-        """Until more than `num_ended` have been compiled, or failed, or the deadline is over."""
+        """Wait until more than `num_ended` were compiled or failed, or until the deadline."""
         with self._one_has_ended:
             self._one_has_ended.wait_for(
                 lambda: self._num_ended > num_ended, max(0.0, deadline - time.monotonic())
@@ -95,7 +95,7 @@ class GrammarCompiler:
             self._one_has_ended.notify_all()
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        with self._tokens_lock:  # only one thread makes them
+        with self._tokens_lock:  # only one thread creates them
             tokens = self._tokens
         matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits(self.config))
         if matcher.is_error():
@@ -104,7 +104,7 @@ class GrammarCompiler:
 
     @functools.cached_property
     def _tokens(self) -> llguidance.LLTokenizer:
-        """Takes about a second for a large vocabulary, so the first grammar pays it, beside the engine."""
+        """Takes about a second for a large vocabulary, so the first grammar creates it, in the background."""
         return llguidance.hf.from_tokenizer(
             self._tokenizer,
             n_vocab=max(self.vocab_size, len(self._tokenizer)),

@@ -1,4 +1,4 @@
-"""How structured outputs are served: vLLM's `StructuredOutputsConfig`, and the limits that protect the engine."""
+"""Options of structured outputs: vLLM's `StructuredOutputsConfig`, and limits that protect the engine."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsConfig:
-    """The first names are vLLM's (0.32), the last four jaxpage's own. Raises ValueError for bad values."""
+    """The first fields are vLLM's (0.32), the last four jaxpage's own. Raises ValueError for invalid values."""
 
-    backend: str = "auto"  # whatever is asked for, llguidance does it
+    backend: str = "auto"  # always llguidance, whatever is given
     disable_fallback: bool = False  # there is none
-    disable_any_whitespace: bool = False  # as if every request said so
-    disable_additional_properties: bool = False  # likewise
-    reasoning_parser: str = ""  # becomes that of `reasoning_config`, if it has none
+    disable_any_whitespace: bool = False  # as if set in every request
+    disable_additional_properties: bool = False  # as if set in every request
+    reasoning_parser: str = ""  # for `reasoning_config`, if that has none
     reasoning_parser_plugin: str = ""
-    enable_in_reasoning: bool = False  # a model that reasons is constrained from its first token
+    enable_in_reasoning: bool = False  # constrain reasoning models from their first token
 
-    max_grammar_bytes: int = 2**20  # of the text of a schema, a regex or a grammar
-    max_nesting: int = 128  # lists and objects within each other in a schema
+    max_grammar_bytes: int = 2**20  # size of a schema, a regex or a grammar
+    max_nesting: int = 128  # depth of lists and objects in a schema
     compile_timeout: float = (
-        30.0  # seconds, from the request's arrival until its grammar is compiled
+        30.0  # seconds, from the arrival of a request until its grammar is compiled
     )
     max_mask_time: float = (
-        0.05  # seconds, about, for one mask; a grammar that needs more has failed
+        0.05  # seconds, approximately, for one mask; a grammar that needs more fails
     )
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class StructuredOutputsConfig:
 
 
 def to_structured_outputs_config(value: Any) -> StructuredOutputsConfig:
-    """The config itself, of a dict of its fields, or of None, which means the defaults. Raises ValueError."""
+    """The config, from itself, a dict of its fields, or None for the defaults. Raises ValueError."""
     if isinstance(value, StructuredOutputsConfig):
         return value
     names = {f.name for f in dataclasses.fields(StructuredOutputsConfig)}

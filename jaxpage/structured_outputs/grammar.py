@@ -1,4 +1,4 @@
-"""From `StructuredOutputsParams` to the text of a grammar that llguidance compiles, checked as far as that is cheap.
+"""Converts `StructuredOutputsParams` to the text of a grammar for llguidance, after cheap checks.
 
 Knows schemas and llguidance's formats. Must not know tokenizers, requests or the engine.
 """
@@ -14,11 +14,11 @@ import llguidance
 from jaxpage.structured_outputs.config import StructuredOutputsConfig
 from jaxpage.structured_outputs.params import StructuredOutputsParams
 
-# What llguidance's manual says of its speed; its limits are amounts of work.
+# The speed in llguidance's manual; its limits are amounts of work.
 _FUEL_PER_SECOND = 14_000_000
 _ITEMS_PER_SECOND = 20_000_000
 
-# Where a schema has further schemas.
+# Keywords of a schema whose values are schemas.
 _ONE = (
     "items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
     "unevaluatedItems", "unevaluatedProperties",
@@ -28,7 +28,7 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 
 
 def limits(config: StructuredOutputsConfig) -> llguidance.LLParserLimits:
-    """What one mask may cost."""
+    """The most work that one mask may take."""
     return llguidance.LLParserLimits(
         step_lexer_fuel=max(1, int(config.max_mask_time * _FUEL_PER_SECOND)),
         step_max_items=max(1, int(config.max_mask_time * _ITEMS_PER_SECOND)),
@@ -37,9 +37,9 @@ def limits(config: StructuredOutputsConfig) -> llguidance.LLParserLimits:
 
 
 def to_grammar(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> str:
-    """The text of the grammar. Raises ValueError for what is too large or nested too deeply, and what no grammar is.
+    """The text of the grammar. Raises ValueError for one that is too large, nested too deeply or invalid.
 
-    The message names the place in a schema.
+    For schemas the message names the place of the error.
     """
     if params.json is not None or params.json_object:
         schema = _schema(params, config)
@@ -64,12 +64,12 @@ def to_grammar(params: StructuredOutputsParams, config: StructuredOutputsConfig)
 
 
 def _error(grammar: str, config: StructuredOutputsConfig) -> str:
-    """What is wrong with it, or "". Its lexer is not built yet."""
+    """What is wrong with it, or "". The lexer is not built yet."""
     return llguidance.LLMatcher.validate_grammar(grammar, limits=limits(config))
 
 
 def _other_text(params: StructuredOutputsParams) -> tuple[str, str]:
-    """(kind, text) of what is no schema."""
+    """(kind, text) of constraints other than schemas."""
     if params.regex is not None:
         return "regex", params.regex
     if params.choice is not None:
@@ -96,7 +96,7 @@ def _check_size(kind: str, text: str, config: StructuredOutputsConfig) -> None:
 
 
 def _schema(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> Any:
-    """The schema as JSON has it: dicts, lists and scalars of its own."""
+    """A copy of the schema as JSON: dicts, lists and scalars."""
     if params.json_object:
         return {"type": "object"}
     text = params.json
@@ -143,7 +143,7 @@ def _from_schema(
 
 
 def _without_additional_properties(schema: Any) -> Any:
-    """Objects that list their properties and say nothing of others have no others."""
+    """Objects that list their properties and do not mention others get no others."""
     if isinstance(schema, list):
         return [_without_additional_properties(x) for x in schema]
     if not isinstance(schema, dict):
@@ -156,8 +156,8 @@ def _without_additional_properties(schema: Any) -> Any:
 
 
 def _tags(text: str, config: StructuredOutputsConfig) -> list[llguidance.StructTag]:
-    """Of vLLM's structural tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; or xgrammar's newer
-    form of the same, {"format": {"type": "triggered_tags", "triggers", "tags": [{"begin", "content", "end"}]}}.
+    """From vLLM's structural tag, {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, or xgrammar's newer
+    form, {"format": {"type": "triggered_tags", "triggers", "tags": [{"begin", "content", "end"}]}}.
     """
     tag = json.loads(text)
     form = tag.get("format") if isinstance(tag, dict) else None
@@ -200,7 +200,7 @@ def _one(end: Any) -> Any:
 def _path_of_error(
     schema: Any, params: StructuredOutputsParams, config: StructuredOutputsConfig
 ) -> str:
-    """Where in a schema the error is: the smallest part that cannot be served by itself, as a JSONPath."""
+    """The JSONPath of the error: the smallest part of the schema that is not supported by itself."""
     path = "$"
     definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
 
@@ -215,12 +215,12 @@ def _path_of_error(
             return path
         step, schema = failing
         path += step
-        # What is wrong with a definition shows in every part that has them all.
+        # An error in a definition appears in every part that includes it.
         definitions = {} if step.startswith((".$defs", ".definitions")) else definitions
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """(step of the path, schema) of each schema in a schema, definitions first."""
+    """(path step, schema) of each subschema, definitions first."""
     if not isinstance(schema, dict):
         return
     for key in reversed(_MANY):

@@ -1,4 +1,4 @@
-"""The masks of one request: where its continuations are in its grammar. See `request.MaskSource`."""
+"""The masks of one request: the state of each continuation in its grammar. See `request.MaskSource`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ALL_TOKENS = 0xFFFFFFFF
 
 
 class _Phase(enum.Enum):
-    """What a continuation writes now."""
+    """What a continuation generates now."""
 
     MAY_REASON = enum.auto()  # a beginning of the start of reasoning, or nothing yet
     REASONS = enum.auto()
-    MATCHES = enum.auto()  # what the grammar says
+    MATCHES = enum.auto()  # the output of the grammar
 
 
 @dataclass(slots=True)
 class _Continuation:
-    """`matcher` has consumed the first `num_read` tokens, without those of the reasoning.
+    """`matcher` has consumed the first `num_read` tokens, except reasoning.
 
-    `fits`: it could. If not, they are the beginning of the start of reasoning, and nothing else.
+    `fits`: they match the grammar. If not, they can only be the beginning of the start of reasoning.
     """
 
     matcher: llguidance.LLMatcher
@@ -40,9 +40,9 @@ class _Continuation:
 class GrammarMasks:
     """A `MaskSource`.
 
-    `reasoning`: the markers of a model that may reason before what the grammar says: it may begin its output with the
-    start, or be reasoning already at the end of its prompt (`is_reasoning`). `forces`: tokens without an alternative
-    may be appended unsampled.
+    `reasoning`: the markers of a model that may reason before the constrained output: its output may begin with the
+    start marker, or its prompt may end within reasoning (`is_reasoning`). `forces`: tokens without an alternative may
+    be appended without sampling.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GrammarMasks:
         self._num_ended = 0
 
     def mask(self, index: int, output_token_ids: Sequence[int]) -> np.ndarray | None:
-        """See `MaskSource`: a bit for each token of the model's vocabulary."""
+        """See `MaskSource`: one bit per token of the model's vocabulary."""
         continuation = self._read(index, output_token_ids)
         if continuation is None:
             return None
@@ -76,12 +76,12 @@ class GrammarMasks:
         mask = np.zeros(num_words, np.uint32)
         if continuation.phase is _Phase.REASONS:
             mask[:] = _ALL_TOKENS
-            for token_id in self._compiler.eos_token_ids:  # what must match is still to come
+            for token_id in self._compiler.eos_token_ids:  # the output is not complete yet
                 mask[token_id // 32] &= ~np.uint32(1 << token_id % 32)
             return mask
         if continuation.fits:
             mask |= np.frombuffer(continuation.matcher.compute_bitmask(), np.uint32)[:num_words]
-            if vocab_size % 32:  # the tokenizer may know more ids than the model
+            if vocab_size % 32:  # the tokenizer may have more ids than the model
                 mask[-1] &= np.uint32((1 << vocab_size % 32) - 1)
         if continuation.phase is _Phase.MAY_REASON:
             token_id = self._start[len(output_token_ids)]
@@ -106,7 +106,7 @@ class GrammarMasks:
         return self._errors.get(index)
 
     def wait(self, seconds: float) -> None:
-        """See `MaskSource`: grammars come late because they are compiled."""
+        """See `MaskSource`: waits for compilation."""
         deadline = min(self._grammar.deadline, time.monotonic() + seconds)
         self._compiler.wait(self._num_ended, deadline)
 
@@ -116,7 +116,7 @@ class GrammarMasks:
         self._errors.clear()
 
     def _read(self, index: int, output_token_ids: Sequence[int]) -> _Continuation | None:
-        """Where a continuation is after these tokens, which begin with those that it was asked about before."""
+        """The state of a continuation after these tokens, which extend those of the previous call."""
         if index in self._errors:
             return None
         continuation = self._continuations.get(index) or self._begin(index)
@@ -140,7 +140,7 @@ class GrammarMasks:
     def _read_start(
         self, continuation: _Continuation, token_ids: Sequence[int], position: int
     ) -> None:
-        """A token that may be one of the start of reasoning, or of what matches, or both."""
+        """Read a token that may belong to the start of reasoning, to the constrained output, or to both."""
         token_id = token_ids[position]
         if token_id != self._start[position]:
             continuation.phase = _Phase.MATCHES
@@ -162,7 +162,7 @@ class GrammarMasks:
         continuation.num_read = length
 
     def _begin(self, index: int) -> _Continuation | None:
-        self._num_ended = self._compiler.num_ended  # before the question: what ends now is noticed
+        self._num_ended = self._compiler.num_ended  # before the check, so that none is missed
         future, config = self._grammar.matcher, self._compiler.config
         if not future.done():
             if time.monotonic() > self._grammar.deadline:
@@ -184,8 +184,8 @@ class GrammarMasks:
 def reasoning_at_end(
     token_ids: Sequence[int], start: tuple[int, ...], end: tuple[int, ...]
 ) -> bool | None:
-    """Whether a prompt ends within reasoning; None if it says nothing of it. Templates that skip reasoning write an
-    empty one.
+    """Whether a prompt ends within reasoning; None if it has no marker. Templates that skip reasoning write an empty
+    one.
     """
     for position in range(len(token_ids), 0, -1):
         if tuple(token_ids[max(0, position - len(end)) : position]) == end:

@@ -1,6 +1,6 @@
-"""What an output must match: vLLM's `StructuredOutputsParams`, and the other forms in which users say it.
+"""Constraints of an output: vLLM's `StructuredOutputsParams`, and other forms of the same.
 
-Knows names and types. Whether a schema or a grammar can be compiled is checked where the request is added.
+Knows names and types. Whether a schema or a grammar compiles is checked when the request is added.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass
 class StructuredOutputsParams:
-    """Exactly one of the first six. Names and meanings are vLLM's (0.32).
+    """Exactly one of the first six fields. Names and meanings are vLLM's (0.32).
 
     Raises ValueError for none or several of them, and for values of other types.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema, or its text
     regex: str | None = None  # of the whole output; Rust's syntax without look-around
-    choice: list[str] | None = None  # the output is one of these
-    grammar: str | None = None  # Lark as llguidance has it; or EBNF as llama.cpp's GBNF
+    choice: list[str] | None = None  # the output must be one of these
+    grammar: str | None = None  # llguidance's Lark, or EBNF in llama.cpp's GBNF
     json_object: bool | None = None  # any JSON object
-    disable_any_whitespace: bool = False  # in JSON, between tokens
-    disable_additional_properties: bool = False  # of objects whose schema does not mention them
-    whitespace_pattern: str | None = None  # a regex for what stands between tokens of JSON
-    structural_tag: str | None = None  # JSON: text with parts that must match a schema, see vLLM
+    disable_any_whitespace: bool = False  # between tokens of JSON
+    disable_additional_properties: bool = False  # in objects whose schema does not mention them
+    whitespace_pattern: str | None = None  # a regex for whitespace between tokens of JSON
+    structural_tag: str | None = None  # JSON: text with parts that must match a schema, as in vLLM
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -58,7 +58,7 @@ class StructuredOutputsParams:
 
 @dataclass
 class GuidedDecodingParams(StructuredOutputsParams):
-    """What `StructuredOutputsParams` was called before vLLM 0.12. Who does it cannot be chosen."""
+    """The name of `StructuredOutputsParams` before vLLM 0.12. The backend cannot be chosen."""
 
     backend: str | None = None
     backend_was_auto: bool = False
@@ -71,7 +71,7 @@ def _check(name: str, value: Any, types: tuple[type, ...], expected: str) -> Non
 
 
 def to_structured_outputs(value: Any) -> StructuredOutputsParams | None:
-    """The params themselves, or of a dict of their fields. Raises ValueError."""
+    """The params, from themselves or a dict of their fields. Raises ValueError."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     names = {f.name for f in dataclasses.fields(GuidedDecodingParams)}
@@ -84,7 +84,7 @@ def to_structured_outputs(value: Any) -> StructuredOutputsParams | None:
 
 
 def from_response_format(response_format: Any) -> StructuredOutputsParams | None:
-    """Of OpenAI's `response_format`, and LMDeploy's with "regex_schema". None for text. Raises ValueError."""
+    """From OpenAI's `response_format`, or LMDeploy's with "regex_schema". None for text. Raises ValueError."""
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None

@@ -1,4 +1,4 @@
-"""Tool calls in outputs: vLLM's tool parsers, as far as jaxpage has their models' formats.
+"""Parsing of tool calls in outputs: those of vLLM's tool parsers whose models jaxpage supports.
 
 Knows text, and the tools of a request. Must not know tokens, requests or the engine.
 """

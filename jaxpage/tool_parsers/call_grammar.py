@@ -1,4 +1,4 @@
-"""Grammars of calls, in Lark as llguidance reads it: what the formats have in common."""
+"""Grammars of calls, in llguidance's Lark: what the formats have in common."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from jaxpage.tool_parsers.tools import Tool
 
-Literal = Callable[[str], str]  # a text as a part of a rule; nothing for an empty text
+Literal = Callable[[str], str]  # quotes a text for use in a rule; "" for an empty text
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallGrammar:
     """How a format writes calls."""
 
-    # the rules that define a tool's call under the name given; others begin with that name and "_"
+    # Rules for a call of the tool, under the given name; names of further rules begin with it and "_".
     call: Callable[[Tool, str, Literal], list[str]]
     begin: str = ""
     between: str = ""
     end: str = ""
 
     def rules(self, tools: tuple[Tool, ...], literal: Literal, *, several: bool) -> list[str]:
-        """A grammar of one call of any of `tools`, or of one or more."""
+        """A grammar for one call of any of `tools`, or for one or more."""
         more = f"({literal(self.between)} call)*" if several else ""
         start = (literal(self.begin), "call", more, literal(self.end))
         names = [f"call_{i}" for i in range(len(tools))]
         rules = [
-            "%llguidance {}",  # says that it is Lark, not GBNF
+            "%llguidance {}",  # marks it as Lark, not GBNF
             f"start: {' '.join(filter(None, start))}",
             f"call: {' | '.join(names)}",
         ]
@@ -39,7 +39,7 @@ class CallGrammar:
 
 
 def json_call(before: str, after: str) -> Callable[[Tool, str, Literal], list[str]]:
-    """A call whose arguments are JSON between two texts; `%s` in the first is the tool's name."""
+    """A call with JSON arguments between two texts; `%s` in the first is the tool's name."""
 
     def rules(tool: Tool, rule: str, literal: Literal) -> list[str]:
         return [
@@ -50,18 +50,18 @@ def json_call(before: str, after: str) -> Callable[[Tool, str, Literal], list[st
     return rules
 
 
-# Written as templates show it: with free whitespace a model could go on with nothing else.
+# As templates write it. With free whitespace a model could emit nothing else.
 _AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def json_rule(rule: str, schema: Any) -> str:
-    """JSON that fits the schema, written as Python's `json.dumps` does it."""
+    """JSON that matches the schema, formatted like Python's `json.dumps`."""
     fields = schema if isinstance(schema, Mapping) else {}
     return f"{rule}: %json {json.dumps({**fields, 'x-guidance': _AS_PYTHON})}"
 
 
 def literal_with(special_tokens: Mapping[str, int]) -> Literal:
-    """Texts in which the markers that are special tokens stand for these: no others' bytes can spell them."""
+    """Quotes texts; markers that are special tokens must be generated as these tokens, not as other tokens' bytes."""
     cut = re.compile(f"({'|'.join(map(re.escape, special_tokens))})") if special_tokens else None
 
     def literal(text: str) -> str:

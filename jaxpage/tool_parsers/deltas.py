@@ -1,4 +1,4 @@
-"""What a parser finds in an output: deltas as they come, and the deltas joined.
+"""What a parser finds in an output: deltas, and their join.
 
 Knows neither formats nor models.
 """
@@ -28,7 +28,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """A piece of the arguments' JSON text. All pieces of a call, joined, are its `arguments`."""
+    """A piece of the arguments' JSON text. The pieces of a call, joined, are its `arguments`."""
 
     index: int
     text: str
@@ -40,11 +40,11 @@ Delta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 @dataclass(frozen=True)
 class ToolCall:
     name: str
-    arguments: str  # JSON text of an object, or its beginning where the output broke off
+    arguments: str  # JSON text of an object; its beginning, if the output was cut off
 
     @property
     def complete(self) -> bool:
-        """Whether `arguments` is a whole object. False: the output ended, or went wrong, within it."""
+        """Whether `arguments` is a whole object. False if the output ended, or became invalid, within it."""
         try:
             return isinstance(json.loads(self.arguments), dict)
         except ValueError:
@@ -59,7 +59,7 @@ class ParsedOutput:
 
 
 def without_parallel_calls(deltas: Iterable[Delta]) -> list[Delta]:
-    """Of the calls only the first, for who wants no more than one."""
+    """Only the first call, for requests without parallel calls."""
     return [
         delta
         for delta in deltas
@@ -68,7 +68,7 @@ def without_parallel_calls(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def join(deltas: Iterable[Delta]) -> ParsedOutput:
-    """What all deltas of an output say together."""
+    """Join all deltas of an output."""
     text: list[str] = []
     reasoning: list[str] = []
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""The formats of tool calls by vLLM's names of their parsers, and which of them a chat template teaches."""
+"""The formats of tool calls by vLLM's names of their parsers, and which of them a chat template uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS: dict[str, Format] = {
     "qwen3_coder": qwen3_coder.FORMAT,
 }
 
-# The parser, what its templates say, and what those of others say besides. The first that applies.
+# The parser, strings in its templates, and strings in similar templates of other formats. The first match applies.
 _TEMPLATES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
     ("hermes", ("<tool_call>", "arguments"), ("<arg_key>",)),  # GLM
@@ -37,7 +37,7 @@ _TEMPLATES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 def find_format(name: str) -> Format:
-    """Raises ValueError for a name that is not known."""
+    """Raises ValueError for an unknown name."""
     if name not in FORMATS:
         raise ValueError(f"tool parser {name!r} is not known; there are {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -55,13 +55,13 @@ def make(name: str, tools: Any = None) -> Parser:
 
 
 def parse(name: str, tools: Any, text: str) -> ParsedOutput:
-    """What a whole output says. Raises ValueError for the name and the tools, never for the text."""
+    """Parse a whole output. Raises ValueError for an invalid name or invalid tools, never for the text."""
     parser = make(name, tools)
     return join([*parser.feed(text), *parser.finish()])
 
 
 def parser_for_template(chat_template: str) -> str | None:
-    """The tool parser for what a chat template teaches its model; None if it cannot be told."""
+    """The tool parser for the format in a chat template; None if it is not recognized."""
     for name, present, absent in _TEMPLATES:
         if all(text in chat_template for text in present):
             if not any(text in chat_template for text in absent):

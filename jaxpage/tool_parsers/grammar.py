@@ -1,4 +1,4 @@
-"""Grammars that force calls, for `tool_choice`: Lark as llguidance reads it."""
+"""Grammars that force calls, for `tool_choice`, in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def tool_grammar(
     parallel_tool_calls: bool = True,
     special_tokens: Mapping[str, int] | None = None,
 ) -> str:
-    """A grammar of outputs that the tool parser `name` reads as calls, whose arguments fit the tools' parameters.
+    """A grammar for outputs that the tool parser `name` reads as calls, with arguments that fit the tools' parameters.
 
-    `tool_choice`: "required" for one or more calls of any of the tools (exactly one without `parallel_tool_calls`), or
+    `tool_choice`: "required" for one or more calls of any tools (exactly one without `parallel_tool_calls`), or
     `{"type": "function", "function": {"name": ...}}` for exactly one call of that tool.
 
-    `special_tokens`: the ids of those of the format's `markers` that are special tokens. Without its id a marker is
+    `special_tokens`: the ids of those of the format's `markers` that are special tokens. A marker without an id is
     spelled with ordinary tokens.
 
-    Raises ValueError that says which tool cannot be forced, and why.
+    Raises ValueError that names the tool that cannot be forced, and says why.
     """
     chosen = _chosen(to_tools(tools), tool_choice)
     format_ = find_format(name)
@@ -61,7 +61,7 @@ def _chosen(tools: tuple[Tool, ...], tool_choice: Any) -> tuple[Tool, ...]:
 
 
 def _check_schema(tool: Tool) -> None:
-    """What llguidance says of a schema does not say whose it is."""
+    """llguidance's own error would not name the tool."""
     from llguidance import LLMatcher
 
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(tool.parameters)))

@@ -1,4 +1,4 @@
-"""gpt-oss' harmony, vLLM's `openai` tool parser and `openai_gptoss` reasoning parser: messages in channels.
+"""gpt-oss's harmony, vLLM's `openai` tool parser and `openai_gptoss` reasoning parser: messages in channels.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f
     <|constrain|>json<|message|>{"a": 1}<|call|>
@@ -25,14 +25,14 @@ _TEXT_CHANNELS = ("final", "commentary")
 
 
 def read_messages(source: Source, writer: Writer) -> Reading[None]:
-    """analysis is reasoning, and so is what is said to tools that are no functions; the rest is text or calls.
+    """The analysis channel is reasoning, and so are calls of tools that are not functions; the rest is text or calls.
 
-    Messages of a kind have a line break between them, as vLLM joins them.
+    Messages of a kind are separated by a line break, as in vLLM.
     """
     separators = {writer.text: "", writer.reasoning: ""}
     source.hold()
     yield from source.run(SPACE)
-    # The recipient may stand in the role, whose beginning is in the prompt.
+    # The recipient may be part of the role, which begins in the prompt.
     begun = yield from source.match("to=")
     if not begun:
         writer.text(source.take_held())
@@ -54,7 +54,7 @@ def read_messages(source: Source, writer: Writer) -> Reading[None]:
 
 
 def _read_header(source: Source, writer: Writer) -> Reading[str]:
-    """A header, whose beginning is held, with its `<|message|>`. "" if it has none: then it is text."""
+    """A header up to `<|message|>`; its beginning is held. Returns "" if there is no `<|message|>`: then it is text."""
     pieces = [source.take_held()]
     marker = yield from read_until(source, _HEADER_ENDS, pieces.append)
     source.take_held()
@@ -75,7 +75,7 @@ def _is_text(header: str) -> bool:
 
 
 def _read_call(source: Source, writer: Writer, name: str, header: str) -> Reading[None]:
-    """A message to a function. If it is no object it is text, with its header."""
+    """A message to a function. If its content is not an object, it is text, with its header."""
     source.hold()
     yield from source.run(SPACE)
     if (yield from source.peek()) != "{":

@@ -1,4 +1,4 @@
-"""vLLM's `hermes`: Nous Hermes 2 Pro, Qwen2.5 and Qwen3, whose templates teach
+"""vLLM's `hermes`: Nous Hermes 2 Pro, Qwen2.5 and Qwen3, whose templates specify
 
 <tool_call>
 {"name": "f", "arguments": {"a": 1}}
@@ -21,7 +21,7 @@ _MARKERS = Markers(_BEGIN)
 
 
 def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
-    """A call without arguments has `{}`. The end marker may be missing."""
+    """A call without arguments gets `{}`. The end marker may be missing."""
     while (yield from read_until(source, _MARKERS, writer.text)):
         yield from source.run(SPACE)
         if (yield from read_call(source, writer, ("arguments",), needs_arguments=False)):

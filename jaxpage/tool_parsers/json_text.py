@@ -1,7 +1,7 @@
-"""JSON read as it comes: a value, and an object that is a call.
+"""Incremental parsing of JSON: values, and objects that are calls.
 
-Strict, as `json.loads`, with one exception: raw control characters in strings, which models write in code, are
-escaped. Values nested deeper than MAX_DEPTH are refused.
+Strict like `json.loads`, with one exception: raw control characters in strings, which models write in code, are
+escaped. Values nested deeper than MAX_DEPTH are rejected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxpage.tool_parsers.writer import Writer
 
 Write = Callable[[str], None]
 
-MAX_DEPTH = 200  # json.loads takes about a thousand
+MAX_DEPTH = 200  # json.loads allows about a thousand
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR_CHARACTERS = re.compile(r"[A-Za-z0-9+.-]*")
@@ -30,9 +30,9 @@ def is_scalar(text: str) -> bool:
 
 
 def read_json(source: Source, write: Write) -> Reading[bool]:
-    """Reads a value, writing it piece by piece. False at what cannot go on, which is not read, or at the end."""
+    """Reads a value and writes it piece by piece. False at an invalid character, which is not read, or at the end."""
     closers: list[str] = []
-    state = "value"  # what may come: value, key, colon, first (of an object or array), next
+    state = "value"  # what is expected: value, key, colon, first (of an object or array), next
     while True:
         if closers:
             write((yield from source.run(SPACE)))
@@ -116,9 +116,9 @@ def _read_scalar(source: Source, write: Write) -> Reading[bool]:
 
 
 def read_arguments(source: Source, writer: Writer, name: str) -> Reading[bool]:
-    """Reads the object that is the arguments of a call. False if none comes, or if it breaks off.
+    """Reads the arguments of a call, an object. False if there is none, or if it is cut off.
 
-    Once the object has begun the call has, and what was held is dropped; after it the source holds anew.
+    The call begins with the object. Then held text is dropped, and after the object the source holds again.
     """
     if (yield from source.peek()) != "{":
         return False
@@ -131,7 +131,7 @@ def read_arguments(source: Source, writer: Writer, name: str) -> Reading[bool]:
 
 @dataclass
 class _Call:
-    """What is known of an object that may be a call."""
+    """What is known so far about an object that may be a call."""
 
     name: str | None = None
     early: list[str] | None = None  # arguments that came before the name
@@ -141,10 +141,10 @@ class _Call:
 def read_call(
     source: Source, writer: Writer, argument_keys: tuple[str, ...], *, needs_arguments: bool
 ) -> Reading[bool]:
-    """Reads an object that has "name" and one of `argument_keys`; further keys are skipped.
+    """Reads an object with "name" and one of `argument_keys`; other keys are skipped.
 
-    The call begins where its name and the beginning of its arguments are known, and what was held is dropped. False
-    where the object is no call, or breaks off: then what the source holds is not part of a call.
+    The call begins once its name and the beginning of its arguments are known; then held text is dropped. False if the
+    object is not a call, or is cut off: then the source holds text that is not part of a call.
     """
     call = _Call()
     separator = yield from source.match("{")
@@ -187,7 +187,7 @@ def _write_call(source: Source, writer: Writer, name: str, arguments: str) -> No
 
 
 def _read_key(source: Source) -> Reading[str | None]:
-    """A key, its colon, and the whitespace around them."""
+    """A key and its colon, with the whitespace around them."""
     yield from source.run(SPACE)
     key = yield from _read_text(source)
     yield from source.run(SPACE)

@@ -1,8 +1,8 @@
-"""vLLM's `llama3_json`: Llama 3.1, 3.2 and 3.3, whose templates teach
+"""vLLM's `llama3_json`: Llama 3.1, 3.2 and 3.3, whose templates specify
 
     {"name": "f", "parameters": {"a": 1}}
 
-perhaps after `<|python_tag|>`, and several calls with `;` between them.
+possibly after `<|python_tag|>`; several calls are separated by `;`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _KEYS = ("parameters", "arguments")
 
 
 def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
-    """Any object with a name and parameters is a call, wherever it stands, as in vLLM."""
+    """Any object with a name and parameters is a call, at any place, as in vLLM."""
     while marker := (yield from read_until(source, _MARKERS, writer.text)):
         if marker == _TAG:
             yield from source.run(SPACE)
         else:
-            source.pos -= 1  # an object reads its own brace
+            source.pos -= 1  # `read_call` reads the brace itself
         if (yield from read_call(source, writer, _KEYS, needs_arguments=True)):
             source.take_held()
         writer.text(source.take_held())

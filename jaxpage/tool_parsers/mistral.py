@@ -1,9 +1,9 @@
-"""vLLM's `mistral`. Tokenizers before version 11 write all calls as a list, later ones each for itself:
+"""vLLM's `mistral`. Tokenizers before version 11 write all calls as a list, later ones write each separately:
 
     [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
     [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}
 
-`[ARGS]` may be missing, or be preceded by `[CALL_ID]` and an id.
+`[ARGS]` may be missing, or follow `[CALL_ID]` and an id.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _read_call(source: Source, writer: Writer) -> Reading[bool]:
 
 
 def grammar(special_tokens: Mapping[str, int]) -> CallGrammar:
-    """A list, unless the tokenizer has `[ARGS]`, as vLLM tells them apart."""
+    """A list, unless the tokenizer has `[ARGS]`: vLLM's rule."""
     if _ARGS in special_tokens:
         return CallGrammar(call=json_call(f"{_CALLS}%s{_ARGS}", ""))
     call = json_call('{"name": "%s", "arguments": ', "}")

@@ -1,4 +1,4 @@
-"""A parser: what a format's reader finds in one output, as it comes."""
+"""Incremental parsing of one output with a format's reader."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from jaxpage.tool_parsers.writer import Writer
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How calls are written by some models."""
+    """How some models write calls."""
 
-    # reads a whole output
+    # Reads a whole output.
     read: Callable[[Source, Writer, tuple[Tool, ...]], Reading[None]]
-    # how a call is forced, given the ids of markers that are special tokens
+    # Grammar that forces calls, given the ids of markers that are special tokens.
     grammar: Callable[[Mapping[str, int]], CallGrammar]
-    markers: tuple[
-        str, ...
-    ] = ()  # that have tokens of their own, as far as a model's tokenizer has them
-    # Some of them are special tokens, at least of some models: the text must be decoded with them.
+    markers: tuple[str, ...] = ()  # may be single tokens, depending on the tokenizer
+    # Some markers are special tokens, at least for some models: the text must be decoded with special tokens.
     keeps_special_tokens: bool
-    separators: str = ""  # may stand between calls, and mean nothing
+    separators: str = ""  # may stand between calls; they are ignored
 
 
 class Parser:
-    """Reads one output: `feed` it in pieces of any size, then `finish`.
+    """Reads one output: call `feed` with pieces of any size, then `finish`.
 
-    What the deltas say, joined, does not depend on the pieces. What is no call comes out as text, as it was written,
-    and what is out is never taken back. A call begins when its name and the beginning of its arguments are known. If
-    these break off or go wrong, the pieces that are out remain an incomplete call, and the rest is text.
+    The joined deltas do not depend on the pieces. Text that is not a call is returned as it was written, and a delta is
+    never taken back. A call begins when its name and the beginning of its arguments are known. If the arguments are cut
+    off or become invalid, the deltas returned so far remain as an incomplete call, and the rest is text.
     """
 
     def __init__(
@@ -49,14 +47,14 @@ class Parser:
         self._reading = read(self._source, self._writer)
 
     def feed(self, new_text: str) -> list[Delta]:
-        """What is certain now that `new_text` has come."""
+        """The deltas that are certain after `new_text`."""
         assert not self._source.ended, "the output has ended"
         self._source.add(new_text)
         next(self._reading)
         return self._writer.take()
 
     def finish(self) -> list[Delta]:
-        """No more text will come: what was held back."""
+        """The output has ended: the deltas that were held back."""
         assert not self._source.ended, "the output has ended"
         self._source.ended = True
         next(self._reading, None)

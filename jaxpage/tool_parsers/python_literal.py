@@ -1,7 +1,7 @@
-"""Python literals read as they come, and written as JSON: numbers, strings, lists, dicts and names of constants.
+"""Incremental parsing of Python literals, written as JSON: numbers, strings, lists, dicts and constants.
 
-Nothing is evaluated. Tuples, sets, expressions and prefixes of strings are refused; `true`, `false` and `null` are
-JSON's.
+Nothing is evaluated. Tuples, sets, expressions and string prefixes are rejected; JSON's `true`, `false` and `null` are
+accepted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ESCAPED = {
 
 
 def read_literal(source: Source, write: Callable[[str], None]) -> Reading[bool]:
-    """Reads a literal, writing each part once it is whole. False at what cannot go on, or at the end."""
+    """Reads a literal and writes each part once it is complete. False at an invalid character, or at the end."""
     closers: list[str] = []
-    state = "value"  # what may come: value, item (or none), colon, next
-    comma = ""  # written before the next item, since none may come
+    state = "value"  # what is expected: value, item (or none), colon, next
+    comma = ""  # written before the next item, if there is one
     while True:
         if closers:
             yield from source.run(SPACE)
@@ -59,7 +59,7 @@ def read_literal(source: Source, write: Callable[[str], None]) -> Reading[bool]:
             scalar = yield from _read_scalar(source)
             if scalar is None:
                 return False
-            # JSON has no other keys than strings.
+            # Keys of JSON are strings.
             write(comma + (json.dumps(scalar) if is_key and scalar[0] != '"' else scalar))
             state, comma = "colon" if is_key else "next", ""
         if state == "next" and not closers:
@@ -77,12 +77,12 @@ def _read_scalar(source: Source) -> Reading[str | None]:
 
 
 def _number(word: str) -> str | None:
-    """What only Python takes for a number, such as `1_000`, `0x1f` and `.5`."""
+    """Numbers that are valid only in Python, such as `1_000`, `0x1f` and `.5`."""
     for convert in (lambda: int(word, 0), lambda: float(word)):
         try:
             number = convert()
             return json.dumps(number) if math.isfinite(number) else None
-        except (ValueError, OverflowError):  # OverflowError: of an int that no float can hold
+        except (ValueError, OverflowError):  # OverflowError: an int out of the range of floats
             continue
     return None
 
@@ -106,11 +106,11 @@ def _read_string(source: Source) -> Reading[str | None]:
 
 
 def _unescape(body: str) -> str:
-    """As Python does, and line breaks may be in any string."""
+    """Python's escapes. Line breaks may be in any string."""
     if "\\" not in body:
         return body
     text = _ESCAPE.sub(_character, body)
-    # JSON's two escapes for one character beyond U+FFFF; a surrogate alone is no character.
+    # JSON escapes a character beyond U+FFFF as a surrogate pair; a lone surrogate is invalid.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -120,5 +120,5 @@ def _character(escape: re.Match[str]) -> str:
         return _ESCAPED[code]
     try:
         return chr(int(code, 8) if code.isdigit() else int(code[1:], 16))
-    except (ValueError, OverflowError):  # not that of a character
+    except (ValueError, OverflowError):  # not a valid code point
         return escape.group()

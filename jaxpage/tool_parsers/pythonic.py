@@ -20,7 +20,7 @@ _WORD = re.compile(r"\w*")
 
 
 def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
-    """The list must begin the output, as in vLLM. Each part of an argument comes when it is whole."""
+    """The list must begin the output, as in vLLM. Each part of an argument is written once it is complete."""
     source.hold()
     yield from source.run(SPACE)
     if (yield from source.match("[")) and (yield from _read_calls(source, writer)):
@@ -47,8 +47,8 @@ def _read_calls(source: Source, writer: Writer) -> Reading[bool]:
 
 
 def _read_arguments(source: Source, writer: Writer, name: str) -> Reading[bool]:
-    """What stands between the parentheses. The source holds what was read since the last piece that is out."""
-    before = "{"  # is written before the next piece
+    """Arguments between parentheses. The source holds what was read since the last delta."""
+    before = "{"  # written before the next piece
     num_pieces = 0
 
     def write(text: str) -> None:
@@ -83,12 +83,12 @@ def _read_arguments(source: Source, writer: Writer, name: str) -> Reading[bool]:
 
 
 def grammar(special_tokens: Mapping[str, int]) -> CallGrammar:
-    """Values are JSON, which is read here as well as Python's literals."""
+    """Values are JSON: the parser accepts it besides Python's literals."""
     return CallGrammar(call=_call, begin="[", between=", ", end="]")
 
 
 def _call(tool: Tool, rule: str, literal: Literal) -> list[str]:
-    """`f(a=1, b=2)` in the order of the schema; what is not required may be missing."""
+    """`f(a=1, b=2)` in the order of the schema; optional arguments may be missing."""
     for name in (tool.name, *tool.properties):
         if not name.isidentifier():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""vLLM's `qwen3_coder`: Qwen3-Coder and Qwen3.5, whose templates teach
+"""vLLM's `qwen3_coder`: Qwen3-Coder and Qwen3.5, whose templates specify
 
     <tool_call>
     <function=f>
@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-A value is plain text; the tool's schema says what it is.
+A value is plain text; its type is in the tool's schema.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANY = Tool("", {})
 
 
 def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
-    """`<tool_call>` may be missing. So may closing tags, where what follows them shows it."""
+    """`<tool_call>` may be missing. So may closing tags, if what follows makes the end clear."""
     by_name = {tool.name: tool for tool in tools}
     while marker := (yield from read_until(source, _MARKERS, writer.text)):
         if marker == _BEGIN:
@@ -50,7 +50,7 @@ def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[Non
 
 
 def _read_parameters(source: Source, writer: Writer, tool: Tool) -> Reading[None]:
-    """What follows the function's name. What is no part of the call is held afterwards."""
+    """Everything after the function's name. Afterwards the source holds what is not part of the call."""
     writer.arguments("{")
     seen: set[str] = set()
     while True:
@@ -83,14 +83,14 @@ def _read_parameters(source: Source, writer: Writer, tool: Tool) -> Reading[None
 
 
 def _value_ends(tool: Tool, seen: set[str]) -> Markers:
-    """What ends a value: its tag, or where that is missing what can only be the call's next part."""
+    """The markers that end a value: its closing tag or, without one, the start of the call's next part."""
     names = (name for name in tool.properties if _NAME.fullmatch(name) and name not in seen)
     unseen = [f"{_PARAMETER}{name}>" for name in names]
     return Markers(_PARAMETER_END, f"{_FUNCTION_END}\n{_END}", *unseen)
 
 
 def _read_text(source: Source, writer: Writer, before: str, ends: Markers) -> Reading[str]:
-    """A string, which comes as it is written, after `before`. The marker that ends it."""
+    """Writes a string incrementally, after `before`. Returns the marker that ends it."""
     source.take_held()
     writer.arguments(before + '"')
     trimmed = _Trimmed(lambda text: writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
@@ -103,7 +103,7 @@ def _read_text(source: Source, writer: Writer, before: str, ends: Markers) -> Re
 def _read_other(
     source: Source, writer: Writer, before: str, ends: Markers, types: tuple[str, ...]
 ) -> Reading[str]:
-    """A value that must be whole to be converted; text if it does not end. The marker that ends it."""
+    """A value that must be complete to be converted; text if it does not end. Returns the marker that ends it."""
     held = source.take_held()
     pieces: list[str] = []
     end = yield from read_until(source, ends, pieces.append)
@@ -117,12 +117,12 @@ def _read_other(
 
 
 class _Trimmed:
-    """Passes text on without one line break at its beginning and one at its end, which the template wrote."""
+    """Passes text on without one line break at its beginning and one at its end, which the template added."""
 
     def __init__(self, write: Callable[[str], None]):
         self._write = write
         self._begun = False
-        self._line_break = ""  # held back, it may be the last character
+        self._line_break = ""  # held back, since it may be the last character
 
     def write(self, text: str) -> None:
         if not self._begun:

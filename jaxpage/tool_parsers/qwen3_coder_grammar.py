@@ -1,7 +1,7 @@
-"""The grammar of `qwen3_coder`: values are plain texts which, converted as the parser does it, fit the schema.
+"""The grammar of `qwen3_coder`: values are plain texts that fit the schema after the parser's conversion.
 
-One thing it does not see: of a schema that allows strings and other types, a text that was meant as a string but reads
-as another type becomes that, whatever else the schema says of it.
+One limitation: if a schema allows strings and other types, a string that reads as another type is converted to that
+type, even if this violates the rest of the schema.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jaxpage.tool_parsers.values import resolve, schema_types
 
 _END = "\n</parameter>\n"
 _DEFINITIONS = ("$defs", "definitions")
-_MAX_REFERENCES = 10  # that only lead to others
+_MAX_REFERENCES = 10  # in a row
 
 
 def call_rules(tool: Tool, rule: str, literal: Literal) -> list[str]:
-    """Parameters in the order of the schema; what is not required may be missing."""
+    """Parameters in the order of the schema; optional ones may be missing."""
     required = tool.parameters.get("required", ())
     ends = ["</parameter>", "</function>\n</tool_call>"]
     ends += [f"<parameter={name}>" for name in tool.properties]
@@ -43,7 +43,7 @@ def call_rules(tool: Tool, rule: str, literal: Literal) -> list[str]:
 
 
 def _value_rules(rule: str, schema: Any, literal: Literal, ends: list[str]) -> list[str]:
-    """A value and the tag that ends it."""
+    """A value and its closing tag."""
     schema = _resolved(schema)
     if "enum" in schema or "const" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
@@ -69,7 +69,7 @@ def _value_rules(rule: str, schema: Any, literal: Literal, ends: list[str]) -> l
 
 
 def _resolved(schema: Any) -> dict[str, Any]:
-    """The schema that a reference leads to, with the definitions; {} for a schema that says nothing."""
+    """The schema with references resolved, and its definitions; {} if it says nothing."""
     root = schema
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping):
@@ -86,7 +86,7 @@ def _json_rules(rule: str, schema: Mapping[str, Any], literal: Literal) -> list[
 
 
 def _text_rules(rule: str, schema: Mapping[str, Any], ends: list[str]) -> list[str]:
-    """Any text of the lengths and pattern asked for that holds no tag which would end it."""
+    """Any text with the schema's lengths and pattern that contains no tag that would end it."""
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     terminal = rule.upper()
     text = f"/(?s:.{{{low},{high}}})/" if low or high != "" else "/(?s:.*)/"
@@ -104,7 +104,7 @@ def _regex(text: str) -> str:
 
 
 def _search(pattern: str) -> str:
-    """A regex of all texts in which the pattern is found, as JSON Schema means it."""
+    """A regex for all texts that contain a match of the pattern, as in JSON Schema."""
     begin = "" if pattern.startswith("^") else "(?s:.*)"
     end = "" if pattern.endswith("$") else "(?s:.*)"
     inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, and how it is read: by generators that yield where they need more.
+"""Text that arrives in pieces, and readers for it: generators that yield when they need more.
 
-Each character is read once, by one state of one generator, so what is found does not depend on where the pieces were
-cut, and takes time in proportion to the text. Knows no format.
+Each character is read once, by one state of one generator, so results do not depend on where the pieces were cut, and
+time is linear in the text. Knows no format.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Source:
-    """`text[pos:]` has come and is not read yet. Readers move `pos`; they may look, but not read, ahead.
+    """`text[pos:]` has arrived but is not read yet. Readers move `pos`; they may peek ahead without reading.
 
-    What is read while the source holds can be had back, for text that turns out to be no call.
+    While the source holds, it keeps what is read, for text that turns out not to be a call.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0
-        self.ended = False  # nothing comes after `text`
+        self.ended = False  # `text` is complete
         self._held: list[str] = []
-        self._held_to: int | None = None  # what lies before it is in `_held`; None: not holding
+        self._held_to: int | None = None  # text before it is in `_held`; None: not holding
 
     def add(self, text: str) -> None:
         if self._held_to is not None:
@@ -37,12 +37,12 @@ class Source:
         self.pos = 0
 
     def hold(self, start: int | None = None) -> None:
-        """From now on keep what is read; `start` is before `pos`, for what was read just now."""
+        """Keep what is read from now on, or from `start` on, before `pos`."""
         self._held = []
         self._held_to = self.pos if start is None else start
 
     def take_held(self) -> str:
-        """What was read since `hold`, which ends; "" if the source does not hold."""
+        """Returns what was read since `hold`, and stops holding; "" if the source does not hold."""
         if self._held_to is None:
             return ""
         held = "".join([*self._held, self.text[self._held_to : self.pos]])
@@ -50,7 +50,7 @@ class Source:
         return held
 
     def more(self) -> Reading[bool]:
-        """Waits until there is something to read; False at the end of the output."""
+        """Waits for text; False at the end of the output."""
         while self.pos == len(self.text):
             if self.ended:
                 return False
@@ -58,11 +58,11 @@ class Source:
         return True
 
     def peek(self) -> Reading[str]:
-        """The next character, which stays unread; "" at the end."""
+        """The next character, without reading it; "" at the end."""
         return self.text[self.pos] if (yield from self.more()) else ""
 
     def run(self, characters: re.Pattern[str]) -> Reading[str]:
-        """Reads all that comes of a class of characters; the pattern is that class with a star."""
+        """Reads a run of characters of one class; the pattern is that class with a star."""
         pieces = []
         while (yield from self.more()):
             match = characters.match(self.text, self.pos)
@@ -74,7 +74,7 @@ class Source:
         return "".join(pieces)
 
     def match(self, *markers: str) -> Reading[str]:
-        """Reads the marker that comes next and returns it; if none does, reads nothing: ""."""
+        """Reads and returns the marker that comes next; otherwise reads nothing and returns ""."""
         longest = max(map(len, markers))
         while True:
             ahead = self.text[self.pos : self.pos + longest]
@@ -88,7 +88,7 @@ class Source:
 
 
 class Markers:
-    """Strings to look for in a text. None may be part of another: which one comes would depend on the cuts."""
+    """Strings to search for. None may be part of another: otherwise results would depend on the pieces."""
 
     def __init__(self, *markers: str):
         assert not any(a != b and a in b for a in markers for b in markers), markers
@@ -98,7 +98,7 @@ class Markers:
         self._longest = max(map(len, markers))
 
     def find(self, text: str, start: int) -> tuple[int, int]:
-        """Where the first one lies; if there is none, where text ends that is surely before any."""
+        """The span of the first marker; without one, the position before which none begins, twice."""
         found = self._any.search(text, start)
         if found:
             return found.span()
@@ -109,9 +109,9 @@ class Markers:
 
 
 def read_until(source: Source, markers: Markers, write: Callable[[str], None]) -> Reading[str]:
-    """Writes what comes before the first marker; reads the marker, holds it and returns it.
+    """Writes the text before the first marker; reads, holds and returns the marker.
 
-    "" at the end of the output. Only what may be the beginning of a marker waits for more.
+    Returns "" at the end of the output. Only a possible beginning of a marker waits for more text.
     """
     while True:
         start, end = markers.find(source.text, source.pos)
@@ -129,14 +129,14 @@ def read_until(source: Source, markers: Markers, write: Callable[[str], None]) -
 
 
 def read_rest(source: Source, write: Callable[[str], None]) -> Reading[None]:
-    """Writes all that comes."""
+    """Writes the rest of the output."""
     while (yield from source.more()):
         write(source.text[source.pos :])
         source.pos = len(source.text)
 
 
 def read_whole(text: str, read: Callable[[Source], Reading[T]]) -> tuple[T, str]:
-    """What a reader finds in a text that is there already, and what it left unread."""
+    """The result of a reader for a complete text, and the text left unread."""
     source = Source()
     source.add(text)
     source.ended = True

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What every format can tell from its own marks.
+# Names that no format confuses with its own syntax.
 _NAME = re.compile(r"[\w.:/-]+")
 
 
@@ -30,9 +30,9 @@ class Tool:
 
 
 def to_tools(tools: Any) -> tuple[Tool, ...]:
-    """Tools of `[{"type": "function", "function": {"name": ..., "parameters": {...}}}, ...]` or None.
+    """Tools from `[{"type": "function", "function": {"name": ..., "parameters": {...}}}, ...]` or None.
 
-    Without parameters a tool takes no arguments. Raises ValueError that says which tool is wrong.
+    A tool without parameters takes no arguments. Raises ValueError that names the invalid tool.
     """
     if tools is None:
         return ()

@@ -1,4 +1,4 @@
-"""Arguments that are written as plain text, converted by their JSON schema, as vLLM's `qwen3_coder` does it."""
+"""Converts arguments written as plain text by their JSON schema, like vLLM's `qwen3_coder`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(
 
 
 def schema_types(schema: Any) -> tuple[str, ...]:
-    """The types that a value may have, in the schema's order; a string, if it does not say."""
+    """The types that a value may have, in the schema's order; "string" by default."""
     return tuple(dict.fromkeys(_types(schema, schema, 0))) or ("string",)
 
 
 def _types(schema: Any, root: Any, depth: int) -> list[str]:
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:  # a reference may lead to itself
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:  # a reference may point to itself
         return []
     if "type" in schema:
         found = schema["type"]
@@ -27,7 +27,7 @@ def _types(schema: Any, root: Any, depth: int) -> list[str]:
     if "enum" in schema or "const" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         found = [_TYPES.get(type(v), "object") for v in values] if isinstance(values, list) else []
-        # Any text can be a string, but only the texts of strings are meant.
+        # Any text is a valid string, so strings come last.
         return sorted(found, key=lambda type_: type_ == "string")
     if "$ref" in schema:
         return _types(resolve(schema["$ref"], root), root, depth + 1)
@@ -40,7 +40,7 @@ def _types(schema: Any, root: Any, depth: int) -> list[str]:
 
 
 def resolve(reference: Any, root: Any) -> Any:
-    """What `#/$defs/x` refers to; None if there is no such thing."""
+    """The target of `#/$defs/x`; None if it does not exist."""
     parts = str(reference).split("/")
     for part in parts[1:]:
         root = root.get(part) if isinstance(root, Mapping) else None
@@ -48,7 +48,7 @@ def resolve(reference: Any, root: Any) -> Any:
 
 
 def to_json(text: str, types: tuple[str, ...]) -> str:
-    """The JSON of a text as the first of the types that it can be read as; else of the string that it is."""
+    """The JSON of a text as the first type that it can be read as; otherwise as a string."""
     stripped = text.strip()
     if "null" in types or "string" not in types:
         if stripped.lower() in ("null", "none"):  # templates write Python's None
@@ -77,7 +77,7 @@ def _read_as(text: str, type_: str) -> str | None:
 def _read_all(
     text: str, read: Callable[[Source, Callable[[str], None]], Reading[bool]]
 ) -> str | None:
-    """As JSON, if `read` takes all of the text for one value."""
+    """As JSON, if `read` reads the whole text as one value."""
     pieces: list[str] = []
     complete, rest = read_whole(text, lambda source: read(source, pieces.append))
     return "".join(pieces) if complete and not rest else None

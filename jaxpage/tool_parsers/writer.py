@@ -1,4 +1,4 @@
-"""Where readers of formats put what they find."""
+"""Collects what the readers of formats find."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SPACE = " \t\r\n"
 class Writer:
     """Deltas in the order in which they were found.
 
-    Whitespace that stands alone before, between or after calls is dropped; all other text stays as it was written.
-    `separators` are characters that may stand between calls besides.
+    Whitespace alone before, between or after calls is dropped; all other text stays unchanged. `separators` are dropped
+    between calls too.
     """
 
     def __init__(self, separators: str = "") -> None:
         self._deltas: list[Delta] = []
         self._num_calls = 0
         self._separators = separators
-        # Whitespace since the beginning or the last call; None once other text came.
+        # Whitespace since the beginning or the last call; None after other text.
         self._blank: list[str] | None = []
 
     def text(self, text: str) -> None:
@@ -42,7 +42,7 @@ class Writer:
         self._deltas.append(ReasoningDelta(text))
 
     def start(self, name: str) -> None:
-        """A call begins; what `arguments` gets from now on is its own."""
+        """Begin a call; `arguments` from now on belong to it."""
         self._deltas.append(ToolCallStart(self._num_calls, name))
         self._num_calls += 1
         self._blank = []
@@ -57,7 +57,7 @@ class Writer:
         self._blank = None
 
     def take(self) -> list[Delta]:
-        """What came since the last time; neighbours of a kind are one delta, none is empty."""
+        """The deltas since the last time. Adjacent ones of a kind are merged; none is empty."""
         deltas, self._deltas = self._deltas, []
         if len(deltas) < 2:
             return [d for d in deltas if isinstance(d, ToolCallStart) or d.text]
@@ -72,7 +72,7 @@ def _kind(delta: Delta) -> tuple[type, int]:
 
 
 def _merged(group: list[Delta]) -> list[Delta]:
-    """Neighbours of a kind as one delta."""
+    """Merge adjacent deltas of a kind."""
     match group[0]:
         case ToolCallStart():
             return group

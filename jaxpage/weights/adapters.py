@@ -1,7 +1,7 @@
 """From an adapter's folder to the contents of an adapter slot.
 
-Knows how adapters lie on the device (`models.lora`), and where a family's checkpoints have the model's layers. Must not
-know which slots there are, nor who has them.
+Knows how adapters are stored on the device (`models.lora`), and the names of a model's layers in checkpoints. Must not
+know which slots exist, or who uses them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxpage.weights.peft import AdaptedLayers, LowRank, read_adapter
 def adapter_reader(
     model: CausalLM, *, num_slots: int, max_rank: int
 ) -> Callable[[str], list[np.ndarray]]:
-    """What reads a PEFT folder as the contents of a slot of the model's arrays, see `models.lora.write_slot`.
+    """A function that reads a PEFT folder as the contents of a slot, see `models.lora.write_slot`.
 
-    It raises ValueError for a folder that is no adapter of this model, or not one of at most `max_rank`.
+    It raises ValueError for a folder that is not an adapter of this model, or has a rank above `max_rank`.
     """
     arrays, config = adapter_arrays(model, num_slots), model.config
     sources = _sources(arrays, registry.weight_map(config))
@@ -44,7 +44,7 @@ def adapter_reader(
 
 
 def _sources(arrays: list[AdapterArray], weight_map: Mapping[str, Place]) -> dict[str, Source]:
-    """Where checkpoints have each of the model's layers: rows of which of theirs, here without ".weight"."""
+    """The place of each of the model's layers in checkpoints: rows of a layer, here without ".weight"."""
     layers = {layer for array in arrays for layer in array.layers}
     found = {}
     for layer in sorted(layers):
@@ -57,7 +57,7 @@ def _sources(arrays: list[AdapterArray], weight_map: Mapping[str, Place]) -> dic
 def _shapes(
     arrays: list[AdapterArray], sources: Mapping[str, Source]
 ) -> dict[str, tuple[int, int]]:
-    """(out, in) of each of the checkpoints' layers."""
+    """(out, in) of each layer in checkpoints."""
     num_in = {layer: array.shape[1] for array in arrays if array.is_a for layer in array.layers}
     shapes: dict[str, tuple[int, int]] = {}
     for array in arrays:
@@ -70,7 +70,7 @@ def _shapes(
 
 
 def _filled(array: AdapterArray, halves: Mapping[str, LowRank], folder: str) -> np.ndarray:
-    """What an adapter has of an array: zeros for layers that it leaves alone and for ranks that it lacks."""
+    """An adapter's part of an array: zeros for layers that it does not change and for unused ranks."""
     values = np.zeros(array.shape, np.float32)
     size = array.shape[0] // len(array.layers)
     for index, layer in enumerate(array.layers):

@@ -1,7 +1,7 @@
-"""`jaxpage convert`: a checkpoint in another format, every value as it was.
+"""`jaxpage convert`: writes a checkpoint in another format, with the same values.
 
-Knows what can be read and what can be written. A dtype is never changed, and nothing is computed but what a trainer's
-layout asks for; safetensors to Orbax and back is bitwise the same.
+Knows which formats can be read and written. Dtypes never change, and nothing is computed except for a trainer's layout;
+safetensors to Orbax and back is bitwise the same.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ConvertFlags:
         str
     ]  # a folder, a name on the Hugging Face hub, or gs://... of Orbax
     target: tyro.conf.Positional[Path]  # a folder that does not exist
-    # of the target; none: the other one
+    # of the target; none: the other format
     format: Literal["safetensors", "orbax"] | None = None
     # a folder, or a name on the hub, with config.json and the tokenizer; none: the source
     hf_config_path: str | None = None
 
 
 def main(flags: ConvertFlags) -> None:
-    """Convert, and say what was written. Raises ValueError."""
+    """Convert, and print what was written. Raises ValueError."""
     path = convert(
         flags.source, flags.target, format=flags.format, hf_config_path=flags.hf_config_path
     )
@@ -54,11 +54,11 @@ def convert(
     format: str | None = None,
     hf_config_path: str | Path | None = None,
 ) -> Path:
-    """Write the checkpoint `source` to the folder `target`. Returns it.
+    """Write the checkpoint `source` to the folder `target`. Returns the folder.
 
-    format: "safetensors" or "orbax"; None: the one that `source` is not. hf_config_path: where config.json and the
-    tokenizer are; None: in `source`. Needs host memory for the weights. Raises ValueError for a checkpoint that does
-    not fit its config.json or is damaged, and if `target` exists.
+    format: "safetensors" or "orbax"; None: the other one than that of `source`. hf_config_path: where config.json and
+    the tokenizer are; None: in `source`. Needs host memory for the weights. Raises ValueError for a checkpoint that
+    does not fit its config.json or is damaged, and if `target` exists.
     """
     if Path(target).exists():
         raise ValueError(f"{target} exists already; name another folder or remove it")

@@ -1,6 +1,4 @@
-"""Random weights from the declared initialisers: `load_format="dummy"`, and the start of a training
-run.
-"""
+"""Random weights from the declared initializers: for `load_format="dummy"`, and for a training run."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 def initialise(model: Model, *, seed: int, mesh: Mesh | None = None) -> Model:
-    """`model` with every parameter drawn from its initialiser, in place; returned for chaining.
+    """Draw every parameter of `model` from its initializer, in place; returns the model.
 
-    A parameter depends on the seed, its path and its shape only, not on the mesh. Made on the
-    devices, shard by shard.
+    A parameter depends only on the seed, its path and its shape, not on the mesh. It is created on the devices, shard
+    by shard.
     """
     key = jax.random.key(seed)
     targets = variables(model)
     for path, spec in specs(model).items():
-        # crc32, because Python's hash of a string changes from process to process
+        # crc32, because Python's hash of a string differs between processes.
         param_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
         value = _draw(param_key, spec.init, spec.shape, spec.dtype, spec.sharding(mesh))
         targets[path].set_value(value)
@@ -49,5 +47,5 @@ def _draw(
 def _compiled(
     init: Initialiser, shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding
 ) -> jax.stages.Wrapped:
-    """Layers repeat their shapes, so a model needs about ten of these."""
+    """Cached: layers have equal shapes, so a model needs about ten of these."""
     return jax.jit(lambda key: init(key, shape, dtype), out_shardings=sharding)

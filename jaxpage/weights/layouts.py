@@ -1,10 +1,10 @@
-"""How trainers lay out parameters: where each of ours stands in a tree of Tunix, MaxText or NNX, and in which form.
+"""How trainers store parameters: the place and form of each of ours in a tree of Tunix, MaxText or NNX.
 
 Formats: google/tunix `models/*/params*.py`; AI-Hypercomputer/maxtext `checkpoint_conversion/utils/param_mapping.py` and
 `layers/attentions.py`, both of August 2026. Knows names and shapes; must not know files or devices.
 
-An axis is a letter: E model dim, H and K query and KV heads, D head dim, F MLP dim, V vocabulary, L layers; S tells
-arrays that are stored as one apart; h and k are H*D and K*D in one axis.
+An axis is a letter: E model dim, H and K query and KV heads, D head dim, F MLP dim, V vocabulary, L layers, S the index
+among arrays that are stored as one; h and k are H*D and K*D in one axis.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """Axes of a stored array, their order in our parameter, and what else differs."""
+    """Axes of a stored array, their order in our parameter, and other differences."""
 
     stored: str
     ours: str
     factor: float = 1.0  # ours = stored * factor + offset
     offset: float = 0.0
     interleaved: bool = (
-        False  # RoPE turns the pairs (2d, 2d + 1) of the axis D, and not (d, d + D/2)
+        False  # RoPE rotates the pairs (2d, 2d + 1) of the axis D instead of (d, d + D/2)
     )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter stands in a trainer's tree. No form: it is stored as ours."""
+    """The place of a parameter in a trainer's tree. No form: it is stored like ours."""
 
     array: str
     form: Form | None = None
-    # one of the axis L, and of S, if the form has them
+    # Indices in the axes L and S, if the form has them.
     layer: int = 0
     part: int = 0
-    num_layers: int = 0  # in the axis L
+    num_layers: int = 0  # size of the axis L
 
     def shape(self, config: ModelConfig, ours: Shape, stored: Shape) -> Shape:
-        """What the array's shape must be; a vocabulary may be padded."""
+        """The expected shape of the array; a vocabulary may be padded."""
         if self.form is None:
             return ours
         sizes = _sizes(config) | {"L": self.num_layers, "S": stored[0] if stored else 0}
@@ -60,23 +60,23 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that a tree has. `places`: where each parameter stands; `others`: weights that no parameter takes."""
+    """The layout of a tree. `places`: of each parameter; `others`: weights that belong to no parameter."""
 
     trainer: str
     places: dict[str, Place]
     others: tuple[str, ...]
 
 
-_EMBEDDING = "model.embed_tokens.weight"  # in jaxpage's own models
+_EMBEDDING = "model.embed_tokens.weight"  # in jaxpage's models
 _TUNIX_EMBEDDING, _MAXTEXT_EMBEDDING = "embedder.input_embedding", "token_embedder.embedding"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-# State that a module may have besides its weights; what MaxText has for images.
+# State of a module that is not weights; MaxText's vision tower.
 _NO_WEIGHTS = re.compile(r"(^|\.)(\w*rngs|dropout|vision_encoder)(\.|$)")
 _NAMES_SHOWN = 5
 
 
 def find_layout(config: ModelConfig, paths: Iterable[str], arrays: Mapping[str, Shape]) -> Found:
-    """Where the parameters `paths` stand among `arrays`, of which it knows names and shapes.
+    """The places of the parameters `paths` among `arrays`, given names and shapes.
 
     The model may be a part of the tree, beside an optimizer. Raises ValueError for trees of no known layout.
     """
@@ -95,7 +95,7 @@ def find_layout(config: ModelConfig, paths: Iterable[str], arrays: Mapping[str, 
             f"the checkpoint has no {_EMBEDDING} (NNX), {_TUNIX_EMBEDDING} (Tunix) or {_MAXTEXT_EMBEDDING} "
             f"(MaxText), so its layout is not known; it has {len(arrays)} arrays: {shown}, ..."
         )
-    # An optimizer repeats the tree under names of its own, which are longer.
+    # An optimizer repeats the tree under a prefix, so its names are longer.
     name, anchor = min(embeddings, key=lambda found: len(found[0]))
     prefix = name.removesuffix(anchor)
     weights = {
@@ -109,7 +109,7 @@ def find_layout(config: ModelConfig, paths: Iterable[str], arrays: Mapping[str, 
         _TUNIX_EMBEDDING: ("Tunix", _tunix_place),
         _MAXTEXT_EMBEDDING: ("MaxText", _maxtext_place),
     }[anchor]
-    if trainer == "MaxText":  # nnx.List has layers.0, linen layers_0
+    if trainer == "MaxText":  # nnx.List has layers.0, Linen layers_0
         weights = {_joined_index(short): theirs for short, theirs in weights.items()}
         shapes = {_joined_index(short): shape for short, shape in shapes.items()}
     found = {path: place(config, path, shapes) for path in paths}
@@ -186,13 +186,13 @@ _TUNIX_GEMMA: Table = _TUNIX | {
     "pre_feedforward_layernorm.weight": ("layers.{}.pre_ffw_norm.scale", _VECTOR),
     "post_feedforward_layernorm.weight": ("layers.{}.post_ffw_norm.scale", _VECTOR),
 }
-# As many KV heads as query heads: all three projections are one array.
+# With as many KV heads as query heads all three projections are one array.
 _TUNIX_GEMMA_MHA: Table = _TUNIX_GEMMA | {
     f"self_attn.{name}_proj.weight": ("layers.{}.attn.qkv_einsum.w", Form("SHED", "HDE"))
     for name in "qkv"
 }
 
-# {0} is the layer, or nothing where layers are stacked.
+# {0} is the layer, or empty if layers are stacked.
 _MAXTEXT: Table = {
     "model.embed_tokens.weight": ("token_embedder.embedding", _TABLE),
     "model.norm.weight": ("decoder.decoder_norm.scale", _VECTOR),
@@ -212,7 +212,7 @@ _MAXTEXT: Table = {
     "mlp.up_proj.weight": ("mlp.wi_1.kernel", _UP),
     "mlp.down_proj.weight": ("mlp.wo.kernel", _DOWN),
 }
-# Norms count from 1 there, from 0 here.
+# Norm weights include the 1 there, but not here.
 _FROM_ONE, _FROM_ONE_PER_HEAD = replace(_VECTOR, offset=-1.0), replace(_PER_HEAD, offset=-1.0)
 _MAXTEXT_GEMMA: Table = _MAXTEXT | {
     "model.norm.weight": ("decoder.decoder_norm.scale", _FROM_ONE),
@@ -224,7 +224,7 @@ _MAXTEXT_GEMMA: Table = _MAXTEXT | {
     "post_feedforward_layernorm.weight": ("post_ffw_norm.scale", _FROM_ONE),
 }
 _GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-_GEMMA3_PATTERN = 6  # layers of MaxText's scan: five local ones and a global one
+_GEMMA3_PATTERN = 6  # layers per step of MaxText's scan: five local ones and a global one
 _FAMILIES = {
     "Tunix": ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *_GEMMA3),
     "MaxText": (
@@ -235,7 +235,7 @@ _FAMILIES = {
 
 
 def _row(table: Table, trainer: str, config: ModelConfig, path: str) -> tuple[int, str, Form]:
-    """The layer of a parameter, what the trainer calls it there, and its form. Raises ValueError."""
+    """The layer of a parameter, its name in the trainer's tree, and its form. Raises ValueError."""
     if config.architecture not in _FAMILIES[trainer]:
         raise ValueError(
             f"{trainer}'s checkpoints of {config.architecture} are not supported; supported are "
@@ -275,7 +275,7 @@ def _maxtext_place(config: ModelConfig, path: str, arrays: Mapping[str, Shape]) 
     name = f"decoder.{folder}.{name}"
     if num_layers == 0:
         return Place(name, form)
-    # MaxText's default is to stack along the second axis.
+    # By default MaxText stacks along the second axis.
     stacked = [form.stored[0] + "L" + form.stored[1:], "L" + form.stored]
     places = [Place(name, replace(form, stored=axes), index, 0, num_layers) for axes in stacked]
     shape = arrays.get(name, ())
@@ -286,7 +286,7 @@ def _maxtext_place(config: ModelConfig, path: str, arrays: Mapping[str, Shape]) 
 def _maxtext_layer(
     config: ModelConfig, layer: int, arrays: Mapping[str, Shape]
 ) -> tuple[str, int, int]:
-    """(folder, index in its stacked arrays, their number of layers, 0 if they are not stacked) of a layer."""
+    """(folder, index in the stacked arrays, number of layers in them, 0 if not stacked) of a layer."""
     if not any(name.startswith("decoder.layers.") for name in arrays):
         return f"layers_{layer}", 0, 0
     if config.architecture not in _GEMMA3:
@@ -298,7 +298,7 @@ def _maxtext_layer(
 
 
 def _maxtext_form(config: ModelConfig, path: str, form: Form) -> Form:
-    """Attention's scale is in the query's weights of Llama and Mistral; Llama 3.1's RoPE is interleaved there."""
+    """Gemma 3's embedding and Llama's and Mistral's queries include a scale there; Llama 3.1's RoPE is interleaved."""
     if config.architecture in _GEMMA3 and path == _EMBEDDING:
         scale = ml_dtypes.bfloat16(config.hidden_size**0.5)
         return replace(form, factor=1 / float(scale))
@@ -310,7 +310,7 @@ def _maxtext_form(config: ModelConfig, path: str, form: Form) -> Form:
 
 
 def take(place: Place, stored: Any, shape: Shape, dtype: np.dtype, layer: Any = None) -> Any:
-    """The parameter of `shape` from its array, of NumPy or jax; `layer` instead of the place's, if it is traced."""
+    """The parameter of `shape` from its array, of NumPy or jax; a traced `layer` replaces the place's."""
     form = place.form
     if form is None:
         return stored.astype(dtype)

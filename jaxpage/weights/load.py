@@ -1,7 +1,7 @@
-"""A checkpoint into a model: each device reads its own slices, one tensor at a time.
+"""Loads a checkpoint into a model: each device reads its own slices, one tensor at a time.
 
-Everything that can be wrong is found in the headers, before the first array is made. Knows
-parameter specs and stored tensors; must not know families beyond their weight map.
+All errors that headers show are found before the first array is created. Knows parameter specs and stored tensors; must
+not know families except their weight map.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from jaxpage.weights.stored import BLOCKS, MXFP4, Stored, stored_parameter, tens
 Model = TypeVar("Model", bound=CausalLM | PoolingModel)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ROWS_COMPARED = 4096  # at a time, so that comparing the head of a tied model takes little memory
-# Tensors beside those of quantised weights -> who makes them.
+_ROWS_COMPARED = 4096  # at a time, to limit memory when the head of a tied model is compared
+# Tensors that only quantized checkpoints have -> the method.
 _QUANTISED_NAMES = {
     ".qweight": "AWQ or GPTQ",
     ".weight_packed": "compressed-tensors",
@@ -50,16 +50,15 @@ def load(
     use_tqdm: bool = True,
     naming: Naming | None = None,
 ) -> Model:
-    """`model`, abstract or filled, with the weights in `folder`, cast to the declared dtypes;
-    returned for chaining.
+    """Load the weights in `folder` into `model`, abstract or not, cast to the declared dtypes; returns the model.
 
-    Safetensors, or an Orbax checkpoint as `orbax.find_tree` and `layouts` know them; of Orbax, `folder` may be in a
+    Safetensors, or an Orbax checkpoint as `orbax.find_tree` and `layouts` know them; for Orbax, `folder` may be in a
     bucket, gs://... Arrays are sharded over `mesh` (None: the first local device). Peak host memory is one tensor, or
-    the experts of one layer; of Orbax, 64 MiB or a sixteenth of all. gpt-oss's mxfp4 is read as the numbers that it
-    stands for. Raises ValueError, and leaves the model as it was, if the checkpoint has missing, surplus or misshaped
-    tensors, is quantised otherwise, or is damaged.
+    the experts of one layer; for Orbax, 64 MiB or a sixteenth of all. gpt-oss's mxfp4 is dequantized. Raises
+    ValueError, and does not change the model, if the checkpoint has missing, surplus or misshaped tensors, is quantized
+    otherwise, or is damaged.
 
-    `naming`: of models that `registry` does not know, which are read from safetensors only.
+    `naming`: for models that `registry` does not know; they are read from safetensors only.
     """
     tree = find_tree(folder)
     if tree is not None and isinstance(model, CausalLM):
@@ -85,7 +84,7 @@ def load(
 def open_safetensors(
     model: CausalLM | PoolingModel, folder: str | Path, naming: Naming | None = None
 ) -> dict[str, Stored]:
-    """Each parameter by path as a checkpoint has it. Raises as `load` does."""
+    """Each parameter by path as stored in a checkpoint. Raises like `load`."""
     config = model.config
     if naming is None:
         assert isinstance(config, ModelConfig)
@@ -116,10 +115,10 @@ def open_safetensors(
 
 
 def _array(spec: ParamSpec, stored: Stored, mesh: Mesh | None) -> jax.Array:
-    pieces: dict[tuple, np.ndarray] = {}  # replicas share what was read for the first of them
+    pieces: dict[tuple, np.ndarray] = {}  # shared by replicas
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        """The piece of the parameter at `index`, for one device."""
+        """The slice of the parameter at `index`, for one device."""
         assert index is not None
         bounds = [part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True)]
         key = tuple(bounds)
@@ -144,10 +143,10 @@ def _check_not_quantised(
 
 
 def _quantisation(file: Path) -> str | None:
-    """How config.json says that the weights are quantised: the method and its numbers."""
+    """The quantization that config.json declares: method and numbers."""
     try:
         found = json.loads(file.read_text()).get("quantization_config")
-    except (OSError, ValueError, AttributeError):  # whoever reads the config says what is wrong
+    except (OSError, ValueError, AttributeError):  # reported by the code that reads the config
         return None
     if not isinstance(found, dict) or not found:
         return None
@@ -157,7 +156,7 @@ def _quantisation(file: Path) -> str | None:
 
 
 def _quantisation_by_names(stored: dict[str, StoredTensor]) -> str | None:
-    """The same of checkpoints whose config.json says nothing."""
+    """The same from tensor names, for checkpoints whose config.json does not declare it."""
     for suffix, method in _QUANTISED_NAMES.items():
         name = next((name for name in stored if name.endswith(suffix)), None)
         if name is not None:
@@ -182,12 +181,12 @@ def _check_names(names: Iterable[str], stored: dict[str, StoredTensor], *, tied:
 
 
 def _harmless(name: str, tied: bool) -> bool:
-    """A tensor that says nothing new: RoPE frequencies of old checkpoints, a tied model's head."""
+    """Whether a tensor is redundant: RoPE frequencies of old checkpoints, a tied model's head."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
 
 
 def _check_dtypes(tensors: list[StoredTensor]) -> None:
-    """Floats all of them and of one dtype, or bytes of mxfp4."""
+    """Raises ValueError unless all are floats of one dtype, or bytes of mxfp4."""
     first = tensors[0]
     if first.name.endswith(BLOCKS) and all(each.dtype == np.uint8 for each in tensors):
         return
@@ -205,7 +204,7 @@ def _check_dtypes(tensors: list[StoredTensor]) -> None:
 
 
 def _check_rows(places: Iterable[Place], stored: dict[str, StoredTensor]) -> None:
-    """A fused tensor has exactly the rows that its parts take."""
+    """Raises ValueError unless a fused tensor has exactly the rows of its parts."""
     rows: dict[str, int] = {}
     for source in places:
         if isinstance(source, Source) and source.stop is not None:
@@ -220,7 +219,7 @@ def _check_rows(places: Iterable[Place], stored: dict[str, StoredTensor]) -> Non
 
 
 def _check_tied(stored: dict[str, StoredTensor]) -> None:
-    """A tied model may be stored with its head, if the head is the embedding."""
+    """Raises ValueError if a tied model is stored with a head that differs from the embedding."""
     head, embedding = stored[_HEAD], stored[_EMBEDDING]
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
     for start in range(0, head.shape[0] if equal else 0, _ROWS_COMPARED):

@@ -1,6 +1,6 @@
-"""Orbax checkpoints: which folders are some, what arrays they have, and reading a few of these at a time.
+"""Orbax checkpoints: how to recognize them, which arrays they have, and how to read some of these.
 
-Knows Orbax and etils, which are imported when a checkpoint is one of theirs. Arrays are data: nothing is ever
+Knows Orbax and etils, which are imported when a checkpoint is in this format. Arrays are data: nothing is ever
 unpickled. Must not know models.
 """
 
@@ -19,16 +19,16 @@ from jax.sharding import Sharding
 from jaxpage.hub import bucket_path, is_url
 from jaxpage.weights.safetensors import INDEX, SINGLE
 
-_TREE = "_METADATA"  # of every Orbax folder that holds a tree of arrays
-_STEP = "_CHECKPOINT_METADATA"  # of a step, which may have trees of several kinds
-# What trainers call the tree of the model, Tunix first; MaxText's "items" has the optimizer in it too.
+_TREE = "_METADATA"  # in every Orbax folder with a tree of arrays
+_STEP = "_CHECKPOINT_METADATA"  # in the folder of a step, which may have trees of several kinds
+# Trainers' names of the model's tree, Tunix's first; MaxText's "items" also includes the optimizer.
 _TREES = ("model_params", "params", "model", "items", "state", "default", "pytree")
-_VALUE = ("value", "raw_value")  # what some versions of Flax append to the path of a variable
+_VALUE = ("value", "raw_value")  # some versions of Flax append these to the path of a variable
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a checkpoint. `path` is where it stands in the tree."""
+    """An array of a checkpoint. `path` is its path in the tree."""
 
     name: str
     path: tuple[Any, ...]
@@ -42,7 +42,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Restored:
-    """How an array is to arrive: on devices, or in NumPy if there is no sharding."""
+    """How to restore an array: on devices, or in NumPy if there is no sharding."""
 
     sharding: Sharding | None
     dtype: np.dtype
@@ -54,19 +54,19 @@ class Checkpoint:
 
     folder: Any
     tree: Any  # Orbax's description of every leaf
-    arrays: dict[str, StoredArray]  # by the dotted path
+    arrays: dict[str, StoredArray]  # by dotted path
 
     def read(self, wanted: Mapping[str, Restored]) -> dict[str, Any]:
-        """Some of the arrays, each whole over all devices. Raises ValueError for files that are damaged."""
+        """Some of the arrays, each complete over all devices. Raises ValueError for damaged files."""
         try:
             return self._restore(wanted)
-        except Exception as error:  # of many types, whatever reads and decodes the file
+        except Exception as error:  # of many types, from the code that reads and decodes the file
             for name, how in wanted.items():
                 self._read_alone(name, how)
             raise ValueError(f"{self.folder} cannot be read: {_first_line(error)}") from error
 
     def _read_alone(self, name: str, how: Restored) -> None:
-        """To find out which array is damaged."""
+        """Finds out which array is damaged."""
         try:
             self._restore({name: how})
         except Exception as error:
@@ -100,12 +100,12 @@ class Checkpoint:
 
 
 def find_tree(folder: str | Path) -> Any | None:
-    """The folder of the model's tree of arrays in `folder`; None if that is no Orbax checkpoint, or has safetensors.
+    """The folder of the model's tree in `folder`; None if that is not an Orbax checkpoint, or has safetensors.
 
-    A tree, or a step with a tree of the model. Raises ValueError for Orbax folders in which there is none, or it is
-    not clear which one is meant.
+    `folder` is a tree, or a step with a tree of the model. Raises ValueError for Orbax folders without one, or in which
+    it is ambiguous.
     """
-    path: Any = Path(folder).absolute()  # as Orbax wants it
+    path: Any = Path(folder).absolute()  # Orbax requires this
     if is_url(str(folder)):
         path = bucket_path(str(folder))
     if any((path / name).exists() for name in (SINGLE, INDEX)):
@@ -140,7 +140,7 @@ def find_tree(folder: str | Path) -> Any | None:
 
 
 def open_tree(folder: Any) -> Checkpoint:
-    """The arrays of a folder that `find_tree` found; only descriptions are read. Raises ValueError."""
+    """The arrays of a folder from `find_tree`; only metadata is read. Raises ValueError."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -164,7 +164,7 @@ def open_tree(folder: Any) -> Checkpoint:
 
 
 def write_tree(folder: Path, tree: Any) -> None:
-    """Write a tree of arrays of jax or NumPy to a folder that does not exist; all of it or nothing."""
+    """Write a tree of jax or NumPy arrays to a folder that does not exist; completely or not at all."""
     import orbax.checkpoint as ocp
 
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -172,7 +172,7 @@ def write_tree(folder: Path, tree: Any) -> None:
 
 
 def _name(path: Iterable[Any]) -> str:
-    """The dotted path of a leaf, without what Flax may append."""
+    """The dotted path of a leaf, without the parts that Flax may append."""
     keys = [
         str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path
     ]

@@ -1,7 +1,7 @@
-"""LoRA adapters as PEFT saves them: a folder of `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA adapters in PEFT's format: a folder with `adapter_config.json` and `adapter_model.safetensors`.
 
-Nothing is ever unpickled. Knows names and shapes of the model's linear layers as checkpoints have them; must not know
-devices, nor how adapters are laid out there.
+Nothing is ever unpickled. Knows names and shapes of the linear layers in the model's checkpoints; must not know
+devices, or how adapters are stored there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<half>[AB])\.weig
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapter adds to one linear layer: y += B A x. float32, the scale is in B."""
+    """The update of one linear layer by an adapter: y += B A x. float32; the scale is included in B."""
 
     a: np.ndarray  # [rank, in]
     b: np.ndarray  # [out, rank]
@@ -34,21 +34,21 @@ class AdaptedLayers:
     """The linear layers that adapters may change."""
 
     shapes: Mapping[str, tuple[int, int]]  # name of the checkpoint's layer -> (out, in)
-    # A tensor's name in an adapter's file -> in `shapes`, with ".weight" behind both; None: not a part of the model.
+    # Name of a tensor in an adapter's file -> in `shapes`, both with ".weight"; None: not a part of the model.
     rename: Callable[[str], str | None] = lambda name: name
 
 
 def read_adapter(folder: str | Path, layers: AdaptedLayers, *, max_rank: int) -> dict[str, LowRank]:
-    """The halves of every layer that an adapter changes, by the layer's name.
+    """Both halves for every layer that an adapter changes, by the layer's name.
 
-    Raises ValueError, which names the file and the field or tensor, for what is no LoRA adapter of these layers, has a
-    rank above `max_rank`, or lacks a part.
+    Raises ValueError that names the file and the field or tensor, if this is not a complete LoRA adapter of these
+    layers, or has a rank above `max_rank`.
     """
     folder = Path(folder)
     config = read_peft_config(folder)
     tensors = _open(folder)
     halves: dict[str, dict[str, StoredTensor]] = {}
-    names: dict[str, str] = {}  # of our layers, as the file has them
+    names: dict[str, str] = {}  # our layer -> its name in the file
     for tensor in tensors.values():
         layer, half = _place(tensor, layers)
         found = _NAME.fullmatch(tensor.name)
@@ -78,7 +78,7 @@ def _open(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _place(tensor: StoredTensor, layers: AdaptedLayers) -> tuple[str, str]:
-    """Whose half a tensor is: (name of the layer, "A" or "B")."""
+    """The half that a tensor is: (name of the layer, "A" or "B")."""
     what = f"{tensor.file}: {tensor.name}"
     if "lora_magnitude_vector" in tensor.name:
         raise ValueError(f"{what} belongs to DoRA, which is not supported; merge the adapter")
@@ -108,7 +108,7 @@ def _check_complete(
     names: Mapping[str, str],
     layers: AdaptedLayers,
 ) -> None:
-    """Every targeted layer has both halves, and no other layer has any."""
+    """Raises ValueError unless exactly the targeted layers have halves, and both."""
     file = config.file.parent / TENSORS
     for layer, found in halves.items():
         if len(found) == 1:

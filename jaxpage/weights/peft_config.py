@@ -1,4 +1,4 @@
-"""`adapter_config.json` of a PEFT folder: which layers a LoRA adapter changes, by how much, and what is refused.
+"""`adapter_config.json` of a PEFT folder: which layers a LoRA adapter changes, by how much, and what is unsupported.
 
 Knows PEFT's fields. Must not know models or tensors.
 """
@@ -16,7 +16,7 @@ from typing import Any
 CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
-# Fields that change more than a low-rank product beside linear layers: (what they mean, what to do).
+# Fields that ask for more than low-rank products beside linear layers: (what they mean, what to do).
 _REFUSED = {
     "use_dora": "DoRA also rescales the weights; merge the adapter into the model",
     "modules_to_save": "whole modules were trained; merge the adapter into the model",
@@ -33,37 +33,37 @@ _REFUSED = {
     "velora_config": "its inputs are compressed; merge the adapter into the model",
     "monteclora_config": "its factors are random; merge the adapter into the model",
 }
-# Of `init_lora_weights`: those that leave the model's own weights alone.
+# Values of `init_lora_weights` that do not change the model's own weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """What a LoRA adapter changes. Layers have the names of the model's modules in transformers."""
+    """What a LoRA adapter changes. Layers have transformers' module names."""
 
     file: Path
     rank: int
     alpha: float
     use_rslora: bool
-    # a regular expression of whole names; or endings of names; or ALL_LINEAR
+    # A regular expression for whole names, name suffixes, or ALL_LINEAR.
     target_modules: str | tuple[str, ...]
     exclude_modules: str | tuple[str, ...] = ()
-    layers: tuple[int, ...] = ()  # only these of them; (): all
-    layers_pattern: tuple[str, ...] = ()  # names of the lists that `layers` counts in; (): any
+    layers: tuple[int, ...] = ()  # restricts to these layers; (): all
+    layers_pattern: tuple[str, ...] = ()  # names of the lists that `layers` indexes; (): any
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
     def rank_of(self, name: str) -> int:
-        """The rank that a layer's halves should have."""
+        """The rank of a layer's halves."""
         return _by_pattern(self.rank_pattern, name, self.rank)
 
     def scale_of(self, name: str) -> float:
-        """What the product of a layer's halves is multiplied by."""
+        """The factor of the product of a layer's halves."""
         rank, alpha = self.rank_of(name), _by_pattern(self.alpha_pattern, name, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, name: str) -> bool:
-        """Whether PEFT would put an adapter on the linear layer of that name."""
+        """Whether PEFT would put an adapter on the linear layer with that name."""
         if _matches(self.exclude_modules, name):
             return False
         if self.target_modules == ALL_LINEAR:
@@ -80,7 +80,7 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Raises ValueError, which names the file and the field, for what is not a LoRA adapter of linear layers."""
+    """Raises ValueError that names the file and the field, if this is not a LoRA adapter of linear layers."""
     file = folder / CONFIG
     if not folder.is_dir():
         raise ValueError(f"lora_path {str(folder)!r} is not a folder with {CONFIG}")
@@ -90,7 +90,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         raw = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError(f"it holds a {type(raw).__name__}, not an object")
-    except ValueError as error:  # of JSON, or of UTF-8
+    except ValueError as error:  # from JSON or UTF-8 decoding
         raise ValueError(f"{file} is not valid: {error}") from None
     try:
         return _checked(file, raw)
@@ -159,7 +159,7 @@ def _targets(value: Any) -> str | tuple[str, ...]:
 
 
 def _names(field: str, value: Any) -> str | tuple[str, ...]:
-    """A regular expression, or names."""
+    """A regular expression, or a list of names."""
     if value is None or isinstance(value, str):
         return value or ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -186,7 +186,7 @@ def _patterns(field: str, value: Any, read: Any) -> dict[str, Any]:
 
 
 def _check_expressions(config: PeftConfig) -> None:
-    """Try every regular expression once."""
+    """Compile every regular expression once."""
     try:
         config.targets("model.layers.0.self_attn.q_proj")
         config.scale_of("model.layers.0.self_attn.q_proj")

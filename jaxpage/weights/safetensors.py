@@ -1,9 +1,8 @@
-"""Safetensors files, read slice by slice: one file or a sharded checkpoint with an index.
+"""Reads safetensors files slice by slice: a single file, or a sharded checkpoint with an index.
 
-The header is read here instead of by the `safetensors` package, whose NumPy reader has bfloat16
-only in recent versions and says of a truncated file little that helps. Format: 8 bytes
-little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`, the data. Nothing
-is ever unpickled. Must not know models or devices.
+The header is read here instead of by the `safetensors` package, whose NumPy reader has bfloat16 only in recent
+versions, and whose error for a truncated file is of little help. Format: 8 bytes little-endian header length, a JSON
+header `{name: {dtype, shape, data_offsets}}`, the data. Nothing is ever unpickled. Must not know models or devices.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _DTYPES: dict[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk; reading it is the only thing that touches the data."""
+    """A tensor on disk; only `read` touches the data."""
 
     name: str
     file: Path
@@ -55,19 +54,18 @@ class StoredTensor:
         return self.dtype.itemsize * math.prod(self.shape)
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A copy of `tensor[index]`; no other part of the tensor is held in memory."""
+        """A copy of `tensor[index]`; no other part of the tensor is kept in memory."""
         if not self.num_bytes:
             return np.zeros(self.shape, self.dtype)[index]
         mapped = np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=self.shape)
-        return np.array(mapped[index])  # a copy: a mapped array dies with the file
+        return np.array(mapped[index])  # a copy: a mapped array is invalid without the file
 
 
 def open_checkpoint(folder: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, by name; only headers are read.
 
-    As transformers, takes `model.safetensors`, else the files that `model.safetensors.index.json`
-    lists. Raises ValueError if there is no such checkpoint, a file is missing or damaged, or the
-    index and the files disagree.
+    Like transformers, takes `model.safetensors`, else the files in `model.safetensors.index.json`. Raises ValueError if
+    there is no such checkpoint, a file is missing or damaged, or the index and the files disagree.
     """
     folder = Path(folder)
     if (folder / SINGLE).is_file():

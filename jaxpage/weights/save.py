@@ -1,7 +1,7 @@
-"""Parameters to disk: as safetensors with Hugging Face's names, or as an Orbax checkpoint of the NNX state.
+"""Writes parameters to disk: as safetensors with Hugging Face's names, or as an Orbax checkpoint of the NNX state.
 
-Either is a folder that `LLM` loads, with config.json and the tokenizer beside the weights, and appears whole or not at
-all. Knows the names of a family's tensors; must not know how arrays were made.
+Both are folders that `LLM` loads, with config.json and the tokenizer beside the weights, and are written completely or
+not at all. Knows the names of a family's tensors; must not know where arrays come from.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from jaxpage.weights.safetensors import INDEX, SINGLE
 from jaxpage.weights.spec import variables
 
 FORMATS = ("safetensors", "orbax")
-_FILE_BYTES = 5 * 10**9  # of a safetensors file, as transformers has it
-# What belongs to a model besides its weights.
+_FILE_BYTES = 5 * 10**9  # per safetensors file, as in transformers
+# Files of a model besides its weights.
 _OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 
 Arrays = Mapping[str, Any]  # by parameter path, of jax or NumPy
-Tensor = list["Part"]  # one after the other along the first axis
+Tensor = list["Part"]  # concatenated along the first axis
 Value = TypeVar("Value")
 
 
 def save(model: CausalLM, folder: str | Path, *, files: str | Path, format: str) -> Path:
-    """Write a model's parameters, in their dtypes, to a folder that does not exist. Returns it.
+    """Write a model's parameters, in their dtypes, to a folder that does not exist. Returns the folder.
 
-    files: a folder with the config.json, and the tokenizer's files, that belong to them. format: "safetensors" or
-    "orbax". Raises ValueError if `folder` exists, if the model has no values yet, or if its projections are joined or
-    rounded, as those of an engine are.
+    files: a folder with the matching config.json and tokenizer files. format: "safetensors" or "orbax". Raises
+    ValueError if `folder` exists, if the model has no values yet, or if its projections are joined or quantized, as in
+    an engine.
     """
     arrays = {path: variable.get_value() for path, variable in variables(model).items()}
     for path, array in arrays.items():
@@ -59,7 +59,7 @@ def save(model: CausalLM, folder: str | Path, *, files: str | Path, format: str)
 def write(
     arrays: Arrays, config: ModelConfig, folder: str | Path, *, files: str | Path, format: str
 ) -> Path:
-    """The same of parameters by path."""
+    """The same for parameters by path."""
     writers: dict[str, Callable[[Path], None]] = {
         "safetensors": lambda draft: _write_safetensors(draft, arrays, config),
         "orbax": lambda draft: write_tree(draft, nested(arrays)),
@@ -84,7 +84,7 @@ def write(
 
 
 def nested(flat: Mapping[str, Value]) -> dict[str, Any]:
-    """What stands under dotted paths as a tree of dicts, such as the pure dict of an NNX state."""
+    """A tree of dicts from values by dotted path, such as the pure dict of an NNX state."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *folders, last = path.split(".")
@@ -101,7 +101,7 @@ def _copy_files(source: Path, target: Path) -> None:
             if file.name not in (INDEX, "commit_success.txt"):  # the latter is Orbax's
                 shutil.copyfile(file, target / file.name)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    if config.pop("quantization_config", None) is not None:  # of what was loaded as plain numbers
+    if config.pop("quantization_config", None) is not None:  # the values are dequantized
         text = json.dumps(config, indent=2) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
 
@@ -124,7 +124,7 @@ def _write_safetensors(folder: Path, arrays: Arrays, config: ModelConfig) -> Non
 
 
 def _tensors(arrays: Arrays, config: ModelConfig) -> dict[str, Tensor]:
-    """Hugging Face's tensors: each is a parameter, several that the family stores as one, or a part of one."""
+    """Hugging Face's tensors: each is one parameter, several that the family stores as one, or a part of one."""
     places = weight_map(config)
     tensors: dict[str, Tensor] = {}
     rows: dict[str, list[tuple[int, Any]]] = {}
@@ -135,7 +135,7 @@ def _tensors(arrays: Arrays, config: ModelConfig) -> dict[str, Tensor]:
         elif isinstance(place, Rearranged):
             tensors[place.tensor] = [Part(array, (), place)]
         else:
-            tensors[place.tensor] = []  # here, among those of its layer
+            tensors[place.tensor] = []  # a placeholder, to keep it beside its layer's tensors
             rows.setdefault(place.tensor, []).append((place.start, array))
     for name, parts in rows.items():
         tensors[name] = [Part(array) for _, array in sorted(parts, key=lambda part: part[0])]
@@ -154,7 +154,7 @@ def _parts_of_experts(array: Any, place: Stacked) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """`array[index]`, or the whole array as `rearranged` says that it is stored."""
+    """`array[index]`, or the whole array, stored as `rearranged` says."""
 
     array: Any
     index: tuple[int | slice, ...] = ()
@@ -165,7 +165,7 @@ class Part:
         return np.broadcast_to(np.empty((), self.array.dtype), self.array.shape)[self.index].nbytes
 
     def read(self, host: dict[int, np.ndarray]) -> np.ndarray:
-        """In memory. `host` keeps the array that was fetched last: experts of one are written one after the other."""
+        """In host memory. `host` caches the last array: the experts of one are written one after the other."""
         if id(self.array) not in host:
             host.clear()
             host[id(self.array)] = np.asarray(self.array)
@@ -174,7 +174,7 @@ class Part:
 
 
 def _as_stored(array: np.ndarray, place: Rearranged) -> np.ndarray:
-    """[X, O, ...] in the order of a `models.sources.Rearranged`."""
+    """[X, O, ...] in the stored order of a `models.sources.Rearranged`."""
     if place.alternates:
         gate, up = np.split(array, 2, axis=1)
         array = np.stack([gate, up], axis=2).reshape(array.shape)
@@ -196,7 +196,7 @@ def _files(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     host: dict[int, np.ndarray] = {}
-    # The library writes an array's memory in its order, whatever the strides say.
+    # The library ignores strides and writes memory in its order.
     values = {
         name: np.ascontiguousarray(np.concatenate([part.read(host) for part in parts]))
         for name, parts in tensors.items()

@@ -1,5 +1,4 @@
-"""What is declared of every parameter, by path; shardings, dummy weights and the loader follow from
-it.
+"""The declaration of every parameter, by path; shardings, dummy weights and the loader follow from it.
 
 Knows how NNX modules hold parameters; must not know files or families.
 """
@@ -22,13 +21,13 @@ FLOATS = (
     np.float32,
     np.float16,
     ml_dtypes.bfloat16,
-)  # that checkpoints may be stored in
+)  # dtypes of checkpoints
 _NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: `path` is its attribute path, the name it has in Hugging Face checkpoints."""
+    """One parameter: `path` is its attribute path, and its name in Hugging Face checkpoints."""
 
     path: str
     shape: tuple[int, ...]
@@ -48,12 +47,12 @@ def variables(model: nnx.Module) -> dict[str, nnx.Param]:
 
 
 def specs(model: nnx.Module) -> dict[str, ParamSpec]:
-    """The description of every parameter, of an abstract model or a filled one."""
+    """The declaration of every parameter, for an abstract model or one with arrays."""
     return {path: _spec(path, variable) for path, variable in variables(model).items()}
 
 
 def shardings(model: nnx.Module, mesh: Mesh | None) -> dict[str, Sharding]:
-    """Where every parameter lives on `mesh`, by path."""
+    """The sharding of every parameter on `mesh`, by path."""
     return {path: spec.sharding(mesh) for path, spec in specs(model).items()}
 
 
@@ -70,6 +69,6 @@ def _spec(path: str, variable: nnx.Param) -> ParamSpec:
 
 
 def listed(names: list[str]) -> str:
-    """The first few names, for an error."""
+    """The first few names, for error messages."""
     shown = ", ".join(names[:_NAMES_SHOWN])
     return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

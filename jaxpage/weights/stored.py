@@ -1,6 +1,6 @@
-"""Parameters as checkpoints have them: a tensor, rows of one, or tensors of experts put together while they are read.
+"""Parameters as checkpoints store them: a tensor, rows of one, or experts that are assembled while they are read.
 
-Each has a shape and a dtype, and reads a part of itself without holding much more. Knows tensors of safetensors and
+Each has a shape and a dtype, and reads a part of itself with little more memory. Knows tensors of safetensors and
 `models.sources`; must not know devices.
 """
 
@@ -20,9 +20,9 @@ from jaxpage.weights.safetensors import StoredTensor
 Index = tuple[slice, ...]
 BLOCKS, SCALES = "_blocks", "_scales"
 MXFP4 = "mxfp4"
-# Signs and magnitudes of the 16 numbers of 4 bits (OCP Microscaling Formats 1.0, FP4 E2M1).
+# The 16 values of 4 bits (OCP Microscaling Formats 1.0, FP4 E2M1).
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6] + [-0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# Of a byte the number in its lower bits, then that in its upper ones.
+# For each byte the value in its lower bits, then that in its upper ones.
 _PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)
 
 
@@ -37,7 +37,7 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, index: Index = ()) -> np.ndarray:
-        """`parameter[index]`, in memory."""
+        """`parameter[index]`, in host memory."""
         ...
 
 
@@ -69,7 +69,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stack:
-    """Entry x has the rows of the tensors `parts[x]`, one after the other. All entries have equal shapes."""
+    """Entry x consists of the rows of the tensors `parts[x]`, concatenated. All entries have equal shapes."""
 
     parts: tuple[tuple[StoredTensor, ...], ...]
 
@@ -92,7 +92,7 @@ class Stack:
         (first, last), (start, stop), *rest = bounds
         others = tuple(slice(*each) for each in rest)
         for entry, tensors in zip(out, self.parts[first:last], strict=True):
-            at = 0  # of the rows of this tensor among all
+            at = 0  # the first row of this tensor in the entry
             for tensor in tensors:
                 rows = slice(max(start - at, 0), max(min(stop - at, tensor.shape[0]), 0))
                 if rows.start < rows.stop:
@@ -105,8 +105,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """[X, O, I] in blocks of 32 numbers of 4 bits along I with a power of 2 for each block: blocks uint8[X, O, I/32,
-    16], scales uint8[X, O, I/32], by which 127 stands for 1. Read as bfloat16, which has all of its values.
+    """[X, O, I] in blocks of 32 4-bit values along I, each with a power of 2 as its scale: blocks uint8[X, O, I/32,
+    16], scales uint8[X, O, I/32], where 127 means 1. Read as bfloat16, which represents all values exactly.
     """
 
     blocks: StoredTensor
@@ -134,18 +134,18 @@ class Mxfp4:
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float32[..., G * 2 B] of uint8[..., G, B] pairs of numbers, the lower 4 bits first, and uint8[..., G] scales."""
+    """float32[..., G * 2 B] from uint8[..., G, B] pairs of values, the lower 4 bits first, and uint8[..., G] scales."""
     with np.errstate(over="ignore"):
         powers = np.ldexp(np.float32(1), np.arange(256) - 127).astype(np.float32)
-    powers[255] = np.nan  # as the format says
+    powers[255] = np.nan  # defined by the format
     values = _PAIRS[blocks].reshape(*blocks.shape[:-1], -1) * powers[scales][..., None]
     return values.reshape(*blocks.shape[:-2], -1)
 
 
 @dataclass(frozen=True)
 class Reordered:
-    """[X, O, ...] of what is stored in another order: `turns`, as [X, I, O]; `alternates`, with the first half of O in
-    its even entries and the second half in its odd ones.
+    """[X, O, ...] of an array that is stored in another order. `turns`: as [X, I, O]. `alternates`: with the first half
+    of O in even entries and the second half in odd ones.
     """
 
     stored: Stored
@@ -177,7 +177,7 @@ class Reordered:
 
 
 def tensors_of(path: str, place: Place, names: Container[str]) -> tuple[str, ...]:
-    """The tensors of a checkpoint that has these `names`, of which the parameter `path` is made."""
+    """The tensors for the parameter `path` in a checkpoint with these `names`."""
     if isinstance(place, Stacked):
         return (path,) if path in names else tuple(name for part in place.parts for name in part)
     if isinstance(place, Rearranged):
@@ -191,7 +191,7 @@ def tensors_of(path: str, place: Place, names: Container[str]) -> tuple[str, ...
 def stored_parameter(
     path: str, place: Place, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
 ) -> Stored:
-    """The parameter of that shape as the checkpoint has it. Raises ValueError if a tensor has another shape."""
+    """The parameter of that shape as stored in the checkpoint. Raises ValueError if a tensor has another shape."""
     names = tensors_of(path, place, tensors)
     found = [tensors[name] for name in names]
     first = found[0]
@@ -237,7 +237,7 @@ def _check_shape(
 
 
 def _bounds(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First and last of each axis; axes that the index does not name are whole."""
+    """(start, stop) of each axis; axes without an index are complete."""
     whole = (*index, *[slice(None)] * (len(shape) - len(index)))
     bounds = (part.indices(size)[:2] for part, size in zip(whole, shape, strict=True))
     return [(first, max(first, last)) for first, last in bounds]

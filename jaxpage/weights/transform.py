@@ -1,8 +1,8 @@
-"""What the engine does to weights that it loaded itself: join projections that read the same input, round to int8,
-choose what computes experts.
+"""Transformations of weights that the engine loaded itself: join projections with the same input, quantize to int8,
+choose kernels for experts.
 
-A trainer's model is never touched: its parameters are used as they are. Knows the modules of the decoder; must not
-know checkpoints.
+A trainer's model is never changed: its parameters are used as they are. Knows the modules of the decoder; must not know
+checkpoints.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _experts_to_int8 = jax.jit(jax.vmap(_to_int8))
 
 
 def join_projections(model: CausalLM) -> None:
-    """One product for q, k, v and one for gate and up, in place, layer by layer: each reads its input once.
+    """Join q, k, v into one product, and gate and up, in place, layer by layer, so that each input is read once.
 
-    On a CPU, 120 MB of gate and up in bf16 take 6.0 ms at 2 rows joined and 6.8 ms apart. Not for models whose
-    parameters are sharded: the parts of a joined weight lie one after the other, and no even split gives each device
-    its own of every part.
+    On a CPU, 120 MB of gate and up in bf16 take 6.0 ms at 2 rows joined and 6.8 ms separate. Not for sharded models:
+    the parts of a joined weight are concatenated, so an even split would not give each device its share of every part.
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, SelfAttention):
@@ -53,12 +52,12 @@ def quantize(
     model: CausalLM,
     choose: Callable[[QuantizedWeight, tuple[str, ...], tuple[int, ...]], Choice[MatmulKernel]],
 ) -> set[str]:
-    """Round the weight of every linear layer of the decoder, and of every expert, to int8 in place, one scale per
-    output. Embedding, norms and routers stay, and so does a vision tower, which is small and loses more by it.
+    """Quantize the weight of every linear layer of the decoder, and of every expert, to int8 in place, one scale per
+    output. Embedding, norms and routers stay, and so does a vision tower, which is small and loses more accuracy.
 
-    `choose` says what computes products of a linear layer with such a weight, whose axes and units it is told. Returns
-    the reasons why that is not the platform's kernel, where it is not. A tied head becomes a layer of its own: the
-    embedding must stay exact, and the head is read at every token.
+    `choose` returns the kernel for such a weight of a linear layer, given its axes and units. Returns the reasons why
+    the platform's kernel is not used, where that is so. A tied head becomes a separate layer: the embedding must stay
+    exact, and the head is read for every token.
     """
     if model.lm_head is None:
         embedding = model.model.embed_tokens.weight
@@ -89,10 +88,10 @@ def quantize(
 def choose_experts(
     model: CausalLM, choose: Callable[[ParamSpec, ParamSpec], Choice[ExpertsKernel]]
 ) -> set[str]:
-    """Set what computes the products of each mixture of experts, in place.
+    """Set the kernel of each mixture of experts, in place.
 
-    `choose` is told what is declared of its gate_up and down. Returns the reasons why that is not the platform's
-    kernel, where it is not.
+    `choose` gets the specs of its gate_up and down. Returns the reasons why the platform's kernel is not used, where
+    that is so.
     """
     reasons, described = set(), specs(model)
     for path, module in nnx.iter_modules(model):
@@ -106,9 +105,9 @@ def choose_experts(
 
 
 def _now(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function(*arrays)` once it is computed; of a model without arrays the shapes of what it would be.
+    """`function(*arrays)`, computed; for an abstract model the shapes of the result.
 
-    Waiting keeps what it is made of from staying alive for many layers at once.
+    Waiting limits how many layers have their inputs alive at once.
     """
     if isinstance(arrays[0], jax.ShapeDtypeStruct):
         return jax.eval_shape(function, *arrays)
@@ -152,7 +151,7 @@ def _quantize_experts(experts: Experts) -> None:
 
 
 def _scale_of(parameter: nnx.Param, weight: QuantizedWeight) -> nnx.Param:
-    """The scale of what `parameter` becomes: it lies where the outputs of the weight lie."""
+    """The parameter for the scale of a quantized `parameter`; it is sharded like the outputs of the weight."""
     metadata = parameter.get_metadata()
     axes, units = metadata["axes"][:-1], metadata["units"][:-1]
     return nnx.Param(weight.scale, axes=axes, units=units, init=metadata["init"])

@@ -1,1 +1,1 @@
-"""Moves of whole blocks: copies inside the pool, and to and from one dense array that travels to the host."""
+"""Copies of whole blocks: inside the pool, and to and from a dense array that is transferred to the host."""

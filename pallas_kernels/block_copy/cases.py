@@ -1,4 +1,4 @@
-"""Named lists of copies and kinds of pools for moves of whole blocks, the awkward ones, for tests and bench."""
+"""Named lists of copies and kinds of pools for copies of whole blocks, edge cases, for tests and bench."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COPIES = (
     Copies(name="onto-itself", pairs=((4, 4), (4, 5), (0, 0))),
     Copies(name="padding-between", pairs=((0, 0), (2, 1), (0, 0), (1, 3))),
 )
-BLOCKS = (  # what swapping moves at once; padding is 0
+BLOCKS = (  # the blocks of one swap; padding is 0
     (3, 1, 22, 0, 0),
     tuple(range(1, 24)),
     (0, 0),
@@ -42,7 +42,7 @@ BLOCKS = (  # what swapping moves at once; padding is 0
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Two layers; layout "tpu": as a TPU keeps them (`paged_attention.tpu_layout`), else "heads"."""
+    """Two layers; layout "tpu": a TPU's layout (`paged_attention.tpu_layout`), else "heads"."""
 
     name: str
     dtype: str = "bfloat16"  # of keys, or of scales and zeros
@@ -69,7 +69,7 @@ POOLS = tuple(
 
 
 def layers(pool: Pool, *, num_layers: int = 2, num_blocks: int = NUM_BLOCKS, seed: int = 0) -> list:
-    """Random contents, a NaN in each block of floats: 2 KV heads, head dim 64, blocks of 32."""
+    """Random contents, with a NaN in each block of floats: 2 KV heads, head dim 64, blocks of 32."""
     rng = np.random.default_rng(seed)
     heads, size, width = 4, 32, 32 if pool.format == "int4" else 64
 

@@ -1,7 +1,7 @@
-"""The definition of moves of whole blocks: plain jnp, obvious, slow. Everything else is compared with it.
+"""The definition of copies of whole blocks: plain jnp, simple, slow. All implementations are compared with it.
 
 Letters: L layers, C copies, N blocks. A layer is an array [N, ...] or a tree of such arrays (`QuantizedPool`); all
-layers are alike.
+layers have the same structure.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def copy_blocks(
 ) -> list[Any]:
     """The layers with block `destinations[i]` a copy of block `sources[i]`.
 
-    All sources are read before any destination is written. Destinations differ, but for padding: 0, the null block,
-    whose contents mean nothing afterwards.
+    All sources are read before any destination is written. Destinations are distinct, except padding: 0, the null
+    block, whose contents are undefined afterwards.
     """
 
     def copy(old: jax.Array) -> jax.Array:
@@ -41,9 +41,9 @@ def gather_blocks(layers: Sequence[Any], block_ids: Int[Array, " C"]) -> Any:
 
 
 def scatter_blocks(layers: Sequence[Any], block_ids: Int[Array, " C"], contents: Any) -> list[Any]:
-    """The layers with those contents in their blocks, the inverse of `gather_blocks`.
+    """The layers with these contents in their blocks, the inverse of `gather_blocks`.
 
-    Blocks differ, but for padding: 0, the null block, whose contents mean nothing afterwards.
+    Blocks are distinct, except padding: 0, the null block, whose contents are undefined afterwards.
     """
 
     def put(index: int, array: jax.Array, content: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Moves of whole blocks on TPUs (Mosaic): DMAs within HBM, of all layers in one kernel.
+"""Copies of whole blocks on TPUs (Mosaic): DMAs within HBM, for all layers in one kernel.
 
-Knows arrays [N, ...] whose blocks are contiguous, as `paged_attention.tpu_layout` has them. No register is touched and
-no VMEM is used. XLA does the same in more: it copies padding too, a copy goes through an array of as many blocks as
-there might be copies, layer after layer, and for a gather it may bring all scales of a layer to VMEM.
+Knows arrays [N, ...] with contiguous blocks, as in `paged_attention.tpu_layout`. Uses no registers and no VMEM. XLA
+does more work: it copies padding too, copies layer by layer through an array with space for the maximum number of
+copies, and for a gather it may move all scales of a layer to VMEM.
 
 Letters: L layers, C copies, N blocks.
 """
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-IN_FLIGHT = 8  # blocks of each array whose DMAs are under way at once
+IN_FLIGHT = 8  # blocks of each array with DMAs in flight at once
 
 Interpret = pltpu.InterpretParams | bool
 
@@ -31,11 +31,11 @@ def copy_blocks(
     *,
     interpret: Interpret = False,
 ) -> list[Any]:
-    """`reference.copy_blocks`, in place. The null block is not written, nor a block onto itself.
+    """`reference.copy_blocks`, in place. The null block is not written, and no block is copied onto itself.
 
     A block that is both a destination and a source must be read before it is written: copies onto such blocks go
-    through a second array, all others directly. (A scheduler comes to that: one sequence gets a copy of a shared block,
-    the other one gives way, and the block goes to a third for its own copy.)
+    through a second array, all others are direct. (This can happen: one sequence gets a copy of a shared block, the
+    other one is preempted, and the block goes to a third sequence for its own copy.)
     """
     arrays, structure = jax.tree.flatten(list(layers))
     per_layer = len(arrays) // len(layers)
@@ -44,7 +44,7 @@ def copy_blocks(
     ways = jnp.where(wanted, jnp.where(clashes, 2, 1), 0).astype(jnp.int32)
     scalars = [sources, destinations, ways, (ways == 2).any().astype(jnp.int32)[None]]
     num_copies = sources.shape[0]
-    # Memory that is not touched unless copies clash; of one layer.
+    # Not touched unless copies conflict; for one layer.
     stages = [jax.ShapeDtypeStruct((num_copies, *x.shape[1:]), x.dtype) for x in arrays[:per_layer]]
 
     def kernel(sources, destinations, ways, any_staged, *refs):
@@ -95,7 +95,7 @@ def gather_blocks(
 
         _move(num_blocks, lambda i: True, read, sems)
 
-    if not interpret:  # or XLA may bring scales to VMEM as a whole
+    if not interpret:  # otherwise XLA may move scales to VMEM as a whole
         arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
     contents = _call(kernel, "gather_blocks", [block_ids], [], arrays, made, interpret)
     return jax.tree.unflatten(structure, contents)
@@ -138,9 +138,9 @@ def _call(
     made: list,
     interpret: Interpret,
 ) -> list[jax.Array]:
-    """The kernel, with references to the scalars, the arrays (twice those `in_place`: given and returned), semaphores.
+    """The kernel, with references to the scalars, the arrays (twice those `in_place`: input and output), semaphores.
 
-    Returns the arrays in place and those that it made.
+    Returns the arrays in place and the new ones.
     """
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
@@ -160,9 +160,9 @@ def _call(
 
 
 def _move(num_turns: int, wanted: Callable, pairs: Callable, sems) -> None:
-    """Copies what `pairs(i)` lists, (from, to), in each turn that is `wanted(i)`; returns when all has arrived.
+    """Copies the (from, to) pairs of `pairs(i)` in each turn with `wanted(i)`; returns when all have arrived.
 
-    Those of IN_FLIGHT turns are under way together and may arrive in any order.
+    Copies of IN_FLIGHT turns are in flight together and may arrive in any order.
     """
 
     def copies(i):

@@ -1,6 +1,6 @@
-"""Moves of whole blocks in plain XLA; `reference.py` says what each does.
+"""Copies of whole blocks in plain XLA; `reference.py` defines each function.
 
-On a donated pool copies and scatters stay in place (the compiled step's alias bytes equal the pool's bytes; tested for
+Copies and scatters update a donated pool in place (the compiled step's alias bytes equal the pool's bytes; tested for
 every bucket).
 """
 
@@ -24,8 +24,8 @@ def copy_blocks(
 
     copied = []
     for layer in layers:
-        # One layer after the other. XLA's compiler for GPUs would read the blocks of all layers at once: 235 MB of
-        # temporaries for 64 copies in 28 layers of 128 KB a block, and 8 MB so.
+        # Layer by layer: XLA's compiler for GPUs would read the blocks of all layers at once, 235 MB of temporaries for
+        # 64 copies in 28 layers of 128 KB per block; here it is 8 MB.
         layer, sources = lax.optimization_barrier((copy(layer, sources), sources))
         copied.append(layer)
     return copied
@@ -49,10 +49,10 @@ def scatter_blocks(layers: Sequence[Any], block_ids: Int[Array, " C"], contents:
 def put_blocks(
     array: Shaped[Array, "N ..."], block_ids: Int[Array, " C"], contents: Shaped[Array, "C ..."]
 ) -> Shaped[Array, "N ..."]:
-    """An array of the pool with those contents in its blocks; of ids that come twice the content is one of the two.
+    """An array of the pool with these contents in its blocks; for duplicate ids the result is one of the contents.
 
-    At once, but for TPUs one by one: for a scatter of bytes they would have the whole pool in another tiling, and copy
-    it there and back (1.05 GB for as large a pool on a v6e; so 0.2 MB).
+    At once, but on TPUs one by one: for a scatter of bytes XLA would change the tiling of the whole pool, and copy it
+    there and back (1.05 GB for a pool of that size on a v6e; 0.2 MB here).
     """
 
     def one_by_one(array, block_ids, contents):

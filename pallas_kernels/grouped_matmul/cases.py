@@ -1,4 +1,4 @@
-"""Named argument sets of the grouped product: the awkward ones, and sizes of real models, for tests and bench."""
+"""Named argument sets for the grouped product: edge cases, and sizes of real models, for tests and bench."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`group_sizes` of `num_rows` rows; the rest is padding."""
+    """`group_sizes` of `num_rows` rows; the remaining rows are padding."""
 
     name: str
     group_sizes: tuple[int, ...]
@@ -54,11 +54,11 @@ MODELS = (
         name="mixtral-8x7b", num_groups=8, num_inputs=4096, num_outputs=14336, experts_per_token=2
     ),
 )
-TOKENS = (64, 2048)  # of a step that decodes, and of one with prompts
+TOKENS = (64, 2048)  # of a decode step, and of one with prompts
 
 
 def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
-    """With `poison`, NaN in the rows of no group."""
+    """With `poison`, rows without a group are NaN."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((case.num_rows, case.num_inputs))
     if poison:

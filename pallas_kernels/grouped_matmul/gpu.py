@@ -1,14 +1,14 @@
 """The grouped product for Hopper GPUs (sm_90a) in Mosaic GPU.
 
-A kernel of our own, because XLA has none (`xla.py` says what it does instead), and JAX's example, ragged_dot_mgpu,
-returns x's dtype and imports jax's tests. A loop in XLA copies an expert's weights for each tile of rows that it
-multiplies and waits for the host to count turns; here they are read once for each tile that they touch, by TMA straight
-from where they lie, and the tiles of all experts are worked on at once.
+Our own kernel, because XLA has none (`xla.py` says what it does instead), and JAX's example, ragged_dot_mgpu, returns
+x's dtype and imports jax's tests. A loop in XLA copies an expert's weights for each tile of rows that it multiplies and
+waits for the host to count iterations; here weights are read once for each tile that uses them, by TMA directly from
+their place, and the tiles of all experts run in parallel.
 
-A program has a tile of rows of one group, the rows of wgmma, and a tile of outputs. It adds up over the inputs in their
-order whatever shares the batch: a row's result depends on nothing but the row and its expert. Rows of a tile that are
-another group's are multiplied too, and not stored. Few rows are bound by the weights' bytes: to keep an H200's memory
-busy 36 KB must be on their way to each SM, and two programs an SM with three stages ahead have 96.
+A program has a tile of rows of one group, wgmma's rows, and a tile of outputs. It sums over the inputs in order,
+whatever else is in the batch: a row's result depends only on the row and its expert. Rows of other groups in a tile are
+multiplied too, but not stored. With few rows the weights' bytes are the bound: to saturate an H200's memory, 36 KB must
+be in flight per SM; two programs per SM with three stages ahead have 96.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pallas_kernels.wgmma import tiled
 
 COLUMNS = 128  # outputs of a program, or twice as many
 DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
-STORED = 32  # outputs that are stored at once
-ALIGNED = 8  # rows: tiles begin at multiples, as the swizzled tiles in shared memory do
+STORED = 32  # outputs stored at once
+ALIGNED = 8  # rows: tiles begin at multiples of it, as the swizzled tiles in shared memory do
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileSizes:
-    """What may differ from one kind of device to another (`tune.py`); no result depends on it.
+    """What may depend on the kind of device (`tune.py`); no result depends on it.
 
-    few_rows: up to so many rows for each group, on average, a program has a tile of 64 rows, few_columns outputs (128,
-    or 256 where the outputs are a multiple) and few_stages, with more a tile of 128 rows, 128 outputs and many_stages.
-    By default these are 104 and 112 KB of shared memory: two programs an SM.
+    few_rows: with up to so many rows per group, on average, a program has a tile of 64 rows, few_columns outputs (128,
+    or 256 if the outputs are a multiple) and few_stages; with more rows a tile of 128 rows, 128 outputs and
+    many_stages. The defaults take 104 and 112 KB of shared memory: two programs per SM.
     """
 
     few_rows: int = 64
@@ -55,7 +55,7 @@ DEFAULT = TileSizes()
 
 
 def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
-    """Why the kernel cannot serve such arguments, in one line; None if it can. Shapes and dtypes suffice."""
+    """Why the kernel does not support these arguments, in one line; None if it does. Needs only shapes and dtypes."""
     if reason := unsupported_jax():
         return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
@@ -79,7 +79,7 @@ def grouped_matmul(
 ) -> Float[Array, "T F"]:
     """`reference.grouped_matmul`; sums in float32. Raises NotImplementedError with `unsupported_reason`'s reason.
 
-    `interpret` takes `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
+    `interpret`: `plgpu.InterpretGPUParams` (jax >= 0.11.2), or None to compile.
     """
     if reason := unsupported_reason(x, weights):
         raise NotImplementedError(reason)
@@ -93,11 +93,11 @@ def grouped_matmul(
     tiles = _tiles(group_sizes, num_rows, tile)
     out = _call(x, weights, tiles, (tile, num_columns), num_stages, interpret)
     is_row = jnp.arange(num_rows, dtype=jnp.int32) < group_sizes.sum(dtype=jnp.int32)
-    return jnp.where(is_row[:, None], out[:num_rows], 0.0)  # rows of no group are not written
+    return jnp.where(is_row[:, None], out[:num_rows], 0.0)  # rows without a group are not written
 
 
 def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> tuple[jax.Array, ...]:
-    """Of each tile its group, where it begins, and its group's rows in it, [first, end); none of tiles too many."""
+    """For each tile its group, its start, and its group's rows in it, [first, end); surplus tiles have none."""
     num_groups = group_sizes.shape[0]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     firsts = ends - group_sizes
@@ -115,7 +115,7 @@ def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> tuple[jax.Array,
 
 
 def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret: Any) -> jax.Array:
-    """float32[T, F]; rows of no tile as they were in memory. shape: rows and outputs of a program."""
+    """float32[T, F]; rows without a tile are uninitialized. shape: rows and outputs of a program."""
     (num_rows, num_inputs), (tile, num_columns) = x.shape, shape
     num_outputs, num_turns = weights.shape[1], num_inputs // DEPTH
     num_stages = min(num_stages, num_turns)
@@ -125,7 +125,7 @@ def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret:
         x_smem, weights_smem, out_smem, ready = memory
         index, column = lax.axis_index("tile"), lax.axis_index("column") * num_columns
         group, first, end = group_ref[index], first_ref[index], end_ref[index]
-        # A tile that would end beyond the last row begins earlier, with rows that are not its own.
+        # A tile that would end after the last row begins earlier, with rows that are not its own.
         row = pl.multiple_of(jnp.minimum(begin_ref[index], num_rows - tile), ALIGNED)
         columns = pl.ds(pl.multiple_of(column, num_columns), num_columns)
 
@@ -141,7 +141,7 @@ def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret:
                 stage = lax.rem(turn, jnp.int32(num_stages))
                 plgpu.barrier_wait(ready.at[stage])
                 plgpu.wgmma(acc, x_smem.at[stage], weights_smem.at[stage].transpose((1, 0)))
-                plgpu.wgmma_wait(1)  # the one before has read its stage
+                plgpu.wgmma_wait(1)  # the previous one has read its stage
                 before = turn - 1
 
                 @pl.when((turn > 0) & (before + num_stages < num_turns))
@@ -165,7 +165,7 @@ def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret:
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
-        # Programs that share weights are neighbours in time: the second reads them from L2.
+        # Programs with the same weights run at about the same time: the second reads them from L2.
         grid=(num_outputs // num_columns, tiles[0].shape[0]),
         grid_names=("column", "tile"),
         scratch_types=(

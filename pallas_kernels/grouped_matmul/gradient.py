@@ -1,6 +1,6 @@
-"""What the grouped product's arguments are worth to what comes after it: its gradient, in plain XLA.
+"""The gradient of the grouped product, in plain XLA.
 
-Kernels have none, and a loop of as many turns as there are rows in groups cannot be differentiated backwards.
+Kernels have none, and a loop with a dynamic number of iterations does not support reverse-mode differentiation.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def gradient(
     group_sizes: Int[Array, " G"],
     slopes: Float[Array, "T F"],
 ) -> tuple[Float[Array, "T E"], Float[Array, "G F E"]]:
-    """The gradients of x and of the weights, in their dtypes, where `slopes` is that of the product.
+    """The gradients of x and the weights, in their dtypes, given `slopes`, the gradient of the product.
 
-    Sums are float32. Rows of no group have the gradient 0, whatever `slopes` says of them.
+    Sums are float32. Rows without a group have gradient 0, whatever their `slopes`.
     """
     tile = TILE_ROWS
     group_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The definition of the grouped product: plain jnp, obvious, slow, not jittable. Everything else is compared with it.
+"""The definition of the grouped product: plain jnp, simple, slow, not jittable. Implementations are compared with it.
 
 Letters: T rows (tokens, each as often as it has experts, sorted by expert), G groups (experts), E inputs, F outputs.
 """
@@ -15,7 +15,7 @@ def grouped_matmul(
     """The first group_sizes[0] rows times weights[0], the next group_sizes[1] times weights[1], and so on: float32, or
     int32 if x and weights are int8.
 
-    Rows behind the last group are 0, whatever x holds there. A row's result depends on the row and its expert alone.
+    Rows after the last group are 0, whatever x is there. A row's result depends only on the row and its expert.
     """
     dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     out, first = jnp.zeros((x.shape[0], weights.shape[1]), dtype), 0

@@ -1,7 +1,7 @@
-"""The grouped product on TPUs: JAX's megablox kernel, which takes weights as they are, with tiles for these sizes.
+"""The grouped product on TPUs: JAX's megablox kernel, which supports our weight layout, with tiles for these sizes.
 
 (Gale et al., MegaBlocks, arXiv:2211.15841.) A tile of rows is multiplied with each expert that has rows in it, so an
-expert's weights are read once for each tile that it touches: with few rows once, whatever the tile; with many rows
+expert's weights are read once per tile that includes its rows: with few rows once, whatever the tile; with many rows
 larger tiles read them less often.
 """
 
@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 LANES = 128
-WIDEST = 2048  # bytes of inputs in a tile. Sums are cut there, so it is never tuned
+WIDEST = 2048  # bytes of inputs in a tile. Sums are divided there, so it is never tuned
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileSizes:
-    """What may differ from one kind of device to another (`tune.py`); no result depends on it.
+    """What may depend on the kind of device (`tune.py`); no result depends on it.
 
-    few_rows: up to so many rows in all, tiles have few_tile of them, beyond many_tile, both a multiple of 16.
-    outputs: of a tile of weights at most, which by default has 2 MB and is there twice; for float32 half as many.
+    few_rows: with up to so many rows in all, tiles have few_tile rows, with more many_tile, both a multiple of 16.
+    outputs: most outputs in a tile of weights, which by default has 2 MB and two buffers; half as many for float32.
     """
 
     few_rows: int = 2048
@@ -41,8 +41,8 @@ def grouped_matmul(
     sizes: TileSizes = DEFAULT,
     interpret: bool = False,
 ) -> Float[Array, "T F"]:
-    """`reference.grouped_matmul`; sums in float32. Products of float32 are as exact as `jax.default_matmul_precision`
-    asks for.
+    """`reference.grouped_matmul`; sums in float32. Products of float32 have the precision of
+    `jax.default_matmul_precision`.
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -60,10 +60,10 @@ def grouped_matmul(
         interpret=interpret,
     )[:num_rows]
     is_row = jnp.arange(num_rows, dtype=jnp.int32) < group_sizes.sum(dtype=jnp.int32)
-    return jnp.where(is_row[:, None], out, 0.0)  # tiles of no group are not written
+    return jnp.where(is_row[:, None], out, 0.0)  # tiles without a group are not written
 
 
 def _width(size: int, most: int) -> int:
-    """The widest tile, in whole registers, of which there are no more than there must be."""
+    """The narrowest multiple of LANES with the least number of tiles."""
     num_tiles = -(-size // most)
     return -(-size // (num_tiles * LANES)) * LANES

@@ -1,7 +1,7 @@
-"""TileSizes of the kernels of the grouped product for one kind of device: measured there, kept in `tuned/`, looked up.
+"""TileSizes of the grouped product's kernels by kind of device: measured, and stored in `tuned/`.
 
-`python -m pallas_kernels.grouped_matmul.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
-what was measured. The folder is empty as long as nobody has. Never tuned is what cuts sums: the inputs of a stage.
+`python -m pallas_kernels.grouped_matmul.tune` measures on the available Hopper GPU or TPU; `tuned_sizes` looks up the
+results. The folder is empty until then. What divides sums is never tuned: the inputs of a stage.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul.cases import MODELS, Model
 
 FOLDER = Path(__file__).parent / "tuned"
-Work = tuple[Model, int]  # and rows
+Work = tuple[Model, int]  # and the number of rows
 
 
 def _works(*rows_per_group: int) -> list[Work]:
-    """Weights of 0.4 and 0.9 GB: no cache holds them."""
+    """Weights of 0.4 and 0.9 GB, larger than any cache."""
     return [(model, rows * model.num_groups) for model in MODELS for rows in rows_per_group]
 
 
@@ -46,7 +46,7 @@ CANDIDATES = {
 
 
 def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
-    """`TileSizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for a file that says something else."""
+    """`TileSizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for an invalid file."""
     return tuning.read(kernel_of(platform).TileSizes, device_kind, folder)
 
 
@@ -59,7 +59,7 @@ def kernel_of(platform: str) -> ModuleType:
 
 
 def tune(platform: str) -> tuple[Any, dict[str, float]]:
-    """The fastest sizes on the device that is there, and the seconds of all."""
+    """The fastest sizes on the available device, and the seconds of all candidates."""
     return tuning.fastest(
         kernel_of(platform).TileSizes(), CANDIDATES[platform], partial(_seconds, platform)
     )
@@ -72,7 +72,7 @@ def _seconds(platform: str, sizes: Any, work: Work) -> float:
 
 
 def _arguments(model: Model, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows dealt out to the groups by chance."""
+    """Rows assigned to groups at random."""
     shape = model.num_groups, model.num_outputs, model.num_inputs
     rng = np.random.default_rng(0)
     group_sizes = rng.multinomial(num_rows, [1 / model.num_groups] * model.num_groups)

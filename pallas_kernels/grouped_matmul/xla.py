@@ -1,9 +1,9 @@
-"""The grouped product in plain XLA: a loop over tiles of rows, each of one group; `reference.py` says what it is.
+"""The grouped product in plain XLA: a loop over tiles of rows, each of one group; `reference.py` defines it.
 
-Not `lax.ragged_dot_general`, which XLA has no program for on CPUs and GPUs: it multiplies every row with every expert
-and masks. For 128 experts of 2048 x 768 and 16,384 rows that is 128 times the flops and, compiled for an H200,
-9.0 GB of temporaries; 0.7 GB for 512 rows (tests/aot/test_grouped_matmul.py measures both). TPUs have a program, but
-for weights [G, E, F]: ours, which are as Linear stores them, it would copy and turn around at each call (403 MB).
+Not `lax.ragged_dot_general`, which XLA does not support natively on CPUs and GPUs: it multiplies every row with every
+expert and masks. For 128 experts of 2048 x 768 and 16,384 rows that is 128 times the flops and, compiled for an H200,
+9.0 GB of temporaries; 0.7 GB for 512 rows (tests/aot/test_grouped_matmul.py measures both). TPUs support it, but for
+weights [G, E, F]: ours, in Linear's layout, would be transposed and copied in each call (403 MB).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Real
 
-# A few rows each have an expert where a step decodes; more rows in a tile pay only for long prompts.
+# In decode steps an expert has a few rows; larger tiles help only for long prompts.
 TILE_ROWS = 32
 
 
@@ -23,7 +23,7 @@ def grouped_matmul(
     num_rows, tile = x.shape[0], TILE_ROWS
     group_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     tile_ends = jnp.cumsum(-(-group_sizes // tile), dtype=jnp.int32)
-    # A slice that begins inside never reaches beyond the end, where it would be moved.
+    # Padding, so that no slice would reach past the end, where its start would be clamped.
     x = jnp.pad(x, ((0, tile), (0, 0)))
     dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     out = jnp.zeros((x.shape[0], weights.shape[1]), dtype)

@@ -1,5 +1,5 @@
-"""Writes into the pool of KV blocks: new keys and values into slots, rounded if the pool is quantised.
+"""Writes new keys and values into slots of the KV pool, quantized if the pool is.
 
-For CPUs, GPUs, and pools that no kernel serves. On a TPU the attention kernel itself writes (`paged_attention/tpu.py`),
-where the new keys and values have to be brought into registers' order and rows may hit blocks of one another.
+For CPUs, GPUs, and pools without a kernel. On a TPU the attention kernel itself writes (`paged_attention/tpu.py`): the
+new keys and values must be brought into the register layout, and rows may write into blocks of others.
 """

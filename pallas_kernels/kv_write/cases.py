@@ -1,4 +1,4 @@
-"""Named slots and pools for writes of new keys and values, the awkward ones, for tests and bench."""
+"""Named slots and pools for writes of new keys and values, edge cases, for tests and bench."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_BLOCKS, BLOCK_SIZE = 7, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Where each token goes in a pool of 7 blocks of 4 slots; block 0 is the null block."""
+    """The slot of each token in a pool of 7 blocks of 4 slots; block 0 is the null block."""
 
     name: str
     slots: tuple[int, ...]
@@ -37,7 +37,7 @@ SLOTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """`stored` is the dtype of an unquantised pool, or of scales and zeros; uint16 holds the bits of bfloat16."""
+    """`stored`: the dtype of an unquantized pool, or of scales and zeros; uint16 has the bits of bfloat16."""
 
     name: str
     stored: str
@@ -47,7 +47,7 @@ class Pool:
 
     @property
     def dtype(self) -> str:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return "bfloat16" if self.stored == "uint16" else self.stored
 
 
@@ -57,7 +57,7 @@ POOLS = (
         for format in (None, *FORMATS)
         for stored in ("float32", "bfloat16", "uint16")
     ),
-    # One head; a head dim that is unpacked four bytes at a time.
+    # One head, with a head dim that is unpacked four bytes at a time.
     Pool(name="mqa-int4", stored="bfloat16", format="int4", num_kv_heads=1, head_dim=64),
 )
 
@@ -65,7 +65,7 @@ POOLS = (
 def arguments(
     pool: Pool, slots: Slots, *, seed: int = 0
 ) -> tuple[jax.Array | QuantizedPool, jax.Array, jax.Array, jax.Array]:
-    """A pool of random bits, among them NaN and infinity, then keys, values and slots, as `write_kv` takes them."""
+    """A pool of random bits, including NaN and infinity, then keys, values and slots, for `write_kv`."""
     rng = np.random.default_rng(seed)
 
     def bits(dtype, width):

@@ -1,6 +1,6 @@
-"""Keys and values in 8 or 4 bits: how they are rounded, packed, and read back.
+"""Keys and values in 8 or 4 bits: how they are quantized, packed, and dequantized.
 
-int8 and int4 are asymmetric, with a scale and a zero for each token and KV head, K and V apart, as LMDeploy's
+int8 and int4 are asymmetric, with a scale and a zero for each token and KV head, separate for K and V, as LMDeploy's
 `quant_policy` 8 and 4 (`quantize` has the formulas). The fp8 formats have no scale: they saturate.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-LEVELS = {"int8": 255, "int4": 15}  # steps of the scale between the least value and the greatest
+LEVELS = {"int8": 255, "int4": 15}  # steps of the scale between minimum and maximum
 FLOATS = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 FORMATS = (*LEVELS, *FLOATS)
 
@@ -21,9 +21,9 @@ FORMATS = (*LEVELS, *FLOATS)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class QuantizedPool:
-    """One layer's pool, or blocks or tokens of it, in the place of the array that an unquantised pool is."""
+    """One layer's pool, or blocks or tokens of it; replaces the array of an unquantized pool."""
 
-    data: jax.Array  # uint8[N, S, 2*K, D], with int4 uint8[N, S, 2*K, D / 2]; fp8 as its bits
+    data: jax.Array  # uint8[N, S, 2*K, D], int4 uint8[N, S, 2*K, D / 2]; fp8 as its bits
     # [N, S, 2*K, 2]: scale and zero, in float32 or bfloat16 (its bits as uint16 on a CPU). None with fp8.
     scale_zero: jax.Array | None
     format: str = field(metadata={"static": True})  # one of FORMATS
@@ -36,26 +36,26 @@ class QuantizedPool:
 def quantize(
     kv: jax.Array, format: str, scale_zero_dtype: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """uint8[..., D] (int4: [..., D / 2]) for kv [..., D], and what belongs beside it, [..., 2] or None.
+    """uint8[..., D] (int4: [..., D / 2]) from kv [..., D], and scale and zero, [..., 2], or None.
 
-    With n levels: scale = (max - min) / n, zero = -min / scale (no integer), q = floor(x / scale + zero + 1/2) in 0..n,
-    in float32, with scale and zero as they are stored. So the error is at most scale / 2; at the ends of the range,
-    which bfloat16's rounding of scale and zero may cut off, 2^-8 (|min| + max - min) more. int4 packs
+    With n levels: scale = (max - min) / n, zero = -min / scale (not an integer), q = floor(x / scale + zero + 1/2) in
+    0..n, in float32, with scale and zero as stored. So the error is at most scale / 2; at the ends of the range, which
+    rounding of scale and zero to bfloat16 may cut off, 2^-8 (|min| + max - min) more. int4 packs
     byte d = q[d] + 16 * q[d + D / 2].
     """
     x = kv.astype(jnp.float32)
     if format in FLOATS:
-        limit = float(jnp.finfo(FLOATS[format]).max)  # beyond it lie NaN (e4m3) and inf (e5m2)
+        limit = float(jnp.finfo(FLOATS[format]).max)  # beyond it are NaN (e4m3) and inf (e5m2)
         return lax.bitcast_convert_type(
             jnp.clip(x, -limit, limit).astype(FLOATS[format]), jnp.uint8
         ), None
     assert scale_zero_dtype is not None
     levels, low, high = LEVELS[format], x.min(axis=-1, keepdims=True), x.max(axis=-1, keepdims=True)
-    # Where all values are the same (padding, zeros) the scale would be 0 and the zero NaN. What float32 resolves of
-    # the greatest value is scale enough, and the smallest normal number if that is 0.
+    # If all values are equal (padding, zeros) the scale would be 0 and the zero NaN. The resolution of float32 at the
+    # largest value is a sufficient scale; if that is 0, the smallest normal number.
     info, stored = jnp.finfo(jnp.float32), jnp.finfo(scale_zero_dtype)
     finest = jnp.maximum(jnp.maximum(high, -low) * float(info.eps), float(info.tiny))
-    # Not a conversion there and back, which XLA may leave out.
+    # Not a round trip of conversions, which XLA may remove.
     scale = lax.reduce_precision(
         jnp.maximum((high - low) / levels, finest), stored.nexp, stored.nmant
     )
@@ -69,7 +69,7 @@ def quantize(
 
 
 def dequantize(data: jax.Array, scale_zero: jax.Array | None, format: str) -> jax.Array:
-    """float32[..., D] of what `quantize` returned: (q - zero) * scale."""
+    """float32[..., D] from the results of `quantize`: (q - zero) * scale."""
     if format in FLOATS:
         return _read_fp8(data, format)
     assert scale_zero is not None
@@ -80,11 +80,11 @@ def dequantize(data: jax.Array, scale_zero: jax.Array | None, format: str) -> ja
 
 
 def _read_fp8(bits: jax.Array, format: str) -> jax.Array:
-    """By way of float16, which one instruction reads: XLA:CPU's own conversions take 2 and 3.5 times as long."""
+    """Through float16, which takes one instruction: XLA:CPU's own conversions take 2 and 3.5 times as long."""
     wide = bits.astype(jnp.uint16)
     if format == "fp8_e5m2":
         return lax.bitcast_convert_type(wide << 8, jnp.float16).astype(jnp.float32)
-    # 4 bits of exponent, 3 of mantissa; float16 has 5 and 10, and a bias greater by 8
+    # 4 bits of exponent, 3 of mantissa; float16 has 5 and 10, and a bias larger by 8.
     magnitude = wide & 0x7F
     half = ((wide & 0x80) << 8) | (magnitude << 7)
     half = jnp.where(magnitude == 0x7F, 0x7E00, half)  # NaN
@@ -92,12 +92,12 @@ def _read_fp8(bits: jax.Array, format: str) -> jax.Array:
 
 
 def _unpack(data: jax.Array) -> jax.Array:
-    """uint8[..., D / 2] of two values a byte → uint8[..., D]."""
+    """uint8[..., D / 2] with two values per byte → uint8[..., D]."""
     *shape, width = data.shape
     if width % 4:
         return jnp.concatenate([data & 15, data >> 4], axis=-1)
-    # Four bytes at a time, halves by a shift instead of a concatenation, and finished before others use them: otherwise
-    # attention on XLA:CPU takes 1.4 times as long.
+    # Four bytes at a time, with a shift for each half instead of a concatenation, and materialized before others use
+    # them: otherwise attention on XLA:CPU takes 1.4 times as long.
     words = lax.bitcast_convert_type(data.reshape(*shape, 1, width // 4, 4), jnp.uint32)
     shifts = 4 * lax.broadcasted_iota(jnp.uint32, (*shape, 2, width // 4), len(shape))
     words = lax.optimization_barrier((words >> shifts) & 0x0F0F0F0F)

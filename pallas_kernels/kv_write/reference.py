@@ -1,4 +1,4 @@
-"""The definition of writes into the pool: plain jnp, obvious, slow. Everything else is compared with it.
+"""The definition of writes into the pool: plain jnp, simple, slow. All implementations are compared with it.
 
 Letters: T tokens, N blocks, S block size, K KV heads, D head dim.
 """
@@ -24,11 +24,11 @@ def write_kv(
     v: Float[Array, "T K D"],
     slot_mapping: Int[Array, " T"],
 ) -> Pool:
-    """The pool with token t's keys and values in slot `slot_mapping[t]`, which is slot `s % S` of block `s // S`.
+    """The pool with token t's keys and values in slot `slot_mapping[t]`: slot `s % S` of block `s // S`.
 
-    KV head h has its key at `2h` and its value at `2h + 1`. The pool says how they are stored: in its own dtype, as the
-    bits of 2-byte floats (uint16), or quantised (`quantized.quantize`). A slot below 0 or beyond the pool: the token
-    is dropped. Slots differ, but for those of block 0, the null block, whose contents mean nothing afterwards.
+    KV head h has its key at `2h` and its value at `2h + 1`. The pool determines the storage: its own dtype, the bits of
+    2-byte floats (uint16), or quantized (`quantized.quantize`). If a slot is negative or outside the pool, its token is
+    dropped. Slots are distinct, except in block 0, the null block, whose contents are undefined afterwards.
     """
     kv = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2*K, D]
     if not isinstance(pool, QuantizedPool):

@@ -1,7 +1,7 @@
 """Scatter of new keys and values into the pool, in plain XLA.
 
-On a donated pool it stays in place (the compiled step's alias bytes equal the pool's bytes; tested for every bucket).
-A layer's pool is one array, or a `QuantizedPool` of two, which are written alike.
+A donated pool is updated in place (the compiled step's alias bytes equal the pool's bytes; tested for every bucket). A
+layer's pool is one array, or a `QuantizedPool` of two, which are written in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def write_kv(
 
     def write(array, new):
         slots = array.reshape(-1, *array.shape[2:])
-        # A slot of -1 is none, not the pool's last one.
+        # A slot of -1 means none, not the pool's last one.
         written = slots.at[slot_mapping].set(new, mode="drop", wrap_negative_indices=False)
         return written.reshape(array.shape)
 
@@ -42,11 +42,11 @@ def to_storage(kv: jax.Array, pool: jax.Array) -> jax.Array: ...
 @overload
 def to_storage(kv: jax.Array, pool: QuantizedPool) -> QuantizedPool: ...
 def to_storage(kv, pool):
-    """`kv` [..., D] as the pool stores it: its own dtype, the bits of a 2-byte float as uint16, or quantised.
+    """`kv` [..., D] as the pool stores it: its own dtype, the bits of a 2-byte float as uint16, or quantized.
 
-    XLA:CPU has no bf16 scatter or gather and converts the whole pool to float32 for one; integers it moves as they
-    are. (A bitcast of the pool itself would copy it, so the pool is allocated as uint16.) Of a quantised pool that
-    holds for fp8, whose bits are kept as uint8 everywhere, and for scales and zeros.
+    XLA:CPU has no bf16 scatter or gather and would convert the whole pool to float32; it moves integers unchanged. (A
+    bitcast of the pool itself would copy it, so the pool is allocated as uint16.) In a quantized pool the same holds
+    for fp8, whose bits are stored as uint8 everywhere, and for scales and zeros.
     """
     if isinstance(pool, QuantizedPool):
         if pool.scale_zero is None:
@@ -62,7 +62,7 @@ def to_storage(kv, pool):
 
 
 def from_storage(kv: Pool, dtype: jnp.dtype) -> jax.Array:
-    """The inverse of `to_storage` for blocks that were read; `dtype` is that of the keys."""
+    """The inverse of `to_storage` for blocks that were read; `dtype`: that of the keys."""
     if isinstance(kv, QuantizedPool):
         scale_zero = kv.scale_zero
         if scale_zero is not None:

@@ -1,4 +1,4 @@
-"""Named argument sets of low-rank adapters: awkward ones, and the layers of models."""
+"""Named argument sets for low-rank adapters: edge cases, and the layers of models."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`slots`: which ones tokens have, each as likely as another."""
+    """`slots`: the possible slots of tokens, equally likely."""
 
     name: str
     num_tokens: int = 24
     slots: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
     num_slots: int = 8
     rank: int = 32
-    ranks: tuple[int, ...] = ()  # of the first adapters, if smaller: zeros follow
+    ranks: tuple[int, ...] = ()  # of the first adapters, if smaller: padded with zeros
     num_in: int = 256
     num_outs: tuple[int, ...] = (384,)
     dtype: str = "bfloat16"
@@ -48,7 +48,7 @@ LAYERS = {
 
 
 def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
-    """With `poison`, NaN in all weights of slots that no token has."""
+    """With `poison`, all weights of unused slots are NaN."""
     rng = np.random.default_rng(seed)
     shape = (case.num_slots, len(case.num_outs), case.rank, case.num_in)
     a = rng.standard_normal(shape) * case.num_in**-0.5

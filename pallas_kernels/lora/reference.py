@@ -1,7 +1,7 @@
-"""The definition of low-rank adapters by token: plain jnp, obvious, slow. Everything else is compared with it.
+"""The definition of low-rank adapters per token: plain jnp, simple, slow. All implementations are compared with it.
 
-Letters: T tokens, E inputs, S adapter slots, r rank, P projections that read the same x and have their outputs side by
-side, F outputs of all of them.
+Letters: T tokens, E inputs, S adapter slots, r rank, P projections with the same input x and concatenated outputs, F
+outputs of all of them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def lora(
     *,
     num_slots: int,
 ) -> Float32[Array, "T F"]:
-    """y + B A x of each token's slot. y has each projection's outputs behind those of the one before.
+    """y + B A x with the adapter of each token's slot. y has the outputs of all projections concatenated.
 
-    Slots are 1 .. S; of a token of slot 0 it is y. Rows of `a` lie slot by slot, in each projection by projection;
-    columns of `b` slot by slot. x is rounded to the dtype of `a`, and so is A x. What slots of no token hold has no
-    effect, whatever it is; weights of others are finite. A row's result depends on the row and its slot alone.
+    Slots are 1 .. S; for slot 0 the result is y. Rows of `a` are ordered by slot, then by projection; columns of `b` by
+    slot. x is rounded to the dtype of `a`, and so is A x. Contents of unused slots have no effect, even NaN; weights of
+    used ones must be finite. A row's result depends only on the row and its slot.
     """
     slot, is_adapted = jnp.maximum(slots - 1, 0), (slots > 0)[:, None]
     own_a = a.reshape(num_slots, len(b), -1, a.shape[1])[slot].astype(jnp.float32)

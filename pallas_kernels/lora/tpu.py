@@ -1,17 +1,17 @@
 """Low-rank adapters on TPUs (Mosaic): shrink and expand in one kernel, which reads only what the batch uses.
 
-The columns of B, S r of them, are cut into units of LANES: of several slots if the rank is small, of a part of one if
-it is large. A tile of tokens visits the units that its tokens' slots touch, in order; the grid is (tile of tokens, tile
-of outputs, visited unit), and its last size is found at run time. A x of each visited unit is computed with the first
-tile of outputs and stays in VMEM, with 0 where a column is of another slot than the token's.
+The columns of B, S r of them, are divided into units of LANES: several slots if the rank is small, a part of one if it
+is large. A tile of tokens visits the units of its tokens' slots, in order; the grid is (tile of tokens, tile of
+outputs, visited unit), and its last size is dynamic. A x of each visited unit is computed with the first tile of
+outputs and stays in VMEM, with 0 in columns of other slots than the token's.
 
 y is added here: XLA would add it to the result where it multiplies with the layer's weight, in smaller tiles.
 
-Slots of no token may lie in a visited unit. Their columns of A x are 0 already; those of B are set to 0 as bits, as NaN
-times 0 is NaN.
+A visited unit may include slots that no token uses. Their columns of A x are 0 already; those of B are masked to 0
+bitwise, since NaN times 0 is NaN.
 
-A row's sums run over its own units in order, and all else adds 0: its result does not depend on how many rows there
-are, as long as the MXU's does not.
+A row's sums are over its own units in order, and all other terms are 0: its result does not depend on the number of
+rows, as long as the MXU's does not.
 
 Letters: T tokens, E inputs, S slots, r rank, P projections, F outputs of all of them, U units.
 """
@@ -31,17 +31,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
 LANES = 128
-SUBLANES = 16  # tokens of a tile, and ranks of bfloat16, are multiples
-VMEM_BYTES = 48 << 20  # of 64 MB and more
-TILES_BYTES = 40 << 20  # of all tiles
+SUBLANES = 16  # tokens per tile, and ranks in bfloat16, are multiples of it
+VMEM_BYTES = 48 << 20  # of at least 64 MB
+TILES_BYTES = 40 << 20  # all tiles together
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileSizes:
-    """What may differ from one kind of device to another; no result depends on it.
+    """What may depend on the kind of device; no result depends on it.
 
-    tile_tokens: tokens of a tile, SUBLANES times a power of two, at most; half of it, and so on, where that does not
-    fit. tile_out: outputs of a tile, a multiple of LANES.
+    tile_tokens: most tokens per tile, SUBLANES times a power of two; halved until it fits. tile_out: outputs per tile,
+    a multiple of LANES.
     """
 
     tile_tokens: int = 512
@@ -53,7 +53,7 @@ DEFAULT = TileSizes()
 
 @dataclass(frozen=True, kw_only=True)
 class _Shapes:
-    """Of one call."""
+    """The shapes of one call."""
 
     num_slots: int
     rank: int
@@ -69,7 +69,7 @@ class _Shapes:
 
     @property
     def tiles_bytes(self) -> int:
-        """In VMEM: what comes and goes is there twice."""
+        """Bytes in VMEM: inputs and outputs are double-buffered."""
         parts, tokens = len(self.num_outs), self.tile_tokens
         moved = (tokens + parts * LANES) * self.num_in + parts * self.tile_out * LANES
         inner = self.num_units * parts * tokens * LANES
@@ -78,7 +78,7 @@ class _Shapes:
 
     @property
     def first_tiles(self) -> list[int]:
-        """The number of each projection's first tile of outputs, and of all tiles."""
+        """The index of each projection's first tile of outputs, and the number of tiles."""
         return list(accumulate((pl.cdiv(n, self.tile_out) for n in self.num_outs), initial=0))
 
 
@@ -88,7 +88,7 @@ def unsupported_reason(
     *,
     num_slots: int,
 ) -> str | None:
-    """Why the kernel cannot serve such adapters, in one line; None if it can. Shapes and dtypes suffice."""
+    """Why the kernel does not support such adapters, in one line; None if it does. Needs only shapes and dtypes."""
     if a.dtype not in (jnp.bfloat16, jnp.float32):
         return f"adapters are {a.dtype}; the kernel reads bfloat16 and float32"
     rank = b[0].shape[1] // num_slots
@@ -127,7 +127,7 @@ def lora(
 
 
 def _fitting(num_tokens: int, a, b, num_slots: int, sizes: TileSizes) -> _Shapes:
-    """Tiles of tokens, of one size, as few as fit; the smallest if none fits."""
+    """The largest tiles of tokens that fit, all of one size; the smallest if none fits."""
     num_outs = tuple(each.shape[0] for each in b)
     num_tiles = pl.cdiv(max(num_outs), sizes.tile_out)
     tile_out = pl.cdiv(max(num_outs), num_tiles * LANES) * LANES
@@ -151,8 +151,8 @@ def _fitting(num_tokens: int, a, b, num_slots: int, sizes: TileSizes) -> _Shapes
 
 
 def _visited(slots: jax.Array, shapes: _Shapes) -> tuple[jax.Array, jax.Array]:
-    """Units that each tile of tokens visits, int32[tiles, U], in order, the last one again and again behind them; and
-    how many they are, int32[tiles].
+    """Units that each tile of tokens visits, int32[tiles, U], in order and padded with the last one; and their number,
+    int32[tiles].
     """
     own = jax.nn.one_hot(slots - 1, shapes.num_slots, dtype=jnp.bool_)
     is_used = own.reshape(-1, shapes.tile_tokens, shapes.num_slots).any(axis=1)
@@ -166,15 +166,15 @@ def _visited(slots: jax.Array, shapes: _Shapes) -> tuple[jax.Array, jax.Array]:
 
 
 def _call(y, x, a, b, slots, shapes: _Shapes, interpret) -> jax.Array:
-    """T is a multiple of the tile."""
+    """T must be a multiple of the tile."""
     tokens, parts = shapes.tile_tokens, len(b)
     units, count = _visited(slots, shapes)
-    # Of a slot, or of several, each projection's ranks lie together.
+    # Each projection's ranks are contiguous, within a slot or over several.
     a = a.reshape(shapes.num_slots, parts, shapes.rank, -1)
     together, pieces = max(1, LANES // shapes.rank), max(1, shapes.rank // LANES)
 
     def index_a(t, o, j, units, count):
-        # Later tiles of outputs ask for what is there.
+        # Later tiles of outputs keep the current block.
         unit = units[t, jnp.where(o == 0, j, shapes.num_units - 1)]
         return unit // pieces, 0, unit % pieces, 0
 
@@ -216,15 +216,15 @@ def _call(y, x, a, b, slots, shapes: _Shapes, interpret) -> jax.Array:
 
 
 def _first_row(shapes: _Shapes, part: int, o):
-    """Of a projection's B in tile o of all tiles: of its first tile before its turn, of its last behind it. The last
-    one ends where B does, so it may have outputs of the one before, once more: the result must not be y's memory.
+    """The first row of a projection's B for tile o of all tiles: of its first tile before its turn, of its last after
+    it. The last tile ends where B does, so it may repeat outputs of the previous one: the result must not alias y.
     """
     row = (o - shapes.first_tiles[part]) * shapes.tile_out
     return pl.multiple_of(jnp.clip(row, 0, shapes.num_outs[part] - shapes.tile_out), LANES)
 
 
 def _index_b(shapes: _Shapes, part: int, t, o, j, units, count):
-    """Where it is not the projection's turn, what is there already or comes next, so that nothing is read twice."""
+    """Outside the projection's turn: the block that is loaded already or needed next, so that nothing is read twice."""
     begin, end = shapes.first_tiles[part : part + 2]
     turn = jnp.where(o < begin, 0, jnp.where(o < end, j, shapes.num_units - 1))
     column = pl.multiple_of(units[t, turn] * LANES, LANES)
@@ -241,8 +241,8 @@ def _index_out(shapes: _Shapes, t, o, j, units, count):
 
 
 def _body(units, count, y_ref, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
-    """refs: B of each projection, the result, and scratch: A x of the visited units, and bits that keep the columns of
-    slots that a token of the tile has.
+    """refs: B of each projection, the result, and scratch: A x of the visited units, and bit masks for the columns of
+    slots that a token of the tile uses.
     """
     *b_refs, out_ref, inner_ref, keep_ref = refs
     first = shapes.first_tiles
@@ -272,7 +272,7 @@ def _body(units, count, y_ref, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
 
 
 def _product(x, weight):
-    """x [T, E] times weight [F, E], transposed; of float32 as exact as can be."""
+    """x [T, E] times weight [F, E] transposed; float32 with the highest precision."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((1,), (1,)), ((), ()))
     return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)

@@ -1,1 +1,1 @@
-"""Products of activations with weights in 8 or 4 bits; `reference.py` is the definition."""
+"""Products of activations with 8-bit or 4-bit weights; `reference.py` is the definition."""

@@ -1,4 +1,4 @@
-"""Named argument sets of products with quantised weights: awkward ones, and the layers of models."""
+"""Named argument sets for products with quantized weights: edge cases, and the layers of models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LAYERS = {
 
 
 def arguments(case: Case, *, seed: int = 0) -> tuple[jax.Array, QuantizedWeight]:
-    """x and the weight. All numbers that the format has occur, as do rows and groups of very different size."""
+    """x and the weight. Has all values of the format, and rows and groups of very different magnitudes."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((case.num_tokens, case.num_in))
     x *= np.exp(rng.standard_normal((case.num_tokens, 1)))

@@ -1,17 +1,17 @@
-"""Products with quantised weights for Hopper GPUs (sm_90a) in Mosaic GPU. Knows no engine, and chooses nothing.
+"""Products with quantized weights for Hopper GPUs (sm_90a) in Mosaic GPU. Knows no engine, and makes no choices.
 
-wgmma takes its left operand from registers, so it is the weight: a program computes the transposed result of ROWS
-outputs and a tile of tokens, which pads to 8 and not to 64. Bytes come by TMA, CHUNK bytes of each output at a time,
-several chunks on their way, and are widened in registers to integers that bfloat16 holds exactly, or to fp8's numbers:
-nothing of a weight is rounded. int4's groups are products of their own, whose float32 sums are multiplied by the scale;
-the other formats' scales are left to XLA, which multiplies by them where it reads the result anyway.
+wgmma takes its left operand from registers, so that is the weight: a program computes the transposed result of ROWS
+outputs and a tile of tokens, padded to a multiple of 8, not of 64. Bytes arrive by TMA, CHUNK bytes of each output at a
+time, with several chunks in flight, and are converted in registers to integers that bfloat16 represents exactly, or to
+fp8's values: weights are never rounded. int4's groups are separate products, whose float32 sums are multiplied by the
+scale; other formats' scales are left to XLA, which fuses the multiplication into the consumer of the result.
 
 Layers with few outputs have fewer tiles than the chip has SMs: their inputs are split, and the parts are added in
-order. How many there are follows from the weight's shape alone, and so does the order of all sums: a row's result does
-not depend on how many rows there are.
+order. The number of parts, and so the order of all sums, depends only on the weight's shape: a row's result does not
+depend on the number of rows.
 
-Under `interpret` widened weights go through shared memory and products are added (`wgmma.py` says why). All else is the
-same.
+With `interpret`, converted weights go through shared memory and products are added (`wgmma.py` says why). All else is
+the same.
 
 Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
 """
@@ -34,9 +34,9 @@ from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padde
 from pallas_kernels.wgmma import added_product, as_operand, load, product, tiled
 
 ROWS = 128  # outputs of a program
-CHUNK = 128  # bytes of an output that come at once
-# Inputs are split until there are WANTED_PROGRAMS, as many as an H200 has SMs. Sums are cut there, so these two are the
-# same on every device and never tuned.
+CHUNK = 128  # bytes of an output per stage
+# Inputs are split until there are WANTED_PROGRAMS, the number of an H200's SMs. Sums are divided there, so these two
+# are the same on every device and never tuned.
 WANTED_PROGRAMS = 132
 MOST_SPLITS = 8
 GROUP_SIZES = (32, 64, 128)
@@ -44,11 +44,11 @@ GROUP_SIZES = (32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class TileSizes:
-    """What may differ from one kind of device to another (`tune.py`); no result depends on it.
+    """What may depend on the kind of device (`tune.py`); no result depends on it.
 
-    smem_kib: KiB of shared memory for a program's stages. Of 100, two programs share an SM: one widens, the other
-    multiplies. most_stages: chunks under way at once. enough_programs: from so many on, each takes all splits of its
-    outputs, in turn.
+    smem_kib: KiB of shared memory for a program's stages. With 100, two programs share an SM: one converts while the
+    other multiplies. most_stages: most chunks in flight. enough_programs: with so many programs, each computes all
+    splits of its outputs, in turn.
     """
 
     smem_kib: int = 100
@@ -62,7 +62,7 @@ DEFAULT = TileSizes()
 def unsupported_reason(
     dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False
 ) -> str | None:
-    """Why the kernel cannot serve x of such a dtype, in one line; None if it can. Shapes and dtypes suffice."""
+    """Why the kernel does not support this dtype of x, in one line; None if it does. Needs only shapes and dtypes."""
     if reason := unsupported_jax():
         return reason
     if dtype != jnp.bfloat16:
@@ -90,8 +90,8 @@ def quant_matmul(
 ) -> Float[Array, "T F"]:
     """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with the reason.
 
-    `axis_name`: of the mesh, whose devices have parts of the same rows of x.
-    `interpret` takes `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.
+    `axis_name`: the mesh axis whose devices have parts of the same rows of x.
+    `interpret`: `plgpu.InterpretGPUParams` (jax >= 0.11.2), or None to compile.
     """
     if reason := unsupported_reason(x.dtype, weight, round_x=round_x):
         raise NotImplementedError(reason)
@@ -99,7 +99,7 @@ def quant_matmul(
     row_scale = None
     if round_x:
         x, row_scale = round_rows(x, axis_name)
-    most = 64 if weight.format == "int4" else 128  # columns of float32 sums that registers hold
+    most = 64 if weight.format == "int4" else 128  # columns of float32 sums that fit in registers
     tile = next(n for n in (8, 16, 32, 64, 128) if n >= min(num_tokens, most))
     x = jnp.pad(x, ((0, -num_tokens % tile), (0, 0)))
     parts = _parts(x, weight, tile, sizes, interpret)[:, :num_tokens]
@@ -115,16 +115,16 @@ def quant_matmul(
 def _parts(
     x: jax.Array, weight: QuantizedWeight, tile: int, sizes: TileSizes, interpret: Any
 ) -> jax.Array:
-    """x [T, E], T a multiple of `tile` -> float32 or, of integers, int32 [parts, T, F], to be added in order."""
+    """x [T, E], T a multiple of `tile` -> float32 or, for integers, int32 [parts, T, F], to be added in order."""
     num_out, width = weight.data.shape
     num_chunks, group = width // CHUNK, weight.group_size
     num_splits = max(1, min(WANTED_PROGRAMS // (num_out // ROWS), MOST_SPLITS, num_chunks // 4))
     num_programs = num_out // ROWS * (x.shape[0] // tile)
     num_parts = num_splits if num_programs < sizes.enough_programs else 1
     is_int4, sum_dtype = weight.format == "int4", jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    inputs = 2 * CHUNK if is_int4 else CHUNK  # of a chunk
+    inputs = 2 * CHUNK if is_int4 else CHUNK  # per chunk
     by_group = jax.tree.leaves((weight.scale, weight.zero)) if is_int4 else []
-    num_groups = inputs // group if is_int4 else 0  # of a chunk
+    num_groups = inputs // group if is_int4 else 0  # per chunk
     group_bytes = num_groups * ROWS * sum(each.dtype.itemsize for each in by_group)
     stage_bytes = ROWS * CHUNK + tile * inputs * x.dtype.itemsize + group_bytes
     num_stages = max(1, min(sizes.most_stages, sizes.smem_kib * 1024 // stage_bytes))
@@ -163,7 +163,7 @@ def _parts(
             else:
                 wide = _as_operand(_widen(data_stage), wide_smem)
                 acc = added_product(acc, wide, x_stage.transpose((1, 0)), interpret=interpret)
-            plgpu.commit_smem()  # all have read the stage
+            plgpu.commit_smem()  # all threads have read the stage
             pl.when(i + num_stages < num_steps)(lambda: fetch(first + i + num_stages, stage))
             return acc
 
@@ -174,7 +174,7 @@ def _parts(
                 pl.when(stage < num_steps)(partial(fetch, first + stage, stage))
             zeros = plgpu.layout_cast(jnp.zeros((ROWS, tile), sum_dtype), plgpu.Layout.WGMMA)
             add = partial(step, first=first, num_steps=num_steps)
-            # In the transposed layout a thread's pairs of values lie along outputs, as they do in memory.
+            # In the transposed layout a thread's pairs of values are along outputs, as in memory.
             transposed = plgpu.Layout.WGMMA_TRANSPOSED
             return plgpu.layout_cast(lax.fori_loop(0, num_steps, add, zeros), transposed)
 
@@ -194,12 +194,12 @@ def _parts(
                 out[...] = part
 
             @pl.when(split > 0)
-            def _():  # a thread reads what it wrote itself
+            def _():  # a thread reads only what it wrote
                 out[...] = load(out, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False) + part
 
         lax.fori_loop(0, num_splits, add_next, None)
 
-    # No tile of shared memory may have more than a group in it.
+    # A tile of shared memory may have at most one group.
     small = group if is_int4 else CHUNK
     x_tiled = partial(tiled, swizzle=min(128, small * x.dtype.itemsize))
     kernel = plgpu.kernel(
@@ -220,16 +220,16 @@ def _parts(
 
 
 def _as_operand(a, wide_smem):
-    """`wgmma.as_operand` in the first columns of a buffer as wide as the widest."""
+    """`wgmma.as_operand` in the first columns of a buffer of the maximum width."""
     return as_operand(a, None if wide_smem is None else wide_smem.at[:, pl.ds(0, a.shape[1])])
 
 
 def _widen(data_smem):
-    """int8 or fp8 [F, E] -> the same numbers in bfloat16, as wgmma wants its left operand."""
+    """int8 or fp8 [F, E] -> the same values in bfloat16, in wgmma's layout for the left operand."""
     data = load(data_smem, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     if data.dtype == jnp.int8:
         return plgpu.layout_cast(data.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
-    # One instruction for two numbers.
+    # One instruction for two values.
     half = plgpu.layout_cast(data.astype(jnp.float16), plgpu.Layout.WGMMA)
     return half.astype(jnp.float32).astype(jnp.bfloat16)
 
@@ -244,7 +244,7 @@ def _add_groups(acc, x_smem, data_smem, group_smem, group: int, wide_smem):
             return pl.ds(pl.multiple_of(index * size, size), size)
 
         data = load(data_smem.at[:, part_of(pair, group)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        # Signed bytes become bfloat16 fast, and four of them are one register: q, and 16 (q - 8) without a shift.
+        # Signed bytes convert to bfloat16 fast, and four of them are one register: q, and 16 (q - 8) without a shift.
         low, high = data & jnp.int8(15), (data & jnp.int8(-16)) ^ jnp.int8(-128)
         for half, (q, middle, unit) in enumerate(((low, 0, 1), (high, MIDDLE, 16))):
             number = 2 * pair + half

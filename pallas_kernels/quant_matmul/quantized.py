@@ -1,6 +1,6 @@
-"""Weights of linear layers in 8 or 4 bits: how they are rounded, packed, and read back. Knows no kernel and no model.
+"""8-bit and 4-bit weights of linear layers: how they are quantized, packed, and unpacked. Knows no kernel and no model.
 
-Letters: E what a layer reads, F what it gives, J groups of E / J neighbouring inputs.
+Letters: E inputs, F outputs, J groups of E / J adjacent inputs.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import jax.numpy as jnp
 
 FORMATS = ("int8", "int4", "fp8_e4m3")
 FP8 = jnp.float8_e4m3fn
-MIDDLE = 8  # the zero of int4 weights that have none of their own
+MIDDLE = 8  # the zero of int4 weights without zeros
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A weight [F, E], as checkpoints store linear layers. Its format is that of `data`.
+    """A weight [F, E] as checkpoints store linear layers. The dtype of `data` is its format.
 
     - int8: int8[F, E]; the weight is data * scale.
     - fp8_e4m3: float8_e4m3fn[F, E]; likewise.
-    - int4: uint8[F, E / 2]. Group j has inputs [j g, (j + 1) g), and the weight is (q - zero[j]) * scale[j] for q in
-      0..15. Of each two groups the first has the low halves of bytes, the second the high ones: byte p g + i holds
-      q[2 p g + i] + 16 q[(2 p + 1) g + i]. So a kernel unpacks whole groups and moves nothing. J is even; of an odd
-      number the last group is padding with scale 0, and E here is more than x has.
+    - int4: uint8[F, E / 2]. Group j has inputs [j g, (j + 1) g), and the weight is (q - zero[j]) * scale[j] with q in
+      0..15. Of each pair of groups the first has the low halves of bytes, the second the high ones: byte p g + i holds
+      q[2 p g + i] + 16 q[(2 p + 1) g + i]. So a kernel unpacks whole groups without moving data. J is even; an odd
+      number is padded by a group with scale 0, and then E here is larger than that of x.
     """
 
     data: jax.Array
     scale: jax.Array  # float32[F]; int4: float32[J, F]
-    zero: jax.Array | None = None  # int4 only: uint8[J, F]; None is 8 everywhere
+    zero: jax.Array | None = None  # int4 only: uint8[J, F]; None: 8 everywhere
 
     @property
     def format(self) -> str:
@@ -38,23 +38,23 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(F, E), E with the padding of int4."""
+        """(F, E), where E includes int4's padding."""
         num_out, width = self.data.shape
         return num_out, width * (2 if self.format == "int4" else 1)
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale."""
+        """The number of inputs that share a scale."""
         return self.shape[1] // (self.scale.shape[0] if self.format == "int4" else 1)
 
 
 def quantize(weight: jax.Array, format: str, group_size: int | None = None) -> QuantizedWeight:
-    """`weight` [F, E] to the nearest numbers of the format, from its greatest ones: in float32, for checkpoints that
-    are not quantised, and tests.
+    """Quantize `weight` [F, E] by its extreme values, with rounding to nearest: in float32, for checkpoints that are
+    not quantized, and tests.
 
     int8 and fp8 are symmetric: scale = max |w| / 127 or 448, per output. int4 is asymmetric, per output and group, as
     AWQ (arXiv:2306.00978): scale = (max(w, 0) - min(w, 0)) / 15, zero = round(-min(w, 0) / scale).
-    Raises ValueError where E is not a multiple of `group_size`.
+    Raises ValueError if E is not a multiple of `group_size`.
     """
     w = weight.astype(jnp.float32)
     if format != "int4":
@@ -77,7 +77,7 @@ def quantize(weight: jax.Array, format: str, group_size: int | None = None) -> Q
 
 
 def pack(q: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> QuantizedWeight:
-    """uint8[F, E] of 0..15, float32[J, F] and uint8[J, F] (None: 8) as a QuantizedWeight."""
+    """A QuantizedWeight from uint8[F, E] in 0..15, float32[J, F] and uint8[J, F] (None: 8)."""
     (num_out, _), num_groups = q.shape, scale.shape[0]
     groups = q.reshape(num_out, num_groups, -1)
     if num_groups % 2:
@@ -89,7 +89,7 @@ def pack(q: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> Quant
 
 
 def unpack(weight: QuantizedWeight) -> jax.Array:
-    """q - zero of an int4 weight, int8[F, J, E / J]; the inverse of `pack` but for padding and zeros."""
+    """q - zero of an int4 weight, int8[F, J, E / J]; the inverse of `pack` except for padding and zeros."""
     pairs = weight.data.reshape(weight.shape[0], -1, 1, weight.group_size)
     q = jnp.concatenate([pairs & 15, pairs >> 4], axis=2)
     q = q.reshape(weight.shape[0], -1, weight.group_size).astype(jnp.int8)
@@ -99,17 +99,17 @@ def unpack(weight: QuantizedWeight) -> jax.Array:
 
 
 def round_rows(x: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """x [T, E] -> int8[T, E] and float32[T, 1], whose product is x to within half a scale; the largest is 127.
+    """x [T, E] -> int8[T, E] and float32[T, 1]; their product is x with an error of at most half a scale.
 
-    In float32: scale = max |x| * (1 / 127), or 1 for zeros, and integers = round(x * (1 / scale)), ties to even.
-    `axis_name`: of the mesh, whose devices have parts of the same rows.
+    In float32: scale = max |x| * (1 / 127), or 1 for zeros, and integers = round(x * (1 / scale)), ties to even, at
+    most 127 in magnitude. `axis_name`: the mesh axis whose devices have parts of the same rows.
     """
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=1, keepdims=True)
     if axis_name is not None:
         largest = jax.lax.pmax(largest, axis_name)
-    # No quotients of rows: XLA multiplies by the reciprocal in some programs and divides in others, and what is in the
-    # middle of two integers would become one of them here and the other there.
+    # No division by rows: XLA multiplies by the reciprocal in some programs and divides in others, and a value halfway
+    # between two integers would be rounded differently.
     scale = jnp.where(largest == 0.0, 1.0, largest * (1.0 / 127.0))
     return jnp.round(x * (1.0 / scale)).astype(jnp.int8), scale
 

@@ -1,4 +1,4 @@
-"""The definition of a product with a quantised weight: plain jnp, in float32, or in float64 where that is enabled."""
+"""The definition of a product with a quantized weight: plain jnp, in float32, or in float64 if that is enabled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels.quant_matmul.quantized import QuantizedWeight, padded, round
 
 
 def dequantize(weight: QuantizedWeight) -> Float[Array, "F E"]:
-    """What the weight stands for. float32's products are exact to its last bit."""
+    """The dequantized weight: each value is one float32 product, rounded once."""
     if weight.format == "int4":
         values = unpack(weight).astype(jnp.float32) * weight.scale.T[:, :, None]
         return values.reshape(weight.shape)
@@ -22,9 +22,9 @@ def quant_matmul(
 ) -> Float[Array, "T F"]:
     """x times the transposed weight, float32[T, F].
 
-    With `round_x` x is rounded to int8 first, each row with a scale of its own: x = integers * scale, with the scale
-    max |x| / 127 (vector-wise quantisation, LLM.int8(), arXiv:2208.07339, section 3.1). It is meant for int8
-    weights. Raises ValueError if x does not fit the weight.
+    With `round_x` x is quantized to int8 first, with one scale per row: x = integers * scale, scale = max |x| / 127
+    (vector-wise quantization, LLM.int8(), arXiv:2208.07339, section 3.1). It is meant for int8 weights. Raises
+    ValueError if x does not fit the weight.
     """
     x, w = padded(x, weight).astype(jnp.float32), dequantize(weight)
     if round_x:

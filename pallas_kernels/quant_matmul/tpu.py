@@ -1,12 +1,12 @@
-"""Products with quantised weights on TPUs (Mosaic): the weight leaves HBM in 8 or 4 bits and is widened in VMEM.
+"""Products with quantized weights on TPUs (Mosaic): the weight is read from HBM in 8 or 4 bits and converted in VMEM.
 
-A grid of (tile of tokens, tile of outputs); the tokens of a tile stay while the weight streams past, two tiles of
-outputs in VMEM at a time, each with all its inputs. Weights are widened to integers that bfloat16 holds exactly, or
-fp8's numbers, so nothing of them is rounded, and scales multiply float32 sums: of an output (int8, fp8), or of a
-group (int4), less its zero times the sum of the group's x.
+A grid of (tile of tokens, tile of outputs); a tile of tokens stays in VMEM while the weight streams through, two tiles
+of outputs at a time, each with all its inputs. Weights are converted to integers that bfloat16 represents exactly, or
+to fp8's values, so they are never rounded, and scales multiply float32 sums: of an output (int8, fp8), or of a group
+(int4), minus its zero times the sum of the group's x.
 
-The sum of an output runs over chunks of inputs in one order, which the weight's shape decides: a row's result does
-not depend on how many rows there are, as long as the MXU's does not.
+The sum of an output is over chunks of inputs in an order that depends only on the weight's shape: a row's result does
+not depend on the number of rows, as long as the MXU's does not.
 
 Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
 """
@@ -27,19 +27,19 @@ from jaxtyping import Array, Float
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
 
 LANES = 128
-X_BYTES = 12 << 20  # of a tile of x at most
-TILE_BYTES = 5 << 20  # of a weight's tile at most; two of both and of the result are 40 MB at most
-CHUNK = 1024  # inputs that are widened at a time. Sums are cut there, so it is never tuned
-VMEM_BYTES = 48 << 20  # of 64 MB and more
+X_BYTES = 12 << 20  # per tile of x, at most
+TILE_BYTES = 5 << 20  # per weight tile, at most; two of both and of the result: at most 40 MB
+CHUNK = 1024  # inputs converted at a time. Sums are divided there, so it is never tuned
+VMEM_BYTES = 48 << 20  # of at least 64 MB
 GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileSizes:
-    """What may differ from one kind of device to another (`tune.py`); no result depends on it.
+    """What may depend on the kind of device (`tune.py`); no result depends on it.
 
-    tile_tokens, tile_out: tokens and outputs of a tile, LANES times a power of two; half of it, and so on, where that
-    does not fit. several: of fewer tokens than LANES, tiles of outputs that there are at least.
+    tile_tokens, tile_out: tokens and outputs per tile, LANES times a power of two; halved until they fit. several: with
+    fewer tokens than LANES, the least number of tiles of outputs.
     """
 
     tile_tokens: int = 256
@@ -53,7 +53,7 @@ DEFAULT = TileSizes()
 def unsupported_reason(
     dtype: jnp.dtype, weight: QuantizedWeight, *, round_x: bool = False
 ) -> str | None:
-    """Why the kernel cannot serve x of such a dtype, in one line; None if it can. Shapes and dtypes suffice."""
+    """Why the kernel does not support this dtype of x, in one line; None if it does. Needs only shapes and dtypes."""
     if dtype != jnp.bfloat16:
         return f"x is {dtype}; the kernel reads bfloat16"
     if round_x and weight.format != "int8":
@@ -82,7 +82,7 @@ def quant_matmul(
 ) -> Float[Array, "T F"]:
     """Same contract as `reference.quant_matmul`; x is bfloat16. Raises NotImplementedError with the reason.
 
-    `axis_name`: of the mesh, whose devices have parts of the same rows of x.
+    `axis_name`: the mesh axis whose devices have parts of the same rows of x.
     """
     if reason := unsupported_reason(x.dtype, weight, round_x=round_x):
         raise NotImplementedError(reason)
@@ -104,7 +104,7 @@ def quant_matmul(
 
 
 def _call(x, by_token, weight: QuantizedWeight, by_out, tiles: tuple[int, int], interpret):
-    """x [T, E] and [T, 1] with T a multiple of the tile; what belongs to outputs: [1 or J, F]."""
+    """x [T, E] and [T, 1] with T a multiple of the tile; arrays per output: [1 or J, F]."""
     (num_out, width), (tile_tokens, tile_out) = weight.data.shape, tiles
     body, scratch = _body(x, weight, tile_tokens, tile_out)
     return pl.pallas_call(
@@ -128,8 +128,8 @@ def _call(x, by_token, weight: QuantizedWeight, by_out, tiles: tuple[int, int], 
 
 
 def _tile_out(weight: QuantizedWeight, tile_tokens: int, sizes: TileSizes) -> int:
-    """Outputs of a tile: many where the MXU has the most to do. Of few tokens the weight's bytes take the time, and the
-    first tile's nothing hides: there shall be several.
+    """Outputs per tile: many if the MXU is the bound. With few tokens the weight's bytes are the bound, and the first
+    tile's load overlaps with nothing: then there should be several tiles.
     """
     num_out, width = weight.data.shape
     fitting = TILE_BYTES // width
@@ -139,14 +139,14 @@ def _tile_out(weight: QuantizedWeight, tile_tokens: int, sizes: TileSizes) -> in
 
 
 def _tile(most: int, fitting: int) -> int:
-    """The largest of `most`, its half and so on that fits; LANES at least."""
+    """`most`, halved until it fits; at least LANES."""
     while most > max(LANES, fitting):
         most //= 2
     return most
 
 
 def _body(x, weight: QuantizedWeight, tile_tokens: int, tile_out: int) -> tuple[Callable, list]:
-    """The kernel for the format, and its scratch."""
+    """The kernel for the format, and its scratch buffers."""
     if weight.format == "int4":
         body = partial(_int4, group_size=weight.group_size)
         zeros = pltpu.VMEM((weight.scale.shape[0], tile_out), jnp.float32)
@@ -157,7 +157,7 @@ def _body(x, weight: QuantizedWeight, tile_tokens: int, tile_out: int) -> tuple[
 
 
 def _for_chunks(num_in: int, act: Callable) -> None:
-    """Calls act on slices of inputs, all of one size and in order."""
+    """Calls `act` on slices of inputs, all of one size and in order."""
     size = max(n for n in range(LANES, CHUNK + 1, LANES) if num_in % n == 0)
 
     def one(index, _):
@@ -168,7 +168,7 @@ def _for_chunks(num_in: int, act: Callable) -> None:
 
 
 def _dot(x, w, dtype):
-    """x [T, E] times w [F, E], transposed."""
+    """x [T, E] times w [F, E] transposed."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -200,12 +200,12 @@ def _int8_product(x_ref, row_scale_ref, w_ref, scale_ref, out_ref, sum_ref):
 
 
 def _int4(x_ref, w_ref, scale_ref, *refs, group_size: int):
-    """128 bytes of an output at a time: of one pair of groups, or of several smaller ones.
+    """128 bytes of an output at a time: one pair of groups, or several smaller ones.
 
     refs: the result; or zeros, the result, and scratch for zeros.
     """
     out_ref = refs[len(refs) // 2]
-    if len(refs) == 3:  # rows of bytes cannot be addressed one by one
+    if len(refs) == 3:  # single rows of bytes are not addressable
         refs[2][...] = refs[0][...].astype(jnp.int32).astype(jnp.float32)
     out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
     pairs = LANES // group_size
@@ -230,7 +230,7 @@ def _int4(x_ref, w_ref, scale_ref, *refs, group_size: int):
 
 
 def _planes(data: jax.Array) -> list[jax.Array]:
-    """The low and the high halves of bytes, bfloat16."""
+    """The low and the high halves of bytes, as bfloat16."""
     words = pltpu.bitcast(data, jnp.uint32)
     halves = (words & jnp.uint32(0x0F0F0F0F), (words >> 4) & jnp.uint32(0x0F0F0F0F))
     integers = [pltpu.bitcast(half, jnp.uint8).astype(jnp.int32) for half in halves]

@@ -1,8 +1,8 @@
-"""TileSizes of the kernels of products with quantised weights for one kind of device: measured there, kept in `tuned/`.
+"""TileSizes of the quantized products' kernels by kind of device: measured, and stored in `tuned/`.
 
-`python -m pallas_kernels.quant_matmul.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
-what was measured. The folder is empty as long as nobody has. Never tuned is what cuts sums: chunks, splits and the
-number of SMs that these are made for.
+`python -m pallas_kernels.quant_matmul.tune` measures on the available Hopper GPU or TPU; `tuned_sizes` looks up the
+results. The folder is empty until then. What divides sums is never tuned: chunks, splits and the number of SMs that
+these are made for.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pallas_kernels.quant_matmul.cases import LAYERS, Case
 from pallas_kernels.quant_matmul.quantized import FP8, QuantizedWeight
 
 FOLDER = Path(__file__).parent / "tuned"
-COPIES = 4  # of a weight, taken in turns: 136 MB and more, so none is in the L2 of 50 MB when its turn comes
+COPIES = 4  # of a weight, used in turn: 136 MB and more, so the L2 of 50 MB has none at its turn
 QKV, _, GATE_UP, DOWN = LAYERS["7b"]
 
 
 def _works(tokens: tuple[int, ...], *layers: tuple[int, int]) -> list[Case]:
-    """In int8 as an engine has it, and the format that differs most from it."""
+    """In int8, the engine's format, and in the format that differs most from it."""
     formats: tuple[dict[str, Any], ...] = (
         dict(format="int8", round_x=True),
         dict(format="int4", group_size=128),
@@ -54,7 +54,7 @@ CANDIDATES = {
 
 
 def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
-    """`TileSizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for a file that says something else."""
+    """`TileSizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for an invalid file."""
     return tuning.read(kernel_of(platform).TileSizes, device_kind, folder)
 
 
@@ -67,7 +67,7 @@ def kernel_of(platform: str) -> ModuleType:
 
 
 def tune(platform: str) -> tuple[Any, dict[str, float]]:
-    """The fastest sizes on the device that is there, and the seconds of all."""
+    """The fastest sizes on the available device, and the seconds of all candidates."""
     return tuning.fastest(
         kernel_of(platform).TileSizes(), CANDIDATES[platform], partial(_seconds, platform)
     )
@@ -87,7 +87,7 @@ def _arguments(case: Case) -> tuple[jax.Array, list[QuantizedWeight]]:
 
 @partial(jax.jit, static_argnums=0)
 def random_weight(case: Case, seed: int) -> QuantizedWeight:
-    """Any bytes; their values do not matter to the time."""
+    """Arbitrary bytes; the values do not affect the time."""
     width, groups = case.num_in, 0
     if case.format == "int4":
         assert case.group_size is not None

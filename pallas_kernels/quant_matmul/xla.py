@@ -1,7 +1,7 @@
-"""A product with a quantised weight by XLA alone: every platform, every format, every size, sharded as XLA likes.
+"""A product with a quantized weight in plain XLA: for every platform, format and size, sharded by XLA.
 
-Whether a row's result depends on the number of rows is up to XLA: its products take other ways for one row than for
-many. Only `round_x` is exact, since integers are summed.
+Whether a row's result depends on the number of rows is up to XLA: its products use other algorithms for one row than
+for many. Only `round_x` is exact, since integers are summed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LAST = (((1,), (1,)), ((), ()))
 def quant_matmul(
     x: Float[Array, "T E"], weight: QuantizedWeight, *, round_x: bool = False
 ) -> Float[Array, "T F"]:
-    """Same contract as `reference.quant_matmul`. Weights are rounded to x's dtype, sums are float32.
+    """Same contract as `reference.quant_matmul`. Weights are converted to x's dtype, sums are float32.
 
-    int8 and fp8 are exact in bfloat16, and their scale comes last; an int4 weight is rounded with its scale in it.
+    int8 and fp8 are exact in bfloat16, and their scale is applied last; an int4 weight is rounded after scaling.
     """
     if round_x:
         return _int8_product(x, weight)
@@ -35,7 +35,7 @@ def quant_matmul(
 
 
 def _int8_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """Both sides are integers and their sum is exact (vector-wise, LLM.int8(), arXiv:2208.07339, section 3.1)."""
+    """Both operands are integers and their sum is exact (vector-wise, LLM.int8(), arXiv:2208.07339, section 3.1)."""
     if weight.format != "int8":
         raise ValueError(f"x is rounded for int8 weights, and this one is {weight.format}")
     integers, row_scale = round_rows(padded(x, weight))

@@ -1,6 +1,6 @@
 """The embedded demo with pictures: a tiny checkpoint that sees shapes, and the script that trained it.
 
-Knows where the packaged files lie, nothing of what is in them.
+Knows where the packaged files are, but not what is in them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Held-out accuracy: which share of questions about pictures the model would answer word for word."""
+"""Held-out accuracy: the share of questions about pictures that the model answers word for word."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def accuracy(
 ) -> dict[str, float]:
     """Share of exact answers per suite. `questions` is rounded up to a multiple of 20.
 
-    The right answer is put in and every token of it must be the most likely one: then, and only then, greedy decoding
-    gives that answer.
+    The correct answer is the input, and each of its tokens must be the most likely one: exactly then greedy decoding
+    generates this answer.
     """
     result = {}
     for suite in suites:
@@ -64,7 +64,7 @@ def accuracy(
 
 
 def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
-    """Share of questions of a suite that an engine answers word for word, greedily."""
+    """Share of a suite's questions that an engine answers word for word with greedy decoding."""
     from jaxpage import SamplingParams
 
     pairs = asked(suite, questions, seed)
@@ -78,7 +78,7 @@ def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
 
 
 def messages(scene: scenes.Scene, question: str) -> list[dict[str, object]]:
-    """A question about a picture, as `LLM.chat` takes it."""
+    """A question about a picture, in the format of `LLM.chat`."""
     parts = [
         {"type": "image_pil", "image_pil": scenes.draw(scene)},
         {"type": "text", "text": question},

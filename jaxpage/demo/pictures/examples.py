@@ -29,16 +29,16 @@ PROCESSOR: dict[str, Any] = {  # preprocessor_config.json
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-LENGTH = 256  # tokens of a training row
+LENGTH = 256  # of a training row
 _PICTURE = f"{VISION_START}{IMAGE * NUM_TOKENS}{VISION_END}"
 _NO_PICTURE = 0.06  # share of the conversations
 _ANSWER_TOKENS = 130  # of a training row, at most
 
-Example = tuple[scenes.Scene | None, str]  # a picture, if there is one, and a conversation
+Example = tuple[scenes.Scene | None, str]  # a picture, if any, and a conversation
 
 
 def train_tokenizer() -> Tokenizer:
-    """The model's; the tokens around pictures come last."""
+    """The tokenizer of the model; the tokens around pictures come last."""
     rng = random.Random(0)
     texts = questions.every_text() * 30
     texts += [example(rng)[1] for _ in range(1500)]
@@ -50,7 +50,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def said(turns: Sequence[questions.Turn | text.Turn], *, picture: bool, first: bool = True) -> str:
-    """A conversation as the chat template writes it; its picture stands before the first question, or behind it."""
+    """A conversation as the chat template writes it, with the picture before or after the first question."""
     parts = []
     for index, turn in enumerate(turns):
         asked = turn.question
@@ -63,7 +63,7 @@ def said(turns: Sequence[questions.Turn | text.Turn], *, picture: bool, first: b
 
 
 def example(rng: random.Random) -> Example:
-    """A picture with as many questions as fill a row, or some small talk."""
+    """A picture with as many questions as fit in a row, or some small talk."""
     if rng.random() < _NO_PICTURE:
         return None, said([text.talk(rng) for _ in range(6)], picture=False)
     scene = scenes.scene(rng)
@@ -89,7 +89,7 @@ def pack(tokenizer: Tokenizer, examples: Iterable[Example], *, length: int, sele
 
 
 def training_batch(tokenizer: Tokenizer, *, rows: int, seed: int, step: int) -> Batch:
-    """The batch of one step: it depends on the arguments only."""
+    """The batch of one step; a function of the arguments."""
     rng = random.Random(f"pictures {seed}/{step}")
     found = [example(rng) for _ in range(rows)]
     return pack(tokenizer, found, length=LENGTH, selected=rows * _ANSWER_TOKENS)
@@ -97,7 +97,7 @@ def training_batch(tokenizer: Tokenizer, *, rows: int, seed: int, step: int) -> 
 
 @functools.cache
 def processor() -> QwenVLProcessor:
-    """What makes patches of pictures, as in the engine."""
+    """The processor that cuts pictures into patches, as in the engine."""
     settings = ProcessorSettings(image=PROCESSOR, video=PROCESSOR)
     return qwen2_5_vl_processor(network.hf_config(1024), settings)
 

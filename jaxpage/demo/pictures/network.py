@@ -65,7 +65,7 @@ NUM_PATCHES, NUM_TOKENS = 144, 36
 
 
 class Batch(NamedTuple):
-    """Conversations about a picture each, and the positions whose next token the model should say."""
+    """Conversations, each about a picture, and the positions whose next token is a target."""
 
     tokens: np.ndarray  # int32[B, T]
     selected: np.ndarray  # int32[S], positions in the flattened rows
@@ -91,7 +91,7 @@ def token_ids(vocab_size: int) -> dict[str, int]:
 
 
 def model_config(vocab_size: int, dtype: Any = jnp.float32) -> ModelConfig:
-    """The description of the model; float32 for training, bfloat16 in the saved folder."""
+    """The config of the model: float32 for training, bfloat16 in the saved folder."""
     hf = hf_config(vocab_size)
     return registry.family(hf).config_from_hf(hf, dtype=dtype, max_model_len=None)
 
@@ -117,7 +117,7 @@ def start(config: ModelConfig, seed: int) -> Params:
 
 
 def logits(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
-    """float32[S, V] at the selected positions; only there is the head computed."""
+    """float32[S, V], at the selected positions only."""
     model = build(config)
     for path, variable in variables(model).items():
         variable.set_value(params[path])
@@ -147,7 +147,7 @@ def loss(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
 
 
 def encoder_indices(config: ModelConfig) -> dict[str, np.ndarray]:
-    """The arguments of the tower besides the patches: the same for all pictures, which are equally large."""
+    """The arguments of the tower except the patches: the same for all pictures, which have one size."""
     assert config.vision is not None
     nothing = np.zeros((NUM_PATCHES, config.vision.patch_values), np.float32)
     picture = Picture(patches=nothing, grid=GRID, num_tokens=NUM_TOKENS, content_hash=b"")

@@ -1,4 +1,4 @@
-"""What is asked of a picture, and the one answer that counts as right."""
+"""Questions about a picture, and the one correct answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Turn:
 
 
 def describe(rng: random.Random, scene: Scene) -> Turn:
-    """All things, in the order of their places."""
+    """All shapes, in the order of their places."""
     question = rng.choice(
         ("What is in the picture?", "Describe the picture.", "What do you see?", "What is this?")
     )
@@ -29,7 +29,7 @@ def describe(rng: random.Random, scene: Scene) -> Turn:
 
 
 def where(rng: random.Random, scene: Scene) -> Turn | None:
-    """The place of a thing; None if every shape of a colour is there twice."""
+    """The place of a shape; None if none is unique by colour and shape."""
     thing = _alone(rng, scene, lambda thing: (thing.colour, thing.shape))
     if thing is None:
         return None
@@ -38,7 +38,7 @@ def where(rng: random.Random, scene: Scene) -> Turn | None:
 
 
 def colour(rng: random.Random, scene: Scene) -> Turn | None:
-    """The colour of the only thing of a shape; None if there is none."""
+    """The colour of a shape that occurs once; None if there is none."""
     thing = _alone(rng, scene, lambda thing: thing.shape)
     if thing is None:
         return None
@@ -47,7 +47,7 @@ def colour(rng: random.Random, scene: Scene) -> Turn | None:
 
 
 def size(rng: random.Random, scene: Scene) -> Turn | None:
-    """The size of a thing; None if every shape of a colour is there twice."""
+    """The size of a shape; None if none is unique by colour and shape."""
     thing = _alone(rng, scene, lambda thing: (thing.colour, thing.shape))
     if thing is None:
         return None
@@ -56,7 +56,7 @@ def size(rng: random.Random, scene: Scene) -> Turn | None:
 
 
 def at_place(rng: random.Random, scene: Scene) -> Turn:
-    """What is at a place, mostly at one where something is."""
+    """What is at a place, mostly an occupied one."""
     place = rng.choice(scene.things).place if rng.random() < 0.75 else rng.randrange(len(PLACES))
     found = [thing for thing in scene.things if thing.place == place]
     answer = f"A {found[0].name}." if found else "Nothing."
@@ -64,7 +64,7 @@ def at_place(rng: random.Random, scene: Scene) -> Turn:
 
 
 def count(rng: random.Random, scene: Scene) -> Turn:
-    """How many things there are, of a shape or a colour if any."""
+    """How many things there are, in all or of one shape or colour."""
     kind = rng.random()
     if kind < 0.3:
         found, one, several = len(scene.things), "thing", "things"
@@ -82,7 +82,7 @@ def count(rng: random.Random, scene: Scene) -> Turn:
 
 
 def exists(rng: random.Random, scene: Scene) -> Turn:
-    """Whether there is a thing of a colour and a shape, half of the time one that is there."""
+    """Whether there is a thing of a colour and a shape; half of the time both are of a thing in the scene."""
     here = rng.choice(scene.things)
     colour, shape = here.colour, here.shape
     if rng.random() < 0.5:
@@ -107,13 +107,13 @@ _WEIGHTS = (3, 3, 2, 2, 3, 4, 3)
 
 
 def ask(rng: random.Random, scene: Scene, kind: str | None = None) -> Turn | None:
-    """A question of a kind, drawn unless given; None if the scene has no such question."""
+    """A question of a kind, by default a random one; None if the scene has no such question."""
     kind = kind or rng.choices(tuple(ASKING), _WEIGHTS)[0]
     return ASKING[kind](rng, scene)
 
 
 def every_text() -> list[str]:
-    """Words of all questions and answers, for the tokenizer."""
+    """All words of questions and answers, for the tokenizer."""
     names = [
         f"A {size} {colour} {shape}" for size in SIZES for colour in COLOURS for shape in SHAPES
     ]
@@ -135,7 +135,7 @@ def _sentence(parts: list[str]) -> str:
 
 
 def _alone(rng: random.Random, scene: Scene, key: Callable[[Thing], object]) -> Thing | None:
-    """One of the things that no other is like."""
+    """A random thing whose key is unique."""
     keys = [key(thing) for thing in scene.things]
     found = [thing for thing, own in zip(scene.things, keys, strict=True) if keys.count(own) == 1]
     return rng.choice(found) if found else None

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder, in bfloat16, which transformers and jaxpage load alike."""
+"""A trained model as a Hugging Face folder, in bfloat16, for transformers and jaxpage."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The merger's layers in checkpoints, and here.
+# Names of the merger's layers in jaxpage and in checkpoints.
 _MERGER = {"visual.merger.inner.": "visual.merger.mlp.0.", "visual.merger.outer.": "visual.merger.mlp.2."}  # fmt: skip
 
 
 def write(folder: Path, params: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Write the model to `folder`, all of it or nothing. `params` are arrays by path.
+    """Write the model to `folder`, completely or not at all. `params` are arrays by path.
 
     Raises FileExistsError if the folder exists.
     """

@@ -1,7 +1,7 @@
-"""What the pictures show: a few coloured shapes on a plain ground, each at one of nine places.
+"""The content of the pictures: a few coloured shapes on a plain background, each at one of nine places.
 
-Everything is drawn from the `random.Random` it is given, so a seed fixes it. Some scenes are never used for training:
-`split="held_out"` draws from those only.
+All randomness comes from the `random.Random` argument, so a seed fixes it. Some scenes are never used for training:
+`split="held_out"` draws only from those.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLACES = (
     "at the bottom",
     "at the bottom right",
 )
-_FINE = 4  # a picture is drawn so many times as large, for smooth edges
+_FINE = 4  # factor of supersampling, for smooth edges
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture before it is drawn; `things` are in the order of their places."""
+    """The description of a picture; `things` are in the order of their places."""
 
     things: tuple[Thing, ...]
     ground: tuple[int, int, int]
-    shifts: tuple[tuple[float, float], ...]  # of each thing from the middle of its place, in pixels
+    shifts: tuple[tuple[float, float], ...]  # of each thing from the centre of its place, in pixels
 
 
 def scene(rng: random.Random, count: int | None = None, *, split: Split = "train") -> Scene:
-    """Of `count` things, 1 to MAX_THINGS; drawn unless given."""
+    """A scene with `count` things, 1 to MAX_THINGS; random by default."""
     while True:
         number = count or rng.choices(range(1, MAX_THINGS + 1), (1, 2, 3, 3, 3))[0]
         places = sorted(rng.sample(range(len(PLACES)), number))
@@ -84,7 +84,7 @@ def scene(rng: random.Random, count: int | None = None, *, split: Split = "train
 
 
 def split_of(things: tuple[Thing, ...]) -> Split:
-    """Where a picture of these things belongs: one in ten is held out."""
+    """The split of pictures with these things: one in ten is held out."""
     key = ", ".join(f"{thing.name} {thing.place}" for thing in things)
     return "held_out" if zlib.crc32(key.encode()) % 10 == 0 else "train"
 
@@ -119,7 +119,7 @@ def _star() -> list[tuple[float, float]]:
     ]
 
 
-# Of the shapes with corners, in half widths from their middle, y downwards.
+# Corners of the polygons, in half widths from their centre, y downwards.
 _CORNERS: dict[str, list[tuple[float, float]]] = {
     "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
     "triangle": [(0.0, -1.0), (1.0, 0.9), (-1.0, 0.9)],

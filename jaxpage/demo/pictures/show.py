@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": "6M",
     "block_size": 8,
 }
-_COLUMNS = 32  # of a terminal, for a picture; two rows of it are one line
+_COLUMNS = 32  # of the terminal; one line shows two rows of pixels
 NEXT = """\
 jaxpage serve {folder}   this model behind OpenAI's API, with a page to chat at
 
@@ -46,7 +46,7 @@ print(llm.chat([{{"role": "user", "content": [picture, question]}}])[0].outputs[
 
 @dataclass(frozen=True)
 class Answer:
-    """One question about a picture, with the answer that counts as right."""
+    """One question about a picture, with the correct answer."""
 
     turn: Turn
     output: RequestOutput
@@ -59,7 +59,7 @@ class Answer:
 def show(
     console: Console | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[list[Answer], list[Answer]]:
-    """Run the demo; returns the answers about one picture, and about many. `options` are those of `LLM`."""
+    """Run the demo; returns the answers about one picture, and about many. `options`: as for `LLM`."""
     console = console or Console(highlight=False)
     options = {"model": str(checkpoint())} | OPTIONS | dict(options or {})
     console.rule("jaxpage demo, with pictures")
@@ -76,7 +76,7 @@ def show(
 
 
 def ask_about_one(llm: LLM, console: Console, rng: random.Random) -> list[Answer]:
-    """A question of each kind about one picture: it is encoded once, and is in the prefix cache from then on."""
+    """A question of each kind about one picture: it is encoded once, and then found in the prefix cache."""
     seen = scene(rng, 4, split="held_out")
     if console.color_system is not None:
         console.print(on_terminal(draw(seen)))
@@ -115,7 +115,7 @@ def ask_about_many(
 
 
 def on_terminal(picture: Image) -> Text:
-    """The picture as half blocks, each of two pixels, one above the other."""
+    """The picture as half blocks; each character shows two pixels, one above the other."""
     from PIL import Image
 
     small = picture.resize((_COLUMNS, _COLUMNS), Image.Resampling.BOX)

@@ -1,7 +1,7 @@
 """Train the demo model with pictures: `python -m jaxpage.demo.pictures.train`, or measure one: `... train eval`.
 
-One command, on a CPU or a GPU. It may be killed at any time: the same command goes on from its last checkpoint and ends
-with the same weights, because the data of a step depends on the seed and the step only.
+One command, on a CPU or a GPU. It may be killed at any time: the same command resumes from its last checkpoint, and
+gives the same weights, because the data of a step depends only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ PACKAGED = checkpoint()
 
 @dataclass(frozen=True)
 class Training:
-    """One run. The defaults made the packaged checkpoint."""
+    """One run. The packaged checkpoint was made with the defaults."""
 
     output: Path = Path("picture_model")  # the saved model; its state is kept in `<output>.state`
     steps: int = 3000
     pictures_per_step: int = 24
-    matrix_rate: float = 0.01  # Muon's, of the matrices in the layers
-    vector_rate: float = 0.003  # Adam's, of everything else; biases: 3 times as much
-    record_rate: float = 1.0  # factor on the rates of the attention of layer 0
-    decay: float = 0.45  # fraction of the steps, at the end, over which the rates fall to nothing
+    matrix_rate: float = 0.01  # Muon's, for the matrices in the layers
+    vector_rate: float = 0.003  # Adam's, for all other parameters; biases: 3 times as much
+    record_rate: float = 1.0  # factor on the rates for the attention of layer 0
+    decay: float = 0.45  # fraction of the steps, at the end, over which the rates fall to 0
     seed: int = 0
     log_every: int = 25
-    save_every: int = 250  # held-out accuracy is measured then, too
+    save_every: int = 250  # steps; held-out accuracy is measured too
 
 
 def main(options: Training) -> None:
-    """Train, or go on training, and save the model.
+    """Train, or resume training, and save the model.
 
-    Raises ValueError if the state was left by other options, FileExistsError if the output exists.
+    Raises ValueError if the state has other options, FileExistsError if the output exists.
     """
     check_options(options)
     tokenizer = examples.train_tokenizer()
@@ -65,7 +65,7 @@ def _watch(params: network.Params, tokenizer: Any) -> dict[str, float]:
 
 
 def report(folder: Path = PACKAGED, questions: int = 200) -> None:
-    """Print the held-out accuracy of a saved model, as it is in bfloat16."""
+    """Print the held-out accuracy of a saved model, in bfloat16."""
     found = evaluate.accuracy(*save.read(folder), questions=questions)
     for suite, share in found.items():
         print(f"{suite:<12} {share:.3f}", flush=True)

@@ -1,1 +1,1 @@
-"""Requests as clients write them: pydantic models of OpenAI's fields and vLLM's extras."""
+"""Request bodies: pydantic models of OpenAI's fields and vLLM's extras."""

@@ -12,7 +12,7 @@ from jaxpage.server.protocol.sampling import OpenModel, SamplingRequest, make_pa
 
 
 class TemplateFields(OpenModel):
-    """What a chat template is told."""
+    """Options of the chat template."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
@@ -50,7 +50,7 @@ class TemplateFields(OpenModel):
 
 
 class ChatRequest(SamplingRequest, TemplateFields):
-    """OpenAI's request of an answer in a conversation, with vLLM's extras."""
+    """OpenAI's chat request, with vLLM's extras."""
 
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = False
@@ -74,14 +74,14 @@ class ChatRequest(SamplingRequest, TemplateFields):
         return choice
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """What the engine is asked, apart from tools. Raises ValueError."""
+        """The sampling params, apart from tools. Raises ValueError."""
         options = self.sampling_options(defaults)
         given = self.max_completion_tokens
         max_tokens = self.max_tokens if given is None else given
         if max_tokens is not None:
             options["max_tokens"] = max_tokens
         else:
-            options.setdefault("max_tokens", None)  # what is left of the longest sequence
+            options.setdefault("max_tokens", None)  # the remaining length of the sequence
         if self.top_logprobs is not None and not self.logprobs and self.top_logprobs != 0:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.logprobs:

@@ -12,7 +12,7 @@ from jaxpage.server.protocol.sampling import SamplingRequest, make_params
 
 
 class CompletionRequest(SamplingRequest):
-    """OpenAI's request of a continuation, with vLLM's extras."""
+    """OpenAI's completion request, with vLLM's extras."""
 
     prompt: str | list[int] | list[list[int]] | list[str] | None = None
     prompt_embeds: Any = None
@@ -25,7 +25,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def only_scores(self) -> bool:
-        """Whether nothing is to be generated: the prompt comes back, perhaps with its logprobs."""
+        """Whether nothing is generated: the prompt is returned, possibly with its logprobs."""
         return self.echo and self.max_tokens == 0
 
     def prompts(self) -> list[str | list[int]]:
@@ -48,7 +48,7 @@ class CompletionRequest(SamplingRequest):
         return [ids] if ids else [x for x in prompt if not isinstance(x, int)]
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """What the engine is asked for each prompt. Raises ValueError."""
+        """The sampling params of each prompt. Raises ValueError."""
         options = self.sampling_options(defaults)
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1, or 0 with echo")

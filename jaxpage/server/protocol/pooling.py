@@ -19,7 +19,7 @@ Input = str | list[int] | list[str] | list[list[int]]
 
 
 class PoolingFields(OpenModel):
-    """What all of them have."""
+    """Common fields."""
 
     model: str | None = None
     user: str | None = None
@@ -41,7 +41,7 @@ class PoolingFields(OpenModel):
 
 
 class InputFields(PoolingFields):
-    """Of those that take texts one by one: `input`, or one conversation as `messages`."""
+    """For independent texts: `input`, or one conversation as `messages`."""
 
     input: Input | None = None
     messages: list[dict[str, Any]] | None = None
@@ -49,7 +49,7 @@ class InputFields(PoolingFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def prompts(self) -> list[Any]:
-        """The texts or ids, without the conversation. Raises ValueError."""
+        """The texts or ids, not the conversation. Raises ValueError."""
         if (self.input is None) == (self.messages is None):
             raise ValueError("input or messages must be given, and not both")
         given = self.input
@@ -65,12 +65,12 @@ class InputFields(PoolingFields):
 
 
 class EmbeddingRequest(InputFields):
-    """OpenAI's embeddings."""
+    """OpenAI's request for embeddings."""
 
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
-    normalize: bool | None = None  # an older name of use_activation
-    prompt_name: str | None = None  # one of the model's prompts of sentence-transformers
+    normalize: bool | None = None  # old name of use_activation
+    prompt_name: str | None = None  # one of the model's sentence-transformers prompts
 
     def params(self, **more: Any) -> PoolingParams:
         """Raises ValueError."""
@@ -81,17 +81,17 @@ class EmbeddingRequest(InputFields):
 
 
 class ClassifyRequest(InputFields):
-    """Classes of texts."""
+    """Classification of texts."""
 
 
 class PoolingRequest(EmbeddingRequest):
-    """Whatever the model gives, as numbers."""
+    """The model's outputs as numbers."""
 
     task: str | None = None
 
 
 class ScoreRequest(PoolingFields):
-    """How well texts fit: pairs under one of three pairs of names."""
+    """Scores of pairs of texts, under one of three pairs of names."""
 
     queries: Any = None
     documents: Any = None
@@ -112,13 +112,13 @@ class ScoreRequest(PoolingFields):
 
 
 class Document(BaseModel):
-    """A text to be ranked."""
+    """A text to rank."""
 
     text: str
 
 
 class RerankRequest(PoolingFields):
-    """Documents in the order of how well they fit a query, as Cohere and Jina have it."""
+    """Documents ranked by their relevance to a query, as in Cohere's and Jina's APIs."""
 
     query: str
     documents: list[str | Document] = Field(min_length=1)

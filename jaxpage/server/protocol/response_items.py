@@ -1,4 +1,4 @@
-"""Items of `/v1/responses`: what was said, thought, called and returned, in this order; and as messages of a chat.
+"""Items of `/v1/responses`: messages, reasoning, calls and their outputs; and their conversion to chat messages.
 
 Must not know requests or the engine.
 """
@@ -24,7 +24,7 @@ from pydantic import (
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
-# What an assistant's message has, in the order in which models write it, and what must not be there already.
+# Parts of an assistant's message in the order in which models write them, and which parts must not precede each.
 _TURN = {
     "reasoning": ("reasoning", "content", "tool_calls"),
     "content": ("content", "tool_calls"),
@@ -33,12 +33,12 @@ _TURN = {
 
 
 def new_id(prefix: str) -> str:
-    """An id of an item: "msg", "rs", "fc" or "fco", and something unique."""
+    """An item id: "msg", "rs", "fc" or "fco", and a unique part."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def _encodable(text: str) -> str:
-    text.encode()  # JSON lets clients write lone surrogates, and nobody can write them back
+    text.encode()  # JSON allows lone surrogates, but they cannot be written back
     return text
 
 
@@ -46,7 +46,7 @@ Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class _Object(BaseModel):
-    """Fields that are not known, or null, might as well be missing: clients send whole outputs back."""
+    """Ignores unknown and null fields: clients send whole outputs back."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -66,11 +66,11 @@ class Part(_Object):
 
 
 class ImagePart(_Object):
-    """A picture by its URL. Files that were uploaded are not served."""
+    """A picture by its URL. Uploaded files are not supported."""
 
     type: Literal["input_image"]
     image_url: Text
-    detail: Text = "auto"  # pictures have the size that the model's processor gives them
+    detail: Text = "auto"  # ignored: the model's processor determines the size
 
 
 def _to_parts(content: Any) -> Any:
@@ -99,11 +99,11 @@ class Message(_Object):
 
     @property
     def text(self) -> str:
-        """Its texts, each in lines of its own."""
+        """Its texts, joined by line breaks."""
         return "\n".join(part.text for part in self.content if isinstance(part, Part))
 
     def body(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """The item in the API."""
         if self.role == "assistant":
             parts = [
                 {"type": "output_text", "text": p.text, "annotations": []}
@@ -132,11 +132,11 @@ class Reasoning(_Object):
 
     @property
     def text(self) -> str:
-        """What was thought; its summary if there is nothing else."""
+        """The reasoning, or its summary if there is nothing else."""
         return "\n".join(part.text for part in self.content or self.summary)
 
     def body(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """The item in the API."""
         return self.model_dump()
 
 
@@ -149,7 +149,7 @@ class FunctionCall(_Object):
     status: Status = "completed"
 
     def body(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """The item in the API."""
         return self.model_dump()
 
 
@@ -161,13 +161,13 @@ class FunctionCallOutput(_Object):
     status: Status = "completed"
 
     def body(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """The item in the API."""
         output = "\n".join(part.text for part in self.output)
         return self.model_dump(exclude={"output"}) | {"output": output}
 
 
 def _kind(item: Any) -> str | None:
-    """Messages need not say that they are."""
+    """Messages may omit their type."""
     if not isinstance(item, dict):
         return getattr(item, "type", None)
     kind = item.get("type") or "message"
@@ -196,13 +196,13 @@ read_items = TypeAdapter(list[Item]).validate_python
 
 
 def to_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
-    """A conversation as a chat template gets it. Raises ValueError for the output of a call that nobody made.
+    """A conversation for a chat template. Raises ValueError for the output of an unknown call.
 
-    What an assistant thinks, says and calls in a row is one message. Developers are called "system", which all
-    templates know; many of them want no more than one such message, so those that follow each other are joined.
+    Consecutive reasoning, text and calls of the assistant become one message. The role "developer" becomes "system",
+    which all templates know; many allow only one such message, so adjacent ones are joined.
     """
     messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of the functions that were called, by the call's id
+    names: dict[str, str] = {}  # names of called functions, by call id
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for item in items:
@@ -235,7 +235,7 @@ def to_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[st
 
 
 def _turn(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    """The assistant's message that a part belongs to: the last one, if the part can follow what it has."""
+    """The assistant's message for a part: the last one, if the part can follow its contents, else a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in _TURN[part]):
         last = {"role": "assistant"}

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: its request, and the chat that it asks for."""
+"""`POST /v1/responses`: its request, and the conversion to a chat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpage.server.protocol.sampling import OpenModel, SamplingFields
 
 _LOGPROBS = "message.output_text.logprobs"
 
-# What is in the response as it was in the request.
+# Fields that the response copies from the request.
 _REPEATED = {
     "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls",
     "previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "store", "text",
@@ -31,7 +31,7 @@ class FunctionTool(OpenModel):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The same in a chat: what of it is for the model."""
+        """The tool in a chat request, with the fields that the model sees."""
         function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -59,29 +59,29 @@ class TextOptions(OpenModel):
 
 class ReasoningOptions(OpenModel):
     effort: str | None = None  # for the chat template
-    summary: str | None = None  # nothing is summarised: the reasoning itself is there
+    summary: str | None = None  # ignored: the full reasoning is returned
 
 
 class ResponsesRequest(SamplingFields):
-    """OpenAI's request of a response, with vLLM's extras."""
+    """OpenAI's request for a response, with vLLM's extras."""
 
     input: Items = Field(min_length=1)
     instructions: str | None = None
-    previous_response_id: str | None = None  # of a stored one, whose conversation is continued
-    # OpenAI's default is true. Here what clients say and get is kept if they ask for it.
+    previous_response_id: str | None = None  # a stored response, whose conversation is continued
+    # OpenAI's default is true. Here data of clients is stored only on request.
     store: bool | None = False
     background: bool | None = False
-    # There is no "reasoning.encrypted_content", since reasoning is not hidden; the others belong to tools of OpenAI's.
+    # Without "reasoning.encrypted_content", since reasoning is not hidden; other values belong to OpenAI's tools.
     include: list[str] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = "auto"
     parallel_tool_calls: bool | None = True
-    max_tool_calls: int | None = None  # of tools that the server runs; it runs none
+    max_tool_calls: int | None = None  # for tools run by the server; it runs none
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    # "auto": a prompt that is too long loses its beginning, as in vLLM
+    # "auto": prompts that are too long are truncated on the left, as in vLLM.
     truncation: Literal["auto", "disabled"] | None = "disabled"
     metadata: (
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None
@@ -95,11 +95,11 @@ class ResponsesRequest(SamplingFields):
         return _LOGPROBS in (self.include or ())
 
     def to_chat(self, messages: list[dict[str, Any]], max_model_len: int) -> ChatRequest:
-        """The same request as one of a chat with these messages. Raises ValueError."""
+        """The same request as a chat with these messages. Raises ValueError."""
         self._refuse()
         given = SamplingFields.model_fields.keys() & self.model_fields_set
         options = {name: getattr(self, name) for name in given}
-        # Logprobs belong to items, which are told apart as tokens come.
+        # Logprobs belong to items, which are separated as tokens arrive.
         options["stream"] = self.stream or self.wants_logprobs
         if self.truncation == "auto" and self.truncate_prompt_tokens is None:
             options["truncate_prompt_tokens"] = max(
@@ -123,7 +123,7 @@ class ResponsesRequest(SamplingFields):
         )
 
     def repeated(self) -> dict[str, Any]:
-        """Fields of the response. Raises ValueError for what cannot be written as JSON."""
+        """Fields of the response. Raises ValueError for values that JSON cannot represent."""
         try:
             found = from_json(self.model_dump_json(include=_REPEATED, by_alias=True))
         except ValueError as error:
@@ -143,7 +143,7 @@ class ResponsesRequest(SamplingFields):
             raise ValueError(f'top_logprobs needs include=["{_LOGPROBS}"]')
 
     def _goes_on(self) -> bool:
-        """Whether the answer completes the last message, as in vLLM."""
+        """Whether the answer continues the last message, as in vLLM."""
         last = self.input[-1]
         return last.type == "message" and last.role == "assistant" and last.status != "completed"
 

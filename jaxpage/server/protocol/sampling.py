@@ -1,4 +1,4 @@
-"""What requests of all kinds have in common: sampling fields, and how they become `SamplingParams`."""
+"""Common to requests of all kinds: sampling fields, and their conversion to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxpage.structured_outputs.params import (
 
 logger = logging.getLogger(__name__)
 
-# Fields of `SamplingRequest` that are fields of `SamplingParams` too.
+# Fields of `SamplingRequest` that are also fields of `SamplingParams`.
 _SAMPLING_FIELDS = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
@@ -33,17 +33,17 @@ _GUIDED = {
 }
 
 
-# It comes back in a header of the answer.
+# Returned in a header of the answer.
 RequestId = Annotated[str, Field(max_length=256, pattern=r"^[!-~]*$")]
 
 
 class OpenModel(BaseModel):
-    """Fields that nobody knows are accepted, and named in the log, as vLLM does."""
+    """Accepts unknown fields, and logs their names, like vLLM."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     def warn_of_unknown(self) -> None:
-        """Say which fields have no effect."""
+        """Log which fields have no effect."""
         if self.model_extra:
             logger.warning(
                 "fields without effect in a %s: %s",
@@ -53,7 +53,7 @@ class OpenModel(BaseModel):
 
 
 def _named(names: list[str]) -> str:
-    """Names of the client's choice for the log: on one line, and not many."""
+    """Names chosen by the client, for the log: on one line, and not too many."""
     shown = [n if n.isidentifier() and len(n) <= 64 else ascii(n[:64]) for n in names[:10]]
     return ", ".join(shown) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
@@ -100,7 +100,7 @@ class SamplingFields(OpenModel):
 
 
 class SamplingRequest(SamplingFields):
-    """Fields of completions and chats alike."""
+    """Fields of both completions and chats."""
 
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=0)
@@ -120,7 +120,7 @@ class SamplingRequest(SamplingFields):
     kv_transfer_params: dict[str, Any] | None = None
 
     def sampling_options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of `SamplingParams`: what is given here, else the defaults. Raises ValueError."""
+        """Options of `SamplingParams`: given values, else the defaults. Raises ValueError."""
         self._refuse()
         options = dict(defaults)
         for name in _SAMPLING_FIELDS:
@@ -149,7 +149,7 @@ class SamplingRequest(SamplingFields):
             raise ValueError("stream_options needs stream=true")
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        """Of any of the ways to ask for one. Raises ValueError for several."""
+        """From any of the fields for it. Raises ValueError if several are given."""
         given = {
             name: value for name in _GUIDED if (value := getattr(self, name, None)) is not None
         }
@@ -167,7 +167,7 @@ class SamplingRequest(SamplingFields):
 
 
 def _to_biases(biases: Mapping[str, float]) -> dict[int, float]:
-    """OpenAI's keys are ids as text; biases beyond its range are cut, as in vLLM. Raises ValueError."""
+    """OpenAI's keys are ids as strings; biases out of its range are clamped, as in vLLM. Raises ValueError."""
     try:
         by_id = {int(key): value for key, value in biases.items()}
     except ValueError:
@@ -179,7 +179,7 @@ def _to_biases(biases: Mapping[str, float]) -> dict[int, float]:
 
 
 def make_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Raises ValueError; a TypeError of a wrong type is one too."""
+    """Raises ValueError, also instead of TypeError for wrong types."""
     try:
         return SamplingParams(**options)
     except TypeError as error:

@@ -11,7 +11,7 @@ from jaxpage.server.protocol.sampling import OpenModel, RequestId, StreamOptions
 
 
 class TokenizeCompletion(OpenModel):
-    """Of a text."""
+    """For a text."""
 
     model: str | None = None
     prompt: str
@@ -20,21 +20,21 @@ class TokenizeCompletion(OpenModel):
 
 
 class TokenizeChat(TemplateFields):
-    """Of a conversation, as the chat template renders it."""
+    """For a conversation, rendered by the chat template."""
 
     model: str | None = None
     return_token_strs: bool | None = False
 
 
 class DetokenizeRequest(OpenModel):
-    """Of token ids."""
+    """Token ids to text."""
 
     model: str | None = None
     tokens: list[int] = Field(max_length=1_000_000)
 
 
 class GenerateRequest(OpenModel):
-    """vLLM's tokens in, tokens out. `sampling_params` are fields of `SamplingParams`."""
+    """vLLM's request with token ids as input and output. `sampling_params` are fields of `SamplingParams`."""
 
     token_ids: list[int]
     sampling_params: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The bodies of what TRL's `VLLMClient` sends."""
+"""The request bodies of TRL's `VLLMClient`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Body(OpenModel):
 
 
 class Sampling(_Body):
-    """How to sample; TRL's names and defaults."""
+    """Sampling options; TRL's names and defaults."""
 
     n: int = Field(1, ge=1)
     repetition_penalty: float = 1.0
@@ -52,10 +52,10 @@ class Sampling(_Body):
 
 
 class Generate(Sampling):
-    """Texts, or token ids, to be continued."""
+    """Texts, or token ids, to continue."""
 
     prompts: list[str] | list[list[int]] = Field(min_length=1)
-    images: list[list[str] | None] | None = None  # of each prompt, in base64
+    images: list[list[str] | None] | None = None  # per prompt, in base64
 
     def parse(self, inputs: InputProcessor) -> list[Prompt]:
         """Raises ValueError."""
@@ -73,7 +73,7 @@ class Generate(Sampling):
 
 
 class Chat(Sampling):
-    """Conversations to be continued."""
+    """Conversations to continue."""
 
     messages: list[list[dict[str, Any]]] = Field(min_length=1)
     chat_template_kwargs: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class Chat(Sampling):
 
 
 class Score(_Body):
-    """Sequences whose tokens behind the prompt are scored."""
+    """Sequences whose tokens after the prompt are scored."""
 
     sequences: list[list[int]] = Field(min_length=1)
     prompt_lengths: list[int]
@@ -113,7 +113,7 @@ def _data_url(encoded: str) -> str:
 
 
 def _with_urls(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with pictures that TRL sends in base64 as data URLs."""
+    """The message with TRL's base64 pictures as data URLs."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
