@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 UNITS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "VLOAD:FILL", "VSTORE:SPILL", "SALU")
 _SLOTS = "final_hlo-static-per-bundle-utilization.txt"
@@ -59,6 +60,12 @@ class Loop:
     num_starts: int = 0  # of DMAs
     num_waits: int = 0
     inner: tuple[Loop, ...] = ()
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Loop:
+        """The inverse of `dataclasses.asdict`."""
+        inner = tuple(cls.of(each) for each in values["inner"])
+        return cls(**values | {"inner": inner})
 
     @property
     def multiplies(self) -> bool:
@@ -106,14 +113,19 @@ def take_schedules(folder: Path, names: Sequence[str]) -> list[Schedule]:
 
 
 def schedules(folder: Path, names: Sequence[str] = ()) -> Iterator[Schedule]:
-    """All, or those of these names, in the order in which they were compiled."""
+    """All, or those of these names, whatever their number, in the order in which they were compiled."""
     for path in sorted(folder.glob("*-final_bundles.txt")):
         file = _FILE.match(path.name)
-        if file is None or (names and file["name"] not in names):
+        if file is None or (names and base_name(file["name"]) not in map(base_name, names)):
             continue
         slots = next(folder.glob(f"{file['stamp']}-*-{_SLOTS}"), None)
         if slots is not None:
             yield parse(file["name"], path.read_text(), slots.read_text())
+
+
+def base_name(instruction: str) -> str:
+    """Without the number by which XLA tells instructions apart; alike ones are compiled, and dumped, once."""
+    return re.sub(r"\.\d+$", "", instruction)
 
 
 @dataclass(frozen=True)
