@@ -51,10 +51,13 @@ def step_times(measured: dict[str, Any], estimated: Estimate) -> list[StepTime]:
     if not programs or any("time" not in each for each in programs.values()):
         return []
     found = []
+    rows = programs["layers"]["name"].split()[1]
     for (batch, length), best in estimated.decode.items():
+        if batch == 1:  # a smaller program's, which was not compiled
+            continue
         parts = _parts(measured, [programs["layers"], programs["sample"]], (batch, 1, length))
         parts.append(Part(what="exchange", count=1, ms=best.exchange))
-        found.append(_step(f"decode {batch} x {length}", parts, best.total))
+        found.append(_step(f"decode {batch} x {length}, {rows}", parts, best.total))
     chunk = measured["config"]["max_num_batched_tokens"]
     parts = _parts(measured, [programs["forward"], programs["sample"]], (1, chunk, chunk))
     chip = measured["chip"]
@@ -131,7 +134,7 @@ def show_times(times: list[StepTime], *, explain: bool, is_gpu: bool) -> list[st
         attention = sum(part.ms for part in step.parts if part.what.startswith("attention"))
         exchange = sum(part.ms for part in step.parts if part.what == "exchange")
         lines.append(
-            f"{step.name:<24}{step.ms:>9.2f} ms: XLA {step.ms - attention - exchange:.2f}, attention {attention:.2f}"
+            f"{step.name:<28}{step.ms:>9.2f} ms: XLA {step.ms - attention - exchange:.2f}, attention {attention:.2f}"
             + (f", exchange {exchange:.2f}" if exchange else "")
             + f"; at best {step.at_best:.2f}"
         )

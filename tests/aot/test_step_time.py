@@ -66,7 +66,7 @@ def test_a_kernel_takes_the_greater_of_its_bundles_and_its_bytes():
     values["block_bytes"] *= 10**6
     (more, *_) = step_times(values, estimate(values))
     (attention,) = [part for part in more.parts if part.what == "attention (bytes)"]
-    batch, length = map(int, more.name.removeprefix("decode ").split(" x "))
+    batch, length = map(int, more.name.split(",")[0].removeprefix("decode ").split(" x "))
     num_bytes = batch * -(-length // 128) * values["block_bytes"]
     assert attention.ms == pytest.approx(1000 * num_bytes / values["chip"]["bytes_per_second"])
 
