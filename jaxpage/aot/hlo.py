@@ -64,12 +64,6 @@ def kernel_calls(text: str) -> list[tuple[str, int | None]]:
     return found
 
 
-def kernel_names(text: str) -> list[str]:
-    """The names of the instructions that call a Pallas kernel, without the %."""
-    lines = (line.split(" = ")[0] for line in text.splitlines() if _KERNEL.search(line))
-    return [line.strip().removeprefix("ROOT ").removeprefix("%") for line in lines]
-
-
 def _sizes(made: str) -> Iterator[int]:
     """The elements of each array in the type of an instruction."""
     return (

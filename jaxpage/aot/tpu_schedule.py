@@ -65,7 +65,8 @@ class Loop:
     def of(cls, values: dict[str, Any]) -> Loop:
         """The inverse of `dataclasses.asdict`."""
         inner = tuple(cls.of(each) for each in values["inner"])
-        return cls(**values | {"inner": inner})
+        plain: dict[str, Any] = {**values, "inner": inner}
+        return cls(**plain)
 
     @property
     def multiplies(self) -> bool:

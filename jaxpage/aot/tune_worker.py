@@ -37,9 +37,10 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_layout.TileSizes, work: 
     with jax.set_mesh(mesh):  # Pallas asks it for which chip to lower
         jax.jit(attend, donate_argnames="pool").lower(**arrays).compile()
     (schedule,) = take_schedules(dumped, ["paged_attention"])
+    pool: Any = arrays["pool"]
     shape = tpu_layout.shape_of(
         q,
-        arrays["pool"],
+        pool,
         work.num_kv_heads,
         arrays["block_table"].shape[1],
         sizes=sizes,

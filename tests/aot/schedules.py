@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpage.aot import tpu_schedule
-from jaxpage.aot.hlo import kernel_names
+from jaxpage.aot import cycles, tpu_schedule
+from jaxpage.aot.cycles import costs_of
 from tests.aot import evidence
 from tests.aot import paged_attention_tpu as attention
 from tests.aot.program import Program
@@ -55,14 +55,15 @@ def programs(target: str) -> Iterator[Program]:
 
 
 def _observed(program: Program) -> Program:
-    return replace(program, look=_look, observers=(tpu_schedule,))
+    return replace(program, look=_look, observers=(tpu_schedule, cycles))
 
 
 def _look(compiled: Any, log: str) -> dict[str, Any]:
     """Bundles of an iteration of the loops that multiply: all of them, and without what may be jumped over; of a
     kernel without such a loop, of all of it. Loops within count as often as they are known to run, else once.
     """
-    names = kernel_names(compiled.as_text() or "")
+    costs = costs_of(compiled.as_text() or "").costs
+    names = [each.name for each in costs if each.cycles is None]
     (kernel,) = tpu_schedule.take_schedules(Path(os.environ[_FOLDER]), names)
     loops = kernel.main_loops
     return {
