@@ -137,7 +137,6 @@ def measure(
     )
     embedding = weights["model.embed_tokens.weight"] if spec.model.lm_head is not None else 0
     lengths = sorted({n for n in LENGTHS if n < config.max_model_len} | {config.max_model_len})
-    footprint = spec.footprint
     return {
         "target": target.name,
         "num_devices": num_devices,
@@ -160,11 +159,10 @@ def measure(
         "block_bytes": spec.block_bytes,
         "num_blocks": sized.pool.num_blocks,  # the null block included
         "pool_bytes": spec.pool.num_blocks * spec.block_bytes,  # as compiled
-        "blocks": {str(n): footprint.num_blocks(n) for n in lengths},
-        "longest": [[n, footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
+        "blocks": {str(n): spec.footprint.num_blocks(n) for n in lengths},
+        "longest": [[n, spec.footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
-        "attention": _attention(job, programs),
-        "attention_tiles": attention_tiles(spec),
+        **_attention(job, programs),
         "in_int8": _in_int8(spec),
     }
 
@@ -285,12 +283,13 @@ def _remembered(
     return programs
 
 
-def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> str:
-    """ "kernel" if the steps call it, else "plain XLA", and why."""
-    if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
-        return "kernel"
+def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any]:
+    """ "kernel" if the steps call it, else "plain XLA", and why; and its tiles on a TPU."""
     reason = job.spec.no_kernel_reason
-    return f"plain XLA: {reason}" if reason else "plain XLA"
+    served = f"plain XLA: {reason}" if reason else "plain XLA"
+    if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
+        served = "kernel"
+    return {"attention": served, "attention_tiles": attention_tiles(job.spec)}
 
 
 def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
