@@ -1,7 +1,7 @@
 """How long the TPU's attention kernel takes for some rows: the bundles of its schedule, as often as each loop runs.
 
-Loops are told apart by what they do. Outermost, those that multiply are turns, each with a tile of keys for a tile of
-queries; those that move something write new keys and values, a chunk at a time. Within a turn, loops that move
+Loops are told apart by what they do. Outermost, those that multiply are turns, each with the keys of a fetch for a tile
+of queries, in one or several tiles; those that move something write new keys and values, a chunk at a time. Within a turn, loops that move
 something do so for each block of the tile. What a turn may jump over is done once for each tile of queries. Pure
 arithmetic on `tpu_schedule.Loop`.
 """
@@ -17,13 +17,14 @@ CHUNK = 16  # slots that are written at once
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """All alike. kv_len: of each, its queries included; tile_q, tile_kv: queries and keys of a turn."""
+    """All alike. kv_len: of each, its queries included; tile_q, tile_kv: queries and keys at once; fetch_kv: keys of a turn."""
 
     count: int
     query_len: int
     kv_len: int
     tile_q: int
     tile_kv: int
+    fetch_kv: int
     block_size: int
 
     @property
@@ -39,7 +40,7 @@ class Rows:
             min(first + self.tile_q, self.query_len)
             for first in range(0, self.query_len, self.tile_q)
         )
-        return self.count * sum(-(-(before + end) // self.tile_kv) for end in ends)
+        return self.count * sum(-(-(before + end) // self.fetch_kv) for end in ends)
 
     @property
     def num_chunks(self) -> int:
@@ -62,9 +63,10 @@ def _moves(loop: Loop) -> bool:
 
 
 def _turn(loop: Loop, rows: Rows) -> int:
-    blocks = rows.tile_kv // rows.block_size
+    blocks, tiles = rows.fetch_kv // rows.block_size, rows.fetch_kv // rows.tile_kv
+    products = sum((each.trips or tiles) * each.usual for each in loop.inner if each.multiplies)
     moved = sum(each.bundles for each in loop.inner if _moves(each) and not each.multiplies)
-    return loop.usual + blocks * moved
+    return loop.least + products + blocks * moved
 
 
 def _unit(loop: Loop) -> int:

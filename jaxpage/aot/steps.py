@@ -13,7 +13,7 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.weights.spec import ParamSpec, specs
-from pallas_kernels.paged_attention import tpu_layout
+from pallas_kernels.paged_attention import tpu_shape
 
 EMBEDDING = "model.embed_tokens.weight"
 MIB = 2**20
@@ -76,9 +76,9 @@ def most_temp_bytes(spec: EngineSpec) -> int:
 
 
 def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, int]] | None:
-    """Queries and keys of a turn of the TPU's attention kernel, in decode steps and in others; None without it."""
+    """Queries and keys that are computed, and fetched, at once by the TPU's attention kernel, in decode steps and in others; None without it."""
     sizes = spec.pool.kernel_sizes
-    if not isinstance(sizes, tpu_layout.TileSizes):
+    if not isinstance(sizes, tpu_shape.TileSizes):
         return None
     model = spec.model.config
     shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
@@ -87,15 +87,13 @@ def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, int]] | None:
     q = jax.ShapeDtypeStruct((1, shares.query_heads_of_a_device, model.head_dim), spec.pool.dtype)
     blocks = -(-spec.config.max_model_len // spec.pool.block_size)
     shapes = {
-        step: tpu_layout.shape_of(
+        step: tpu_shape.shape_of(
             q, pool, num_kv_heads, blocks, sizes=sizes, one_query_per_row=step == "decode"
         )
         for step in ("decode", "prefill")
     }
-    return {
-        step: {"tile_q": s.tile_q, "tile_kv": s.tile_kv, "block_size": s.block_size}
-        for step, s in shapes.items()
-    }
+    names = ("tile_q", "tile_kv", "fetch_kv", "block_size")
+    return {step: {name: getattr(s, name) for name in names} for step, s in shapes.items()}
 
 
 def _is_divided(parameter: ParamSpec, mesh: Mesh) -> bool:

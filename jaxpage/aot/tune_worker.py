@@ -16,12 +16,12 @@ from jaxpage.aot.process import Report, serve
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.aot.tpu_schedule import take_schedules
-from pallas_kernels.paged_attention import tpu, tpu_layout, tune
+from pallas_kernels.paged_attention import tpu, tpu_layout, tpu_shape, tune
 
 _WORKS = {"decode": tune.DECODE, "prefill": tune.PREFILL}
 
 
-def seconds_of(target: Target, dumped: Path, sizes: tpu_layout.TileSizes, work: tune.Work) -> float:
+def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: tune.Work) -> float:
     """Of a call: its bundles over the clock, or its bytes over the bandwidth if that is more."""
     mesh = mesh_of(target, 1)
     place = NamedSharding(mesh, PartitionSpec())
@@ -38,7 +38,7 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_layout.TileSizes, work: 
         jax.jit(attend, donate_argnames="pool").lower(**arrays).compile()
     (schedule,) = take_schedules(dumped, ["paged_attention"])
     pool: Any = arrays["pool"]
-    shape = tpu_layout.shape_of(
+    shape = tpu_shape.shape_of(
         q,
         pool,
         work.num_kv_heads,
@@ -52,9 +52,10 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_layout.TileSizes, work: 
         kv_len=work.kv_len,
         tile_q=shape.tile_q,
         tile_kv=shape.tile_kv,
+        fetch_kv=shape.fetch_kv,
         block_size=shape.block_size,
     )
-    num_bytes = rows.num_turns * shape.tile_kv * shape.width * shape.pool_dtype.itemsize
+    num_bytes = rows.num_turns * shape.fetch_kv * shape.width * shape.pool_dtype.itemsize
     chip = target.chip
     return max(bundles(schedule.program, rows) / chip.clock, num_bytes / chip.bytes_per_second)
 

@@ -20,7 +20,7 @@ ZERO = Loop(begin=16, own=5, least=5, trips=4)
 TURN = Loop(begin=10, own=600, least=150, inner=(COPY, CLEAR, ZERO, HEADS))
 WRITE = Loop(begin=5, own=200, least=100, num_waits=1)
 PROGRAM = Loop(begin=0, own=300, least=200, inner=(WRITE, TURN))
-TILES = {"tile_q": 32, "tile_kv": 512, "block_size": 128}
+TILES = {"tile_q": 32, "tile_kv": 512, "fetch_kv": 512, "block_size": 128}
 
 
 def test_the_loops_of_the_kernel_run_as_often_as_there_is_work():

@@ -10,7 +10,7 @@ from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.aot.tune import tune_for
 from pallas_kernels import tuning
-from pallas_kernels.paged_attention.tpu_layout import TileSizes
+from pallas_kernels.paged_attention.tpu_shape import TileSizes
 from pallas_kernels.paged_attention.tune import tuned_sizes
 
 
