@@ -1,9 +1,9 @@
 """How long the TPU's attention kernel takes for some rows: the bundles of its schedule, as often as each loop runs.
 
-Loops are told apart by what they do. Outermost, those that multiply are turns, each with the keys of a fetch for a tile
-of queries, in one or several tiles; those that move something write new keys and values, a chunk at a time. Within a turn, loops that move
-something do so for each block of the tile. What a turn may jump over is done once for each tile of queries. Pure
-arithmetic on `tpu_schedule.Loop`.
+Loops are told apart by what they do. Outermost, those that multiply are turns, each with the keys of a fetch, in one or
+several tiles, for a tile of queries; those that move something write new keys and values, a chunk at a time. Within a
+turn, loops that move something do so for each block. What a turn may jump over is done once for each tile of queries.
+Pure arithmetic on `tpu_schedule.Loop`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ CHUNK = 16  # slots that are written at once
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """All alike. kv_len: of each, its queries included; tile_q, tile_kv: queries and keys at once; fetch_kv: keys of a turn."""
+    """All alike. kv_len: of each, its queries included; tile_q, tile_kv: queries and keys at once; fetch_kv: keys of a
+    turn.
+    """
 
     count: int
     query_len: int

@@ -76,7 +76,7 @@ def most_temp_bytes(spec: EngineSpec) -> int:
 
 
 def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, int]] | None:
-    """Queries and keys that are computed, and fetched, at once by the TPU's attention kernel, in decode steps and in others; None without it."""
+    """Queries and keys at once in the TPU's attention kernel, in decode steps and in others; None without it."""
     sizes = spec.pool.kernel_sizes
     if not isinstance(sizes, tpu_shape.TileSizes):
         return None
