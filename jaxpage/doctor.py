@@ -20,7 +20,7 @@ from jaxpage.aot.topology import COMPILERS
 from jaxpage.config import compiler_flags, resolve_cache_dir
 from jaxpage.device import Device
 from jaxpage.kv_pool import KVPoolSpec
-from jaxpage.ops.attention import choose
+from jaxpage.ops.attention import choose, describe
 from jaxpage.parallel.heads import share_heads
 from jaxpage.runner.fingerprint import version_of
 from jaxpage.runner.program_store import survey
@@ -84,7 +84,7 @@ def _devices() -> Iterator[Line]:
 
 
 def _attention(device: Device) -> str:
-    """What serves 16 query heads on 2 KV heads there, and why it is not a kernel."""
+    """What serves 16 query heads on 2 KV heads there, and why no kernel does."""
     pool = KVPoolSpec(
         num_arrays=1,
         num_blocks=2,
@@ -95,9 +95,7 @@ def _attention(device: Device) -> str:
         platform=device.platform,
     )
     choice = choose(pool, device, shares=share_heads(16, 2, 1), table=(256, 256))
-    if choice.name != "xla":
-        return "kernel"
-    return ": ".join(["plain XLA", *choice.refusals])
+    return describe(choice.name, choice.reason)
 
 
 def _error_of_product(device: jax.Device) -> float:

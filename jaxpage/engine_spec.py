@@ -71,6 +71,13 @@ class EngineSpec:
     no_kernel_reason: str | None  # why attention runs in XLA, if a kernel exists for it
 
     @property
+    def attention(self) -> str:
+        """Which one serves, in one line, and why no kernel does."""
+        if self.config.numerics == "strict":
+            return 'plain XLA: numerics="strict" has no kernel'
+        return attention.describe(self.pool.attention, self.no_kernel_reason)
+
+    @property
     def devices(self) -> tuple[jax.Device, ...]:
         return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
 

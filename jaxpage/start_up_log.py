@@ -35,12 +35,12 @@ def log_replicas(specs: Sequence[EngineSpec]) -> None:
 def log_engine(spec: EngineSpec, slow_products: set[str], *, level: int = logging.INFO) -> None:
     """The lines before compilation; at INFO also warnings."""
     logger.debug("%s", spec.config.describe())
-    for line in (model_line(spec), device_line(spec), kv_cache_line(spec)):
-        logger.log(level, "%s", line)
+    is_slow = spec.no_kernel_reason is not None and level >= logging.INFO
+    logger.log(level, "%s", model_line(spec))
+    logger.log(logging.WARNING if is_slow else level, "%s", device_line(spec))
+    logger.log(level, "%s", kv_cache_line(spec))
     if level < logging.INFO:
         return
-    if spec.no_kernel_reason:
-        logger.warning("attention runs in plain XLA: %s", spec.no_kernel_reason)
     for line in sorted(slow_products):
         logger.warning("%s", line)
     log_options_without_effect(spec.config)
@@ -73,9 +73,8 @@ def model_line(spec: EngineSpec) -> str:
 
 
 def device_line(spec: EngineSpec) -> str:
-    attention = "plain XLA" if spec.pool.kernel_sizes is None else "kernel"
     several = f"{spec.num_devices} x " if spec.num_devices > 1 else ""
-    return f"device    {several}{spec.device.device_kind}, attention: {attention}"
+    return f"device    {several}{spec.device.device_kind}, attention: {spec.attention}"
 
 
 def kv_cache_line(spec: EngineSpec) -> str:

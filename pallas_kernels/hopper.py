@@ -13,7 +13,8 @@ import jax
 
 CAPABILITY = "9.0"
 # From the first jax with all features that the kernels use, to the first version not tested.
-JAX_VERSIONS = ((0, 11, 2), (0, 12))
+JAX_VERSIONS = ((0, 11, 2), (0, 13))
+PYTHON = (3, 12)  # the oldest for which there is such a jax
 # Of H100 and H200 in SXM modules. It only sizes grids: on a GPU with fewer SMs programs run in several waves, and no
 # result depends on it.
 NUM_SMS = 132
@@ -42,9 +43,13 @@ def unsupported_jax() -> str | None:
     if oldest <= jax.__version_info__ < newest:
         return None
     names = [_text(version) for version in JAX_VERSIONS]
+    python = (
+        f"this is Python {_text(sys.version_info[:2])}: make an environment with Python 3.12 and "
+    )
     return (
         f"the kernels need jax >= {names[0]} and < {names[1]}, and this is {jax.__version__}; "
-        f'install "jax[cuda13]>={names[0]},<{names[1]}", which needs Python 3.12'
+        f"{python if sys.version_info < PYTHON else ''}"
+        f'install "jax[cuda13]>={names[0]},<{names[1]}"'
     )
 
 

@@ -60,13 +60,20 @@ def read(kind: type[S], device_kind: str, folder: Path) -> S:
     return kind(**sizes)
 
 
-def write(device_kind: str, sizes: Sizes, seconds: Mapping[str, float], folder: Path) -> Path:
+def write(
+    device_kind: str,
+    sizes: Sizes,
+    seconds: Mapping[str, float],
+    folder: Path,
+    source: str = "measured",
+) -> Path:
     """Write sizes for `read`, with their origin. seconds: of each candidate, from `fastest`."""
     path = path_of(device_kind, folder)
     path.parent.mkdir(exist_ok=True)
     content = {
         "device_kind": device_kind,
         "jax": jax.__version__,
+        "source": source,
         "date": datetime.date.today().isoformat(),
         "sizes": dataclasses.asdict(sizes),
         "seconds": dict(seconds),

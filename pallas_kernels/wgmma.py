@@ -30,6 +30,14 @@ def load(ref, *, layout, optimized: bool = True):
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue] (jax 0.10)
 
 
+def store(ref, value) -> None:
+    """Registers into any memory, by threads whose values lie apart: jax 0.12 refuses that unless it is told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = value
+
+
 def product(a, b, dtype=jnp.float32, *, started: Callable[[], None] | None = None):
     """a @ b, summed in `dtype`; b in shared memory, a there or in registers.
 

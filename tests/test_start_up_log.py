@@ -36,7 +36,7 @@ def test_a_start_says_five_lines(folder, caplog):
     assert [level for level, _ in lines] == ["INFO"] * 5
     patterns = [
         r"model +tiny \(Qwen2ForCausalLM\), 140 k parameters in bfloat16, 280 kB",
-        r"device +cpu, attention: plain XLA",
+        r"device +cpu, attention: plain XLA: the kernels are for TPUs and Hopper GPUs",
         r"KV cache +128 tokens in 9 blocks of 16, 36.9 kB in bfloat16; .* at most 64 tokens",
         r"programs +\d+, each compiled at its first use \(enforce_eager\)",
         r"ready +after \d+\.\d s",

@@ -56,7 +56,7 @@ def _compile(
 
 def _compile_one(spec: EngineSpec, target: Target | None, say: Callable[[str], None]) -> None:
     if spec.no_kernel_reason:
-        say(f"attention runs in plain XLA: {spec.no_kernel_reason}")
+        say(f"attention: {spec.attention}")
     for line in sorted(spec.transform_weights()):
         say(line)
     # The flags that `topology.environment` sets for a GPU do not change what runs on that GPU.

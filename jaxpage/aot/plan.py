@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 from jaxpage.aot.estimate import Estimate, estimate
 from jaxpage.aot.process import Report, run
 from jaxpage.aot.replicas import RULE, Division, best, show_divisions, sizes_of
+from jaxpage.aot.step_time import show_times, step_times
 from jaxpage.aot.targets import GIB, Target, parse_target
 from jaxpage.aot.topology import missing_compiler
+from jaxpage.aot.tpu_schedule import dump_variables
 from jaxpage.config import EngineConfig
 
 _HELP_OF_TP = (
@@ -48,6 +51,7 @@ class Plan:
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     gpu_memory_utilization: float = 0.92
+    explain: bool = False  # print the ten parts of each step that would take the most time
     json: Path | None = None  # everything that was measured goes to this file
 
 
@@ -65,6 +69,12 @@ def main(plan: Plan) -> int:
         print(show(found[0], estimates[0]))
     else:
         print(show_table(found, estimates))
+    for target, measured, estimated in zip(targets, found, estimates, strict=True):
+        is_gpu = target.chip.platform == "gpu"
+        lines = show_times(step_times(measured, estimated), explain=plan.explain, is_gpu=is_gpu)
+        if lines and len(targets) > 1:
+            print(f"\n{target.name}", end="")
+        print("\n".join(lines))
     return 0 if any(each.fits for each in estimates) else 1
 
 
@@ -108,8 +118,14 @@ def _measure(plan: Plan, target: Target, sizes: list[int]) -> list[dict[str, Any
         "options": options,
         "compiles": plan.tp != "auto",
     }
-    with _progress(target.name) as on_report:
-        return run("jaxpage.aot.worker", request, target, on_report=on_report)
+    is_dumped = plan.tp != "auto" and target.chip.platform == "tpu"
+    with (
+        _progress(target.name) as on_report,
+        tempfile.TemporaryDirectory(prefix="jaxpage-") as folder,
+    ):
+        request["dumped"] = folder if is_dumped else None
+        variables = dump_variables(Path(folder)) if is_dumped else {}
+        return run("jaxpage.aot.worker", request, target, on_report=on_report, variables=variables)
 
 
 @contextmanager

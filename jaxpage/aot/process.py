@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpage.aot.targets import Target
@@ -28,12 +28,15 @@ def run(
     *,
     on_report: Report = lambda _: None,
     timeout: float | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Any:
     """What `module` makes of the request. Raises ValueError: the module's own, or one for a compiler that failed.
 
+    `variables`: of the environment, besides the target's.
     `timeout`: seconds after which the process is ended, and that is an error too.
     """
-    command = ["env", *environment(target), sys.executable, "-m", module]
+    more = [f"{name}={value}" for name, value in (variables or {}).items()]
+    command = ["env", *environment(target), *more, sys.executable, "-m", module]
     outcome: dict[str, Any] = {}
     with (
         tempfile.TemporaryFile("w+", errors="replace") as log,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
@@ -10,6 +13,7 @@ from jaxpage.engine_spec import EngineSpec
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.weights.spec import ParamSpec, specs
+from pallas_kernels.paged_attention import tpu_shape
 
 EMBEDDING = "model.embed_tokens.weight"
 MIB = 2**20
@@ -69,6 +73,27 @@ def most_temp_bytes(spec: EngineSpec) -> int:
     mlp = 2 * config.max_num_batched_tokens * model.intermediate_size // num_devices
     most = 10 * logits + (10 if is_gpu else 4) * mlp + model.num_layers * 2 * MIB
     return most + (512 if is_gpu else 64) * MIB
+
+
+def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, int]] | None:
+    """Queries and keys at once in the TPU's attention kernel, in decode steps and in others; None without it."""
+    sizes = spec.pool.kernel_sizes
+    if not isinstance(sizes, tpu_shape.TileSizes):
+        return None
+    model = spec.model.config
+    shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
+    num_kv_heads = shares.kv_heads_of_a_device
+    pool = replace(spec.pool, num_blocks=1, num_arrays=1, num_kv_heads=num_kv_heads).abstract()[0]
+    q = jax.ShapeDtypeStruct((1, shares.query_heads_of_a_device, model.head_dim), spec.pool.dtype)
+    blocks = -(-spec.config.max_model_len // spec.pool.block_size)
+    shapes = {
+        step: tpu_shape.shape_of(
+            q, pool, num_kv_heads, blocks, sizes=sizes, one_query_per_row=step == "decode"
+        )
+        for step in ("decode", "prefill")
+    }
+    names = ("tile_q", "tile_kv", "fetch_kv", "block_size")
+    return {step: {name: getattr(s, name) for name in names} for step, s in shapes.items()}
 
 
 def _is_divided(parameter: ParamSpec, mesh: Mesh) -> bool:

@@ -36,7 +36,8 @@ from jaxpage.aot.experts import (
 from jaxpage.aot.hlo import copies_of_size, kernel_calls
 from jaxpage.aot.pictures import numbers_of_encoder, temp_bytes_of_encoder
 from jaxpage.aot.process import Report, serve
-from jaxpage.aot.steps import exchange_of, most_temp_bytes
+from jaxpage.aot.program_time import time_of
+from jaxpage.aot.steps import attention_tiles, exchange_of, most_temp_bytes
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.composition import executable_cache, size
@@ -56,10 +57,11 @@ LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest ba
 
 @dataclass(frozen=True, kw_only=True)
 class CompileJob:
-    """A sized engine on a target; nothing is compiled yet."""
+    """A sized engine on a target; nothing is compiled yet. dumped: where the compiler writes schedules, if it does."""
 
     spec: EngineSpec
     target: Target
+    dumped: Path | None = None
 
     @property
     def pool_shapes(self) -> list[tuple[int, ...]]:
@@ -75,7 +77,9 @@ class CompileJob:
         return self.spec.lowerings()
 
 
-def make_job(options: dict[str, Any], target: Target, num_devices: int) -> CompileJob:
+def make_job(
+    options: dict[str, Any], target: Target, num_devices: int, dumped: Path | None = None
+) -> CompileJob:
     """`options`: those of EngineConfig. Raises ValueError.
 
     Without `num_gpu_blocks_override` the pool has half of what the weights leave: a copy of it would be seen in the
@@ -93,7 +97,7 @@ def make_job(options: dict[str, Any], target: Target, num_devices: int) -> Compi
     if num_blocks is None:
         half = _pool_bytes(spec, target, 0) // 2
         num_blocks = max(2, min(half // spec.block_bytes, max_blocks(spec.pool)))
-    return CompileJob(spec=spec.with_blocks(num_blocks), target=target)
+    return CompileJob(spec=spec.with_blocks(num_blocks), target=target, dumped=dumped)
 
 
 def measure(
@@ -103,13 +107,14 @@ def measure(
     report: Report = lambda _: None,
     *,
     compiles: bool = True,
+    dumped: Path | None = None,
 ) -> dict[str, Any]:
     """Everything that an estimate needs. Bytes and rates are those of one device. Raises ValueError.
 
     `report` gets {"compiling": names}, and {"compiled": name, "seconds": s} after each. Results are kept on disk.
     Unless it `compiles`, the temporaries are those that no step was seen to exceed, and there are no programs.
     """
-    job = make_job(options, target, num_devices)
+    job = make_job(options, target, num_devices, dumped)
     spec = job.spec
     config, weights = spec.config, spec.weight_bytes
     # Where the weights alone are too many there is nothing to compile.
@@ -132,7 +137,6 @@ def measure(
     )
     embedding = weights["model.embed_tokens.weight"] if spec.model.lm_head is not None else 0
     lengths = sorted({n for n in LENGTHS if n < config.max_model_len} | {config.max_model_len})
-    footprint = spec.footprint
     return {
         "target": target.name,
         "num_devices": num_devices,
@@ -155,10 +159,10 @@ def measure(
         "block_bytes": spec.block_bytes,
         "num_blocks": sized.pool.num_blocks,  # the null block included
         "pool_bytes": spec.pool.num_blocks * spec.block_bytes,  # as compiled
-        "blocks": {str(n): footprint.num_blocks(n) for n in lengths},
-        "longest": [[n, footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
+        "blocks": {str(n): spec.footprint.num_blocks(n) for n in lengths},
+        "longest": [[n, spec.footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
-        "attention": _attention(job, programs),
+        **_attention(job, programs),
         "in_int8": _in_int8(spec),
     }
 
@@ -189,7 +193,15 @@ def compile_and_inspect(
         "exchanges": exchanges(text),
         "pool_copies": list(copies_of_size(text, job.pool_shapes)),
         "kernels": kernel_calls(text),
+        **_time(job, text, program.compiled),
     }
+
+
+def _time(job: CompileJob, text: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Nothing for a TPU whose schedules are not dumped."""
+    if job.target.chip.platform == "tpu" and job.dumped is None:
+        return {}
+    return {"time": time_of(text, dict(compiled.cost_analysis() or {}), job.dumped)}
 
 
 def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
@@ -271,12 +283,13 @@ def _remembered(
     return programs
 
 
-def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> str:
-    """ "kernel" if the steps call it, else "plain XLA", and why."""
-    if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
-        return "kernel"
+def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any]:
+    """ "kernel" if the steps call it, else "plain XLA", and why; and its tiles on a TPU."""
     reason = job.spec.no_kernel_reason
-    return f"plain XLA: {reason}" if reason else "plain XLA"
+    served = f"plain XLA: {reason}" if reason else "plain XLA"
+    if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
+        served = "kernel"
+    return {"attention": served, "attention_tiles": attention_tiles(job.spec)}
 
 
 def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
@@ -325,7 +338,8 @@ def _shorter(max_model_len: int) -> list[int]:
 def _work(request: dict[str, Any], report: Report) -> list[dict[str, Any]]:
     target = parse_target(request["target"])
     sizes, options, compiles = request["num_devices"], request["options"], request["compiles"]
-    return [measure(options, target, n, report, compiles=compiles) for n in sizes]
+    dumped = Path(request["dumped"]) if request["dumped"] else None
+    return [measure(options, target, n, report, compiles=compiles, dumped=dumped) for n in sizes]
 
 
 if __name__ == "__main__":

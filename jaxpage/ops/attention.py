@@ -127,6 +127,16 @@ def choose(
     return first_supported("paged attention", IMPLEMENTATIONS, request, device.platform)
 
 
+_KERNELS = {"tpu": "the kernel for TPUs", "hopper": "the kernel for Hopper GPUs"}
+
+
+def describe(name: str, reason: str | None) -> str:
+    """Which attention serves, in one line, and why no kernel does. name: of an implementation; reason: a choice's."""
+    if name != "xla":
+        return _KERNELS[name]
+    return f"plain XLA: {reason or 'the kernels are for TPUs and Hopper GPUs'}"
+
+
 def max_blocks(spec: KVPoolSpec) -> int:
     """The most blocks of a pool that its attention can address."""
     if spec.layout == "tpu":

@@ -32,7 +32,7 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     swizzle_of,
     weights,
 )
-from pallas_kernels.wgmma import load, product, tiled
+from pallas_kernels.wgmma import load, product, store, tiled
 
 TILE = 64  # keys: the rows of one wgmma
 
@@ -162,9 +162,9 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
             )
             accs, m, total = lax.fori_loop(0, num_tiles, step, begin)
             for i, acc in enumerate(accs):
-                part_ref.at[head, item, pl.ds(i * 64, acc.shape[0])][...] = acc
-            stats_ref.at[head, item, 0][...] = m
-            stats_ref.at[head, item, 1][...] = total.sum(axis=0)
+                store(part_ref.at[head, item, pl.ds(i * 64, acc.shape[0])], acc)
+            store(stats_ref.at[head, item, 0], m)
+            store(stats_ref.at[head, item, 1], total.sum(axis=0))
 
         num_turns = pl.cdiv(starts_ref[num_rows] * num_kv_heads - program, num_programs)
         lax.fori_loop(0, num_turns, attend, None)
@@ -266,7 +266,7 @@ def _combine(parts, stats, starts, dtype, options: Options):
         out = normalised(acc, m, total, sinks, axis=1).astype(dtype)
         # In the transposed layout a thread's pairs of values lie along D, as they do in memory.
         out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        out_ref.at[row, head].transpose((1, 0))[...] = out
+        store(out_ref.at[row, head].transpose((1, 0)), out)
 
     kernel = plgpu.kernel(
         paged_combine,

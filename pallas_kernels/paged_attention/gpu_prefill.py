@@ -37,7 +37,7 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     swizzle_of,
     weights,
 )
-from pallas_kernels.wgmma import Ref, added_product, as_operand, load, product
+from pallas_kernels.wgmma import Ref, added_product, as_operand, load, product, store
 
 
 def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
@@ -175,7 +175,7 @@ class _Program:
         plgpu.barrier_wait(memory.queries_ready)
         for part, by_line in self._parts():
             arrived = load(memory.arrived.at[part], layout=by_line, optimized=False)
-            memory.queries[part] = arrived
+            _put(memory.queries, part, arrived)
         plgpu.commit_smem()
         if plan.early:
             plgpu.barrier_arrive(memory.queries_done)
@@ -281,12 +281,12 @@ class _Program:
         plan, memory, out = self.plan, self.memory, out.astype(self.refs.out.dtype)
         first = self.warpgroup == 0
         for part, _ in self._parts():  # where nobody reads queries any more
-            memory.queries[part] = out[:, part[1]]
+            _put(memory.queries, part, out[:, part[1]])
         # The output before, which the first has sent, must have left.
         pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
         _meet(memory.met)
         for part, by_line in self._parts():
-            memory.output[part] = load(memory.queries.at[part], layout=by_line)
+            _put(memory.output, part, load(memory.queries.at[part], layout=by_line))
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.written)
 
@@ -334,3 +334,11 @@ class _Program:
 def _meet(barrier):
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def _put(smem, part, value) -> None:
+    """Of lines shorter than 128 bytes jax 0.12 finds no order without bank conflicts."""
+    if value.shape[1] * value.dtype.itemsize < 128:
+        store(smem.at[part], value)
+    else:
+        smem[part] = value

@@ -1,7 +1,8 @@
 """Tile sizes of the paged attention kernels for one kind of device: measured there, kept in `tuned/`, looked up.
 
 `python -m pallas_kernels.paged_attention.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
-what was measured. The folder is empty as long as nobody has.
+what was measured. The folder is empty as long as nobody has. For a TPU that is not there `python -m jaxpage.aot.tune`
+fills it from compiled schedules.
 
 Tuned is what changes the speed and, from one kind of device to another, the order of sums. Never tuned is what would
 make a result depend on its batch: `gpu_layout.SPLIT`, where the sums of a row are cut, is one number for all; a TPU's
@@ -11,6 +12,7 @@ VMEM than it may have (`tpu_layout.shape_of`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,10 +70,14 @@ def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
     return tuning.read(_layout(platform).TileSizes, device_kind, folder)
 
 
-def tune(platform: str) -> tuple[Any, dict[str, float]]:
-    """The fastest sizes on the device that is there, and the seconds of all."""
+def tune(
+    platform: str, seconds: Callable[[Any, Work], float] | None = None, candidates: Any = None
+) -> tuple[Any, dict[str, float]]:
+    """The fastest sizes, and the seconds of all; by default of CANDIDATES, on the device that is there."""
     return tuning.fastest(
-        _layout(platform).TileSizes(), CANDIDATES[platform], partial(_seconds, platform)
+        _layout(platform).TileSizes(),
+        candidates or CANDIDATES[platform],
+        seconds or partial(_seconds, platform),
     )
 
 

@@ -87,8 +87,11 @@ def compile_suite(suite_name: str, target: str, mode: Mode, *more: str) -> Seen:
     told = dict(each.split("=", 1) for each in environment(target_of(target)))
     more_of = getattr(suite(suite_name), "environment", None)
     told |= _NO_LOCATIONS | (more_of(target) if more_of else {})
+    dumps_to = getattr(suite(suite_name), "dump_variables", None)
     command = [sys.executable, "-m", "tests.aot.compiling", suite_name, target, mode, *more]
-    done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(prefix="jaxpage-") as folder:
+        told |= dumps_to(Path(folder)) if dumps_to else {}
+        done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compiling {suite_name} for {target} failed:\n{done.stderr[-4000:]}")
     lines = [line for line in done.stdout.splitlines() if line.startswith(_PREFIX)]

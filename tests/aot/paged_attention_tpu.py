@@ -87,7 +87,7 @@ def programs(target: str) -> Iterator[Program]:
     for call in CALLS:
         yield Program(
             name=call.name,
-            lower=lambda call=call: _lower(call, target),
+            lower=lambda call=call: lower(call, target),
             look=partial(_look, call, target),
         )
 
@@ -123,7 +123,7 @@ def _pool(program: Call, mesh: Any) -> Any:
     )
 
 
-def _lower(program: Call, target: str) -> Any:
+def lower(program: Call, target: str) -> Any:
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec

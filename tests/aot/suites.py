@@ -1,6 +1,7 @@
 """All suites: modules that know which programs are compiled for a target, and what is looked for in them.
 
-Each has TARGETS, `programs(target)` and, where it needs more than `topology.environment`, `environment(target)`.
+Each has TARGETS, `programs(target)` and, where it needs more than `topology.environment`, `environment(target)`. What a
+compiler is to dump goes to a temporary folder, with the variables of `dump_variables(folder)`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ NAMES = (
     "paged_attention_gpu",
     "grouped_matmul",
     "lora",
+    "schedules",
     "vision",
     "block_copy",
     "kv_write",

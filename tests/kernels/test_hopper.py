@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import jax
@@ -77,12 +78,21 @@ def test_without_a_ptxas_there_is_nothing_to_refuse(monkeypatch):
     assert hopper.unsupported_ptxas_here() is None
 
 
-def test_which_jax_to_install_is_said(monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    monkeypatch.setattr(jax, "__version__", "0.12.0.1")
+@pytest.mark.parametrize(
+    ("python", "advice"),
+    [
+        ((3, 12), ""),
+        ((3, 11), "this is Python 3.11: make an environment with Python 3.12 and "),
+    ],
+)
+def test_which_jax_to_install_is_said(monkeypatch, python, advice):
+    monkeypatch.setattr(sys, "version_info", python)
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    oldest, newest = (".".join(map(str, version)) for version in hopper.JAX_VERSIONS)
     assert hopper.unsupported_jax() == (
-        "the kernels need jax >= 0.11.2 and < 0.12, and this is 0.12.0.1; "
-        'install "jax[cuda13]>=0.11.2,<0.12", which needs Python 3.12'
+        f"the kernels need jax >= {oldest} and < {newest}, and this is 0.10.2; "
+        f'{advice}install "jax[cuda13]>={oldest},<{newest}"'
     )
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     assert hopper.unsupported_jax() is None

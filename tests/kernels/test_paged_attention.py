@@ -219,7 +219,7 @@ def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(
     choice = choose(spec, replace(HOPPER, compute_capability=capability), shares=shares, **asked)
     oldest, newest = hopper.JAX_VERSIONS
     if not oldest <= jax.__version_info__ < newest and capability == "9.0":
-        reason = r"the kernels need jax >= 0\.11\.2 and < 0\.12, and this is .*; install"
+        reason = r"the kernels need jax >= 0\.11\.2 and < 0\.13, and this is .*install"
     if reason is None:
         sizes = tune.tuned_sizes("gpu", "NVIDIA H200")
         assert choice.reason is None

@@ -1,0 +1,77 @@
+"""How long the TPU's attention kernel takes for some rows: the bundles of its schedule, as often as each loop runs.
+
+Loops are told apart by what they do. Outermost, those that multiply are turns, each with the keys of a fetch, in one or
+several tiles, for a tile of queries; those that move something write new keys and values, a chunk at a time. Within a
+turn, loops that move something do so for each block. What a turn may jump over is done once for each tile of queries.
+Pure arithmetic on `tpu_schedule.Loop`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpage.aot.tpu_schedule import Loop
+
+CHUNK = 16  # slots that are written at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """All alike. kv_len: of each, its queries included; tile_q, tile_kv: queries and keys at once; fetch_kv: keys of a
+    turn.
+    """
+
+    count: int
+    query_len: int
+    kv_len: int
+    tile_q: int
+    tile_kv: int
+    fetch_kv: int
+    block_size: int
+
+    @property
+    def num_units(self) -> int:
+        """Tiles of queries."""
+        return self.count * -(-self.query_len // self.tile_q)
+
+    @property
+    def num_turns(self) -> int:
+        """A tile of queries sees the keys up to its last query's."""
+        before = self.kv_len - self.query_len
+        ends = (
+            min(first + self.tile_q, self.query_len)
+            for first in range(0, self.query_len, self.tile_q)
+        )
+        return self.count * sum(-(-(before + end) // self.fetch_kv) for end in ends)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.count * -(-self.query_len // CHUNK)
+
+
+def bundles(program: Loop, rows: Rows) -> float:
+    """Of one call."""
+    total: float = program.own
+    for loop in program.inner:
+        if loop.multiplies:
+            total += rows.num_turns * _turn(loop, rows) + rows.num_units * _unit(loop)
+        elif _moves(loop):
+            total += rows.num_chunks * loop.bundles
+    return total
+
+
+def _moves(loop: Loop) -> bool:
+    return loop.num_starts > 0 or loop.num_waits > 0
+
+
+def _turn(loop: Loop, rows: Rows) -> int:
+    blocks, tiles = rows.fetch_kv // rows.block_size, rows.fetch_kv // rows.tile_kv
+    products = sum((each.trips or tiles) * each.usual for each in loop.inner if each.multiplies)
+    moved = sum(each.bundles for each in loop.inner if _moves(each) and not each.multiplies)
+    return loop.least + products + blocks * moved
+
+
+def _unit(loop: Loop) -> int:
+    """What begins and ends a tile of queries: what a turn may jump over, and the loops there."""
+    others = (each for each in loop.inner if not _moves(each) and not each.multiplies)
+    return loop.own - loop.least + sum((each.trips or 0) * each.bundles for each in others)

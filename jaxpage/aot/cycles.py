@@ -1,0 +1,151 @@
+"""Where the time of a TPU program goes, by the compiler's own estimates: the `estimated_cycles` in its HLO.
+
+XLA notes at each fusion and copy how many cycles it expects it to take, bytes and flops considered. The estimates of a
+program add up along its control flow:
+
+- A computation that an instruction names in `calls`, such as a fusion's, is in that instruction's own estimate.
+- The body of a loop runs as often as XLA knows that it does, else once.
+- Of a conditional one branch runs. The cheapest one is counted, since the others are for requests that ask for more;
+  what the dearest would add is `Costs.in_other_branches`.
+- What has no estimate carries a sentinel near 2**63, or none: kernels, which `tpu_schedule` knows, and the ends of what
+  runs asynchronously.
+
+Knows the text of optimised HLO and nothing of jax.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<made>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\("
+)
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRUE_FALSE = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
+_APPLIED = re.compile(r"\bto_apply=%?([\w.\-]+)")
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+_SENTINEL = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """An instruction of that name. `cycles`: of one execution; None for a kernel."""
+
+    name: str
+    opcode: str
+    made: str  # its result's type, layouts included
+    op_name: str  # where it comes from, as traced
+    cycles: int | None
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of a program. `in_other_branches`: cycles that the dearest branches would add to `costs`."""
+
+    costs: tuple[Cost, ...]
+    in_other_branches: int
+
+    @property
+    def cycles(self) -> int:
+        """Without kernels."""
+        return sum((each.cycles or 0) * each.times for each in self.costs)
+
+
+@dataclass(frozen=True)
+class _Line:
+    cost: Cost
+    called: tuple[tuple[str, ...], int] | None  # computations, of which one runs; how often
+
+
+@dataclass
+class _Program:
+    entry: str = ""
+    lines: dict[str, list[_Line]] = field(default_factory=dict)
+
+
+def costs_of(text: str) -> Costs:
+    """`text`: of a compiled program, `compiled.as_text()`. Nothing is in it that costs nothing."""
+    program = _parse(text)
+    return _walk(program, program.entry, 1)
+
+
+def _parse(text: str) -> _Program:
+    program, lines = _Program(), []
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            lines = program.lines.setdefault(head["name"], [])
+            if head["entry"]:
+                program.entry = head["name"]
+        elif found := _INSTRUCTION.match(line):
+            lines.append(_line(line, found))
+    return program
+
+
+def _line(line: str, found: re.Match[str]) -> _Line:
+    cycles, op_name = _CYCLES.search(line), _OP_NAME.search(line)
+    estimate = int(cycles[1]) if cycles else 0
+    cost = Cost(
+        name=found["name"],
+        opcode=found["opcode"],
+        made=found["made"],
+        op_name=op_name[1] if op_name else found["name"],
+        cycles=None if _KERNEL in line else estimate if estimate < _SENTINEL else 0,
+    )
+    return _Line(cost, _called(line, found["opcode"]))
+
+
+def _called(line: str, opcode: str) -> tuple[tuple[str, ...], int] | None:
+    if opcode == "while" and (body := _BODY.search(line)):
+        trips = _TRIPS.search(line)
+        return (body[1],), int(trips[1]) if trips else 1
+    if opcode == "conditional":
+        if branches := _BRANCHES.search(line):
+            return tuple(name.strip().lstrip("%") for name in branches[1].split(",")), 1
+        return tuple(_TRUE_FALSE.findall(line)), 1
+    if opcode == "call" and (applied := _APPLIED.search(line)):
+        return (applied[1],), 1
+    return None
+
+
+def _walk(program: _Program, name: str, times: int) -> Costs:
+    """Of a computation that runs so often."""
+    costs, others = [], 0
+    for line in program.lines.get(name, ()):
+        if line.called is None:
+            if line.cost.cycles != 0:
+                costs.append(replace(line.cost, times=times))
+            continue
+        names, trips = line.called
+        branches = sorted((_walk(program, each, times * trips) for each in names), key=_least)
+        costs += branches[0].costs
+        dearest = max(each.cycles + each.in_other_branches for each in branches)
+        others += dearest - branches[0].cycles
+    return Costs(costs=tuple(costs), in_other_branches=others)
+
+
+def _least(costs: Costs) -> int:
+    return costs.cycles
+
+
+def grouped(costs: tuple[Cost, ...]) -> Iterator[tuple[Cost, int, int]]:
+    """Costs that are alike, of the layers of a model say: one of them, how many they are, and all their cycles; the
+    dearest first. Kernels are left out.
+    """
+    groups: dict[tuple[str, str, str], list[Cost]] = {}
+    for each in costs:
+        if each.cycles is not None:
+            key = (each.opcode, re.sub(r"\d+", "#", each.op_name), each.made)
+            groups.setdefault(key, []).append(each)
+    totals = [
+        (found[0], sum(c.times for c in found), sum((c.cycles or 0) * c.times for c in found))
+        for found in groups.values()
+    ]
+    yield from sorted(totals, key=lambda total: -total[2])

@@ -1,0 +1,59 @@
+"""What the compiler says of a program's time, as JSON: the estimates of XLA's own instructions, and of each kernel its
+schedule. For GPUs only the flops and bytes of XLA's cost analysis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from jaxpage.aot.cycles import Cost, costs_of, grouped
+from jaxpage.aot.tpu_schedule import Schedule, base_name, schedules
+
+_MOST_PARTS = 40
+_ARRAY = re.compile(r"\w+\[[\d,]*\]")
+
+
+def time_of(text: str, analysis: dict[str, Any], dumped: Path | None) -> dict[str, Any]:
+    """`text`: optimised HLO; `dumped`: the folder that libtpu writes schedules to; None for a GPU."""
+    if dumped is None:
+        return {"flops": analysis.get("flops", 0.0), "bytes": analysis.get("bytes accessed", 0.0)}
+    costs = costs_of(text)
+    parts = [
+        {"what": _what(cost), "count": count, "cycles": cycles}
+        for cost, count, cycles in list(grouped(costs.costs))[:_MOST_PARTS]
+    ]
+    return {
+        "cycles": costs.cycles,
+        "in_other_branches": costs.in_other_branches,
+        "parts": parts,
+        "kernels": _kernels([each for each in costs.costs if each.cycles is None], dumped),
+    }
+
+
+def _kernels(calls: list[Cost], dumped: Path) -> list[dict[str, Any]]:
+    """Those that are alike are compiled, and dumped, once. `program`: None for one that was not found."""
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for call in calls:
+        counts[base_name(call.name), tuple(_ARRAY.findall(call.made))] += call.times
+    names = {name for name, _ in counts}
+    found: dict[tuple[str, tuple[str, ...]], Schedule] = {}
+    for schedule in schedules(dumped, sorted(names)) if names else ():
+        found[base_name(schedule.name), schedule.results] = schedule
+    return [
+        {
+            "name": key[0],
+            "count": count,
+            "program": dataclasses.asdict(found[key].program) if key in found else None,
+        }
+        for key, count in counts.items()
+    ]
+
+
+def _what(cost: Cost) -> str:
+    """Its last words and the array that it makes."""
+    made = _ARRAY.search(cost.made)
+    return f"{'/'.join(cost.op_name.split('/')[-2:])} {made[0] if made else ''}".strip()

@@ -1,0 +1,147 @@
+"""Where a step would spend its time, from what `worker.measure` returns. Pure arithmetic.
+
+On a TPU XLA's own instructions take the cycles that it estimates, and a kernel the greater of its bundles over the
+clock and its bytes over the bandwidth. On a GPU a program takes the greater of its flops over the peak and its bytes
+over the bandwidth, since its HLO has no estimates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpage.aot.attention_time import Rows, bundles
+from jaxpage.aot.estimate import Estimate
+from jaxpage.aot.tpu_schedule import Loop
+
+LEFT_OUT = (
+    "left out: waiting for DMAs within a kernel, gaps between programs and instructions, what of a transfer hides "
+    "behind products, branches for requests that ask for more than sampling; XLA's estimates of passes over large "
+    "arrays assume about 40 % of the bandwidth"
+)
+LEFT_OUT_ON_GPUS = (
+    "of a GPU no estimates are in the HLO: these are flops over peak or bytes over bandwidth, by XLA's cost analysis, "
+    "which counts no kernel of ours; attention is bytes over bandwidth"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    what: str
+    count: int
+    ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Of a step. at_best: bytes over bandwidth, or flops over peak, see `estimate`."""
+
+    name: str
+    parts: tuple[Part, ...]  # the largest first; one is the rest of XLA's
+    at_best: float
+
+    @property
+    def ms(self) -> float:
+        return sum(part.ms for part in self.parts)
+
+
+def step_times(measured: dict[str, Any], estimated: Estimate) -> list[StepTime]:
+    """A decode step of each batch in the estimate, and the largest chunk of a prompt; [] if nothing was compiled."""
+    programs = {each["name"].split()[0]: each for each in measured["programs"]}
+    if not programs or any("time" not in each for each in programs.values()):
+        return []
+    found = []
+    rows = programs["layers"]["name"].split()[1]
+    for (batch, length), best in estimated.decode.items():
+        if batch == 1:  # a smaller program's, which was not compiled
+            continue
+        parts = _parts(measured, [programs["layers"], programs["sample"]], (batch, 1, length))
+        parts.append(Part(what="exchange", count=1, ms=best.exchange))
+        found.append(_step(f"decode {batch} x {length}, {rows}", parts, best.total))
+    chunk = measured["config"]["max_num_batched_tokens"]
+    parts = _parts(measured, [programs["forward"], programs["sample"]], (1, chunk, chunk))
+    chip = measured["chip"]
+    seconds = max(
+        chunk * measured["flops_per_token"] / chip["flops_per_second"],
+        measured["bytes_per_step"] / chip["bytes_per_second"],
+    )
+    found.append(_step(f"prefill {chunk} tokens", parts, 1000 * seconds))
+    return found
+
+
+def _step(name: str, parts: list[Part], at_best: float) -> StepTime:
+    largest = sorted((part for part in parts if part.ms), key=lambda part: -part.ms)
+    return StepTime(name=name, parts=tuple(largest), at_best=at_best)
+
+
+def _parts(
+    measured: dict[str, Any], programs: list[dict[str, Any]], case: tuple[int, int, int]
+) -> list[Part]:
+    """case: rows, queries of each and their keys. Programs are as wide as they were compiled, however few the rows."""
+    chip, found = measured["chip"], []
+    count, query_len, kv_len = case
+    of_kv = 1000 * _kv_bytes(measured, count, kv_len) / chip["bytes_per_second"]
+    for program in programs:
+        name, time = program["name"].split()[0], program["time"]
+        if "cycles" not in time:
+            ms = 1000 * max(
+                time["flops"] / chip["flops_per_second"], time["bytes"] / chip["bytes_per_second"]
+            )
+            found.append(Part(what=f"{name}: XLA", count=1, ms=ms))
+            continue
+        of_cycle = 1000 / chip["clock"]
+        listed = 0
+        for each in time["parts"]:
+            listed += each["cycles"]
+            what = f"{name}: {each['what']}"
+            found.append(Part(what=what, count=each["count"], ms=each["cycles"] * of_cycle))
+        found.append(Part(what=f"{name}: others", count=1, ms=(time["cycles"] - listed) * of_cycle))
+        for kernel in time["kernels"]:
+            if kernel["name"] == "paged_attention" or kernel["program"] is None:
+                continue
+            once = Loop.of(kernel["program"]).bundles
+            what = f"{name}: {kernel['name']}, loops once"
+            found.append(
+                Part(what=what, count=kernel["count"], ms=kernel["count"] * once * of_cycle)
+            )
+    kernels = [
+        each
+        for each in programs[0]["time"].get("kernels", ())
+        if each["name"] == "paged_attention" and each["program"] is not None
+    ]
+    total = 0.0
+    for kernel in kernels:
+        tiles = measured["attention_tiles"]["decode" if query_len == 1 else "prefill"]
+        rows = Rows(count=count, query_len=query_len, kv_len=kv_len, **tiles)
+        total += kernel["count"] * bundles(Loop.of(kernel["program"]), rows) * 1000 / chip["clock"]
+    calls = sum(kernel["count"] for kernel in kernels) or 1
+    bound = "bundles" if total > of_kv else "bytes"
+    found.append(Part(what=f"attention ({bound})", count=calls, ms=max(total, of_kv)))
+    return found
+
+
+def _kv_bytes(measured: dict[str, Any], count: int, kv_len: int) -> float:
+    block_size = measured["config"]["block_size"]
+    return count * -(-kv_len // block_size) * measured["block_bytes"]
+
+
+def show_times(times: list[StepTime], *, explain: bool, is_gpu: bool) -> list[str]:
+    """A line for each step; with `explain` a table of the ten parts of each that take the most."""
+    if not times:
+        return []
+    lines = ["", "where the time would go, by the compiler's estimates (nothing was measured):"]
+    for step in times:
+        attention = sum(part.ms for part in step.parts if part.what.startswith("attention"))
+        exchange = sum(part.ms for part in step.parts if part.what == "exchange")
+        lines.append(
+            f"{step.name:<28}{step.ms:>9.2f} ms: XLA {step.ms - attention - exchange:.2f}, attention {attention:.2f}"
+            + (f", exchange {exchange:.2f}" if exchange else "")
+            + f"; at best {step.at_best:.2f}"
+        )
+    for step in times if explain else ():
+        lines += ["", f"{step.name}: {'ms':>8}{'share':>7}{'times':>7}  part"]
+        for part in step.parts[:10]:
+            lines.append(
+                f"{part.ms:>{len(step.name) + 10}.3f}{part.ms / step.ms:>7.0%}{part.count:>7}  {part.what}"
+            )
+    return [*lines, LEFT_OUT_ON_GPUS if is_gpu else LEFT_OUT]

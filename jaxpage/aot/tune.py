@@ -1,0 +1,58 @@
+"""Tile sizes of the TPU's attention kernel without a TPU: `python -m jaxpage.aot.tune v6e:2x2` writes its `tuned/`.
+
+Each candidate is compiled; a call takes the greater of its bundles over the clock and its bytes over the bandwidth.
+That knows nothing of waiting for DMAs: a file that was measured on a device is better, and is not overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxpage.aot.process import run
+from jaxpage.aot.targets import Target, parse_target
+from jaxpage.aot.topology import missing_compiler
+from jaxpage.aot.tpu_schedule import dump_variables
+from pallas_kernels import tuning
+from pallas_kernels.paged_attention.tpu_shape import TileSizes
+from pallas_kernels.paged_attention.tune import FOLDER
+
+SOURCE = "compiled schedules"
+
+
+def tune_for(
+    target: Target, folder: Path = FOLDER, candidates: dict[str, dict[str, list[int]]] | None = None
+) -> Path:
+    """The file that was written. candidates: for "decode" and "prefill" values to try of each size; None: the tuner's.
+
+    Raises ValueError for a target without the kernel or its compiler, and for a file that a device has measured.
+    """
+    if target.chip.platform != "tpu":
+        raise ValueError(f"{target.name} is no TPU; schedules are counted for TPUs alone")
+    if missing := missing_compiler("tpu"):
+        raise ValueError(missing)
+    path = tuning.path_of(target.chip.device_kind, folder)
+    if path.exists() and json.loads(path.read_text()).get("source", "measured") == "measured":
+        raise ValueError(f"{path} was measured on a device; remove it to write one from schedules")
+    with tempfile.TemporaryDirectory(prefix="jaxpage-") as dumped:
+        request = {"target": target.name, "dumped": dumped, "candidates": candidates}
+        variables = dump_variables(Path(dumped))
+        found: dict[str, Any] = run("jaxpage.aot.tune_worker", request, target, variables=variables)
+    sizes = TileSizes(**found["sizes"])
+    source = f"{SOURCE}, {found['compiler']}"
+    return tuning.write(target.chip.device_kind, sizes, found["seconds"], folder, source)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes tile sizes for TPUs that are not there.")
+    parser.add_argument("targets", nargs="+", help="v5e:2x2 v5p:2x2x1 v6e:2x2 tpu7x:2x2x1")
+    for text in parser.parse_args().targets:
+        path = tune_for(parse_target(text))
+        print(f"{path}: {json.loads(path.read_text())['sizes']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

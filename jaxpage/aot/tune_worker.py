@@ -1,0 +1,74 @@
+"""Compiles the candidates of `tune`: `process.run("jaxpage.aot.tune_worker", ...)`."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpage.aot.attention_time import Rows, bundles
+from jaxpage.aot.process import Report, serve
+from jaxpage.aot.targets import Target, parse_target
+from jaxpage.aot.topology import mesh_of
+from jaxpage.aot.tpu_schedule import take_schedules
+from pallas_kernels.paged_attention import tpu, tpu_layout, tpu_shape, tune
+
+_WORKS = {"decode": tune.DECODE, "prefill": tune.PREFILL}
+
+
+def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: tune.Work) -> float:
+    """Of a call: its bundles over the clock, or its bytes over the bandwidth if that is more."""
+    mesh = mesh_of(target, 1)
+    place = NamedSharding(mesh, PartitionSpec())
+    arrays = dict(jax.eval_shape(partial(tune.arguments, work, tune.BLOCK_SIZE["tpu"])))
+    arrays["pool"] = jax.eval_shape(tpu_layout.to_tpu, arrays["pool"])
+    q = arrays["q"]
+    arrays["k"] = arrays["v"] = jax.ShapeDtypeStruct((q.shape[0], work.num_kv_heads, 128), q.dtype)
+    arrays = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for name, x in arrays.items()
+    }
+    one_query = work.query_len == 1
+    attend = partial(tpu.paged_attention, scale=128**-0.5, one_query_per_row=one_query, sizes=sizes)
+    with jax.set_mesh(mesh):  # Pallas asks it for which chip to lower
+        jax.jit(attend, donate_argnames="pool").lower(**arrays).compile()
+    (schedule,) = take_schedules(dumped, ["paged_attention"])
+    pool: Any = arrays["pool"]
+    shape = tpu_shape.shape_of(
+        q,
+        pool,
+        work.num_kv_heads,
+        arrays["block_table"].shape[1],
+        sizes=sizes,
+        one_query_per_row=one_query,
+    )
+    rows = Rows(
+        count=work.num_rows,
+        query_len=work.query_len,
+        kv_len=work.kv_len,
+        tile_q=shape.tile_q,
+        tile_kv=shape.tile_kv,
+        fetch_kv=shape.fetch_kv,
+        block_size=shape.block_size,
+    )
+    num_bytes = rows.num_turns * shape.fetch_kv * shape.width * shape.pool_dtype.itemsize
+    chip = target.chip
+    return max(bundles(schedule.program, rows) / chip.clock, num_bytes / chip.bytes_per_second)
+
+
+def _work(request: dict[str, Any], report: Report) -> dict[str, Any]:
+    del report
+    target, wanted = parse_target(request["target"]), request["candidates"]
+    candidates = wanted and [(_WORKS[kind], values) for kind, values in wanted.items()]
+    seconds = partial(seconds_of, target, Path(request["dumped"]))
+    sizes, found = tune.tune("tpu", seconds, candidates)
+    compiler = f"libtpu {metadata.version('libtpu')}"
+    return {"sizes": dataclasses.asdict(sizes), "seconds": found, "compiler": compiler}
+
+
+if __name__ == "__main__":
+    serve(_work)

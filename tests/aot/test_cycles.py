@@ -1,0 +1,54 @@
+"""What of a program's HLO is counted as time. The instructions are shortened ones of real programs."""
+
+from __future__ import annotations
+
+from jaxpage.aot.cycles import costs_of, grouped
+
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%fused_computation (param_0: f32[8]) -> f32[8] {
+  ROOT %add.9 = f32[8]{0} add(%param_0, %param_0), backend_config={"estimated_cycles":"7000"}
+}
+
+%body.1 (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %fusion.7 = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_computation, backend_config={"estimated_cycles":"100"}
+}
+
+%idle.1 (arg: f32[8]) -> f32[8] {
+  ROOT %copy.4 = f32[8]{0} copy(%arg), backend_config={"estimated_cycles":"10"}
+}
+
+%busy.1 (arg: f32[8]) -> f32[8] {
+  ROOT %fusion.8 = f32[8]{0} fusion(%arg), calls=%fused_computation, backend_config={"estimated_cycles":"5010"}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %fusion.1 = bf16[8,4]{1,0:T(8,128)(2,1)} fusion(%x), calls=%fused_computation,\
+ metadata={op_name="jit(step)/layers/1/dot"}, backend_config={"estimated_cycles":"40"}
+  %fusion.2 = bf16[8,4]{1,0:T(8,128)(2,1)} fusion(%x), calls=%fused_computation,\
+ metadata={op_name="jit(step)/layers/2/dot"}, backend_config={"estimated_cycles":"50"}
+  %copy-done = f32[8]{0} copy-done(%x), backend_config={"estimated_cycles":"9223372036854775807"}
+  %while.1 = (s32[], f32[8]{0}) while(%t), condition=%c, body=%body.1,\
+ backend_config={"known_trip_count":{"n":"8"}}
+  %conditional.3 = f32[8]{0} conditional(%p, %a, %b), branch_computations={%busy.1, %idle.1}
+  ROOT %paged_attention.6 = (bf16[8,4]{1,0}, f32[9]{0}) custom-call(%x), custom_call_target="tpu_custom_call",\
+ metadata={op_name="paged_attention/pallas_call"}, backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+
+
+def test_loops_run_as_often_as_is_known_and_the_cheapest_branch_is_taken():
+    costs = costs_of(TEXT)
+    assert costs.cycles == 40 + 50 + 8 * 100 + 10
+    assert costs.in_other_branches == 5010 - 10
+
+
+def test_a_kernel_has_no_estimate():
+    (kernel,) = [each for each in costs_of(TEXT).costs if each.cycles is None]
+    assert (kernel.name, kernel.op_name) == ("paged_attention.6", "paged_attention/pallas_call")
+    assert kernel.made == "(bf16[8,4]{1,0}, f32[9]{0})"
+
+
+def test_layers_that_are_alike_are_one_line():
+    found = [(cost.name, count, cycles) for cost, count, cycles in grouped(costs_of(TEXT).costs)]
+    assert found == [("fusion.7", 8, 800), ("fusion.1", 2, 90), ("copy.4", 1, 10)]

@@ -1,0 +1,95 @@
+"""How libtpu's dump of a schedule is read. The text is shortened from that of a real kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxpage.aot.tpu_schedule import Loop, parse, table, take_schedules
+
+# A loop of four turns in a loop without a number, in which a jump leaves two bundles out.
+BUNDLES = """= control target key start
+LB: loop body
+= control target key end
+
+     0   :  { %s9_s0 = inlined_call_operand.hbm [shape: bf16[8,128], index: 0, kind: output, shape index: {0}] /* o */ }
+   0x1   :  { %s3_s1 = smov 0 /* copy for cssa */ }
+   0x2 LB: > { %s7_s2 = sphi %s1_s1, %s8_s2 /* phi copy */ } /* Start region 10 */
+   0x3   : > { %12 = sbr.rel (%p4_p1) target = $region11 }
+   0x4   :  {}
+   0x5   :  {}
+   0x6   :  {}
+   0x7   :  {}
+   0x8   : > { %v1_v0 = vadd.f32 %v2_v1, %v3_v2 }
+   0x9   : > { %14 = dma.hbm_to_vmem [thread:$0]  %s1_s1, 512 }
+   0xa PF: > { %v5_v5 = vld [vmem:[%s1_s1] sm:$0xff] } /* Start/End empty region 11 */
+   0xb LB: >> { %s5_s3 = sphi %s3_s1, %s6_s3 /* phi copy */ } /* Start region 12 :: Start region 13 */
+   0xc   : >> { %s6_s3 = sadd.s32 1, %s5_s3 /* copy for cssa */  ;;  %v6_v6 = vmatmul.mubr.bf16.gmra.mxu0 %v5_v5 }
+   0xd   : >> { %p6_p2 = scmp.ge.s32.totalorder %s6_s3, 4 /* loop exit test */
+ and more of the same bundle }
+   0xe   : >> { %15 = sbr.rel (!%p6_p2) target = $region12 }
+   0xf   :  {}
+  0x10   :  {}
+  0x11   : > { %16 = dma.done.wait %s1_s1, 512 }
+  0x12   :  {}
+  0x13   : > { %p8_p3 = scmp.ge.s32.totalorder %s8_s2, %s2_s2 }
+  0x14   : > { %17 = sbr.rel (!%p8_p3) target = $region10 }
+  0x15   :  {}
+  0x16   :  {}
+  0x17   :  {}
+  0x18   :  {} /* End region 10 */
+  0x19   :  { %18 = vsyncmov [#allocation5] }
+"""
+SLOTS = "== CAPACITY:\nMXU, VALU, VSTORE:SPILL\n  2  4  2\n== UTILIZATION:\n" + "\n".join(
+    {0x8: "0 4 0", 0xA: "0 0 1", 0xC: "1 0 2"}.get(number, "0 0 0") for number in range(0x1A)
+)
+
+
+def test_loops_nest_and_say_how_often_they_run():
+    schedule = parse("kernel.1", BUNDLES, SLOTS)
+    (turn,) = schedule.main_loops
+    (inner,) = turn.inner
+    assert schedule.results == ("bf16[8,128]",)
+    assert (schedule.program.own, turn.begin, turn.own, inner.begin, inner.own) == (
+        3,
+        2,
+        15,
+        0xB,
+        8,
+    )
+    assert (turn.trips, inner.trips) == (None, 4)
+    assert turn.bundles == 15 + 4 * 8
+    assert (turn.num_starts, inner.num_waits) == (1, 1)
+
+
+def test_what_a_jump_leaves_out_is_not_usual():
+    (turn,) = parse("kernel.1", BUNDLES, SLOTS).main_loops
+    assert turn.least == 13 and turn.usual == 13 + 4 * 8
+
+
+def test_slots_are_counted_as_often_as_a_loop_runs():
+    schedule = parse("kernel.1", BUNDLES, SLOTS)
+    (turn,) = schedule.main_loops
+    assert turn.slots == {"VALU": 4, "VSTORE:SPILL": 1}
+    assert turn.multiplies and turn.used("VSTORE:SPILL") == 1 + 4 * 2
+    assert schedule.capacity["MXU"] == 2
+
+
+def test_a_counter_that_begins_anywhere_has_no_number_of_turns():
+    text = BUNDLES.replace("%s3_s1 = smov 0", "%s3_s1 = sld [smem:[#allocation2]]")
+    (turn,) = parse("kernel.1", text, SLOTS).main_loops
+    assert turn.inner[0].trips is None and turn.bundles == 15 + 8
+
+
+def test_loops_survive_as_plain_values():
+    program = parse("kernel.1", BUNDLES, SLOTS).program
+    assert Loop.of(dataclasses.asdict(program)) == program
+
+
+def test_a_folder_is_read_by_name_and_cleared(tmp_path):
+    for stamp, name in (("17", "kernel.1"), ("18", "fusion.3")):
+        (tmp_path / f"{stamp}-{name}-02-final_bundles.txt").write_text(BUNDLES)
+        slots = f"{stamp}-{name}-00-final_hlo-static-per-bundle-utilization.txt"
+        (tmp_path / slots).write_text(SLOTS)
+    (found,) = take_schedules(tmp_path, ["kernel"])
+    assert found.name == "kernel.1" and not list(tmp_path.iterdir())
+    assert "0xb" in table(found) and table(found).splitlines()[0] == "kernel.1"
