@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jaxpage.ops.token_mask import mask_and_add
 from jaxpage.sampling.fields import RequestState, SamplerFeature, SlotField, token_bits
 
 if TYPE_CHECKING:
     from jaxpage.request import Request
 
+# Both are multiples of `pallas_kernels.token_mask.xla.CHUNK`.
 MAX_LOGIT_BIAS = 1024  # logit_bias entries of one request
 MAX_BAD_WORDS = 128  # bad_words of one request, after tokenisation
 MAX_BAD_WORD_LEN = 16  # tokens in one of them
 
-_CHUNK = 64  # of which MAX_BAD_WORDS and MAX_LOGIT_BIAS are multiples
 _ALL_TOKENS = 0xFFFFFFFF  # in each word of a mask
 _MOST_INT32 = 2**31 - 1
 _FINITE_BAN = -1e30  # far below every logit, and a thousand of them are far above the least float32
@@ -44,12 +44,6 @@ def pack_mask(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     mask = np.zeros(-(-vocab_size // 32), np.uint32)
     np.bitwise_or.at(mask, index // 32, np.uint32(1) << (index % 32).astype(np.uint32))
     return mask
-
-
-def unpack_mask(mask: jax.Array, vocab_size: int) -> jax.Array:
-    """bool[R, V] from uint32[R, ceil(V/32)]."""
-    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
-    return bits.reshape(mask.shape[0], -1)[:, :vocab_size] == 1
 
 
 def is_set(mask: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Array:
@@ -74,7 +68,6 @@ def constrain(
     allowed = state["allowed_mask"][slots] & step_mask & ~stopping
     is_left = ~has_grammar | (allowed != 0).any(-1)
     allowed = jnp.where(is_left[:, None], allowed, step_mask)
-    logits = jnp.where(unpack_mask(allowed, vocab_size), logits, -jnp.inf)
     banned = _ends_of_bad_words(state, slots, positions, vocab_size)
     ids = jnp.concatenate([banned, state["bias_ids"][slots]], axis=1)
     values = jnp.pad(
@@ -84,26 +77,7 @@ def constrain(
     )
     # Beside a grammar's own -inf these bans are finite: if it allows nothing else, what they forbid is sampled.
     values = jnp.where(has_grammar[:, None], jnp.maximum(values, _FINITE_BAN), values)
-    return _add_at(logits, ids, values)
-
-
-def _add_at(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """float32[R, V]: `values[r, i]` is added to token `ids[r, i]`; ids outside the vocabulary are dropped.
-
-    In chunks up to the last column with an id: requests have few of them, and a TPU's compiler takes twice as long
-    for one scatter of all.
-    """
-    num_rows, vocab_size = logits.shape
-    rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    column = jnp.arange(ids.shape[1], dtype=jnp.int32)
-    end = jnp.where((ids < vocab_size).any(0), column + 1, 0).max()
-
-    def add(carry):
-        start, logits = carry
-        some_ids, some = (lax.dynamic_slice_in_dim(x, start, _CHUNK, axis=1) for x in (ids, values))
-        return start + _CHUNK, logits.at[rows, some_ids].add(some, mode="drop")
-
-    return lax.while_loop(lambda carry: carry[0] < end, add, (jnp.int32(0), logits))[1]
+    return mask_and_add(logits, allowed, ids, values)
 
 
 def _ends_of_bad_words(

@@ -35,7 +35,7 @@ class Scores:
 
 def score(logits: jax.Array, ids: jax.Array, *, num_top: int, logprobs_mode: str) -> Scores:
     """Log-probabilities of ids, int32[N], from logits, float32[N, V], normalised as the mode says."""
-    scored = logits - offset(logits, logprobs_mode)[:, None]
+    scored = logits - offset(logits, logits.max(-1), logprobs_mode)[:, None]
     top, top_ids = find_best(scored, num_top)
     return Scores(
         logprobs=jnp.take_along_axis(scored, ids[:, None], axis=1)[:, 0],
@@ -46,17 +46,16 @@ def score(logits: jax.Array, ids: jax.Array, *, num_top: int, logprobs_mode: str
     )
 
 
-def offset(logits: jax.Array, logprobs_mode: str) -> jax.Array:
-    """float32[R]: what a mode subtracts from the logits of each row."""
+def offset(logits: jax.Array, best: jax.Array, logprobs_mode: str) -> jax.Array:
+    """float32[R]: what a mode takes from the logits of each row, of which best[r] is the largest."""
     if logprobs_mode.endswith("logits"):
-        return jnp.zeros(logits.shape[0], jnp.float32)
-    return log_normaliser(logits)
+        return jnp.zeros_like(best)
+    return best + jnp.log(jnp.exp(logits - best[:, None]).sum(-1))
 
 
 def log_normaliser(logits: jax.Array) -> jax.Array:
-    """float32[R]: logits minus this are log-probabilities. NaN if a row of logits has a NaN or is all -inf."""
-    best = logits.max(-1)
-    return best + jnp.log(jnp.exp(logits - best[:, None]).sum(-1))
+    """float32[R]: logits minus this are log-probabilities. NaN where logits hold NaN or nothing but -inf."""
+    return offset(logits, logits.max(-1), "raw")
 
 
 def ranks(logits: jax.Array, ids: jax.Array) -> jax.Array:

@@ -16,8 +16,8 @@ from jaxpage.sampling.constraints import (
     constrain,
     is_set,
     pack_mask,
-    unpack_mask,
 )
+from pallas_kernels.token_mask.xla import unpack_mask
 from tests.sampling.oracle import Row, constrained, make_state
 
 V = 45
