@@ -22,6 +22,7 @@ class Case:
 
 CASES = (
     Case(name="mixed"),
+    Case(name="one-row", num_rows=1),
     Case(name="two-rows", num_rows=2),
     Case(name="two-blocks-of-rows", num_rows=16),
     Case(name="nothing-named", num_named=(0,)),

@@ -29,6 +29,8 @@ def unsupported_reason(logits: jax.ShapeDtypeStruct | jax.Array) -> str | None:
     num_rows, vocab_size = logits.shape
     if vocab_size % LANES:
         return f"the vocabulary, {vocab_size} tokens, must be a multiple of {LANES}"
+    if num_rows == 1:
+        return "of a single row Mosaic does not gather within a register"
     if num_rows > ROWS and num_rows % ROWS:
         return f"more than {ROWS} rows must be a multiple of it, not {num_rows}"
     # A block on its way in, one on its way out, and one of each at work; beside them words and what rows name.

@@ -44,7 +44,12 @@ def test_tpu(case):
 
 @pytest.mark.parametrize(
     ("shape", "reason"),
-    [((8, 45), "45 tokens"), ((12, 256), "not 12"), ((8, 1 << 20), "of VMEM")],
+    [
+        ((8, 45), "45 tokens"),
+        ((1, 256), "single row"),
+        ((12, 256), "not 12"),
+        ((8, 1 << 20), "of VMEM"),
+    ],
 )
 def test_what_the_kernel_cannot_serve(shape, reason):
     logits = jax.ShapeDtypeStruct(shape, jnp.float32)
