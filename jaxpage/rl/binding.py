@@ -69,10 +69,14 @@ class Binding:
         names = {path: place.array for path, place in found.places.items()}
         converts = any(arrays[names[path]].dtype != each.dtype for path, each in described.items())
         if found.trainer != "NNX" or converts:
-            if spec.config.enable_lora:
+            own = {
+                "enable_lora": spec.config.enable_lora,
+                'numerics="strict"': spec.config.numerics == "strict",
+            }
+            for option in (name for name, is_asked in own.items() if is_asked):
                 raise ValueError(
-                    f"enable_lora is for modules of jaxpage in the engine's dtype, {spec.config.dtype}; this one has "
-                    f"{found.trainer}'s layout in {self.dtype}"
+                    f"{option} is for modules of jaxpage in "
+                    f"the engine's dtype, {spec.config.dtype}; this one has {found.trainer}'s layout in {self.dtype}"
                 )
             view = TrainerView(model, found.places, arrays)
             spec = dataclasses.replace(spec, model=view)
