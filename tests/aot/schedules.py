@@ -59,13 +59,14 @@ def _observed(program: Program) -> Program:
 
 
 def _look(compiled: Any, log: str) -> dict[str, Any]:
-    """Bundles of an iteration of the loops that multiply: all of them, and without what may be jumped over; of a
-    kernel without such a loop, of all of it. Loops within count as often as they are known to run, else once.
+    """Bundles of an iteration of the loops that multiply, of all kernels: all bundles, and without what may be jumped
+    over; of a kernel without such a loop, of all of it. Inner loops count as often as they are known to run, else once.
     """
     costs = costs_of(compiled.as_text() or "").costs
     names = [each.name for each in costs if each.cycles is None]
-    (kernel,) = tpu_schedule.take_schedules(Path(os.environ[_FOLDER]), names)
-    loops = kernel.main_loops
+    kernels = tpu_schedule.take_schedules(Path(os.environ[_FOLDER]), names)
+    assert kernels, "the compiled program has no kernel"
+    loops = [loop for kernel in kernels for loop in kernel.main_loops]
     return {
         "bundles": sum(each.bundles for each in loops),
         "usual": sum(each.usual for each in loops),
