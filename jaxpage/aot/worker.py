@@ -260,7 +260,9 @@ def _remembered(
     folder = spec.config.compilation_cache_dir
     if not folder:
         return compile_all()
-    machine = executable_cache(spec, flags=compiler_flags()).machine
+    # The folder is another one each time, and of no consequence.
+    flags = compiler_flags().replace(str(job.dumped), "") if job.dumped else compiler_flags()
+    machine = executable_cache(spec, flags=flags).machine
     question = {
         "target": job.target.name,
         "devices": str(spec.num_devices),
