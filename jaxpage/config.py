@@ -510,7 +510,12 @@ def resolve_cache_dir(value: str | None = None) -> str:
 
 def compiler_flags() -> str:
     """Compiler flags from the environment."""
-    return " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")).strip()
+    return f"{os.environ.get('XLA_FLAGS', '')} {libtpu_flags()}".strip()
+
+
+def libtpu_flags() -> str:
+    """The user's flags of libtpu, from the environment."""
+    return os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
 def hosts_secret() -> bytes:

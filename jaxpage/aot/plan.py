@@ -25,7 +25,7 @@ from jaxpage.aot.step_time import show_times, step_times
 from jaxpage.aot.targets import GIB, Target, parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.aot.tpu_schedule import dump_variables
-from jaxpage.config import EngineConfig
+from jaxpage.config import EngineConfig, libtpu_flags
 
 _HELP_OF_TP = (
     "devices that share the weights and the heads; auto compares all numbers that divide the target, with replicas on "
@@ -124,7 +124,7 @@ def _measure(plan: Plan, target: Target, sizes: list[int]) -> list[dict[str, Any
         tempfile.TemporaryDirectory(prefix="jaxpage-") as folder,
     ):
         request["dumped"] = folder if is_dumped else None
-        variables = dump_variables(Path(folder)) if is_dumped else {}
+        variables = dump_variables(Path(folder), flags=libtpu_flags()) if is_dumped else {}
         return run("jaxpage.aot.worker", request, target, on_report=on_report, variables=variables)
 
 

@@ -32,16 +32,20 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _DELAY = 4  # bundles after a jump that run whether it is taken or not
 
 
-def dump_variables(folder: Path) -> dict[str, str]:
-    """Environment variables that make a process dump there what it compiles. It takes libtpu no noticeable time."""
-    flags = {
+def dump_variables(folder: Path, *, flags: str = "") -> dict[str, str]:
+    """Environment variables that make a process dump what it compiles to `folder`, beside other `flags` of libtpu.
+
+    The dump takes libtpu no noticeable time.
+    """
+    dumping = {
         "xla_jf_dump_to": folder,
         "xla_jf_dump_llo_pass_label_regex": "final_.*",  # all passes are tens of megabytes a kernel
         "xla_jf_dump_llo_text": "true",
         "xla_jf_dump_llo_html": "false",
         "xla_jf_dump_hlo_text": "false",
     }
-    return {"LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items())}
+    ours = (f"--{name}={value}" for name, value in dumping.items())
+    return {"LIBTPU_INIT_ARGS": " ".join([*flags.split(), *ours])}
 
 
 @dataclass(frozen=True, kw_only=True)

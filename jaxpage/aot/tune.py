@@ -16,6 +16,7 @@ from jaxpage.aot.process import run
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.aot.tpu_schedule import dump_variables
+from jaxpage.config import libtpu_flags
 from pallas_kernels import tuning
 from pallas_kernels.paged_attention.tpu_shape import TileSizes
 from pallas_kernels.paged_attention.tune import FOLDER
@@ -39,7 +40,7 @@ def tune_for(
         raise ValueError(f"{path} was measured on a device; remove it to write one from schedules")
     with tempfile.TemporaryDirectory(prefix="jaxpage-") as dumped:
         request = {"target": target.name, "dumped": dumped, "candidates": candidates}
-        variables = dump_variables(Path(dumped))
+        variables = dump_variables(Path(dumped), flags=libtpu_flags())
         found: dict[str, Any] = run("jaxpage.aot.tune_worker", request, target, variables=variables)
     sizes = TileSizes(**found["sizes"])
     source = f"{SOURCE}, {found['compiler']}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxpage.aot.tpu_schedule import Loop, parse, table, take_schedules
+from jaxpage.aot.tpu_schedule import Loop, dump_variables, parse, table, take_schedules
 
 # A loop of four turns in a loop without a number, in which a jump leaves two bundles out.
 BUNDLES = """= control target key start
@@ -93,3 +93,11 @@ def test_a_folder_is_read_by_name_and_cleared(tmp_path):
     (found,) = take_schedules(tmp_path, ["kernel"])
     assert found.name == "kernel.1" and not list(tmp_path.iterdir())
     assert "0xb" in table(found) and table(found).splitlines()[0] == "kernel.1"
+
+
+def test_flags_of_the_user_stay(tmp_path):
+    asked = dump_variables(tmp_path, flags="--xla_tpu_scoped_vmem_limit_kib=65536 ")[
+        "LIBTPU_INIT_ARGS"
+    ]
+    assert asked.startswith("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_jf_dump_to=")
+    assert dump_variables(tmp_path)["LIBTPU_INIT_ARGS"] == asked.partition(" ")[2]
