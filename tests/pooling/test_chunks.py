@@ -66,13 +66,17 @@ def check(family: str, variant: int, folder: Path) -> None:
         np.testing.assert_allclose(output.outputs.data, normalised(state), atol=1e-5, rtol=0)
 
 
-def test_embeddings_are_those_of_transformers_whatever_the_chunks(tmp_path):
-    check("Qwen3", 0, tmp_path)
+def test_embeddings_in_chunks_are_those_of_transformers(tmp_path):
+    build("Qwen3", 0, tmp_path)
+    prompts = mixed()
+    wanted = [normalised(states[-1]) for states in hidden_states(tmp_path, prompts)]
+    found = embeddings(make(tmp_path, 64), prompts)
+    np.testing.assert_allclose(found, np.array(wanted), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "variant"), DECODERS[1:])
-def test_those_of_other_families(family, variant, tmp_path):
+@pytest.mark.parametrize(("family", "variant"), DECODERS)
+def test_embeddings_do_not_depend_on_the_chunks(family, variant, tmp_path):
     check(family, variant, tmp_path)
 
 
