@@ -1,6 +1,6 @@
-"""Outputs on their way from the engine's threads to whoever waits for them.
+"""Outputs on their way from the engine's threads to the callers.
 
-A slow reader costs no memory: news that come before the last ones were taken are merged into them.
+A slow reader costs no memory: an update that arrives before the previous one was read is merged with it.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ class Receiver(Protocol):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that calls `receive`. None: whichever thread has news."""
+        """The event loop that calls `receive`. None: it is called in the output thread."""
         ...
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether the caller no longer waits."""
         ...
 
     def open(self, request: Request, discard: Callable[[], None]) -> None:
-        """The request is about to be added; `discard` forgets it, and is to be called once nobody waits any more."""
+        """The request is about to be added; call `discard`, which forgets it, once the caller no longer waits."""
         ...
 
     def receive(self, news: News) -> None:
-        """Take an output, or the exception that ends the request. Must not block."""
+        """Receive an output, or the exception that ends the request. Must not block."""
         ...
 
 
 class Stream:
     """The outputs of one request, for one task to iterate over: `async for output in stream`.
 
-    Belongs to the event loop in which it was made. Closing it before its end aborts the request.
+    Belongs to the event loop in which it was created. Closing it before its end aborts the request.
     """
 
-    request: Request  # once it is there
+    request: Request  # set by `open`
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.is_closed = False  # nobody reads it any more
+        self.is_closed = False
         self._discard: Callable[[], None] | None = None
-        self._output: RequestOutput | None = None  # not taken yet
+        self._output: RequestOutput | None = None  # not read yet
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
         self._has_ended = False
@@ -78,7 +78,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The next output. Raises StepFailedError or EngineDeadError if there will be none."""
+        """The next output. Raises StepFailedError or EngineDeadError if the request failed."""
         if self._has_ended:
             raise StopAsyncIteration
         await self._has_news.wait()
@@ -93,7 +93,7 @@ class Stream:
         return output
 
     def close(self) -> None:
-        """Take no more outputs. Aborts the request if it has not ended."""
+        """Stop reading. Aborts the request if it has not ended."""
         self.is_closed = True
         if not self._has_ended and self._discard is not None:
             self._discard()
@@ -129,7 +129,7 @@ class LastOutput:
 
 
 def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """What two deltas of a request say together, as one delta."""
+    """Two consecutive deltas of a request as one."""
     completions = {c.index: c for c in first.outputs}
     for completion in second.outputs:
         before = completions.get(completion.index)

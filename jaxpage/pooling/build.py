@@ -1,6 +1,6 @@
-"""From options to a pooling model that is ready: the composition root of what does not generate.
+"""From options to a ready pooling model: the composition root of models that do not generate.
 
-Order as in `jaxpage.build`: what can be refused by reading small files is, before the weights are read.
+As in `jaxpage.build`, everything that can be refused by reading small files is refused before the weights are read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxpage")
 
-# Options that pooling models do not have -> the value that asks for nothing.
+# Options that pooling models do not support -> their neutral value.
 _NEUTRAL: dict[str, Any] = {
     "quantization": None,
     "tensor_parallel_size": None,
@@ -80,7 +80,7 @@ class BuiltPooler:
 
 
 def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler:
-    """Read the checkpoint, and begin to compile. Raises ValueError for what cannot be served."""
+    """Read the checkpoint, and start compiling. Raises ValueError for what cannot be served."""
     print_unless_configured()
     start = time.perf_counter()
     options = _checked(options).with_local_files()
@@ -100,7 +100,7 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
     _check_pooling(model)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
     if tokenizer is not None:
-        tokenizer.truncation_side = "right"  # vLLM's of pooling models
+        tokenizer.truncation_side = "right"  # as vLLM does for pooling models
     use_persistent_cache(config.compilation_cache_dir)
     _fill(model, naming, config, use_tqdm)
     if from_tokens:
@@ -132,7 +132,7 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
 def _sizes(
     config: ResolvedConfig, model: PoolingModel, hardware: Device
 ) -> tuple[tuple[Size, ...], Chunks]:
-    """Of launches, and of the chunks of texts that no launch holds: where tokens see later ones, there are none."""
+    """Sizes of launches, and chunks for longer texts. A model whose tokens see later ones has no chunks."""
     max_len, max_tokens = config.max_model_len, config.max_num_batched_tokens
     if not model.config.is_causal:
         return make_sizes(max_len=max_len, max_tokens=max_tokens), NO_CHUNKS
@@ -160,7 +160,7 @@ def _shapes(
     modules: SentenceTransformer,
     hardware: Device,
 ) -> tuple[PoolingModel, Naming, ResolvedConfig]:
-    """The abstract model, its names, and the options decided."""
+    """The abstract model, its naming, and the resolved options."""
     with_head = not getattr(hf_config, "classifier_from_token", None)
 
     def resolve(options: EngineConfig) -> ResolvedConfig:
@@ -183,12 +183,12 @@ def _shapes(
         )
 
     model, naming = build(config)
-    # Some tables of positions begin late, and sentence-transformers may say less.
+    # Some position tables start at an offset, and sentence-transformers may set a lower limit.
     is_given = options.max_model_len not in (None, "auto", -1)
     longest = model.config.longest
     if is_given and config.max_model_len > longest:
         raise ValueError(
-            f"max_model_len={config.max_model_len} exceeds the {longest} tokens of the model; lower it"
+            f"max_model_len={config.max_model_len} exceeds the model's limit of {longest} tokens; lower it"
         )
     if not is_given:
         wanted = min(modules.max_seq_length or longest, longest)
@@ -201,7 +201,7 @@ def _check_pooling(model: PoolingModel) -> None:
     config = model.config
     if config.is_causal and config.pooling == "CLS":
         raise ValueError(
-            f"{config.architecture} is causal: the first token sees no other, so pooling type CLS says nothing; "
+            f"{config.architecture} is causal: the first token sees no other, so pooling type CLS is meaningless; "
             'use "LAST" or "MEAN"'
         )
 
@@ -221,13 +221,15 @@ def _fill(model: PoolingModel, naming: Naming, config: ResolvedConfig, use_tqdm:
 def _attach_token_head(
     model: PoolingModel, folder: Path, tokenizer: Any, hf_config: PretrainedConfig
 ) -> None:
-    """A head of rows of the language-model head, one for each token of `classifier_from_token`.
+    """Attach a head of rows of the language-model head, one for each token of `classifier_from_token`.
 
-    For Qwen3-Reranker, "no" and "yes": one label, the difference of both, whose sigmoid is the softmax of "yes".
+    For Qwen3-Reranker's "no" and "yes" it has one label, their difference, whose sigmoid is the softmax of "yes".
     """
     words = list(getattr(hf_config, "classifier_from_token", ()))
     if tokenizer is None:
-        raise ValueError("classifier_from_token needs a tokenizer, skip_tokenizer_init=True")
+        raise ValueError(
+            "classifier_from_token needs a tokenizer; leave out skip_tokenizer_init=True"
+        )
     ids = tokenizer.convert_tokens_to_ids(words)
     wrong = [w for w, i in zip(words, ids, strict=True) if i in (None, tokenizer.unk_token_id)]
     if wrong or len(words) < 2:
@@ -251,12 +253,12 @@ def _attach_token_head(
 
 
 def _attach_projections(model: PoolingModel, modules: tuple[Dense, ...]) -> None:
-    """The Dense modules of sentence-transformers, behind the pooling."""
+    """Attach the Dense modules of sentence-transformers, which follow the pooling."""
     size = model.config.hidden_size
     for module in modules:
         if module.size_in != size:
             raise ValueError(
-                f"{module.folder} takes {module.size_in} numbers, but gets {size}; correct its config.json"
+                f"{module.folder} expects {module.size_in} inputs, but gets {size}; correct its config.json"
             )
         size = module.size_out
     found = [_projection(module) for module in modules]
@@ -291,7 +293,7 @@ def _facts(
         "token_classify": ("token_classify",),
     }[found.does]
     if model.head is None and found.does != "embed":
-        raise ValueError(f"{found.name} has no head for classes")
+        raise ValueError(f"{found.name} has no classification head")
     size = config.num_labels
     if found.does == "embed":
         size = modules.dense[-1].size_out if modules.dense else config.hidden_size
@@ -314,7 +316,7 @@ def _facts(
 
 
 def _activation(hf_config: PretrainedConfig, found: Architecture, num_labels: int) -> Activation:
-    """What the config says, else the sigmoid of one class and the softmax of several; a reward is a number as it is."""
+    """As the config says, else sigmoid for one class and softmax for several; a single reward has no activation."""
     if found.is_reward:
         return np.array if num_labels == 1 else softmax
     problem = getattr(hf_config, "problem_type", None)
@@ -335,7 +337,7 @@ def _activation(hf_config: PretrainedConfig, found: Architecture, num_labels: in
 def _store(
     config: ResolvedConfig, model: PoolingModel, device: jax.Device, chunks: Chunks
 ) -> ProgramStore | None:
-    """Where executables of such a model are kept."""
+    """Where the model's executables are cached."""
     if config.enforce_eager or not config.compilation_cache_dir:
         return None
     parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(model).items()]

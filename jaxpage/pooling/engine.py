@@ -1,7 +1,7 @@
-"""The engine of pooling models: texts in, a vector or one for each token out. No scheduler.
+"""The engine of pooling models: texts in; a vector per text or per token out. No scheduler.
 
-Texts are computed at once, without a KV cache, but for long ones of causal models: those chunk by chunk. Knows how
-launches are filled, computed and read. Must not know prompts, tasks or activations.
+Texts are computed in one launch, without a KV cache, except long ones of causal models, which are computed in chunks.
+Knows how launches are filled, computed and read. Must not know prompts, tasks or activations.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import Lowering, ProgramRecord, Programs
 
 _IN_FLIGHT = 2  # launches whose results are not read yet
-Results = list[Any]  # of texts
-# Puts what a launch gave where it belongs; says how many texts are done.
+Results = list[Any]  # one for each text
+# Stores the output of a launch in the results; returns how many texts it completed.
 Take = Callable[[np.ndarray, Results], int]
 
 
@@ -37,23 +37,23 @@ class Text:
     """One text, as ids."""
 
     token_ids: Sequence[int]
-    type_ids: Sequence[int] | None = None  # of a pair: 0 or 1 for each token
+    type_ids: Sequence[int] | None = None  # for a pair: 0 or 1 for each token
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingStats:
-    """What an engine has computed since it was made."""
+    """What an engine has computed since it was created."""
 
     num_texts: int
     num_tokens: int
-    num_padded_tokens: int  # of launches, padding included
+    num_padded_tokens: int  # of all launches, including padding
     num_launches: int
 
 
 class PoolingEngine:
-    """Computes texts in launches of few sizes, each a compiled program. One thread at a time may call `run`."""
+    """Computes texts in launches of a few sizes, each a compiled program. One thread at a time may call `run`."""
 
-    # What `LLM` asks of engines that generate; here nothing runs between calls.
+    # `LLM` expects this of an engine; here nothing runs between calls.
     num_unfinished = 0
 
     def __init__(
@@ -66,9 +66,9 @@ class PoolingEngine:
         ahead_of_time: bool = True,
         of_tokens: bool = False,
     ):
-        """`of_tokens`: whether the model is mostly asked for each token, so that those programs are compiled ahead.
+        """`of_tokens`: whether the programs with results for each token are compiled ahead, or those for whole texts.
 
-        Texts longer than all `sizes` are computed by `chunks`.
+        Texts longer than all `sizes` are computed with `chunks`.
         """
         self.model = model
         self._sizes, self._chunks = tuple(sizes), chunks
@@ -80,7 +80,7 @@ class PoolingEngine:
             self._programs.start([size.name(of_tokens=of_tokens) for size in by_need])
 
     def _by_need(self) -> list[Size]:
-        """Short texts first: one alone, then many."""
+        """Short lengths first; of equal lengths, the largest launch first."""
         return sorted(self._sizes, key=lambda size: (size.length, -size.num_rows))
 
     def run(
@@ -90,7 +90,10 @@ class PoolingEngine:
         of_tokens: bool = False,
         done: Callable[[int], object] = lambda num_texts: None,
     ) -> list[np.ndarray]:
-        """Raw float32 numbers of each text: [D], or `of_tokens` [T, D]. `done` hears of each launch that was read."""
+        """Raw float32 numbers of each text: [D], or [T, D] with `of_tokens`.
+
+        `done` is called after each launch with the number of texts that it completed.
+        """
         results: Results = [None] * len(texts)
         waiting: deque[tuple[jax.Array, Take]] = deque()
 
@@ -109,7 +112,7 @@ class PoolingEngine:
         return results
 
     def _rows(self, texts: Sequence[Text], of_tokens: bool) -> Iterator[tuple[jax.Array, Take]]:
-        """Launches of many texts."""
+        """Launch the texts that fit into rows."""
         for launch in pack([len(text.token_ids) for text in texts], self._sizes):
             size = launch.size
             output = self._call(size.name(of_tokens=of_tokens), *_fill(launch, texts))
@@ -119,7 +122,7 @@ class PoolingEngine:
     def _long_texts(
         self, texts: Sequence[Text], of_tokens: bool
     ) -> Iterator[tuple[jax.Array, Take]]:
-        """Launches of texts that are in no row. Those of one size have one KV pool after the other."""
+        """Launch the texts that are too long for rows. Those of one size use the same KV pool one after the other."""
         longest = max(size.length for size in self._sizes)
         long = [i for i, text in enumerate(texts) if len(text.token_ids) > longest]
         for size in self._chunks.sizes:
@@ -159,22 +162,22 @@ class PoolingEngine:
         return self._programs.records()
 
     def wait_until_warm(self) -> None:
-        """Until every program that was started is compiled. Raises what the compiler raised."""
+        """Wait until every program that is compiled ahead is ready. Raises what the compiler raised."""
         self._programs.wait()
 
     def has_unfinished_requests(self) -> bool:
         return False
 
     def look(self, *_: Any) -> Any:
-        """Raises ValueError: there is no KV pool to look at."""
+        """Raises ValueError: there is no KV pool."""
         raise ValueError("a pooling model has no KV pool")
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """There is none."""
+        """No effect: there is no prefix cache."""
         return True
 
     def save_prefix_cache(self) -> None:
-        """There is none."""
+        """No effect: there is no prefix cache."""
 
 
 def _lowerings(model: PoolingModel, sizes: Iterable[Size]) -> dict[str, Lowering]:
@@ -206,7 +209,7 @@ def _lowerings(model: PoolingModel, sizes: Iterable[Size]) -> dict[str, Lowering
 
 
 def _fill(launch: Launch, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
-    """int32[4, B, L]: ids, positions, segments and types; int32[2, S]: the first token of each text, and how many."""
+    """int32[4, B, L]: ids, positions, segments and types; int32[2, S]: first token and length of each text."""
     size = launch.size
     tokens = np.zeros((4, size.num_rows, size.length), np.int32)
     spans = np.zeros((2, size.num_texts), np.int32)

@@ -1,4 +1,4 @@
-"""`Pooler`: what is asked of a pooling model as texts to compute, and what is made of the numbers that come back.
+"""`Pooler`: turns calls of a pooling model into texts to compute, and the computed numbers into outputs.
 
 Knows tasks, parameters, activations and outputs. Must not know engines, so that `LLM` and the server share it.
 """
@@ -31,23 +31,23 @@ Activation = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a pooling model does, and how."""
+    """The tasks of a pooling model, and their properties."""
 
     name: str  # of the architecture
-    tasks: tuple[str, ...]  # the first is what it is for
-    size: int  # numbers of an embedding, or classes
+    tasks: tuple[str, ...]  # the first is the default
+    size: int  # dimensions of an embedding, or number of classes
     pooler: PoolerConfig
-    normalizes: bool  # embeddings by default
-    activation: Activation  # of classes
+    normalizes: bool  # whether embeddings are normalised by default
+    activation: Activation  # for classes
     labels: Mapping[int, str] = field(default_factory=dict)  # names of classes
-    # sizes to which embeddings may be cut; (): any; None: the model was not trained for that
+    # sizes to which embeddings may be truncated; (): any; None: the model was not trained for that
     matryoshka: tuple[int, ...] | None = None
     step_tag_id: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A call: what is to be computed, and its answer when that is done."""
+    """A call: the texts to compute, and `finish`, which turns their raw numbers into outputs."""
 
     texts: list[Text]
     of_tokens: bool
@@ -59,7 +59,7 @@ class Work:
 
 
 class Pooler:
-    """The calls of one model. Not thread-safe. All raise ValueError for what cannot be answered."""
+    """The calls of one model. Not thread-safe. All raise ValueError for invalid or unsupported arguments."""
 
     def __init__(self, inputs: PoolingInputs, facts: Facts):
         self.inputs, self.facts = inputs, facts
@@ -72,7 +72,7 @@ class Pooler:
         task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Work:
-        """PoolingRequestOutputs of a task, the model's own by default."""
+        """PoolingRequestOutputs of a task, by default the model's own."""
         return self._work(prompts, params, task, tokenization_kwargs, _whole)
 
     def embed(
@@ -102,7 +102,7 @@ class Pooler:
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Work:
-        """PoolingRequestOutputs with a reward for each token, or step."""
+        """PoolingRequestOutputs with a reward for each token or step."""
         self._need("token_classify", "reward")
         return self._work(prompts, params, "token_classify", tokenization_kwargs, _whole)
 
@@ -114,11 +114,11 @@ class Pooler:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> Work:
-        """ScoringRequestOutputs of 1:1, 1:N or N:N texts."""
+        """ScoringRequestOutputs for 1:1, 1:N or N:N texts."""
         first, second = _as_list("data_1", data_1), _as_list("data_2", data_2)
         if len(first) > 1 and len(first) != len(second):
             raise ValueError(
-                f"data_1 has {len(first)} texts and data_2 {len(second)}; give as many, or one in data_1"
+                f"data_1 has {len(first)} texts and data_2 {len(second)}; give equally many, or one in data_1"
             )
         if "classify" in self.facts.tasks:
             return self._cross_score(first, second, params, tokenization_kwargs, chat_template)
@@ -144,8 +144,8 @@ class Pooler:
     ) -> Work:
         if self.facts.size != 1:
             raise ValueError(
-                f"{self.facts.name} has {self.facts.size} classes; texts are scored by models with one, or by "
-                "embedding models"
+                f"{self.facts.name} has {self.facts.size} classes; scoring needs a model with one class, or an "
+                "embedding model"
             )
         for name, texts in (("data_1", first), ("data_2", second)):
             wrong = next((text for text in texts if not isinstance(text, str)), None)
@@ -161,7 +161,7 @@ class Pooler:
     def _need(self, task: str, verb: str) -> None:
         if task not in self.facts.tasks:
             raise ValueError(
-                f"{self.facts.name} cannot {verb}: it is for {' and '.join(self.facts.tasks)}"
+                f"{self.facts.name} cannot {verb}: its tasks are {' and '.join(self.facts.tasks)}"
             )
 
     def _work(
@@ -183,7 +183,7 @@ class Pooler:
         task = task or next((p.task for p in all_params if p.task), self.facts.tasks[0])
         if task not in self.facts.tasks:
             raise ValueError(
-                f"task {task!r} is not one of {self.facts.name}: {', '.join(self.facts.tasks)}"
+                f"{self.facts.name} does not have the task {task!r}; it has {', '.join(self.facts.tasks)}"
             )
         options = dict(tokenization_kwargs or {})
         lengths = {each.truncate_prompt_tokens for each in all_params} - {None}
@@ -214,10 +214,12 @@ class Pooler:
     def _finish(
         self, params: PoolingParams, task: str
     ) -> Callable[[np.ndarray, list[int]], np.ndarray]:
-        """What makes raw numbers of a text, and its ids, into the answer."""
+        """A function from a text's raw numbers and token ids to its result."""
         facts, pooler = self.facts, self.facts.pooler
         if params.task not in (None, task):
-            raise ValueError(f"pooling_params.task is {params.task!r}, but {task!r} is asked for")
+            raise ValueError(
+                f"pooling_params.task is {params.task!r}, but the call's task is {task!r}"
+            )
         activates = pooler.activates if params.use_activation is None else params.use_activation
         dimensions = params.dimensions or pooler.dimensions
         if task in ("embed", "token_embed"):
@@ -247,15 +249,15 @@ class Pooler:
             return
         if facts.matryoshka is None:
             raise ValueError(
-                f"dimensions={dimensions}: {facts.name} was not trained for shorter embeddings, as far as its "
-                'config.json says; hf_overrides={"is_matryoshka": True} says that it was'
+                f"dimensions={dimensions}: according to its config.json, {facts.name} was not trained for shorter "
+                'embeddings; if it was, give hf_overrides={"is_matryoshka": True}'
             )
         if facts.matryoshka and dimensions not in facts.matryoshka:
             raise ValueError(
-                f"dimensions={dimensions} is not one of the model's, {', '.join(map(str, facts.matryoshka))}"
+                f"dimensions={dimensions} is not supported by the model; it has {', '.join(map(str, facts.matryoshka))}"
             )
         if dimensions > facts.size:
-            raise ValueError(f"dimensions={dimensions} is more than the {facts.size} of the model")
+            raise ValueError(f"dimensions={dimensions} exceeds the model's {facts.size}")
 
 
 def softmax(raw: np.ndarray) -> np.ndarray:
@@ -265,7 +267,7 @@ def softmax(raw: np.ndarray) -> np.ndarray:
 
 
 def sigmoid(raw: np.ndarray) -> np.ndarray:
-    # Of |x|, so that nothing overflows.
+    # exp(-|x|) cannot overflow.
     small = np.exp(-np.abs(raw))
     return np.where(raw >= 0, 1 / (1 + small), small / (1 + small)).astype(raw.dtype)
 
@@ -281,13 +283,13 @@ def _parsed(prompts: Any) -> list[Prompt] | None:
 
 
 def _as_list(name: str, data: Any) -> list[Any]:
-    """One text, or a list of some; a list of ids is one."""
+    """A list of one text or of several; a list of token ids is a single text."""
     is_one = isinstance(data, str | Mapping)
     is_ids = isinstance(data, list | tuple) and bool(data) and isinstance(data[0], int)
     if is_one or is_ids:
         return [data]
     if not isinstance(data, list | tuple) or not data:
-        raise ValueError(f"{name} must be a text or a list of some, got {data!r}")
+        raise ValueError(f"{name} must be a text or a non-empty list of texts, got {data!r}")
     return list(data)
 
 
