@@ -282,5 +282,5 @@ def _add_refusals(app: FastAPI, facts: Facts) -> None:
     @app.post("/v1/responses")
     async def generate() -> Response:
         raise ApiError(
-            400, f"{facts.name} does not generate text: it is for {' and '.join(facts.tasks)}"
+            400, f"{facts.name} does not generate text: its tasks are {' and '.join(facts.tasks)}"
         )
