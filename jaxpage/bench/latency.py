@@ -1,4 +1,4 @@
-"""`jaxpage bench latency`: how long one batch takes, from its first token in to its last token out."""
+"""`jaxpage bench latency`: how long one batch takes, from its first input token to its last output token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyBench:
-    """Time one batch of requests again and again, greedily and without a prefix cache."""
+    """Time a batch of requests repeatedly, greedily and without a prefix cache."""
 
     input_len: int = 32  # tokens of each prompt
     output_len: int = 128  # tokens of each answer
@@ -31,7 +31,7 @@ class LatencyBench:
     shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
     json: Path | None = None  # all times go to this file
-    engine: EngineFlags = field(default_factory=EngineFlags)  # `seed` is that of the prompts too
+    engine: EngineFlags = field(default_factory=EngineFlags)  # `seed` is also that of the prompts
 
 
 def main(bench: LatencyBench) -> None:
@@ -41,7 +41,7 @@ def main(bench: LatencyBench) -> None:
 
 
 def measure(bench: LatencyBench) -> dict[str, Any]:
-    """Seconds of each iteration and their percentiles, by vLLM's names. Raises ValueError for bad sizes."""
+    """Seconds of each iteration and their percentiles, under vLLM's names. Raises ValueError for bad sizes."""
     sizes = (bench.input_len, bench.output_len, bench.batch_size, bench.num_iters)
     if min(*sizes, bench.num_iters_warmup + 1) < 1:
         raise ValueError(f"sizes and iterations must be positive: {bench}")
@@ -75,7 +75,7 @@ def measure(bench: LatencyBench) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """vLLM's lines."""
+    """The lines that vLLM prints."""
     lines = [f"Avg latency: {report['avg_latency']:.4f} seconds"]
     lines.append(f"Std latency: {report['std_latency']:.4f} seconds")
     for percentage, seconds in report["percentiles"].items():

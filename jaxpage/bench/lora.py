@@ -1,4 +1,4 @@
-"""`jaxpage bench lora`: throughput of a batch whose rows have adapters, beside an engine without adapters, in turns.
+"""`jaxpage bench lora`: throughput of a batch whose rows have adapters, interleaved with an engine without adapters.
 
 Both engines are in this process, have the same model and answer the same requests.
 """
@@ -30,15 +30,15 @@ _WITHOUT, _WITH = "no adapters", "adapters"
 class LoraBench:
     """Time batches with adapters on every linear layer, and the same batches without."""
 
-    num_adapters: int = 8  # the rows take them by turns
+    num_adapters: int = 8  # assigned to the rows round-robin
     rank: int = 16
     batch_size: int = 32
     input_len: int = 32  # tokens of each prompt
     output_len: int = 64  # tokens of each answer
-    rounds: int = 5  # counted rounds, after one that is not
+    rounds: int = 5  # counted rounds, after an uncounted one
     shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
-    options: str = "{}"  # others of `LLM`, as JSON
+    options: str = "{}"  # further options of `LLM`, as JSON
     seed: int = 0
     json: Path | None = None  # all times go to this file
 
@@ -50,7 +50,7 @@ def main(bench: LoraBench) -> None:
 
 
 def measure(bench: LoraBench) -> dict[str, Any]:
-    """Output tokens per second of both engines, and of each round the seconds. Raises ValueError for bad sizes."""
+    """Output tokens per second of both engines, and seconds of each round. Raises ValueError for bad sizes."""
     sizes = (bench.num_adapters, bench.rank, bench.batch_size, bench.input_len, bench.output_len)
     if min(*sizes, bench.rounds) < 1:
         raise ValueError(f"sizes and rounds must be positive: {bench}")
@@ -109,7 +109,7 @@ def show(report: dict[str, Any]) -> str:
 
 
 def save_adapter(path: Path, model: Path, rank: int, *, seed: int) -> Path:
-    """A PEFT folder with small random halves for every linear layer of a checkpoint's attention and MLP."""
+    """A PEFT folder with small random A and B for every linear layer of a checkpoint's attention and MLP."""
     rng = np.random.default_rng(seed)
     halves = {}
     for name, tensor in open_checkpoint(model).items():

@@ -109,7 +109,7 @@ def test_unknown_names_and_engines_that_are_not_there_are_refused(monkeypatch):
         offline.main(bench(compare=("fastest",)))
     with pytest.raises(ValueError, match="vllm: .*--python vllm="):
         offline.main(bench(compare=("vllm",)))
-    with pytest.raises(ValueError, match="/no/python is no Python that runs"):
+    with pytest.raises(ValueError, match="/no/python is not an executable Python"):
         offline.main(bench(compare=("vllm",), python=("vllm=/no/python",)))
 
 
