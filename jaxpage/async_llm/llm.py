@@ -215,8 +215,8 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         """
 
         def render(inputs: InputProcessor) -> tuple[Prompt, SamplingParams, Any]:
-            told = None if tool_choice == "none" else tools
-            prompts = inputs.parse_chat(messages, tools=told, **template_options)
+            template_tools = None if tool_choice == "none" else tools
+            prompts = inputs.parse_chat(messages, tools=template_tools, **template_options)
             if len(prompts) != 1:
                 raise ValueError(f"AsyncLLM.chat takes one conversation, got {len(prompts)}")
             chat_format = inputs.chat_format(template_options.get("chat_template"))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from jaxpage.async_llm.streams import News, Receiver
+from jaxpage.async_llm.streams import Receiver, Update
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.mailbox import Mailbox
 from jaxpage.output_processor import OutputProcessor
@@ -122,10 +122,10 @@ class OutputLoop:
         """`fail` for all requests."""
         self.fail(list(self._requests), error)
 
-    def _deliver(self, news: list[tuple[str, News]]) -> None:
+    def _deliver(self, updates: list[tuple[str, Update]]) -> None:
         """Wakes each event loop once, however many of its requests have updates."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Receiver, News]]] = {}
-        for request_id, item in news:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Receiver, Update]]] = {}
+        for request_id, item in updates:
             delivery = self._requests.get(request_id)
             if delivery is None:
                 continue
@@ -141,7 +141,7 @@ class OutputLoop:
             except RuntimeError:  # the loop is closed, and so are its receivers
                 self._abandon(loop)
 
-    def _prepare(self, delivery: _Delivery, item: News) -> None:
+    def _prepare(self, delivery: _Delivery, item: Update) -> None:
         if isinstance(item, Exception):
             self._drop(delivery.request.request_id, item)
             return
@@ -184,6 +184,6 @@ class _Delivery(NamedTuple):
     receiver: Receiver
 
 
-def _receive(items: list[tuple[Receiver, News]]) -> None:
+def _receive(items: list[tuple[Receiver, Update]]) -> None:
     for receiver, item in items:
         receiver.receive(item)

@@ -60,11 +60,11 @@ class PoolingTasks(DoesNotGenerate):
     """Takes the place of an `AsyncLLM`'s threads for a pooling model, and refuses what only those can do."""
 
     def __init__(self, pooler: AsyncPooler, built: BuiltPooler):
-        facts = built.pooler.facts
+        info = built.pooler.info
         self.engine, self.shut_down = built.engine, pooler.shutdown
-        self.inputs = DoesNotGenerate(built.tokenizer, facts.name, facts.tasks)
-        self.steps = _PoolingSteps(pooler, facts.name, facts.tasks)
-        super().__init__(built.tokenizer, facts.name, facts.tasks)
+        self.inputs = DoesNotGenerate(built.tokenizer, info.name, info.tasks)
+        self.steps = _PoolingSteps(pooler, info.name, info.tasks)
+        super().__init__(built.tokenizer, info.name, info.tasks)
 
 
 class _PoolingSteps(DoesNotGenerate):

@@ -15,7 +15,7 @@ from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind
 
-News = RequestOutput | Exception
+Update = RequestOutput | Exception
 
 
 class Receiver(Protocol):
@@ -35,7 +35,7 @@ class Receiver(Protocol):
         """The request is about to be added; call `discard`, which forgets it, once the caller no longer waits."""
         ...
 
-    def receive(self, news: News) -> None:
+    def receive(self, update: Update) -> None:
         """Receive an output, or the exception that ends the request. Must not block."""
         ...
 
@@ -54,7 +54,7 @@ class Stream:
         self._discard: Callable[[], None] | None = None
         self._output: RequestOutput | None = None  # not read yet
         self._error: Exception | None = None
-        self._has_news = asyncio.Event()
+        self._has_update = asyncio.Event()
         self._has_ended = False
 
     def open(self, request: Request, discard: Callable[[], None]) -> None:
@@ -62,17 +62,17 @@ class Stream:
         self.request = request
         self._discard = discard
 
-    def receive(self, news: News) -> None:
+    def receive(self, update: Update) -> None:
         """See `Receiver`."""
-        if isinstance(news, Exception):
-            self._error = news
+        if isinstance(update, Exception):
+            self._error = update
         elif (
             self._output is not None and self.request.params.output_kind is RequestOutputKind.DELTA
         ):
-            self._output = merge_deltas(self._output, news)
+            self._output = merge_deltas(self._output, update)
         else:
-            self._output = news
-        self._has_news.set()
+            self._output = update
+        self._has_update.set()
 
     def __aiter__(self) -> Stream:
         return self
@@ -81,14 +81,14 @@ class Stream:
         """The next output. Raises StepFailedError or EngineDeadError if the request failed."""
         if self._has_ended:
             raise StopAsyncIteration
-        await self._has_news.wait()
+        await self._has_update.wait()
         output, self._output = self._output, None
         if output is None:
             self._has_ended = True
             assert self._error is not None
             raise self._error
         if self._error is None:
-            self._has_news.clear()
+            self._has_update.clear()
         self._has_ended = output.finished
         return output
 
@@ -116,16 +116,16 @@ class LastOutput:
         """See `Stream`."""
         self.future.add_done_callback(lambda future: discard() if future.cancelled() else None)
 
-    def receive(self, news: News) -> None:
+    def receive(self, update: Update) -> None:
         """See `Receiver`."""
-        if not isinstance(news, Exception) and not news.finished:
+        if not isinstance(update, Exception) and not update.finished:
             return
         if not self.future.set_running_or_notify_cancel():
             return
-        if isinstance(news, Exception):
-            self.future.set_exception(news)
+        if isinstance(update, Exception):
+            self.future.set_exception(update)
         else:
-            self.future.set_result(news)
+            self.future.set_result(update)
 
 
 def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:

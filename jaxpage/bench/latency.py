@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jaxpage.bench import results
 from jaxpage.bench.engines import run_llm
 from jaxpage.bench.offline import Shape, checkpoint, machine
-from jaxpage.bench.workloads import alike
+from jaxpage.bench.workloads import equal_requests
 from jaxpage.flags import EngineFlags, given_options
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
@@ -58,7 +58,7 @@ def measure(bench: LatencyBench) -> dict[str, Any]:
     llm = LLM(str(folder), **options)
     llm.wait_until_warm()
     sizes = bench.batch_size, bench.input_len, bench.output_len, config["vocab_size"]
-    work = alike(random.Random(bench.engine.seed), *sizes)
+    work = equal_requests(random.Random(bench.engine.seed), *sizes)
     rounds = range(bench.num_iters_warmup + bench.num_iters)
     taken = [run_llm(llm, SamplingParams, work)[0] for _ in tqdm(rounds, disable=None)]
     latencies = taken[bench.num_iters_warmup :]

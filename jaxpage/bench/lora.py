@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from jaxpage.bench import results
 from jaxpage.bench.engines import Work, run_llm
 from jaxpage.bench.offline import Shape, checkpoint, engine_options, machine
-from jaxpage.bench.workloads import alike, in_turns
+from jaxpage.bench.workloads import equal_requests, run_interleaved
 from jaxpage.weights.safetensors import open_checkpoint
 
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -84,8 +84,8 @@ def measure(bench: LoraBench) -> dict[str, Any]:
 
     rng = random.Random(bench.seed)
     shape = bench.batch_size, bench.input_len, bench.output_len, config["vocab_size"]
-    works: list[list[Work]] = [[alike(rng, *shape)] for _ in range(bench.rounds + 1)]
-    taken = in_turns({name: runner(name) for name in llms}, works)
+    works: list[list[Work]] = [[equal_requests(rng, *shape)] for _ in range(bench.rounds + 1)]
+    taken = run_interleaved({name: runner(name) for name in llms}, works)
     seconds = {name: [round_[0] for round_ in rounds] for name, rounds in taken.items()}
     num_tokens = works[0][0].num_output_tokens
     rates = {name: num_tokens / statistics.median(s) for name, s in seconds.items()}

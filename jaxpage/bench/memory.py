@@ -20,7 +20,7 @@ from jaxpage.bench import results
 from jaxpage.bench.engines import Work, run_llm
 from jaxpage.bench.host_engine import make_scheduler, run
 from jaxpage.bench.offline import Shape, checkpoint
-from jaxpage.bench.workloads import MAX_NUM_SEQS, in_turns, workloads
+from jaxpage.bench.workloads import MAX_NUM_SEQS, run_interleaved, workloads
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import Windows, group_layers, most_blocks
 from jaxpage.kv_pool import KVPoolSpec
@@ -224,7 +224,7 @@ def _engine(folder: Path, bench: MemoryBench, cached: bool) -> Runner:
 def _seconds(bench: MemoryBench, vocab_size: int, on: Runner, off: Runner) -> dict[str, list[Any]]:
     """Seconds of each round with ("on") and without ("off") prefix cache, on work that is new in each round."""
     works = [_mixed(bench, vocab_size, number) for number in range(bench.rounds + 1)]
-    taken = in_turns({"on": on, "off": off}, [[work] for work in works])
+    taken = run_interleaved({"on": on, "off": off}, [[work] for work in works])
     seconds = {name: [seconds for [seconds] in rounds] for name, rounds in taken.items()}
     return seconds | {"num_tokens": list(map(_num_tokens, works[1:]))}
 

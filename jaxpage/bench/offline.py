@@ -24,7 +24,7 @@ from typing import Any, Literal
 from jaxpage import tiny
 from jaxpage.bench import peaks, results
 from jaxpage.bench.peers import PEERS, PeerProcess, engine_of
-from jaxpage.bench.workloads import Workload, in_turns, workloads
+from jaxpage.bench.workloads import Workload, run_interleaved, workloads
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def _measure_workload(
 ) -> dict[str, Any]:
     seeds = [f"{bench.seed} {workload.name} {number}" for number in range(bench.rounds + 1)]
     rounds = [workload.make(random.Random(seed)) for seed in seeds]
-    seconds = in_turns({peer.name: peer.run for peer in peers}, rounds)
+    seconds = run_interleaved({peer.name: peer.run for peer in peers}, rounds)
     values = {
         name: [workload.value(*pair) for pair in zip(rounds[1:], taken, strict=True)]
         for name, taken in seconds.items()

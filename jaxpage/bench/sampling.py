@@ -45,9 +45,9 @@ from jaxpage.structured_outputs.params import StructuredOutputsParams
 WEIGHT_BYTES = 2 * 494_032_768  # Qwen2.5-0.5B in bfloat16
 NUM_TOP = 20  # vLLM's max_logprobs, for which programs are compiled
 MODE = "raw"
-PLAIN = "greedy"  # the case that all others are compared with
+BASELINE = "greedy"  # the case that all others are compared with
 RANDOM = {"temperature": 1.0}
-MASKED = {  # grammars that outputs must match
+GRAMMARS = {  # that outputs must match
     "JSON schema": StructuredOutputsParams(
         json={
             "type": "object",
@@ -144,7 +144,7 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
     penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
     budget = {"thinking_token_budget": 100_000}
     return (
-        Case(name=PLAIN),
+        Case(name=BASELINE),
         Case(name="allowed ids, bad words, logit bias", options=constraints, own=bad_words),
         Case(name="penalties", options=penalties),
         Case(
@@ -183,7 +183,7 @@ def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
     launches = {
         case.name: launch(programs[case.processors], case) for case in cases(bench.vocab_size)
     }
-    launches["logprobs of the whole vocabulary"] = launch(whole, Case(name=PLAIN))
+    launches["logprobs of the whole vocabulary"] = launch(whole, Case(name=BASELINE))
     launches["scores of given tokens"] = lambda _: scores(peaked, slots)
     # A CPU would compute independent launches in parallel.
     at_least = 0.0 if bench.tiny or jax.default_backend() == "cpu" else 0.02
@@ -254,7 +254,7 @@ def _masks(bench: SamplingBench) -> dict[str, list[float]]:
         config=StructuredOutputsConfig(),
     )
     found: dict[str, list[float]] = {}
-    for name, params in MASKED.items():
+    for name, params in GRAMMARS.items():
         grammar = compiler.compile(params)
         grammar.matcher.result()
         source = GrammarMasks(compiler, grammar, forces=False)
@@ -306,7 +306,7 @@ def show(report: dict[str, Any]) -> str:
     medians = {name: statistics.median(times) for name, times in report["milliseconds"].items()}
     rows = [["", "ms", "more than greedy, ms", "of the floor"]]
     for name, median in medians.items():
-        more = "" if name == PLAIN else f"{median - medians[PLAIN]:.2f}"
+        more = "" if name == BASELINE else f"{median - medians[BASELINE]:.2f}"
         rows.append([name, f"{median:.2f}", more, f"{100 * median / floor:.1f} %"])
     masks = [["mask for a", "us: median", "p99"]]
     for name, times in report["microseconds"].items():

@@ -34,7 +34,7 @@ from jaxpage.tokenizer import load_tokenizer
 # Of a step, in order: planning; packing for the upload; processing the result; what `LLM.step` adds to the engine.
 PARTS = ("schedule", "pack", "update", "outputs")
 IDS = {"detokenize": False}
-ASKS: dict[str, dict[str, Any]] = {  # kinds of requests
+REQUEST_KINDS: dict[str, dict[str, Any]] = {  # name: options of `SamplingParams`
     "ids": IDS,
     "text": {},
     "text, a stop string": {"stop": ["never to be found"]},
@@ -79,7 +79,7 @@ def measure(bench: SchedulerBench) -> dict[str, Any]:
                 "microseconds": _measure(most, bench, asked | {"output_kind": kind}),
             }
             for kind in kinds
-            for name, asked in ASKS.items()
+            for name, asked in REQUEST_KINDS.items()
         ],
     }
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 # Fields of a delta with output of the model. The first two are names for the same thing.
-SAID = ("reasoning", "reasoning_content", "content", "tool_calls")
-PATIENCE = 600.0  # seconds without a byte, after which a request has failed
+OUTPUT_FIELDS = ("reasoning", "reasoning_content", "content", "tool_calls")
+READ_TIMEOUT = 600.0  # seconds without a byte, after which a request has failed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Outcome:
             delta = choice.get("delta") or {"content": choice.get("text")}
             ends = choice.get("finish_reason") is not None
             # A token may have no text yet. A chunk that only has the role, or only the finish reason, has no token.
-            if any(map(delta.get, SAID)) or not (self.times if ends else "role" in delta):
+            if any(map(delta.get, OUTPUT_FIELDS)) or not (self.times if ends else "role" in delta):
                 self.times.append(now)
             self.pieces.append(delta.get("content") or "")
             self.has_ended |= ends
@@ -120,7 +120,7 @@ def open_session(api_key: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         # Shorter than servers keep idle connections, so that no connection is reused just as the server closes it.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=PATIENCE),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=READ_TIMEOUT),
         headers=headers,
     )
 

@@ -20,7 +20,7 @@ from jaxpage.bench.engines import Options, Work, run_llm
 from jaxpage.bench.offline import QWEN25_05B
 from jaxpage.bench.peers import PeerProcess, starts
 from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
-from jaxpage.bench.workloads import alike, in_turns
+from jaxpage.bench.workloads import equal_requests, run_interleaved
 
 QWEN25_3B: dict[str, Any] = QWEN25_05B | {
     "vocab_size": 151936,
@@ -34,7 +34,7 @@ FASTER = Bar(">=", 3.0)
 REUSED = Bar("<=", 0.25)  # second time to first token over the first
 WARM = {"cold": Bar("<=", 60.0), "cached": Bar("<=", 8.0)}
 CONTINUOUS = "transformers' continuous batching"
-PATIENCE = 40.0  # seconds after which no further round begins
+TIME_LIMIT = 40.0  # seconds after which no further round begins
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ def _folder(context: Context, load: ServingLoad) -> Path:
 
 def _work(load: ServingLoad, seed: str, number: int, length: int, num_tokens: int) -> Work:
     """`number` requests with random prompts of that length."""
-    return alike(random.Random(seed), number, length, num_tokens, load.config["vocab_size"])
+    return equal_requests(
+        random.Random(seed), number, length, num_tokens, load.config["vocab_size"]
+    )
 
 
 def steps(context: Context) -> Iterator[Result]:
@@ -158,7 +160,7 @@ def _against_transformers(
 ) -> Iterator[Result]:
     name = f"decode rate to {CONTINUOUS}, batch {load.batch}"
     try:
-        taken, versions = _in_turns(llm, context, load)
+        taken, versions = _run_interleaved(llm, context, load)
     except jax.errors.JaxRuntimeError:
         raise  # jaxpage's; errors of transformers are plain RuntimeErrors here
     except (RuntimeError, TimeoutError, ValueError) as error:
@@ -180,7 +182,7 @@ def _against_transformers(
     yield measured(name, ratio, "x", FASTER, device=device, **details)
 
 
-def _in_turns(
+def _run_interleaved(
     llm: LLM, context: Context, load: ServingLoad
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Seconds of a short and a long run in each round, by engine; and their versions."""
@@ -200,7 +202,7 @@ def _in_turns(
             "jaxpage": lambda work: run_llm(llm, SamplingParams, work)[0],
             CONTINUOUS: lambda work: peer.run(work, timeout=150),
         }
-        return in_turns(runners, rounds, patience=PATIENCE), versions
+        return run_interleaved(runners, rounds, time_limit=TIME_LIMIT), versions
 
 
 def table(context: Context) -> Iterator[Result]:

@@ -20,27 +20,29 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]
     return [rng.randrange(3, vocab_size) for _ in range(length)]
 
 
-def alike(rng: random.Random, batch: int, length: int, num_tokens: int, vocab_size: int) -> Work:
+def equal_requests(
+    rng: random.Random, batch: int, length: int, num_tokens: int, vocab_size: int
+) -> Work:
     """`batch` requests of random prompts, each of `length` tokens."""
     prompts = [random_prompt(rng, length, vocab_size) for _ in range(batch)]
     return Work(prompts=prompts, num_tokens=[num_tokens] * batch, static_batch=batch)
 
 
-def in_turns(
+def run_interleaved(
     runners: Mapping[str, Callable[[Work], float]],
     rounds: Sequence[list[Work]],
     *,
-    patience: float = math.inf,
+    time_limit: float = math.inf,
 ) -> dict[str, list[list[float]]]:
     """By runner: seconds of each work in each round. Within a round all run the same work, new in each round.
 
-    Round 0 is a warm-up and does not count. After `patience` seconds no further round begins, if one has counted.
+    Round 0 is a warm-up and does not count. After `time_limit` seconds no further round begins, if one has counted.
     """
     seconds: dict[str, list[list[float]]] = {name: [] for name in runners}
     for number, works in enumerate(rounds):
         if number == 1:
             start = time.perf_counter()
-        elif number > 1 and time.perf_counter() - start > patience:
+        elif number > 1 and time.perf_counter() - start > time_limit:
             break
         # Every other round runs in reverse order, because each runner leaves caches warm for the next.
         for name in list(runners)[:: 1 if number % 2 else -1]:
@@ -83,7 +85,7 @@ def workloads(vocab_size: int, scale: float) -> dict[str, Workload]:
         return scaled(round(math.exp(rng.uniform(math.log(low), math.log(high)))))
 
     def batch_of(rng: random.Random, batch: int, num_tokens: int) -> list[Work]:
-        return [alike(rng, batch, scaled(256), num_tokens, vocab_size)]
+        return [equal_requests(rng, batch, scaled(256), num_tokens, vocab_size)]
 
     def decode(batch: int) -> Workload:
         """The difference of two runs is the time of the decode steps."""

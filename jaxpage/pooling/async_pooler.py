@@ -18,13 +18,13 @@ from jaxpage.engine.errors import EngineDeadError
 from jaxpage.pooling.build import BuiltPooler, build_pooler
 from jaxpage.pooling.engine import PoolingStats
 from jaxpage.pooling.inputs import PoolingInputs
-from jaxpage.pooling.pooler import Facts, Pooler, Work
+from jaxpage.pooling.pooler import ModelInfo, Pooler, Work
 from jaxpage.runner.programs import ProgramRecord
 
 T = TypeVar("T")
 
 # How many tokens of calls are computed together: enough to fill launches, few enough that no call waits long.
-_TOKENS_TOGETHER = 16384
+_MAX_BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class AsyncPooler:
         self._thread.start()
 
     @property
-    def facts(self) -> Facts:
-        return self._built.pooler.facts
+    def info(self) -> ModelInfo:
+        return self._built.pooler.info
 
     async def read(self, prepare: Callable[[Pooler], Work]) -> Work:
         """The work of a call. `prepare` runs in the tokenizer's thread, and may raise."""
@@ -125,9 +125,9 @@ def _compute(built: BuiltPooler, calls: queue.SimpleQueue[_Call | None]) -> None
         held = None
         if first is None:
             return
-        together, num_tokens = [first], first.work.num_tokens
+        batch, num_tokens = [first], first.work.num_tokens
         ends = False
-        while num_tokens < _TOKENS_TOGETHER:
+        while num_tokens < _MAX_BATCH_TOKENS:
             try:
                 call = calls.get_nowait()
             except queue.Empty:
@@ -135,12 +135,12 @@ def _compute(built: BuiltPooler, calls: queue.SimpleQueue[_Call | None]) -> None
             if call is None:
                 ends = True
                 break
-            if call.work.of_tokens != first.work.of_tokens:
+            if call.work.per_token != first.work.per_token:
                 held = call
                 break
-            together.append(call)
+            batch.append(call)
             num_tokens += call.work.num_tokens
-        _answer(built, together)
+        _answer(built, batch)
         if ends:
             return
 
@@ -152,7 +152,7 @@ def _answer(built: BuiltPooler, calls: list[_Call]) -> None:
         return
     texts = [text for call in wanted for text in call.work.texts]
     try:
-        results = built.engine.run(texts, of_tokens=wanted[0].work.of_tokens)
+        results = built.engine.run(texts, per_token=wanted[0].work.per_token)
     except BaseException as error:
         for call in wanted:
             call.future.set_exception(error)

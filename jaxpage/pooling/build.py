@@ -30,7 +30,7 @@ from jaxpage.pooling.chunks import NO_CHUNKS, Chunks, make_chunks
 from jaxpage.pooling.engine import PoolingEngine
 from jaxpage.pooling.inputs import PoolingInputs
 from jaxpage.pooling.params import PoolerConfig, to_pooler_config
-from jaxpage.pooling.pooler import Activation, Facts, Pooler, sigmoid, softmax
+from jaxpage.pooling.pooler import Activation, ModelInfo, Pooler, sigmoid, softmax
 from jaxpage.pooling.rows import Size, make_sizes
 from jaxpage.pooling.sentence_transformers import (
     Dense,
@@ -95,7 +95,8 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
         raise ValueError("classifier_from_token is for decoders: encoders have no head for tokens")
     model, naming, config = _shapes(options, hf_config, found, modules, hardware)
     model.config = dataclasses.replace(
-        model.config, pooling=pooler_config.of_texts or modules.pooling or model.config.pooling
+        model.config,
+        pooling=pooler_config.sequence_pooling or modules.pooling or model.config.pooling,
     )
     _check_pooling(model)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
@@ -106,7 +107,7 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
     if from_tokens:
         _attach_token_head(model, folder, tokenizer, hf_config)
     _attach_projections(model, modules.dense)
-    facts = _facts(hf_config, found, model, modules, pooler_config, folder)
+    info = _model_info(hf_config, found, model, modules, pooler_config, folder)
     inputs = PoolingInputs(
         tokenizer,
         config,
@@ -121,11 +122,11 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
         chunks=chunks,
         store=_store(config, model, device, chunks),
         ahead_of_time=not config.enforce_eager,
-        of_tokens=facts.tasks[0].startswith("token_"),
+        per_token=info.tasks[0].startswith("token_"),
     )
-    _log(config, model, device, facts, seconds=time.perf_counter() - start)
+    _log(config, model, device, info, seconds=time.perf_counter() - start)
     return BuiltPooler(
-        engine=engine, pooler=Pooler(inputs, facts), config=config, tokenizer=tokenizer
+        engine=engine, pooler=Pooler(inputs, info), config=config, tokenizer=tokenizer
     )
 
 
@@ -278,14 +279,14 @@ def _projection(module: Dense) -> Projection:
     return projection
 
 
-def _facts(
+def _model_info(
     hf_config: PretrainedConfig,
     found: Architecture,
     model: PoolingModel,
     modules: SentenceTransformer,
     pooler: PoolerConfig,
     folder: Path,
-) -> Facts:
+) -> ModelInfo:
     config = model.config
     tasks = {
         "embed": ("embed", "token_embed"),
@@ -302,7 +303,7 @@ def _facts(
     if sizes is None and getattr(hf_config, "is_matryoshka", False):
         matryoshka = ()
     labels: Mapping[int, str] = getattr(hf_config, "id2label", None) or {}
-    return Facts(
+    return ModelInfo(
         name=found.name,
         tasks=tasks,
         size=size,
@@ -341,35 +342,40 @@ def _store(
     if config.enforce_eager or not config.compilation_cache_dir:
         return None
     parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(model).items()]
-    facts = machine_fingerprint(device, compiler_flags()) | {
+    fingerprint = machine_fingerprint(device, compiler_flags()) | {
         "model": repr(model.config),
         "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
         "chunks": repr(chunks),
         "projections": repr([projection.activation for projection in model.projections]),
         "devices": str(device.id),
     }
-    return ProgramStore(Path(config.compilation_cache_dir) / "programs", facts, (device,))
+    return ProgramStore(Path(config.compilation_cache_dir) / "programs", fingerprint, (device,))
 
 
 def _log(
-    config: ResolvedConfig, model: PoolingModel, device: jax.Device, facts: Facts, *, seconds: float
+    config: ResolvedConfig,
+    model: PoolingModel,
+    device: jax.Device,
+    info: ModelInfo,
+    *,
+    seconds: float,
 ) -> None:
     num = sum(int(np.prod(each.shape)) for each in specs(model).values())
     logger.debug("%s", config.describe())
     logger.info(
         "model     %s (%s), %.3g M parameters in %s",
         display_name(config.model),
-        facts.name,
+        info.name,
         num / 1e6,
         config.dtype,
     )
     logger.info("device    %s", device.device_kind)
     logger.info(
         "pooling   %s of texts of at most %d tokens, by %s; %d numbers",
-        facts.tasks[0],
+        info.tasks[0],
         config.max_model_len,
         model.config.pooling,
-        facts.size,
+        info.size,
     )
     log_options_without_effect(config)
     logger.info("ready     after %.1f s", seconds)

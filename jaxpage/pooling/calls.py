@@ -42,10 +42,10 @@ class PoolingCalls:
         from jaxpage.pooling.build import build_pooler
 
         self._pooling = built = build_pooler(options)
-        facts = built.pooler.facts
+        info = built.pooler.info
         self.config, self._engine = built.config, built.engine
         self._outputs = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
-        self._inputs = DoesNotGenerate(built.tokenizer, facts.name, facts.tasks)
+        self._inputs = DoesNotGenerate(built.tokenizer, info.name, info.tasks)
         self._memory = self._inputs
         self._caller = OneCaller()
 
@@ -170,13 +170,13 @@ class PoolingCalls:
         with self._caller:
             work = prepare(built.pooler)
             if not use_tqdm:
-                results = built.engine.run(work.texts, of_tokens=work.of_tokens)
+                results = built.engine.run(work.texts, per_token=work.per_token)
                 return work.finish(results)
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(
                 total=len(work.texts), desc="Processed prompts", dynamic_ncols=True
             ) as bar:
-                results = built.engine.run(work.texts, of_tokens=work.of_tokens, done=bar.update)
+                results = built.engine.run(work.texts, per_token=work.per_token, done=bar.update)
             return work.finish(results)
 
 

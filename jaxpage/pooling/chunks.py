@@ -34,8 +34,8 @@ class ChunkSize:
     longest: int
     num_tokens: int
 
-    def name(self, *, of_tokens: bool) -> str:
-        kind = "tokens" if of_tokens else "texts"
+    def name(self, *, per_token: bool) -> str:
+        kind = "tokens" if per_token else "texts"
         return f"{kind} C={self.num_tokens} L={self.longest}"
 
 
@@ -122,7 +122,7 @@ def lowerings(model: PoolingModel, chunks: Chunks) -> dict[str, Lowering]:
 
     def compute(
         spec: KVPoolSpec,
-        of_tokens: bool,
+        per_token: bool,
         leaves: list[Any],
         kv_pool: KVPool,
         pooled: jax.Array,
@@ -132,21 +132,21 @@ def lowerings(model: PoolingModel, chunks: Chunks) -> dict[str, Lowering]:
         chunk, kv = _inputs(spec, kv_pool, packed)
         states = merged.states_of_chunk(chunk)
         pooled = pooled + merged.share_of_chunk(states, chunk, length=packed[2])
-        found = merged.finished(states if of_tokens else pooled)
+        found = merged.finished(states if per_token else pooled)
         return kv.kv_pool, pooled, found
 
-    def lower(size: ChunkSize, of_tokens: bool) -> jax.stages.Lowered:
+    def lower(size: ChunkSize, per_token: bool) -> jax.stages.Lowered:
         spec = chunks.pool_of(size)
         pooled = jax.ShapeDtypeStruct((model.config.hidden_size,), jnp.float32)
         packed = jax.ShapeDtypeStruct((3 + size.num_tokens,), jnp.int32)
         program = jax.jit(
-            partial(compute, spec, of_tokens), donate_argnums=(1, 2), keep_unused=True
+            partial(compute, spec, per_token), donate_argnums=(1, 2), keep_unused=True
         )
         return program.lower(structs, spec.abstract(), pooled, packed)
 
     return {
-        size.name(of_tokens=of_tokens): partial(lower, size, of_tokens)
-        for of_tokens in (False, True)
+        size.name(per_token=per_token): partial(lower, size, per_token)
+        for per_token in (False, True)
         for size in chunks.sizes
     }
 

@@ -81,7 +81,7 @@ class PoolerConfig:
         _check_ints(self, ("dimensions", "step_tag_id"))
 
     @property
-    def of_texts(self) -> str | None:
+    def sequence_pooling(self) -> str | None:
         """The pooling type of whole texts: CLS, LAST or MEAN; None if it was not given."""
         given = self.seq_pooling_type or self.pooling_type
         return given if given in _SEQUENCE_TYPES else None

@@ -21,8 +21,8 @@ class Size:
     length: int
     num_rows: int
 
-    def name(self, *, of_tokens: bool) -> str:
-        return f"{'tokens' if of_tokens else 'texts'} B={self.num_rows} L={self.length}"
+    def name(self, *, per_token: bool) -> str:
+        return f"{'tokens' if per_token else 'texts'} B={self.num_rows} L={self.length}"
 
     @property
     def num_texts(self) -> int:

@@ -58,7 +58,7 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer:
     """Read a folder; the defaults for one of another kind. Raises ValueError for what is not supported."""
     model = next((found for name in _MODEL_FILES if (found := _read(folder / name, dict))), {})
     config = _read(folder / "config_sentence_transformers.json", dict) or {}
-    facts: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_seq_length": model.get("max_seq_length"),
         "lower_case": bool(model.get("do_lower_case")),
         "prompts": {k: v for k, v in (config.get("prompts") or {}).items() if isinstance(v, str)},
@@ -72,17 +72,17 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer:
                     f"{folder}/modules.json places the model in {path.name}; move its files into {folder}"
                 )
         elif kind == "Pooling":
-            facts |= _pooling(path)
+            fields |= _pooling(path)
         elif kind == "Dense":
             dense.append(_dense(path))
         elif kind == "Normalize":
-            facts["normalizes"] = True
+            fields["normalizes"] = True
         elif kind != "Dropout":
             raise ValueError(
                 f"{folder}/modules.json has a module {kind!r}, which is not supported; supported are "
                 "Transformer, Pooling, Dense and Normalize"
             )
-    return SentenceTransformer(**facts, dense=tuple(dense))
+    return SentenceTransformer(**fields, dense=tuple(dense))
 
 
 def _kind(module: Any) -> str:

@@ -238,7 +238,10 @@ def test_custom_prompts(tmp_path):
     [
         ('{"output_tokens": 3}', "line 2: has no 'prompt'"),
         ('{"prompt": 3}', "line 2: the prompt must be a text or token ids, got 3"),
-        ('{"prompt": "x", "output_tokens": 0}', "line 2: at least 1 token"),
+        (
+            '{"prompt": "x", "output_tokens": 0}',
+            "line 2: the number of output tokens must be at least 1",
+        ),
         ("{", "line 2: "),
         ("[1]", "line 2: "),
     ],
