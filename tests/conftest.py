@@ -87,8 +87,8 @@ def pytest_collection_finish() -> None:
 
 
 def _fast_compilation() -> list[str]:
-    """XLA:CPU flags that take a quarter of the compile time, for slower programs. Tests that need programs as users have
-    them use `production_compiler`.
+    """XLA:CPU flags for a quarter of the compile time, and slower programs. Tests that need programs as users have them
+    use `production_compiler`.
     """
     flags = [
         "--xla_backend_optimization_level=0",
