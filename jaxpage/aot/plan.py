@@ -209,8 +209,8 @@ def _encoder(measured: dict[str, Any]) -> list[str]:
     if encoder is None:
         return []
     return [
-        f"of the weights {encoder['weight_bytes'] / GIB:.2f} GiB, {encoder['num_parameters'] / 1e9:.2f} G parameters, "
-        f"encode pictures; the largest has {encoder['largest']} patches"
+        f"{encoder['weight_bytes'] / GIB:.2f} GiB of the weights, {encoder['num_parameters'] / 1e9:.2f} G parameters, "
+        f"encode pictures; the largest picture has {encoder['largest']} patches"
     ]
 
 
@@ -220,8 +220,8 @@ def _exchange(measured: dict[str, Any], estimated: Estimate) -> list[str]:
     links = measured["links"]
     parts = ", ".join(f"{s.exchange:.2f} ms at {b} x {n}" for (b, n), s in estimated.decode.items())
     return [
-        f"of that devices exchange for {parts}: {links['bytes_per_second'] / 1e9:.0f} GB/s of each device, "
-        f"{links['steps']} steps of {1e6 * links['seconds_per_step']:.1f} us"
+        f"of which exchange takes {parts}: each device sends at {links['bytes_per_second'] / 1e9:.0f} GB/s, in "
+        f"{links['steps']} steps of {1e6 * links['seconds_per_step']:.1f} us latency"
     ]
 
 

@@ -47,7 +47,7 @@ def missing_compiler(platform: str) -> str | None:
         return None if found else f"the TPU compiler is not installed: pip install '{wanted}'"
     if not _is_installed("jax_plugins") or not _is_installed("jax_plugins.xla_cuda13"):
         return f"the GPU compiler is not installed: pip install '{wanted}' nvidia-cuda-nvcc"
-    return None if cuda_folder() else "there is no ptxas: pip install nvidia-cuda-nvcc"
+    return None if cuda_folder() else "ptxas is not installed: pip install nvidia-cuda-nvcc"
 
 
 def wanted_version(platform: str) -> str:

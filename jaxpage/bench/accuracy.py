@@ -68,7 +68,7 @@ class AccuracyBench:
 
 
 def main(bench: AccuracyBench) -> None:
-    """Measure, print a table, and write all figures to `bench.json` if asked for."""
+    """Measure, print a table, and write all figures to `bench.json` if given."""
     # Otherwise twenty engines would log their configuration.
     logging.getLogger("jaxpage").setLevel(logging.WARNING)
     report = measure(bench)

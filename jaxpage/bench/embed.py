@@ -63,7 +63,7 @@ class EmbedBench:
 
 
 def main(bench: EmbedBench) -> None:
-    """Measure, print medians, and write all times to `bench.json` if asked for."""
+    """Measure, print medians, and write all times to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 

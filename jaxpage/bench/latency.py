@@ -35,7 +35,7 @@ class LatencyBench:
 
 
 def main(bench: LatencyBench) -> None:
-    """Measure, print percentiles, and write all times to `bench.json` if asked for."""
+    """Measure, print percentiles, and write all times to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 

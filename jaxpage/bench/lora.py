@@ -44,7 +44,7 @@ class LoraBench:
 
 
 def main(bench: LoraBench) -> None:
-    """Measure, print medians, and write all times to `bench.json` if asked for."""
+    """Measure, print medians, and write all times to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 

@@ -58,7 +58,7 @@ class MemoryBench:
 
 
 def main(bench: MemoryBench) -> None:
-    """Measure, print, and write all figures to `bench.json` if asked for."""
+    """Measure, print, and write all figures to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 

@@ -69,7 +69,7 @@ class OfflineBench:
 
 
 def main(bench: OfflineBench) -> None:
-    """Measure, print a table, and write all timings to `bench.json` if asked for."""
+    """Measure, print a table, and write all timings to `bench.json` if given."""
     compared = split(bench.compare)
     if unknown := set(compared) - set(ENGINES):
         raise ValueError(f"no engine {sorted(unknown)} to compare; there are {', '.join(ENGINES)}")

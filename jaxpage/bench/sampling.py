@@ -98,7 +98,7 @@ class Case:
 
 
 def main(bench: SamplingBench) -> None:
-    """Measure, print two tables, and write all timings to `bench.json` if asked for."""
+    """Measure, print two tables, and write all timings to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 

@@ -56,7 +56,7 @@ class SchedulerBench:
 
 
 def main(bench: SchedulerBench) -> None:
-    """Measure, print a table, and write all timings to `bench.json` if asked for."""
+    """Measure, print a table, and write all timings to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 

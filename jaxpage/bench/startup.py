@@ -39,7 +39,7 @@ class StartupBench:
 
 
 def main(bench: StartupBench) -> None:
-    """Measure, print medians, and write all times to `bench.json` if asked for.
+    """Measure, print medians, and write all times to `bench.json` if given.
 
     Raises RuntimeError if a start fails.
     """

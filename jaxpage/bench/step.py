@@ -49,7 +49,7 @@ class StepBench:
 
 
 def main(bench: StepBench) -> None:
-    """Measure, print a table, and write all figures to `bench.json` if asked for."""
+    """Measure, print a table, and write all figures to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, table(report))
 

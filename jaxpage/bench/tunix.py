@@ -67,7 +67,7 @@ class _Ids:
 
 
 def main(bench: TunixBench) -> None:
-    """Measure, print a table, and write all figures to `bench.json` if asked for."""
+    """Measure, print a table, and write all figures to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 
