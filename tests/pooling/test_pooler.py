@@ -89,7 +89,10 @@ def test_a_reward_is_read_at_the_tag_of_a_step():
             lambda p: p.embed([1], PoolingParams(dimensions=3)),
             "not supported by the model; it has 2, 4",
         ),
-        (lambda p: p.embed([1], PoolingParams(task="classify")), "is 'classify', but 'embed'"),
+        (
+            lambda p: p.embed([1], PoolingParams(task="classify")),
+            "is 'classify', but the call's task is 'embed'",
+        ),
         (lambda p: p.embed([[1], [2]], [PoolingParams()] * 3), "3 entries for 2 prompts"),
         (lambda p: p.embed([1], 3), "must be PoolingParams"),
         (lambda p: p.embed([1], prompt_name="query"), "the model has no prompt 'query'"),
