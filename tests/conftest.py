@@ -1,8 +1,7 @@
-"""Settings of every test run; they precede the first `import jax`, so nothing of ours is imported.
+"""Settings of every test run. They must precede the first `import jax`, so nothing of ours is imported here.
 
-Tests run on the CPU with eight fake devices, offline, with caches in a folder of the session's own.
-`-m gpu` and `-m tpu` leave the choice of the platform to JAX. These, `-m aot`, `-m browser`, `-m deep` and `-m ray`
-must be asked for.
+Tests run on the CPU with eight fake devices, offline, with caches in a folder per session. `-m gpu` and `-m tpu` leave
+the choice of the platform to JAX. These, `aot`, `browser`, `deep` and `ray` run only if `-m` selects them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _asked_for(config: pytest.Config, marker: str) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Two processes share the whole fast core, if pytest-xdist is installed; other selections stay in one."""
+    """Run the whole fast core in two processes, if pytest-xdist is installed; other selections run in one."""
     options = config.option
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     is_fast_core = is_whole and options.markexpr == "not slow"
@@ -51,16 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
         XDG_CACHE_HOME=cache,
         HF_HOME=os.path.join(cache, "huggingface"),
         JAX_COMPILATION_CACHE_DIR=os.path.join(cache, "jax"),
-        # Many tests build the same model. A small program is compiled again as soon as it is written and read.
+        # Many tests build the same model. Recompiling a small program is as fast as writing and reading it.
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
         HF_HUB_OFFLINE="1",
         HF_HUB_DISABLE_PROGRESS_BARS="1",
         TQDM_DISABLE="1",
         TOKENIZERS_PARALLELISM="false",
-        # torch is the oracle of tiny models: its threads would spend their time waiting for each other.
+        # torch only runs tiny models, as an oracle: several threads would mostly wait for each other.
         OMP_NUM_THREADS="1",
-        # Bugs that these two turn into errors: a silent upcast to float32, a silent broadcast.
+        # These turn silent upcasts to float32 and silent broadcasts into errors.
         JAX_NUMPY_DTYPE_PROMOTION="strict",
         JAX_NUMPY_RANK_PROMOTION="raise",
     )
@@ -73,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, without counting them as skipped, the tests of devices and compilers nobody asked for."""
+    """Deselect tests whose marker was not selected, so that they do not count as skipped."""
     unwanted = [m for m in _MARKERS_TO_ASK_FOR if not _asked_for(config, m)]
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in unwanted)]
     if left_out:
@@ -82,36 +81,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector looks less often at what stays: modules, and jax's caches of programs."""
+    """Let the garbage collector scan long-lived objects less often: modules, and jax's program caches."""
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
 
 
 def _fast_compilation() -> list[str]:
-    """XLA:CPU in a quarter of the time, for slower programs. What is compiled as users have it asks for
-    `production_compiler`.
+    """XLA:CPU flags for a quarter of the compile time, and slower programs. Tests that need programs as users have them
+    use `production_compiler`.
     """
     flags = [
         "--xla_backend_optimization_level=0",
-        # A module in one piece: the pieces that XLA would compile side by side cost more than they save on few cores.
+        # Each module as a whole: on few cores, compiling its parts in parallel costs more than it saves.
         "--xla_cpu_parallel_codegen_split_count=1",
     ]
-    if version("jaxlib") < "0.11":  # later there is no other way
+    if version("jaxlib") < "0.11":  # later versions always use fusion emitters
         flags.append("--xla_cpu_use_fusion_emitters=false")
     return flags
 
 
 @pytest.fixture(scope="session")
 def as_users_compile():
-    """A context in which programs are compiled as users have them, also in processes of their own: slower, to run
-    faster.
-    """
+    """A context in which programs are compiled as for users, also in subprocesses: slower to compile, faster to run."""
     return _production_compiler
 
 
 @pytest.fixture(scope="module")
 def production_compiler():
-    """The same for all programs of a module from the first test on that asks for it."""
+    """The same for all programs of a test module, from the first test that uses it."""
     with _production_compiler():
         yield
 
@@ -137,7 +134,7 @@ def _production_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_cache():
-    """No program comes from the cache that the tests share: an `LLM` sets up one of its own."""
+    """Disables the program cache that tests share: an `LLM` sets up its own."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -156,7 +153,7 @@ def fresh_cache():
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs_in_memory():
-    """XLA:CPU maps the code of each program on its own, and Linux ends a process with more than 65,530 maps."""
+    """Frees programs: XLA:CPU maps each one's code separately, and Linux limits a process to 65,530 maps."""
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
@@ -168,7 +165,7 @@ def few_programs_in_memory():
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint with a tokenizer, as small as can be."""
+    """The smallest checkpoint with a tokenizer."""
     from jaxpage import tiny
 
     return str(tiny.build(tmp_path_factory.mktemp("tiny") / "tiny"))

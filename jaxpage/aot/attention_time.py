@@ -1,9 +1,9 @@
-"""How long the TPU's attention kernel takes for some rows: the bundles of its schedule, as often as each loop runs.
+"""How long the TPU attention kernel takes for some rows: the bundles of its schedule, times how often each loop runs.
 
-Loops are told apart by what they do. Outermost, those that multiply are turns, each with the keys of a fetch, in one or
-several tiles, for a tile of queries; those that move something write new keys and values, a chunk at a time. Within a
-turn, loops that move something do so for each block. What a turn may jump over is done once for each tile of queries.
-Pure arithmetic on `tpu_schedule.Loop`.
+Loops are identified by what they do. Outermost loops that multiply process, in each iteration (a *turn*), the keys of
+one fetch, in one or several tiles, for a tile of queries; outermost loops with DMAs write new keys and values, a chunk
+at a time. Within a turn, loops with DMAs run once for each block. What a turn may skip runs once for each tile of
+queries. Pure arithmetic on `tpu_schedule.Loop`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from jaxpage.aot.tpu_schedule import Loop
 
-CHUNK = 16  # slots that are written at once
+CHUNK = 16  # slots written at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """All alike. kv_len: of each, its queries included; tile_q, tile_kv: queries and keys at once; fetch_kv: keys of a
-    turn.
+    """Equal rows. kv_len: of each, including its queries; tile_q, tile_kv: queries and keys at once; fetch_kv: keys of
+    a turn.
     """
 
     count: int
@@ -36,7 +36,7 @@ class Rows:
 
     @property
     def num_turns(self) -> int:
-        """A tile of queries sees the keys up to its last query's."""
+        """Turns of all tiles: a tile of queries sees the keys up to its last query."""
         before = self.kv_len - self.query_len
         ends = (
             min(first + self.tile_q, self.query_len)
@@ -50,7 +50,7 @@ class Rows:
 
 
 def bundles(program: Loop, rows: Rows) -> float:
-    """Of one call."""
+    """Bundles of one call."""
     total: float = program.own
     for loop in program.inner:
         if loop.multiplies:
@@ -72,6 +72,6 @@ def _turn(loop: Loop, rows: Rows) -> int:
 
 
 def _unit(loop: Loop) -> int:
-    """What begins and ends a tile of queries: what a turn may jump over, and the loops there."""
+    """Bundles that begin and end a tile of queries: what a turn may skip, including its loops."""
     others = (each for each in loop.inner if not _moves(each) and not each.multiplies)
     return loop.own - loop.least + sum((each.trips or 0) * each.bundles for each in others)

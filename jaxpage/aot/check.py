@@ -1,7 +1,7 @@
-"""Whether a compiler for TPUs or GPUs works: it compiles a step of a small model, in a process of its own.
+"""Checks whether a compiler for TPUs or GPUs works by compiling a step of a small model in a separate process.
 
-A mismatched compiler may fail for some programs only: with jax 0.10.2, libtpu 0.0.52 passes `forward` and fails with
-`sample`. So a whole step is compiled, as `plan` does it, and nothing is concluded from versions alone.
+A mismatched compiler may fail for some programs only: with jax 0.10.2, libtpu 0.0.52 compiles `forward` but fails on
+`sample`. So a whole step is compiled, as in `plan`, and nothing is concluded from versions alone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MODEL = {
     "dtype": "bfloat16",
 }
 _OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 32}
-_TIMEOUT = 180  # seconds; it takes about twenty
+_TIMEOUT = 180  # seconds; it usually takes about 20
 
 
 def check_compiler(platform: str) -> tuple[str, bool]:
-    """(text, is_well) for `jaxpage doctor`: the compiler of "tpu" or "gpu". One that is not installed is well."""
+    """(text, whether it is fine) for `jaxpage doctor`, for "tpu" or "gpu". A compiler that is not installed is fine."""
     missing = missing_compiler(platform)
     if missing:
         return missing, True

@@ -1,6 +1,6 @@
-"""What the text of a compiled program says that devices exchange: kinds of collectives, calls and bytes.
+"""What devices exchange, according to the text of a compiled program: kinds of collectives, calls and bytes.
 
-Knows how XLA writes its optimised programs (HLO). Must not know jax, nor what a program computes.
+Knows the syntax of XLA's optimised programs (HLO). Must not know jax, nor what a program computes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 _CALL = re.compile(rf" (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<sizes>[\d,]*)\]")
-_BITS = {"pred": 8, "bf16": 16}  # of the others the name says it
-# That jax gives to all collectives of a `shard_map`. XLA numbers its own.
+_BITS = {"pred": 8, "bf16": 16}  # the names of other dtypes end in their bits
+# jax gives it to all collectives of a `shard_map`. XLA numbers its own.
 _SHARED_CHANNEL = "1"
 
 
 class Exchange(NamedTuple):
-    """Collectives of a kind and size."""
+    """Collectives of one kind and size."""
 
     kind: str  # one of KINDS
     count: int
@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges(text: str) -> list[Exchange]:
-    """Of a program's HLO, the largest first. The compiler may write one of its own down several times, in the
+    """The exchanges in a program's HLO, the largest first. One of the compiler's own may appear several times, in the
     computations that it overlaps with; these share a channel.
     """
     calls: dict[str, tuple[str, int]] = {}
@@ -49,7 +49,7 @@ def exchanges(text: str) -> list[Exchange]:
 
 
 def _result(made: str) -> str:
-    """Of "(operands, results, ...)", which the start of an asynchronous call makes: the results."""
+    """The results in "(operands, results, ...)", the type of the start of an asynchronous call."""
     parts, depth, begin = [], 0, 1
     for index, character in enumerate(made):
         depth += (character in "([{") - (character in ")]}")

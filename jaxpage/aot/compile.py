@@ -1,7 +1,7 @@
 """`jaxpage compile`: executables of all programs of an engine, in a folder from which `LLM` starts without compiling.
 
-From config.json alone: no weights are read. For the device of this machine, or for a target; then in a process of its
-own (`process.run("jaxpage.aot.compile", ...)`).
+Reads only config.json, no weights. Compiles for this machine's device, or for a target; then in a separate process
+(`process.run("jaxpage.aot.compile", ...)`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.runner.memory import pool_bytes, pool_bytes_of
 from jaxpage.runner.programs import compile_program
 
-# Share of the pool that a target could have by its data sheet: a real device has a little less memory, and a start
-# takes these executables only if their pool fits.
+# Share of the pool that the data sheet would allow: a real device has slightly less memory, and an engine can use these
+# executables only if their pool fits.
 SAFE_SHARE = 0.97
 
 
 def compile_for(options: dict[str, Any], output: Path, target: Target | None) -> int:
-    """Fill the folder `output` with executables for `LLM(**options)`, for `target` or the device of this machine.
+    """Write executables for `LLM(**options)` to the folder `output`, for `target` or this machine's device.
 
-    Prints a line for each. Raises ValueError for options that cannot be served, and for a target whose compiler is
-    not installed or fails.
+    Prints a line for each. Raises ValueError for options that cannot be served, and for a target whose compiler is not
+    installed or fails.
     """
     if target is None:
         _compile(options, output, None, _print)
@@ -47,18 +47,18 @@ def _print(line: str) -> None:
 
 
 def _compile(
-    options: dict[str, Any], output: Path, target: Target | None, say: Callable[[str], None]
+    options: dict[str, Any], output: Path, target: Target | None, emit: Callable[[str], None]
 ) -> None:
     options = options | {"compilation_cache_dir": str(output)}
     for spec in _engine_specs(options, target):
-        _compile_one(spec, target, say)
+        _compile_one(spec, target, emit)
 
 
-def _compile_one(spec: EngineSpec, target: Target | None, say: Callable[[str], None]) -> None:
+def _compile_one(spec: EngineSpec, target: Target | None, emit: Callable[[str], None]) -> None:
     if spec.no_kernel_reason:
-        say(f"attention: {spec.attention}")
+        emit(f"attention: {spec.attention}")
     for line in sorted(spec.transform_weights()):
-        say(line)
+        emit(line)
     # The flags that `topology.environment` sets for a GPU do not change what runs on that GPU.
     flags = "" if spec.device.platform == "gpu" and target is not None else compiler_flags()
     cache = executable_cache(spec, flags=flags, devices=spec.devices if target is None else ())
@@ -68,16 +68,16 @@ def _compile_one(spec: EngineSpec, target: Target | None, say: Callable[[str], N
     store = cache.store(sized)
     assert store is not None
     lowerings = sized.lowerings()
-    say(f"{len(lowerings.programs)} programs for {sized.pool.num_blocks} KV blocks")
+    emit(f"{len(lowerings.programs)} programs for {sized.pool.num_blocks} KV blocks")
     for name, lowering in lowerings.programs.items():
         with sized.on_target():
             program = compile_program(name, lowering, store)
-        say(f"{name:<20} {program.seconds:>8.2f} s  {program.origin}")
-    say(f"in {store.folder}")
+        emit(f"{name:<20} {program.seconds:>8.2f} s  {program.origin}")
+    emit(f"in {store.folder}")
 
 
 def _engine_specs(options: dict[str, Any], target: Target | None) -> list[EngineSpec]:
-    """Of each replica: executables are for a set of devices."""
+    """The spec of each replica, because executables are for specific devices."""
     config = EngineConfig.from_options(**options)
     if target is None:
         return specs_of_this_machine(config)
@@ -92,7 +92,7 @@ def _engine_specs(options: dict[str, Any], target: Target | None) -> list[Engine
 
 
 def _available(spec: EngineSpec, target: Target | None, temp_bytes: int) -> int:
-    """Bytes for the pool, as `LLM` will count them once the weights are there."""
+    """Bytes for the pool, as `LLM` will count them once the weights are loaded."""
     used = temp_bytes + sum(spec.weight_bytes.values())
     utilization, share = spec.config.gpu_memory_utilization, spec.config.cache_max_entry_count
     if target is None:

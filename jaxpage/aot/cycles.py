@@ -1,14 +1,14 @@
 """Where the time of a TPU program goes, by the compiler's own estimates: the `estimated_cycles` in its HLO.
 
-XLA notes at each fusion and copy how many cycles it expects it to take, bytes and flops considered. The estimates of a
-program add up along its control flow:
+XLA annotates each fusion and copy with the cycles it expects it to take, considering bytes and flops. The estimates of
+a program add up along its control flow:
 
-- A computation that an instruction names in `calls`, such as a fusion's, is in that instruction's own estimate.
-- The body of a loop runs as often as XLA knows that it does, else once.
-- Of a conditional one branch runs. The cheapest one is counted, since the others are for requests that ask for more;
-  what the dearest would add is `Costs.in_other_branches`.
-- What has no estimate carries a sentinel near 2**63, or none: kernels, which `tpu_schedule` knows, and the ends of what
-  runs asynchronously.
+- A computation that an instruction names in `calls`, such as a fusion's, is included in that instruction's estimate.
+- The body of a loop counts with its known trip count, or else once.
+- Of a conditional one branch runs. The cheapest one counts, since the others are for requests that ask for more; what
+  the most expensive one would add is `Costs.in_other_branches`.
+- Instructions without an estimate have a sentinel near 2**63, or nothing: kernels, which `tpu_schedule` covers, and the
+  ends of asynchronous operations.
 
 Knows the text of optimised HLO and nothing of jax.
 """
@@ -36,33 +36,33 @@ _SENTINEL = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """An instruction of that name. `cycles`: of one execution; None for a kernel."""
+    """The cost of an instruction. `cycles`: of one execution; None for a kernel."""
 
     name: str
     opcode: str
-    made: str  # its result's type, layouts included
-    op_name: str  # where it comes from, as traced
+    made: str  # the type of its result, including layouts
+    op_name: str  # its origin, as traced
     cycles: int | None
     times: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of a program. `in_other_branches`: cycles that the dearest branches would add to `costs`."""
+    """The costs of a program. `in_other_branches`: cycles that the most expensive branches would add to `costs`."""
 
     costs: tuple[Cost, ...]
     in_other_branches: int
 
     @property
     def cycles(self) -> int:
-        """Without kernels."""
+        """The sum, without kernels."""
         return sum((each.cycles or 0) * each.times for each in self.costs)
 
 
 @dataclass(frozen=True)
 class _Line:
     cost: Cost
-    called: tuple[tuple[str, ...], int] | None  # computations, of which one runs; how often
+    called: tuple[tuple[str, ...], int] | None  # computations, one of which runs; how often
 
 
 @dataclass
@@ -72,7 +72,7 @@ class _Program:
 
 
 def costs_of(text: str) -> Costs:
-    """`text`: of a compiled program, `compiled.as_text()`. Nothing is in it that costs nothing."""
+    """`text`: a compiled program, `compiled.as_text()`. Instructions that cost nothing are left out."""
     program = _parse(text)
     return _walk(program, program.entry, 1)
 
@@ -116,7 +116,7 @@ def _called(line: str, opcode: str) -> tuple[tuple[str, ...], int] | None:
 
 
 def _walk(program: _Program, name: str, times: int) -> Costs:
-    """Of a computation that runs so often."""
+    """The costs of a computation that runs `times` times."""
     costs, others = [], 0
     for line in program.lines.get(name, ()):
         if line.called is None:
@@ -136,8 +136,8 @@ def _least(costs: Costs) -> int:
 
 
 def grouped(costs: tuple[Cost, ...]) -> Iterator[tuple[Cost, int, int]]:
-    """Costs that are alike, of the layers of a model say: one of them, how many they are, and all their cycles; the
-    dearest first. Kernels are left out.
+    """Groups similar costs, such as those of a model's layers: one of each group, how many there are, and their total
+    cycles; the most expensive first. Kernels are left out.
     """
     groups: dict[tuple[str, str, str], list[Cost]] = {}
     for each in costs:

@@ -1,6 +1,6 @@
-"""From what the compiler reported to what a user wants to know: does it fit, how many tokens, how fast at best.
+"""From the compiler's reports to what a user wants to know: does it fit, how many tokens, how fast at best.
 
-Pure arithmetic on what `worker.measure` returns. Must not know compilers.
+Pure arithmetic on the result of `worker.measure`. Must not know compilers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jaxpage.runner.memory import pool_bytes_of
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """The fastest that a decode step can be, in ms. Weights and KV are read once and every token is multiplied with
-    the parameters meanwhile, of experts with its own; then devices exchange.
+    """The fastest possible decode step, in ms. Weights and KV are read once, and meanwhile every token is multiplied by
+    the parameters, of experts only by its own; then devices exchange.
     """
 
     weights: float
@@ -35,15 +35,15 @@ class Estimate:
 
     weight_bytes: int
     state_bytes: int
-    temp_bytes: int  # of the largest step, its results included
-    pool_bytes: int  # what is left for KV
+    temp_bytes: int  # of the largest step, including its results
+    pool_bytes: int  # left for KV
     block_bytes: int
-    num_blocks: int  # besides the null block
-    num_tokens: int  # of the longest sequence that fits if it is alone, see `kv_groups`
-    fits: bool  # one sequence of max_model_len
-    batches: dict[int, int]  # length of sequences: how many at once, by memory
+    num_blocks: int  # without the null block
+    num_tokens: int  # of the longest sequence that fits on its own, see `kv_groups`
+    fits: bool  # whether one sequence of max_model_len fits
+    batches: dict[int, int]  # from sequence length to how many fit at once
     decode: dict[tuple[int, int], DecodeStep]  # by (batch, length)
-    changes: tuple[str, ...]  # each of which would make it fit
+    changes: tuple[str, ...]  # each would make it fit
 
 
 def estimate(measured: dict[str, Any]) -> Estimate:
@@ -72,7 +72,7 @@ def estimate(measured: dict[str, Any]) -> Estimate:
 
 
 def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep:
-    """Of `batch` sequences of `length` tokens, one of the lengths in `measured`."""
+    """The step of `batch` sequences of `length` tokens, one of the lengths in `measured`."""
     chip, num_devices, links = measured["chip"], measured["num_devices"], Links(**measured["links"])
     kv_bytes = batch * measured["blocks"][str(length)] * measured["block_bytes"]
     exchange = sum(
@@ -87,7 +87,7 @@ def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep
 
 
 def _bytes_per_step(measured: dict[str, Any], batch: int) -> float:
-    """Of weights. Of experts those that some token of the batch has, if each is as likely as the others."""
+    """Weights that a step reads. Of experts those that some token of the batch uses, if all are equally likely."""
     experts = measured["experts"]
     if experts is None:
         return measured["bytes_per_step"]
@@ -125,5 +125,5 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
             found.append(f"--tp {num_devices}{where}")
             break
     return tuple(found) or (
-        "a larger chip: none of a shorter length, int8 or 8 times the devices is enough",
+        "a larger chip: neither a shorter length, int8 nor 8 times the devices is enough",
     )

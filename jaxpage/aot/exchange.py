@@ -1,4 +1,4 @@
-"""How long devices take to exchange what tensor parallelism needs, if nothing else uses their links.
+"""How long the exchanges of tensor parallelism take if nothing else uses the links.
 
 Pure arithmetic: bytes over the links' bandwidth, and steps of a ring. Must not know compilers, models or chips.
 """
@@ -11,24 +11,24 @@ from jaxpage.aot.targets import Links
 
 
 class Collective(NamedTuple):
-    """One that a step calls `count` times."""
+    """A collective that a step calls `count` times."""
 
     kind: str  # as in `hlo.COLLECTIVES`
     count: int
-    bytes_per_row: float  # of a step's rows, see `bytes_sent`
+    bytes_per_row: float  # for each row of a step, see `bytes_sent`
 
 
-# How often an array goes round the ring: for a sum in parts that are added up on the way, then each part to all.
+# How often an array goes round the ring. For a sum: once to add up its parts, once to send each part to all devices.
 _ROUNDS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
 def bytes_sent(kind: str, num_bytes: float, num_devices: int) -> float:
-    """By each device. `num_bytes`: of the array that all have before or after, of all-to-all a device's share."""
+    """Bytes sent by each device. `num_bytes`: of the array that all have before or after; for all-to-all, its share."""
     return _ROUNDS[kind] * num_bytes * (num_devices - 1) / num_devices
 
 
 def seconds_of(collective: Collective, num_rows: int, num_devices: int, links: Links) -> float:
-    """Of all its calls, one after the other. Rows are padded to a multiple of the devices."""
+    """Seconds of all its calls, one after the other. Rows are padded to a multiple of the devices."""
     if num_devices == 1:
         return 0.0
     kind, count, bytes_per_row = collective

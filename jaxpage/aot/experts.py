@@ -1,6 +1,6 @@
-"""What a mixture of experts adds to a plan: parameters of which a token uses some, a sum over devices, temporaries.
+"""What a mixture of experts adds to a plan: parameters that a token uses in part, a sum over devices, temporaries.
 
-From the shapes of an engine alone. Of models without experts all of it is nothing.
+Derived from the shapes of an engine alone. Models without experts add nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxpage.weights.spec import ParamSpec, specs
 
 
 def numbers_of(spec: EngineSpec) -> dict[str, int] | None:
-    """What `estimate` needs: how many of a layer's experts a token has, their bytes on a device, and the parameters of
-    the model, all and those that a token uses. None of a model without experts.
+    """What `estimate` needs: how many of a layer's experts a token uses, the experts' bytes on a device, and how many
+    parameters the model has in all and a token uses. None for a model without experts.
     """
     experts = spec.model.config.experts
     if experts is None:
@@ -34,7 +34,7 @@ def numbers_of(spec: EngineSpec) -> dict[str, int] | None:
 
 
 def num_active(model: CausalLM) -> int:
-    """Parameters that a token uses, the embedding counted as a whole; not those of an encoder of pictures."""
+    """Parameters that a token uses, including the whole embedding but not a picture encoder."""
     experts, total = model.config.experts, 0
     for path, each in specs(model).items():
         if path.startswith(ENCODER):
@@ -47,7 +47,7 @@ def num_active(model: CausalLM) -> int:
 
 
 def exchange_of_experts(spec: EngineSpec) -> list[Collective]:
-    """What devices exchange in a decode step besides `steps.exchange_of`: a sum for each layer with experts."""
+    """What devices exchange in a decode step in addition to `steps.exchange_of`: a sum for each layer with experts."""
     model, num_devices = spec.model.config, spec.num_devices
     experts = model.experts
     if experts is None or num_devices == 1 or experts.num_experts % num_devices:
@@ -57,7 +57,7 @@ def exchange_of_experts(spec: EngineSpec) -> list[Collective]:
 
 
 def temp_bytes_of_experts(spec: EngineSpec) -> int:
-    """Besides `steps.most_temp_bytes`: each device has a row for each expert of each token, and products in float32."""
+    """In addition to `steps.most_temp_bytes`: each device has a row for each expert of each token, and f32 products."""
     model = spec.model.config
     if model.experts is None:
         return 0

@@ -1,6 +1,6 @@
 """What the text of a compiled program shows: collectives, copies of large arrays, calls of kernels.
 
-Knows how XLA writes its optimised programs (HLO). Must not know jax, nor what a program computes.
+Knows the syntax of XLA's optimised programs (HLO). Must not know jax, nor what a program computes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _VMEM = re.compile(r'"scoped_memory_configs":\[\{"memory_space":"1","offset":"\d
 _NAME = re.compile(r'op_name="([^"]*)"')
 _SHAPE = re.compile(r"(?P<dtype>\w+)\[(?P<sizes>[\d,]*)\]")
 
-# Instructions whose result lies where an operand lay, or that only name what others make: the instructions of a
-# fusion, a loop or a branch stand in the text themselves. A custom call is a kernel, which says what it aliases. Where
-# an update cannot be made in place, XLA adds a copy before it.
+# Instructions whose result has the place of an operand, or that only refer to the results of others: the instructions
+# of a fusion, a loop or a branch are in the text themselves. A custom call is a kernel, which declares what it aliases.
+# Where an update cannot be done in place, XLA adds a copy before it.
 _IN_PLACE = {"dynamic-update-slice", "scatter"}
 _NAMES = {"parameter", "get-tuple-element", "bitcast", "tuple", "opt-barrier"}
 _CALLS = {"custom-call", "fusion", "while", "conditional", "call"}
 
 
 def collectives(text: str) -> dict[str, dict[str, int]]:
-    """By name the number of collectives in a program's HLO, and the elements that the largest of them makes.
+    """By name: the number of collectives in a program's HLO, and the elements in the largest result.
 
-    The compiler may write one down several times, in the computations that it overlaps with; they share a channel.
+    One collective may appear several times, in the computations that it overlaps with; these share a channel.
     """
     largest: dict[str, dict[str, int]] = {}
     for match in _COLLECTIVE.finditer(text):
@@ -43,7 +43,7 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
 
 
 def copies_of_size(text: str, shapes: Iterable[tuple[int, ...]]) -> Iterator[str]:
-    """Instructions that make an array as large as one of the shapes (of one device), in any layout, out of another."""
+    """Instructions that produce a new array as large as one of the shapes (of one device), in any layout."""
     sizes = {math.prod(shape) for shape in shapes}
     for line in text.splitlines():
         found = _INSTRUCTION.search(line)
@@ -53,8 +53,8 @@ def copies_of_size(text: str, shapes: Iterable[tuple[int, ...]]) -> Iterator[str
 
 
 def kernel_calls(text: str) -> list[tuple[str, int | None]]:
-    """Of each call of a Pallas kernel its name, as traced, and the bytes of VMEM that it may have: the compiler refuses
-    a TPU kernel that needs more. None where no limit is said, as on GPUs.
+    """For each call of a Pallas kernel its name, as traced, and its limit of VMEM bytes: the compiler refuses a TPU
+    kernel that needs more. None where there is no limit, as on GPUs.
     """
     found = []
     for line in text.splitlines():
@@ -65,7 +65,7 @@ def kernel_calls(text: str) -> list[tuple[str, int | None]]:
 
 
 def _sizes(made: str) -> Iterator[int]:
-    """The elements of each array in the type of an instruction."""
+    """The number of elements of each array in the type of an instruction."""
     return (
         math.prod(int(n) for n in shape["sizes"].split(",") if n) for shape in _SHAPE.finditer(made)
     )

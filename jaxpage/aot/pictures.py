@@ -1,6 +1,6 @@
-"""What an encoder of pictures adds to a plan: weights that only pictures pass, and temporaries of the largest one.
+"""What a picture encoder adds to a plan: weights that only pictures use, and temporaries of the largest picture.
 
-From the shapes of an engine alone. Of models without pictures all of it is nothing.
+Derived from the shapes of an engine alone. Models without pictures add nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.weights.spec import specs
 
-ENCODER = "visual."  # what the names of its parameters begin with
+ENCODER = "visual."  # prefix of the names of its parameters
 MB = 10**6
 
 
 def numbers_of_encoder(spec: EngineSpec) -> dict[str, int] | None:
-    """Parameters of the encoder, their bytes on a device, and the patches of the largest picture that it takes."""
+    """Parameters of the encoder, their bytes on a device, and the patches of the largest picture that it accepts."""
     pictures = spec.picture_spec
     if pictures is None:
         return None
@@ -29,5 +29,5 @@ def numbers_of_encoder(spec: EngineSpec) -> dict[str, int] | None:
 
 
 def temp_bytes_of_encoder(num_patches: int) -> int:
-    """That no encoder was seen to exceed, whose layers have up to 4,304 values of a patch."""
+    """An empirical upper bound, for encoders whose layers have up to 4,304 values per patch."""
     return 100 * MB + 60_000 * num_patches

@@ -1,6 +1,6 @@
-"""`jaxpage plan`: does a model fit a chip, how many tokens does it hold, how fast can it be. No device is needed.
+"""`jaxpage plan`: whether a model fits a chip, how many tokens it holds, how fast it can be. No device is needed.
 
-Knows flags and what is printed. Each target is compiled for in a process of its own (`worker`).
+Knows flags and what is printed. Compiles for each target in a separate process (`worker`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(plan: Plan) -> int:
 
 
 def _divide(plan: Plan, targets: list[Target]) -> int:
-    """`--tp auto`: a table for each target, for which nothing is compiled. Returns 0 if the model fits one, else 1."""
+    """`--tp auto`: a table for each target, without compiling. Returns 0 if the model fits one, else 1."""
     for target in targets:
         _check(target, 1)
     tables = [
@@ -130,7 +130,7 @@ def _measure(plan: Plan, target: Target, sizes: list[int]) -> list[dict[str, Any
 
 @contextmanager
 def _progress(name: str) -> Iterator[Report]:
-    """Says on stderr what is compiled and what is done; on a terminal a clock runs meanwhile."""
+    """Shows on stderr which programs are being compiled and which are done, and on a terminal a running clock."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = (SpinnerColumn(), "{task.description}", MofNCompleteColumn(), TimeElapsedColumn())
     clock = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -209,8 +209,8 @@ def _encoder(measured: dict[str, Any]) -> list[str]:
     if encoder is None:
         return []
     return [
-        f"of the weights {encoder['weight_bytes'] / GIB:.2f} GiB, {encoder['num_parameters'] / 1e9:.2f} G parameters, "
-        f"encode pictures; the largest has {encoder['largest']} patches"
+        f"{encoder['weight_bytes'] / GIB:.2f} GiB of the weights, {encoder['num_parameters'] / 1e9:.2f} G parameters, "
+        f"encode pictures; the largest picture has {encoder['largest']} patches"
     ]
 
 
@@ -220,8 +220,8 @@ def _exchange(measured: dict[str, Any], estimated: Estimate) -> list[str]:
     links = measured["links"]
     parts = ", ".join(f"{s.exchange:.2f} ms at {b} x {n}" for (b, n), s in estimated.decode.items())
     return [
-        f"of that devices exchange for {parts}: {links['bytes_per_second'] / 1e9:.0f} GB/s of each device, "
-        f"{links['steps']} steps of {1e6 * links['seconds_per_step']:.1f} us"
+        f"of which exchange takes {parts}: each device sends at {links['bytes_per_second'] / 1e9:.0f} GB/s, in "
+        f"{links['steps']} steps of {1e6 * links['seconds_per_step']:.1f} us latency"
     ]
 
 

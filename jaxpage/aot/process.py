@@ -1,7 +1,7 @@
-"""A process of its own for each target: compilers must be configured before jax is imported.
+"""A separate process for each target, because compilers must be configured before jax is imported.
 
 A request goes to the process as JSON. It answers with lines of JSON: any number of reports, then one outcome.
-`run` is this side, `serve` the other one. Must not know what is compiled.
+`run` is the parent's side, `serve` the child's. Must not know what is compiled.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def run(
     timeout: float | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """What `module` makes of the request. Raises ValueError: the module's own, or one for a compiler that failed.
+    """The result of `module` for the request. Raises ValueError: the module's own, or one for a compiler that failed.
 
-    `variables`: of the environment, besides the target's.
-    `timeout`: seconds after which the process is ended, and that is an error too.
+    `variables`: additional environment variables.
+    `timeout`: seconds after which the process is killed, which is an error too.
     """
     more = [f"{name}={value}" for name, value in (variables or {}).items()]
     command = ["env", *environment(target), *more, sys.executable, "-m", module]
@@ -64,7 +64,7 @@ def run(
                 elif message:
                     outcome = message
             code = process.wait()
-        except BaseException:  # Ctrl-C among them
+        except BaseException:  # including Ctrl-C
             process.kill()
             raise
         finally:
@@ -83,9 +83,9 @@ def run(
 
 
 def serve(work: Callable[[dict[str, Any], Report], Any]) -> None:
-    """Answer the request on the standard input with `work(request, report)`. Its ValueErrors are the user's."""
+    """Answer the request on standard input with `work(request, report)`. Its ValueErrors are the user's errors."""
 
-    # Reports come from several threads, and `print` writes a line in two pieces.
+    # Reports come from several threads, and `print` writes a line in two parts.
     lock = threading.Lock()
 
     def send(**message: Any) -> None:
@@ -104,6 +104,6 @@ def serve(work: Callable[[dict[str, Any], Report], Any]) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """Its kind and first words, without the compiler's own stack."""
+    """The error's type and the start of its message, without the compiler's own stack."""
     text = " ".join(str(error).partition("*** Begin stack trace")[0].split())
     return f"{type(error).__name__}: {text[:600]}"

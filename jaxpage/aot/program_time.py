@@ -1,5 +1,5 @@
-"""What the compiler says of a program's time, as JSON: the estimates of XLA's own instructions, and of each kernel its
-schedule. For GPUs only the flops and bytes of XLA's cost analysis.
+"""The compiler's estimates of a program's time, as JSON: cycles of XLA's own instructions, and each kernel's schedule.
+For GPUs only the flops and bytes of XLA's cost analysis.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ARRAY = re.compile(r"\w+\[[\d,]*\]")
 
 
 def time_of(text: str, analysis: dict[str, Any], dumped: Path | None) -> dict[str, Any]:
-    """`text`: optimised HLO; `dumped`: the folder that libtpu writes schedules to; None for a GPU."""
+    """`text`: optimised HLO; `dumped`: the folder where libtpu writes schedules; None for a GPU."""
     if dumped is None:
         return {"flops": analysis.get("flops", 0.0), "bytes": analysis.get("bytes accessed", 0.0)}
     costs = costs_of(text)
@@ -35,7 +35,7 @@ def time_of(text: str, analysis: dict[str, Any], dumped: Path | None) -> dict[st
 
 
 def _kernels(calls: list[Cost], dumped: Path) -> list[dict[str, Any]]:
-    """Those that are alike are compiled, and dumped, once. `program`: None for one that was not found."""
+    """Identical kernels are compiled, and dumped, once. `program`: None if its schedule was not found."""
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for call in calls:
         counts[base_name(call.name), tuple(_ARRAY.findall(call.made))] += call.times
@@ -54,6 +54,6 @@ def _kernels(calls: list[Cost], dumped: Path) -> list[dict[str, Any]]:
 
 
 def _what(cost: Cost) -> str:
-    """Its last words and the array that it makes."""
+    """The last two parts of its name, and its result's array type."""
     made = _ARRAY.search(cost.made)
     return f"{'/'.join(cost.op_name.split('/')[-2:])} {made[0] if made else ''}".strip()

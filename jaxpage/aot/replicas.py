@@ -1,6 +1,6 @@
-"""How to divide a target: how many devices share the weights, and so how many replicas of the model there are.
+"""How to divide a target into replicas: how many devices share the weights.
 
-`jaxpage plan --tp auto`. Pure arithmetic on estimates. Must not know compilers.
+For `jaxpage plan --tp auto`. Pure arithmetic on estimates. Must not know compilers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxpage.aot.estimate import DecodeStep, Estimate, decode_step, estimate
 from jaxpage.aot.targets import GIB
 
 BATCH = 64  # of each replica, for comparison
-# Of the most tokens/s that a division gives: so many are enough to be taken for its shorter step.
+# A division with this share of the highest tokens/s is preferred if its step is shorter.
 ENOUGH = 0.9
 RULE = (
     f"the shortest decode step of one sequence, among those with {ENOUGH:.0%} of the most tokens/s "
@@ -24,7 +24,7 @@ RULE = (
 
 @dataclass(frozen=True)
 class Division:
-    """A target with all its devices in replicas of `num_devices` each."""
+    """A target whose devices form replicas of `num_devices` each."""
 
     measured: dict[str, Any]  # of one replica
 
@@ -42,17 +42,17 @@ class Division:
 
     @property
     def length(self) -> int:
-        """Tokens of the sequences that are compared: 1,024, or the longest if that is shorter."""
+        """Tokens of the sequences that are compared: 1,024, or max_model_len if that is shorter."""
         return min(self.estimate.batches)
 
     @property
     def full_batch(self) -> int:
-        """Sequences that a replica decodes at once."""
+        """The number of sequences that a replica decodes at once."""
         return self.estimate.batches[self.length]
 
     @property
     def num_kv_tokens(self) -> int:
-        """In the blocks of a replica."""
+        """Tokens that a replica's KV blocks hold."""
         return self.estimate.num_blocks * self.measured["config"]["block_size"]
 
     def step(self, batch: int) -> DecodeStep:
@@ -60,7 +60,7 @@ class Division:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all replicas with full batches."""
+        """Tokens per second of all replicas, with full batches."""
         if self.full_batch == 0:
             return 0.0
         return self.num_replicas * self.full_batch / self.step(self.full_batch).total * 1000
@@ -71,12 +71,12 @@ class Division:
 
 
 def sizes_of(target_devices: int) -> list[int]:
-    """Numbers of devices that divide a target without rest."""
+    """Numbers of devices that divide a target evenly."""
     return [n for n in range(1, target_devices + 1) if target_devices % n == 0]
 
 
 def best(divisions: Iterable[Division]) -> Division | None:
-    """By RULE. None if no division holds a sequence of `max_model_len`."""
+    """The best division by RULE. None if none holds a sequence of `max_model_len`."""
     fitting = [each for each in divisions if each.estimate.fits]
     if not fitting:
         return None
@@ -88,7 +88,7 @@ def best(divisions: Iterable[Division]) -> Division | None:
 
 
 def show_divisions(divisions: list[Division]) -> str:
-    """A table with a line for each, and the best of them."""
+    """A table with a line for each division, and the best one."""
     first = divisions[0]
     length = first.length
     lines = [
@@ -102,10 +102,10 @@ def show_divisions(divisions: list[Division]) -> str:
     chosen = best(divisions)
     wanted = first.measured["config"]["max_model_len"]
     if chosen is None:
-        verdict = f"None fits: no sequence of max_model_len={wanted}."
+        conclusion = f"None fits: no sequence of max_model_len={wanted}."
     else:
-        verdict = f"Best: --tp {chosen.num_devices}, {chosen.num_replicas} replica(s): {RULE}."
-    return "\n".join([*lines, "", verdict])
+        conclusion = f"Best: --tp {chosen.num_devices}, {chosen.num_replicas} replica(s): {RULE}."
+    return "\n".join([*lines, "", conclusion])
 
 
 def _line(division: Division) -> str:

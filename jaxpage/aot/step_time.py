@@ -1,8 +1,8 @@
-"""Where a step would spend its time, from what `worker.measure` returns. Pure arithmetic.
+"""Where a step would spend its time, from the result of `worker.measure`. Pure arithmetic.
 
-On a TPU XLA's own instructions take the cycles that it estimates, and a kernel the greater of its bundles over the
-clock and its bytes over the bandwidth. On a GPU a program takes the greater of its flops over the peak and its bytes
-over the bandwidth, since its HLO has no estimates.
+On a TPU XLA's own instructions take the cycles that XLA estimates, and a kernel the larger of its bundles over the
+clock and its bytes over the bandwidth. On a GPU, whose HLO has no estimates, a program takes the larger of its flops
+over the peak and its bytes over the bandwidth.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.estimate import Estimate
 from jaxpage.aot.tpu_schedule import Loop
 
-LEFT_OUT = (
-    "left out: waiting for DMAs within a kernel, gaps between programs and instructions, what of a transfer hides "
-    "behind products, branches for requests that ask for more than sampling; XLA's estimates of passes over large "
+NOT_MODELLED = (
+    "not modelled: waiting for DMAs within a kernel, gaps between programs and instructions, transfers that overlap "
+    "with products, branches for requests that ask for more than sampling; XLA's estimates of passes over large "
     "arrays assume about 40 % of the bandwidth"
 )
-LEFT_OUT_ON_GPUS = (
-    "of a GPU no estimates are in the HLO: these are flops over peak or bytes over bandwidth, by XLA's cost analysis, "
-    "which counts no kernel of ours; attention is bytes over bandwidth"
+NOT_MODELLED_ON_GPUS = (
+    "a GPU's HLO has no estimates: these are flops over peak or bytes over bandwidth, by XLA's cost analysis, which "
+    "does not count our kernels; attention is bytes over bandwidth"
 )
 
 
@@ -34,10 +34,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Of a step. at_best: bytes over bandwidth, or flops over peak, see `estimate`."""
+    """The time of a step in ms. at_best: bytes over bandwidth, or flops over peak, see `estimate`."""
 
     name: str
-    parts: tuple[Part, ...]  # the largest first; one is the rest of XLA's
+    parts: tuple[Part, ...]  # the largest first; one is the remaining XLA instructions
     at_best: float
 
     @property
@@ -53,7 +53,7 @@ def step_times(measured: dict[str, Any], estimated: Estimate) -> list[StepTime]:
     found = []
     rows = programs["layers"]["name"].split()[1]
     for (batch, length), best in estimated.decode.items():
-        if batch == 1:  # a smaller program's, which was not compiled
+        if batch == 1:  # runs a smaller program, which was not compiled
             continue
         parts = _parts(measured, [programs["layers"], programs["sample"]], (batch, 1, length))
         parts.append(Part(what="exchange", count=1, ms=best.exchange))
@@ -144,4 +144,4 @@ def show_times(times: list[StepTime], *, explain: bool, is_gpu: bool) -> list[st
             lines.append(
                 f"{part.ms:>{len(step.name) + 10}.3f}{part.ms / step.ms:>7.0%}{part.count:>7}  {part.what}"
             )
-    return [*lines, LEFT_OUT_ON_GPUS if is_gpu else LEFT_OUT]
+    return [*lines, NOT_MODELLED_ON_GPUS if is_gpu else NOT_MODELLED]

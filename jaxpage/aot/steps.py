@@ -1,4 +1,4 @@
-"""What a step needs, and what devices exchange in it, from the shapes of an engine: nothing is compiled to know it."""
+"""What a step needs and what devices exchange in it, derived from the shapes of an engine, without compiling."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MIB = 2**20
 
 
 def exchange_of(spec: EngineSpec) -> list[Collective]:
-    """What the devices exchange in a decode step: a sum after each product that is divided over its inputs, and after
-    the embedding; where heads do not divide, what they attended to; then their shares of the logits, and what was
-    sampled.
+    """What the devices exchange in a decode step: a sum after each product that is sharded over its inputs, and after
+    the embedding; where heads do not divide evenly, the heads' attention outputs; then their shares of the logits, and
+    the sampled tokens.
 
-    XLA's own products are summed in float32 on GPUs. Those of int8 weights share the largest number of a row first.
+    XLA's own products are summed in float32 on GPUs. Those of int8 weights first exchange the largest value of a row.
     """
     if spec.mesh is None or spec.num_devices == 1:
         return []
@@ -45,13 +45,13 @@ def exchange_of(spec: EngineSpec) -> list[Collective]:
     found = [each for each in sums if each.count] + _gathered_heads(spec, list(divided.values()))
     if vocab % num_devices == 0:
         found.append(Collective("all-to-all", 1, 4 * vocab / num_devices))
-    # The token, its logprob and rank, and the most likely others.
+    # The token, its logprob and rank, and the top logprobs.
     sampled = 3 + 2 * spec.step_spec.num_top_logprobs
     return [*found, Collective("all-gather", 1, 4 * sampled)]
 
 
 def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collective]:
-    """Where some heads are padding: q, k and v, if their weights are divided, and what all heads attended to."""
+    """Where some heads are padding: q, k and v, if their weights are sharded, and the outputs of all heads."""
     model = spec.model.config
     shares = share_heads(model.num_heads, model.num_kv_heads, spec.num_devices)
     if not shares.has_padding:
@@ -64,8 +64,9 @@ def _gathered_heads(spec: EngineSpec, divided: list[ParamSpec]) -> list[Collecti
 
 
 def most_temp_bytes(spec: EngineSpec) -> int:
-    """That a step was not seen to exceed, of any model or chip: some arrays of a device's share of the logits, and of
-    the widest layer's results for all tokens. XLA lets more of them live at once on a GPU, and what it gathers.
+    """An empirical upper bound for a step of any model on any chip: some arrays as large as a device's share of the
+    logits, and some as large as the widest layer's results for all tokens. On a GPU, XLA keeps more of them alive at
+    once, and gathered arrays too.
     """
     config, model, num_devices = spec.config, spec.model.config, spec.num_devices
     is_gpu = spec.hardware.platform == "gpu"
@@ -76,7 +77,7 @@ def most_temp_bytes(spec: EngineSpec) -> int:
 
 
 def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, int]] | None:
-    """Queries and keys at once in the TPU's attention kernel, in decode steps and in others; None without it."""
+    """Tile sizes (queries and keys) of the TPU attention kernel in decode and other steps; None without the kernel."""
     sizes = spec.pool.kernel_sizes
     if not isinstance(sizes, tpu_shape.TileSizes):
         return None

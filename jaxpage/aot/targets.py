@@ -1,4 +1,4 @@
-"""Chips to compile for, and how they are linked: the numbers in their data sheets.
+"""Chips to compile for, and their links: numbers from data sheets.
 
 Knows numbers and names. Must not know jax.
 """
@@ -14,37 +14,36 @@ _ICI_HOP = 1e-6  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device as jax counts them (a TPU7x chip is two). Rates are peaks, from data sheets."""
+    """One device as jax counts them (a TPU7x chip has two). Rates are peaks, from data sheets."""
 
     name: str
     platform: str  # "tpu" or "gpu"
     device_kind: str  # jax's name of one device
-    num_bytes: int  # memory that programs can have: what the TPUs' compiler allows, what jax takes of a GPU
+    num_bytes: int  # memory that the TPU compiler lets programs use, or jax allocates on a GPU
     bytes_per_second: float  # of that memory
-    flops_per_second: float  # products of bfloat16
+    flops_per_second: float  # of bfloat16 products
     clock: float  # of a TensorCore, in Hz; 0 for a GPU, for which nothing is counted in cycles
     link_bytes_per_second: float  # of one link between chips, in one direction
-    seconds_per_step: float  # from one chip of a ring to the next, however little is sent
-    seconds_per_call: float = 0.0  # of a collective, besides
-    ring_directions: int = 2  # in which a collective sends at a time
+    seconds_per_step: float  # latency from one chip of a ring to the next
+    seconds_per_call: float = 0.0  # additional latency of a collective
+    ring_directions: int = 2  # in which a collective sends at the same time
     devices_per_chip: int = 1
-    links_within_chip: int = 0  # so many links are as fast as what its devices are joined by
-    rank: int = (
-        2  # numbers in a topology; 0: it has none, any number of devices is joined by a switch
-    )
-    most_devices: int | None = None  # joined by that switch
+    links_within_chip: int = 0  # bandwidth between the devices of a chip, as a number of links
+    # Numbers in a topology. 0: there is none; a switch connects up to `most_devices` devices.
+    rank: int = 2
+    most_devices: int | None = None
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        # Google publishes no clocks. They follow from the peak and the flops of a device's MXUs in a cycle: of four of
-        # 128 x 128 in a v5e, of eight in a v5p, and 2**19 in a v6e and in half a TPU7x, which is what two MXUs of
-        # 256 x 256 (jax._src.tpu_info) do if they take two rows at a time. The compiler agrees: libtpu 0.0.48 estimates
-        # that a product of 4096 x 4096 x 16384 does 97, 97, 90 and 82 % of them in a cycle.
+        # Google publishes no clocks. They follow from the peak and the flops per cycle of a device's MXUs: four of
+        # 128 x 128 in a v5e, eight in a v5p; and 2**19 flops in a v6e and in half a TPU7x, which two MXUs of 256 x 256
+        # (jax._src.tpu_info) achieve if they take two rows at a time. The compiler agrees: by the estimates of libtpu
+        # 0.0.48, a product of 4096 x 4096 x 16384 achieves 97, 97, 90 and 82 % of these flops per cycle.
         # https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e, /tpu7x. They give the bandwidth of all links of a chip in
         # both directions, 400, 1200, 800 and 1200 GB/s: four links in a 2D torus, six in a 3D one. The two halves of
-        # a TPU7x chip are joined by what is six times as fast as a link. A hop takes about a microsecond:
+        # a TPU7x chip are connected six times as fast as by a link. A hop takes about a microsecond:
         # https://jax-ml.github.io/scaling-book/sharding
         Chip(
             name="v5e",
@@ -94,10 +93,10 @@ CHIPS = {
             links_within_chip=6,
             rank=3,
         ),
-        # NVIDIA H200 SXM data sheet. Of the memory that its driver reports jax takes three quarters, unless
-        # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. NVLink has 900 GB/s in both directions; eight GPUs of an HGX
-        # board are joined by its switches. Latencies are those with which NCCL chooses its algorithms (a ring with
-        # the LL protocol, src/graph/tuning.cc).
+        # NVIDIA H200 SXM data sheet. jax allocates three quarters of the memory that the driver reports, unless
+        # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. NVLink has 900 GB/s in both directions together; switches
+        # connect the eight GPUs of an HGX board. Latencies are those that NCCL uses to choose its algorithms (a ring
+        # with the LL protocol, src/graph/tuning.cc).
         Chip(
             name="h200",
             platform="gpu",
@@ -119,10 +118,10 @@ CHIPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Of a device to the others with which it exchanges, in a ring through all of them."""
+    """A device's links to the others that it exchanges with, in a ring through all of them."""
 
     bytes_per_second: float  # that each device can send
-    steps: int  # until what a device sends is with all others
+    steps: int  # until all others have what a device sends
     seconds_per_step: float
     seconds_per_call: float
 
@@ -132,7 +131,7 @@ class Target:
     """Some chips of one kind."""
 
     chip: Chip
-    topology: tuple[int, ...]  # chips along each axis; () for a single one
+    topology: tuple[int, ...]  # chips along each axis; () for a single chip
 
     @property
     def name(self) -> str:
@@ -149,9 +148,9 @@ class Target:
         return self.num_chips * self.chip.devices_per_chip
 
     def links(self, num_devices: int) -> Links:
-        """Between the first `num_devices` devices.
+        """The links between the first `num_devices` devices.
 
-        A small slice is a mesh, no torus: a chip in its corner, for which all wait, has one link along each axis.
+        A small slice is a mesh, not a torus: a chip in its corner, which all others wait for, has one link per axis.
         """
         chip = self.chip
         num_chips = -(-num_devices // chip.devices_per_chip)
@@ -174,7 +173,7 @@ def parse_target(text: str) -> Target:
     """ "v6e:2x2", "tpu7x:2x2x1", "h200" or "h200:8". Raises ValueError for anything else."""
     name, _, topology = text.strip().lower().partition(":")
     if name not in CHIPS:
-        raise ValueError(f"no chip {name!r}; known are {', '.join(CHIPS)}")
+        raise ValueError(f"no chip {name!r}; there are {', '.join(CHIPS)}")
     chip = CHIPS[name]
     if not topology and chip.rank == 0:
         return Target(chip, ())
@@ -183,4 +182,4 @@ def parse_target(text: str) -> Target:
     if len(sizes) == max(1, chip.rank) and all(s.isdigit() and 0 < int(s) <= most for s in sizes):
         return Target(chip, tuple(map(int, sizes)))
     example = f"{name}:{chip.most_devices or 'x'.join('221'[: chip.rank])}"
-    raise ValueError(f"{text!r} is no target of this chip; write it like {example}")
+    raise ValueError(f"{text!r} is not a target with this chip; write it like {example}")

@@ -1,6 +1,6 @@
 """Compile-only topologies: what jax's compilers need to compile for devices that this machine does not have.
 
-The libtpu wheel holds the compiler for TPUs, the CUDA plugin that for GPUs; neither touches a device. They are
+The libtpu wheel contains the compiler for TPUs, the CUDA plugin the one for GPUs; neither needs a device. They are
 configured by variables that must be set before jax is imported, so `process` starts a process for each target.
 """
 
@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 from jaxpage.aot.targets import Target
 
 COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}  # packages, by platform
-_EXTRAS = {"tpu": "tpu", "gpu": "cuda13-local"}  # of jax, that ask for them
+_EXTRAS = {"tpu": "tpu", "gpu": "cuda13-local"}  # jax's extras that require them
 
-# What the driver of an H200 reports. ACCELERATED_FEATURES make it sm_90a, which has wgmma.
+# As an H200's driver reports it. ACCELERATED_FEATURES make it sm_90a, which has wgmma.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
@@ -40,18 +40,18 @@ device_description_str: "NVIDIA H200"
 
 
 def missing_compiler(platform: str) -> str | None:
-    """What must be installed to compile for "tpu" or "gpu"; None if nothing is missing."""
+    """What is missing to compile for "tpu" or "gpu", and how to install it; None if nothing is."""
     wanted = f"{COMPILERS[platform]}{wanted_version(platform)}"
     if platform == "tpu":
         found = _is_installed("libtpu")
         return None if found else f"the TPU compiler is not installed: pip install '{wanted}'"
     if not _is_installed("jax_plugins") or not _is_installed("jax_plugins.xla_cuda13"):
         return f"the GPU compiler is not installed: pip install '{wanted}' nvidia-cuda-nvcc"
-    return None if cuda_folder() else "there is no ptxas: pip install nvidia-cuda-nvcc"
+    return None if cuda_folder() else "ptxas is not installed: pip install nvidia-cuda-nvcc"
 
 
 def wanted_version(platform: str) -> str:
-    """Which version of the compiler the installed jax is made for, such as "==0.0.42.*"; "" if it does not say."""
+    """The compiler version that the installed jax requires, such as "==0.0.42.*"; "" if it does not name one."""
     package, extra = COMPILERS[platform], _EXTRAS[platform]
     of_package = re.compile(rf"""{package}([=<>~!][^;]*);.*extra == ["']{extra}["']""")
     found = (of_package.match(each) for each in metadata.requires("jax") or ())
@@ -59,16 +59,16 @@ def wanted_version(platform: str) -> str:
 
 
 def compiler_advice(platform: str) -> str:
-    """What to install where the compiler does not work: the version that jax is made for. "" if it is installed."""
+    """What to install if the compiler does not work: the version that jax requires. "" if it is installed."""
     package, wanted = COMPILERS[platform], wanted_version(platform)
     try:
         installed = metadata.version(package)
         if not wanted or Requirement(f"{package}{wanted}").specifier.contains(installed):
             return ""
-    except metadata.PackageNotFoundError:  # a nightly build has another name
-        installed = "of another name"
+    except metadata.PackageNotFoundError:  # a nightly build has a different name
+        installed = "under a different name"
     return (
-        f"{package} {installed} is installed, and jax {metadata.version('jax')} is made for "
+        f"{package} {installed} is installed, but jax {metadata.version('jax')} requires "
         f"{package}{wanted}: pip install '{package}{wanted}'"
     )
 
@@ -81,20 +81,20 @@ def environment(target: Target) -> list[str]:
     """`NAME=value` of the variables that must be set before a process that compiles for `target` imports jax."""
     variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if target.chip.platform == "tpu":
-        variables["TPU_SKIP_MDS_QUERY"] = "1"  # do not ask for the metadata of a TPU VM
+        variables["TPU_SKIP_MDS_QUERY"] = "1"  # do not query a TPU VM's metadata
         variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no device is touched
     else:
         # Autotuning would run candidates on the device.
         variables["XLA_FLAGS"] = (
             f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={cuda_folder()}"
         )
-        if folder := cuda_folder():  # Mosaic GPU takes the first ptxas on the PATH
+        if folder := cuda_folder():  # Mosaic GPU uses the first ptxas on the PATH
             variables["PATH"] = os.pathsep.join([str(folder / "bin"), *os.get_exec_path()])
     return [f"{name}={value}" for name, value in variables.items()]
 
 
 def mesh_of(target: Target, num_devices: int):
-    """A `jax.sharding.Mesh` of the first devices of a target, along TENSOR. Raises ValueError for too many."""
+    """A `jax.sharding.Mesh` of the first devices of a target, along TENSOR. Raises ValueError if it has fewer."""
     from jax.sharding import Mesh
 
     from jaxpage.parallel.sharding import TENSOR
@@ -113,7 +113,7 @@ def _devices(target: Target) -> list:
     from jax._src import xla_bridge  # there is no public way to load the plugin without a GPU
 
     xla_bridge.discover_pjrt_plugins()
-    # One host, whose devices are joined by NVLink.
+    # One host, whose devices NVLink connects.
     shape = f"1x1x{target.num_devices}"
     return topologies.get_topology_desc(
         platform="cuda", topology_name=shape, target_config=H200, topology=shape
@@ -121,7 +121,7 @@ def _devices(target: Target) -> list:
 
 
 def cuda_folder() -> Path | None:
-    """The folder of a CUDA toolkit, or of the wheel with its assembler; None if there is neither."""
+    """The folder of a CUDA toolkit, or of the wheel with ptxas; None if there is neither."""
     wheels = [Path(path) / "nvidia" / "cu13" for path in sys.path]
     on_path = shutil.which("ptxas")
     folders = wheels + ([Path(on_path).resolve().parents[1]] if on_path else [])

@@ -1,7 +1,7 @@
-"""Tile sizes of the TPU's attention kernel without a TPU: `python -m jaxpage.aot.tune v6e:2x2` writes its `tuned/`.
+"""Chooses tile sizes of the TPU attention kernel without a TPU: `python -m jaxpage.aot.tune v6e:2x2` writes `tuned/`.
 
-Each candidate is compiled; a call takes the greater of its bundles over the clock and its bytes over the bandwidth.
-That knows nothing of waiting for DMAs: a file that was measured on a device is better, and is not overwritten.
+Each candidate is compiled; a call takes the larger of its bundles over the clock and its bytes over the bandwidth.
+Waiting for DMAs is not modelled, so a file that was measured on a device is better, and is not overwritten.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SOURCE = "compiled schedules"
 def tune_for(
     target: Target, folder: Path = FOLDER, candidates: dict[str, dict[str, list[int]]] | None = None
 ) -> Path:
-    """The file that was written. candidates: for "decode" and "prefill" values to try of each size; None: the tuner's.
+    """Returns the file that it writes. candidates: values of each size for "decode" and "prefill"; None: the tuner's.
 
-    Raises ValueError for a target without the kernel or its compiler, and for a file that a device has measured.
+    Raises ValueError for a target without the kernel or its compiler, and if the file was measured on a device.
     """
     if target.chip.platform != "tpu":
-        raise ValueError(f"{target.name} is no TPU; schedules are counted for TPUs alone")
+        raise ValueError(f"{target.name} is not a TPU; only TPUs have schedules to count")
     if missing := missing_compiler("tpu"):
         raise ValueError(missing)
     path = tuning.path_of(target.chip.device_kind, folder)
@@ -48,7 +48,7 @@ def tune_for(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes tile sizes for TPUs that are not there.")
+    parser = argparse.ArgumentParser(description="Writes tile sizes for TPUs, without having one.")
     parser.add_argument("targets", nargs="+", help="v5e:2x2 v5p:2x2x1 v6e:2x2 tpu7x:2x2x1")
     for text in parser.parse_args().targets:
         path = tune_for(parse_target(text))

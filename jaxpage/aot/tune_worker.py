@@ -22,7 +22,7 @@ _WORKS = {"decode": tune.DECODE, "prefill": tune.PREFILL}
 
 
 def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: tune.Work) -> float:
-    """Of a call: its bundles over the clock, or its bytes over the bandwidth if that is more."""
+    """Seconds of a call: the larger of its bundles over the clock and its bytes over the bandwidth."""
     mesh = mesh_of(target, 1)
     place = NamedSharding(mesh, PartitionSpec())
     arrays = dict(jax.eval_shape(partial(tune.arguments, work, tune.BLOCK_SIZE["tpu"])))
@@ -34,7 +34,7 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: t
     }
     one_query = work.query_len == 1
     attend = partial(tpu.paged_attention, scale=128**-0.5, one_query_per_row=one_query, sizes=sizes)
-    with jax.set_mesh(mesh):  # Pallas asks it for which chip to lower
+    with jax.set_mesh(mesh):  # tells Pallas which chip to lower for
         jax.jit(attend, donate_argnames="pool").lower(**arrays).compile()
     (schedule,) = take_schedules(dumped, ["paged_attention"])
     pool: Any = arrays["pool"]

@@ -1,10 +1,10 @@
 """Compiles a model's largest steps for a target and reports what they need: `process.run("jaxpage.aot.worker", ...)`.
 
-What it returns are measurements, see `estimate` for what follows from them.
+It returns measurements; `estimate` draws conclusions from them.
 
-Most of a decode program's compilation is its sampler, which `sample` programs contain too. So `measure` compiles the
-layers of the largest decode step and its sampler apart. The step runs through both, one after the other, and needs no
-more than the sum of their temporaries.
+Compiling a decode program mostly means compiling its sampler, which `sample` programs contain too. So `measure`
+compiles the layers of the largest decode step and the sampler separately. The step runs one after the other, so it
+needs at most the sum of their temporaries.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from jaxpage.runner.programs import Lowering, compile_program, num_cores, step_b
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import quantize
 
-LENGTHS = (1024, 8192, 32768)  # tokens of the sequences of which the largest batch is asked
+LENGTHS = (1024, 8192, 32768)  # sequence lengths for which the largest batch is computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileJob:
-    """A sized engine on a target; nothing is compiled yet. dumped: where the compiler writes schedules, if it does."""
+    """A sized engine on a target; nothing is compiled yet. dumped: where the compiler writes schedules, or None."""
 
     spec: EngineSpec
     target: Target
@@ -82,8 +82,8 @@ def make_job(
 ) -> CompileJob:
     """`options`: those of EngineConfig. Raises ValueError.
 
-    Without `num_gpu_blocks_override` the pool has half of what the weights leave: a copy of it would be seen in the
-    temporaries.
+    Without `num_gpu_blocks_override` the pool gets half of the memory that the weights leave, so that a copy of it
+    would show in the temporaries.
     """
     mesh = mesh_of(target, num_devices)
     spec = make_engine_spec(
@@ -111,20 +111,20 @@ def measure(
 ) -> dict[str, Any]:
     """Everything that an estimate needs. Bytes and rates are those of one device. Raises ValueError.
 
-    `report` gets {"compiling": names}, and {"compiled": name, "seconds": s} after each. Results are kept on disk.
-    Unless it `compiles`, the temporaries are those that no step was seen to exceed, and there are no programs.
+    `report` gets {"compiling": names}, and {"compiled": name, "seconds": s} after each. Results are cached on disk.
+    Without `compiles` the temporaries are an empirical upper bound, and there are no programs.
     """
     job = make_job(options, target, num_devices, dumped)
     spec = job.spec
     config, weights = spec.config, spec.weight_bytes
-    # Where the weights alone are too many there is nothing to compile.
+    # If the weights alone do not fit, there is nothing to compile.
     fits = _pool_bytes(spec, target, 0) > 0
     state_bytes = job.lowerings.state_bytes
     encoder = numbers_of_encoder(spec)
     programs: list[dict[str, Any]] = []
     temp_bytes = 0
     if fits and compiles:
-        programs = _remembered(job, partial(_compile_largest, job, report))
+        programs = _cached_or_measured(job, partial(_compile_largest, job, report))
         temp_bytes = largest_step_bytes(programs, config.decode_steps)
     elif fits:
         largest = temp_bytes_of_encoder(encoder["largest"]) if encoder else 0
@@ -147,7 +147,7 @@ def measure(
         "links": dataclasses.asdict(target.links(num_devices)),
         "exchange": [*exchange_of(spec), *exchange_of_experts(spec)],
         "weight_bytes": sum(weights.values()),
-        # Of an embedding that is not the head too, only the rows of the step's tokens are read.
+        # A step reads only a few rows of an embedding that is not tied to the head.
         "bytes_per_step": sum(weights.values())
         - embedding
         - (encoder["weight_bytes"] if encoder else 0),
@@ -170,9 +170,9 @@ def measure(
 def compile_and_inspect(
     job: CompileJob, name: str, lowering: Lowering | None = None
 ) -> dict[str, Any]:
-    """What the compiler says of a program; if it needs more than a device has, just that (and no alias).
+    """The compiler's report on a program; if it exceeds a device's memory, all of that memory as its temporaries.
 
-    `lowering`: for a program that is none of the engine's own.
+    `lowering`: for a program that is not one of the engine's own.
     """
     found = {"name": name, "temp_bytes": job.target.chip.num_bytes, "result_bytes": 0}
     found |= {"alias_bytes": 0, "exchanges": [], "pool_copies": [], "kernels": []}
@@ -198,7 +198,7 @@ def compile_and_inspect(
 
 
 def _time(job: CompileJob, text: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Nothing for a TPU whose schedules are not dumped."""
+    """Empty for a TPU whose schedules are not dumped."""
     if job.target.chip.platform == "tpu" and job.dumped is None:
         return {}
     return {"time": time_of(text, dict(compiled.cost_analysis() or {}), job.dumped)}
@@ -212,12 +212,8 @@ def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
     forward, sample = buckets[-1].programs(buckets[-1].num_rows)
     lowerings = job.lowerings.programs | {layers: partial(job.lowerings.layers_of, decode)}
     encoders = job.lowerings.encoders[-1:]
-    order = (
-        forward,
-        sample,
-        layers,
-        *encoders,
-    )  # the longest compilation first: there may be fewer threads
+    # The longest compilation first: there may be fewer threads than programs.
+    order = (forward, sample, layers, *encoders)
     report({"compiling": order})
 
     def compile_one(name: str) -> dict[str, Any]:
@@ -238,10 +234,9 @@ class Memory(NamedTuple):
 
 
 def largest_step_bytes(programs: list[dict[str, Any]], decode_steps: int) -> int:
-    """Upper bound of what a step, or a launch of so many decode steps, needs besides weights, state and pool.
+    """Upper bound of what a step, or a launch of `decode_steps` decode steps, needs besides weights, state and pool.
 
-    `programs`: the layers of a decode step, forward, sample, and an encoder if there is one; or none, which need
-    nothing.
+    `programs`: the layers of a decode step, forward, sample, and an encoder if there is one; or none, for 0 bytes.
     """
     if not programs:
         return 0
@@ -252,15 +247,15 @@ def largest_step_bytes(programs: list[dict[str, Any]], decode_steps: int) -> int
     return max(step_bytes([decode]), step_bytes([forward, sample, *encoders]))
 
 
-def _remembered(
+def _cached_or_measured(
     job: CompileJob, compile_all: Callable[[], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What was measured for an equal engine, target, compiler and source; else measured now, and kept."""
+    """What was measured before for an equal engine, target, compiler and source; otherwise measured now and cached."""
     spec = job.spec
     folder = spec.config.compilation_cache_dir
     if not folder:
         return compile_all()
-    # The folder is another one each time, and of no consequence.
+    # The folder differs each time, but does not affect the results.
     flags = compiler_flags().replace(str(job.dumped), "") if job.dumped else compiler_flags()
     machine = executable_cache(spec, flags=flags).machine
     question = {
@@ -281,12 +276,12 @@ def _remembered(
             json.dump(programs, file)
         os.replace(file.name, path)
     except OSError:
-        pass  # it is only measured again
+        pass  # the next call measures again
     return programs
 
 
 def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any]:
-    """ "kernel" if the steps call it, else "plain XLA", and why; and its tiles on a TPU."""
+    """ "kernel" if the steps call it, else "plain XLA" and the reason; and the kernel's tiles on a TPU."""
     reason = job.spec.no_kernel_reason
     served = f"plain XLA: {reason}" if reason else "plain XLA"
     if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
@@ -295,7 +290,7 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
-    """Bytes of weights and of a KV block in int8; None where they are already, or cannot be."""
+    """Bytes of weights and of a KV block in int8; None where they are quantised already."""
     weights = block = None
     if spec.config.quantization is None:
         model = nnx.clone(spec.model)
@@ -308,7 +303,7 @@ def _in_int8(spec: EngineSpec) -> dict[str, int | None]:
 
 
 def _pool_bytes(spec: EngineSpec, target: Target, temp_bytes: int) -> int:
-    """For the pool of a device beside the weights, and a step that needs `temp_bytes`."""
+    """Bytes left for a device's pool after the weights and a step that needs `temp_bytes`."""
     return pool_bytes_of(
         target.chip.num_bytes,
         sum(spec.weight_bytes.values()) + temp_bytes,
@@ -323,7 +318,7 @@ def _options_shown(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def _num_multiplied(model: CausalLM, has_own_head: bool) -> int:
-    """Parameters that a token is multiplied with."""
+    """Parameters by which a token is multiplied."""
     embedding = specs(model)["model.embed_tokens.weight"]
     return num_active(model) - (math.prod(embedding.shape) if has_own_head else 0)
 

@@ -1,4 +1,4 @@
-"""The same engine behind asyncio: `AsyncLLM`, and what becomes of requests that cannot be answered."""
+"""The engine behind asyncio: `AsyncLLM`, and the errors of requests that cannot be answered."""
 
 from jaxpage.async_llm.llm import AsyncLLM
 from jaxpage.async_llm.streams import Stream

@@ -1,4 +1,4 @@
-"""What an operator or a trainer does to an engine for all requests at once: pauses, sleep, other weights."""
+"""What an operator or a trainer does to a whole engine: pause it, put it to sleep, replace its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EngineControl:
-    """The part of an `AsyncLLM` that is about the engine and not about one request."""
+    """The methods of an `AsyncLLM` that concern the engine, not a single request."""
 
     _tasks: Tasks
     _memory: DeviceMemory | None
@@ -27,11 +27,11 @@ class EngineControl:
     async def pause_generation(
         self, *, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
     ) -> None:
-        """Stop generating; returns when the device computes nothing any more. Requests that come now wait.
+        """Stop generating; returns once the device is idle. Requests that arrive in the meantime wait.
 
-        Those that run are aborted, answered to their end, or kept as they are. `clear_cache`: forget all KV, so that
-        weights may change; with "keep" it is computed anew. Raises ValueError for an unknown mode, EngineAsleepError
-        while asleep.
+        Running requests are aborted ("abort"), finished ("wait") or suspended ("keep"). `clear_cache`: discard all KV,
+        so that weights may change; the KV of suspended requests is recomputed. Raises ValueError for an unknown mode,
+        EngineAsleepError while asleep.
         """
         if mode not in tuple(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(PauseMode)}, got {mode!r}")
@@ -42,7 +42,7 @@ class EngineControl:
             await self.reset_prefix_cache(reset_running_requests=mode == PauseMode.KEEP)
 
     async def resume_generation(self) -> None:
-        """Go on, with the requests that came while paused. Raises EngineAsleepError while asleep."""
+        """Continue, including the requests that arrived during the pause. Raises EngineAsleepError while asleep."""
 
         def resume() -> None:
             self._check_awake()
@@ -56,11 +56,11 @@ class EngineControl:
     # Sleep.
 
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Pause, see `pause_generation`, and give the devices' memory back until `wake_up`.
+        """Pause (see `pause_generation`) and release device memory until `wake_up`.
 
-        Level 1 frees the KV pool and moves the weights to the host; level 2 discards them, and others must come by
-        `update_weights`. Requests that are kept are computed anew later. An engine that sleeps may go from level 1 to
-        2. Raises ValueError for another level, and where several engines or hosts work together.
+        Level 1 frees the KV pool and moves the weights to the host; level 2 discards them, so `update_weights` must
+        supply new ones. The KV of suspended requests is recomputed later. A sleeping engine may go from level 1 to 2.
+        Raises ValueError for any other level, and with several engines or hosts.
         """
         memory = needed(self._memory)
         if level not in (1, 2):
@@ -76,10 +76,10 @@ class EngineControl:
         await self._call(fall_asleep)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Have weights and KV pool on the devices again, and go on; nothing is compiled.
+        """Restore weights and KV pool on the devices, and continue; nothing is compiled.
 
-        `tags`: "weights", "kv_cache", only these of them; generation goes on once both are there. Raises ValueError for
-        other tags, EngineAsleepError if the weights were discarded and no others have come.
+        `tags`: restore only these of "weights" and "kv_cache"; generation continues once both are there. Raises
+        ValueError for other tags, EngineAsleepError if the weights were discarded and have not been replaced.
         """
         memory, tags = needed(self._memory), check_tags(tags)
 
@@ -93,36 +93,36 @@ class EngineControl:
         await self._call(wake)
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or KV pool are not on the devices."""
+        """Whether the weights or the KV pool are missing from the devices."""
         return self._memory is not None and self._memory.lacks is not None
 
     # Weights.
 
     async def update_weights(self, model: str | Path, *, keep_cache: bool = False) -> int:
-        """Have the weights of another checkpoint of the same model, between two steps; returns their version.
+        """Load the weights of another checkpoint of the same model, between two steps; returns their version.
 
-        `model`: a folder of safetensors or an Orbax checkpoint, also in a bucket. It is read into host memory while
-        steps go on, and then moved to the devices, where one parameter at a time is there twice; nothing is compiled.
-        Requests that run go on with the new weights and the KV that they have: pause before, with `clear_cache`, to
-        have it computed anew. Cached KV is not found any more, unless `keep_cache`.
+        `model`: a folder of safetensors or an Orbax checkpoint, which may be in a bucket. It is read into host memory
+        while steps continue, then moved to the devices, where at most one parameter exists twice; nothing is compiled.
+        Running requests continue with the new weights and their existing KV: pause first, with `clear_cache`, to have
+        it recomputed. Cached KV is no longer found, unless `keep_cache`.
 
-        Raises ValueError, and changes nothing, for a checkpoint that does not fit or is damaged, and where several
-        engines or hosts work together.
+        Raises ValueError, and changes nothing, for a checkpoint that does not fit or is damaged, and with several
+        engines or hosts.
         """
         memory = needed(self._memory)
         arrays = await asyncio.to_thread(memory.read, model)
         return await self._call(lambda: memory.replace_weights(arrays, keep_cache=keep_cache))
 
     async def weight_version(self) -> int:
-        """How often the weights have been replaced. `CompletionOutput.weight_versions` counts the same."""
+        """How often the weights have been replaced; `CompletionOutput.weight_versions` uses the same count."""
         return needed(self._memory).version
 
-    # The rest.
+    # Cache and health.
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached KV. False, and nothing happens, while requests hold blocks.
+        """Discard all cached KV. Does nothing and returns False while requests hold blocks.
 
-        With `reset_running_requests` they give them back first, and are computed anew.
+        With `reset_running_requests` they first release their blocks, and their KV is recomputed.
         """
         reset = functools.partial(
             self._tasks.engine.reset_prefix_cache, reset_running_requests=reset_running_requests
@@ -144,11 +144,11 @@ class EngineControl:
         return not self.errored
 
     async def wait_until_warm(self) -> None:
-        """Until every program is compiled. Raises what the compiler raised."""
+        """Wait until every program is compiled. Raises what the compiler raised."""
         await asyncio.to_thread(self._tasks.engine.wait_until_warm)
 
     async def _call(self, action: Callable[[], T]) -> T:
-        """Have the engine's thread do something between two steps."""
+        """Run `action` in the engine's thread, between two steps."""
         return await asyncio.wrap_future(self._tasks.steps.call(action))
 
     def _check_awake(self) -> None:

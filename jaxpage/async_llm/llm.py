@@ -1,7 +1,7 @@
 """`AsyncLLM`: one engine for many tasks and threads.
 
-Input processing, the engine's steps and output processing run in a thread each, so tokenising, grammars and
-detokenising never hold the device. Knows how the three are joined. Must not know HTTP.
+Input processing, the engine's steps and output processing each run in their own thread, so tokenising, grammars and
+detokenising never delay the device. Knows how the three are connected. Must not know HTTP.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ T = TypeVar("T")
 class AsyncLLM(EngineControl, AsyncPoolingCalls):
     """An engine for many callers at once. `options` are those of `EngineConfig`, as for `LLM`.
 
-    `generate` is for tasks of any event loop, a notebook's too, and `submit` for threads without one; `encode` is for
-    models that pool. All methods may be called from any thread. The constructor returns when the first request can run,
-    which may take a while.
+    `generate` is for tasks of any event loop, including a notebook's, and `submit` for threads without one; `encode` is
+    for pooling models. All methods may be called from any thread. The constructor returns once the first request can
+    run, which may take a while.
     """
 
     def __init__(self, model: str, **options: Any):
-        """Raises ValueError or TypeError for options that cannot be had. With `nnodes` see `LLM`."""
+        """Raises ValueError or TypeError for invalid or unsupported options. For `nnodes` see `LLM`."""
         self._build(EngineConfig.from_options(model=model, **options))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
-        """An AsyncLLM with these options, an `EngineArgs`."""
+        """An AsyncLLM with the options of an `EngineArgs`."""
         llm = cls.__new__(cls)
         llm._build(engine_args)
         return llm
 
     @classmethod
     def from_built(cls, built: Built) -> AsyncLLM:
-        """An AsyncLLM around an engine that was put together elsewhere."""
+        """An AsyncLLM around an engine that was built elsewhere."""
         llm = cls.__new__(cls)
         llm._start(built)
         return llm
@@ -88,7 +88,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
     def _start(self, built: Built) -> None:
         self.config: ResolvedConfig = built.config
         self._tasks, self._memory = Tasks(built), built.memory
-        # The threads know the tasks and not this object, so it can go while they run.
+        # The threads refer to the tasks, not to this object, so it can be collected while they run.
         self._finalizer = weakref.finalize(self, Tasks.shut_down, self._tasks)
 
     # Requests.
@@ -106,12 +106,12 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one prompt: `async for output in llm.generate(...)`.
 
-        What an output has is said by `sampling_params.output_kind`; outputs that come faster than they are taken are
-        merged. A consumer that goes away, or is cancelled, aborts the request. `trace_headers` are for observers: the
-        caller's W3C trace context, "traceparent" and "tracestate".
+        `sampling_params.output_kind` determines what an output contains; outputs that arrive faster than they are
+        consumed are merged. If the consumer stops or is cancelled, the request is aborted. `trace_headers` are for
+        observers: the caller's W3C trace context, "traceparent" and "tracestate".
 
-        Prompts are those of `LLM.generate`. Raises ValueError if this one cannot be served, StepFailedError if the
-        computation of this request failed, EngineDeadError if there is no engine any more.
+        Prompts are those of `LLM.generate`. Raises ValueError if this one cannot be served, StepFailedError if a step
+        of this request failed, EngineDeadError if the engine is dead or was shut down.
         """
         stream = await self.start(
             prompt,
@@ -137,7 +137,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> Stream:
-        """As `generate`, but it raises its ValueErrors at once, and returns when the engine has the request.
+        """As `generate`, but raises its ValueErrors immediately, and returns once the engine has the request.
 
         The stream must be read to its end, or closed.
         """
@@ -163,9 +163,9 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> list[Stream]:
-        """As `start` for the prompts that `read` makes, one for each id: all are answered, or none.
+        """As `start` for the prompts that `read` returns, one for each id: either all are answered or none.
 
-        `read` is called in the thread of the input processor, and from there its prompts go straight to the engine.
+        `read` is called in the thread of the input processor, from which its prompts go directly to the engine.
         """
 
         def prepare(inputs: InputProcessor) -> list[Request]:
@@ -186,7 +186,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         return await self._begin(prepare, len(request_ids))
 
     async def _begin(self, prepare: Prepare, num_requests: int) -> list[Stream]:
-        """The streams of requests that the engine has."""
+        """The requests' streams, once the engine has the requests."""
         streams = [Stream() for _ in range(num_requests)]
         try:
             for added in await asyncio.wrap_future(self._tasks.start(prepare, streams)):
@@ -215,8 +215,8 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         """
 
         def render(inputs: InputProcessor) -> tuple[Prompt, SamplingParams, Any]:
-            told = None if tool_choice == "none" else tools
-            prompts = inputs.parse_chat(messages, tools=told, **template_options)
+            template_tools = None if tool_choice == "none" else tools
+            prompts = inputs.parse_chat(messages, tools=template_tools, **template_options)
             if len(prompts) != 1:
                 raise ValueError(f"AsyncLLM.chat takes one conversation, got {len(prompts)}")
             chat_format = inputs.chat_format(template_options.get("chat_template"))
@@ -256,13 +256,13 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         return future
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests now; their last outputs say so. Unknown and finished ids are ignored."""
+        """Abort requests; their last outputs have the finish reason "abort". Unknown and finished ids are ignored."""
         self._tasks.abort([request_id] if isinstance(request_id, str) else list(request_id))
 
     async def load_media(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """A conversation with its pictures read and prepared, in a thread of their own: URLs may take long.
+        """A conversation with its pictures loaded and preprocessed, in a separate thread, since URLs may be slow.
 
-        One without pictures, or of a model that takes none, is returned as it is. Raises ValueError.
+        A conversation without pictures, or for a model that takes none, is returned unchanged. Raises ValueError.
         """
         reader = self._tasks.inputs.pictures
         if reader is None or not has_media(messages):
@@ -270,7 +270,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         return await asyncio.to_thread(reader.load, messages)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """See `LLM.add_lora`. Read in the thread of the input processor; steps go on meanwhile."""
+        """See `LLM.add_lora`. Read in the thread of the input processor, while steps continue."""
         return await self.with_inputs(lambda inputs: inputs.adapters.add(lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
@@ -282,17 +282,17 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         return await self.with_inputs(lambda inputs: inputs.adapters.ids)
 
     async def with_inputs(self, function: Callable[[InputProcessor], T]) -> T:
-        """Call a function in the thread of the input processor: what is slow to tokenise or to render goes there."""
+        """Call a function in the thread of the input processor, where slow tokenising and rendering belong."""
         return await asyncio.wrap_future(self._tasks.with_inputs(function))
 
-    # The engine; see `EngineControl` besides.
+    # The engine; see also `EngineControl`.
 
     def observe(self, observer: Observer) -> None:
-        """Have somebody told of every step and of every request, from now on."""
+        """Notify `observer` of every step and every request from now on."""
         self._tasks.outputs.post(lambda: self._tasks.outputs.observers.append(observer))
 
     def stats(self) -> EngineStats:
-        """The engine's counters, as of now; of replicas the sum, and each part."""
+        """The engine's current counters; with replicas their sum, and those of each."""
         return self._tasks.engine.stats()
 
     def programs(self) -> list[ProgramRecord]:
@@ -302,9 +302,9 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
     async def with_schedulers(
         self, function: Callable[[Scheduler], T], replica: int | None = None
     ) -> dict[int, T]:
-        """Call a function with the scheduler of each replica that works, or of one, between two of its steps.
+        """Call a function with the scheduler of each live replica, or of one, between two of its steps.
 
-        Returns what it found by number of the replica. It may only look, and be quick: steps wait.
+        Returns the results by replica number. The function must only read, and be quick: it delays the next step.
         """
         engine = self._tasks.engine
         found = await self._call(lambda: engine.look(function, replica))
@@ -313,7 +313,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
     async def kv_snapshot(self, replica: int = 0) -> KVSnapshot:
         """Who holds which KV block of one replica now, as arrays; `jaxpage.plots` draws them.
 
-        Takes 30 ms for 100,000 blocks, in which it launches no step. Raises ValueError if there is no such replica.
+        Takes 30 ms for 100,000 blocks, during which no step is launched. Raises ValueError if there is no such replica.
         """
         from jaxpage.engine.snapshot import of_replica, take_snapshot
 
@@ -321,7 +321,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
 
     @property
     def model_config(self) -> ResolvedConfig:
-        """vLLM's name for what of the options is about the model; all of them."""
+        """vLLM's name for the model's options; here all options."""
         return self.config
 
     def get_tokenizer(self) -> Any:
@@ -331,11 +331,11 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         return self._tasks.inputs.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation config says, else vLLM's defaults."""
+        """The defaults of the model's generation config, or else vLLM's."""
         return self._tasks.inputs.default_params()
 
     def shutdown(self) -> None:
-        """End the engine; unfinished requests get an EngineDeadError. Done at exit too."""
+        """Stop the engine; unfinished requests get an EngineDeadError. Also called at exit."""
         self._finalizer()
 
 

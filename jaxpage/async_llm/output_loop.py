@@ -1,6 +1,6 @@
-"""The thread that makes texts and outputs of steps, and hands them to whoever waits for them.
+"""The thread that turns step results into texts and outputs, and delivers them to their receivers.
 
-Knows the output processor and receivers. Must not know the engine: what it has to hear is told by `EngineCalls`.
+Knows the output processor and receivers. Must not know the engine, which it notifies through `EngineCalls`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from jaxpage.async_llm.streams import News, Receiver
+from jaxpage.async_llm.streams import Receiver, Update
 from jaxpage.engine.step_output import StepOutput, TextEnd
 from jaxpage.mailbox import Mailbox
 from jaxpage.output_processor import OutputProcessor
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCalls:
-    """What the engine must hear of outputs. Neither blocks."""
+    """What the output thread asks of the engine. Neither call blocks."""
 
     end_by_text: Callable[[list[TextEnd]], None]
     abort: Callable[[list[str]], None]
 
 
 class Observer(Protocol):
-    """Who counts what becomes of requests. Called in the output thread, so it must be quick.
+    """Collects metrics of requests and steps. Called in the output thread, so it must be quick.
 
-    Steps know a request by `request.request_id`, outputs have the caller's name for it.
+    Steps identify a request by `request.request_id`; outputs have the caller's name for it.
     """
 
     def added(self, request: Request) -> None:
@@ -40,20 +40,20 @@ class Observer(Protocol):
         ...
 
     def took_step(self, step: StepOutput) -> None:
-        """A step has been collected, perhaps with nothing for anybody."""
+        """A step has been collected, possibly without any output."""
         ...
 
     def finished(self, request: Request, output: RequestOutput) -> None:
-        """A request has ended; `output` is the last one of it."""
+        """A request has ended; `output` is its last one."""
         ...
 
     def dropped(self, request: Request, error: Exception | None) -> None:
-        """A request has ended without a last output: with an error, or because nobody waits for it any more."""
+        """A request has ended without a last output: with an error, or because its receiver was closed."""
         ...
 
 
 class OutputLoop:
-    """Takes in steps, in their order, and delivers. Everything but `post` runs in its thread."""
+    """Processes steps in order and delivers their outputs. Everything but `post` runs in its thread."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class OutputLoop:
         engine: EngineCalls,
         ended: Callable[[str, str], None],
     ):
-        """`ended` is told the caller's name and the id of each request that has ended."""
+        """`ended` is called with the caller's name and the id of each request that has ended."""
         self.observers: list[Observer] = []
         self._processor = processor
         self._engine = engine
@@ -71,11 +71,11 @@ class OutputLoop:
         self._is_stopped = False
 
     def post(self, action: Callable[[], object]) -> None:
-        """Have it called in the loop's thread, after what was posted before."""
+        """Call `action` in the loop's thread, after everything that was posted before."""
         self._mailbox.post(action)
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Run until `stop`."""
         while not self._is_stopped:
             self._mailbox.run(wait=True)
             self._deliver([(output.request_id, output) for output in self._processor.take()])
@@ -84,13 +84,13 @@ class OutputLoop:
         self._is_stopped = True
 
     def add(self, request: Request, name: str, receiver: Receiver) -> None:
-        """Expect tokens of a request, which its caller knows by another name than the engine."""
+        """Expect tokens of a request. `name` is the caller's name for it, which differs from the engine's id."""
         self._requests[request.request_id] = _Delivery(request, name, receiver)
         self._processor.add(request)
         self._tell(lambda observer: observer.added(request))
 
     def take(self, step: StepOutput) -> None:
-        """Take in a step."""
+        """Process a step."""
         processed = self._processor.process(step)
         if processed.text_ends:
             self._engine.end_by_text(processed.text_ends)
@@ -99,16 +99,16 @@ class OutputLoop:
         if processed.errors:
             self._engine.abort(list(processed.errors))
             for request_id, error in processed.errors.items():
-                logger.error("request %s has no text any more: %r", request_id, error)
+                logger.error("request %s cannot be detokenised: %r", request_id, error)
                 self.fail([request_id], error)
         self._tell(lambda observer: observer.took_step(step))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests with what they have; their last outputs say so."""
+        """End requests with the tokens they have; their last outputs have the finish reason "abort"."""
         self._processor.abort(request_ids)
 
     def discard(self, request_id: str) -> None:
-        """Forget a request: nobody waits for it any more."""
+        """Forget a request whose receiver was closed."""
         self._processor.discard(request_id)
         self._drop(request_id, None)
 
@@ -119,13 +119,13 @@ class OutputLoop:
         self._deliver([(request_id, error) for request_id in request_ids])
 
     def fail_all(self, error: Exception) -> None:
-        """The same for all there are."""
+        """`fail` for all requests."""
         self.fail(list(self._requests), error)
 
-    def _deliver(self, news: list[tuple[str, News]]) -> None:
-        """Each event loop is woken once, however many of its requests have news."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Receiver, News]]] = {}
-        for request_id, item in news:
+    def _deliver(self, updates: list[tuple[str, Update]]) -> None:
+        """Wakes each event loop once, however many of its requests have updates."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Receiver, Update]]] = {}
+        for request_id, item in updates:
             delivery = self._requests.get(request_id)
             if delivery is None:
                 continue
@@ -138,10 +138,10 @@ class OutputLoop:
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_receive, items)
-            except RuntimeError:  # the loop is closed, and with it all who waited there
+            except RuntimeError:  # the loop is closed, and so are its receivers
                 self._abandon(loop)
 
-    def _prepare(self, delivery: _Delivery, item: News) -> None:
+    def _prepare(self, delivery: _Delivery, item: Update) -> None:
         if isinstance(item, Exception):
             self._drop(delivery.request.request_id, item)
             return
@@ -156,7 +156,7 @@ class OutputLoop:
             self._tell(lambda observer: observer.dropped(delivery.request, error))
 
     def _tell(self, tell: Callable[[Observer], None]) -> None:
-        """Nobody's answer depends on who counts."""
+        """A failing observer must not affect any request."""
         for observer in self.observers:
             try:
                 tell(observer)
@@ -184,6 +184,6 @@ class _Delivery(NamedTuple):
     receiver: Receiver
 
 
-def _receive(items: list[tuple[Receiver, News]]) -> None:
+def _receive(items: list[tuple[Receiver, Update]]) -> None:
     for receiver, item in items:
         receiver.receive(item)

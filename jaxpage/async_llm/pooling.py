@@ -1,4 +1,4 @@
-"""What an `AsyncLLM` does with a pooling model: `encode`, and what is refused."""
+"""What an `AsyncLLM` does with a pooling model: `encode`, and refusals of everything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class AsyncPoolingCalls:
-    """The verb of pooling models, under vLLM's name. With a model that generates text it raises ValueError."""
+    """The method of pooling models, under vLLM's name. With a model that generates text it raises ValueError."""
 
     _pooler: AsyncPooler | None = None
 
@@ -33,11 +33,11 @@ class AsyncPoolingCalls:
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """The output of one prompt, once: `async for output in llm.encode(...)`. See `LLM.encode`.
+        """Yields the output of one prompt once: `async for output in llm.encode(...)`. See `LLM.encode`.
 
-        `pooling_params.task` says what is wanted; None: what the model is for. Calls that wait are computed together.
-        A consumer that is cancelled before its prompt is computed costs nothing. Raises ValueError if the prompt cannot
-        be answered, EngineDeadError if there is no engine any more.
+        `pooling_params.task`: None for the model's own task. Waiting calls are computed together. A consumer that is
+        cancelled before its prompt is computed costs nothing. Raises ValueError if the prompt cannot be answered,
+        EngineDeadError if the engine was shut down.
         """
         pooler = self._pooler
         if pooler is None:
@@ -57,14 +57,14 @@ class AsyncPoolingCalls:
 
 
 class PoolingTasks(DoesNotGenerate):
-    """Stands where an `AsyncLLM` of a generating model has its threads: what only those can do is refused."""
+    """Takes the place of an `AsyncLLM`'s threads for a pooling model, and refuses what only those can do."""
 
     def __init__(self, pooler: AsyncPooler, built: BuiltPooler):
-        facts = built.pooler.facts
+        info = built.pooler.info
         self.engine, self.shut_down = built.engine, pooler.shutdown
-        self.inputs = DoesNotGenerate(built.tokenizer, facts.name, facts.tasks)
-        self.steps = _PoolingSteps(pooler, facts.name, facts.tasks)
-        super().__init__(built.tokenizer, facts.name, facts.tasks)
+        self.inputs = DoesNotGenerate(built.tokenizer, info.name, info.tasks)
+        self.steps = _PoolingSteps(pooler, info.name, info.tasks)
+        super().__init__(built.tokenizer, info.name, info.tasks)
 
 
 class _PoolingSteps(DoesNotGenerate):
@@ -77,7 +77,7 @@ class _PoolingSteps(DoesNotGenerate):
         return EngineDeadError("the engine was shut down") if self._pooler.errored else None
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Nothing runs between calls, so anything may be done at once."""
+        """Nothing runs between calls, so `action` runs immediately."""
         done: Future[T] = Future()
         done.set_result(action())
         return done

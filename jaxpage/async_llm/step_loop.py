@@ -1,6 +1,6 @@
-"""The thread that owns the engine: it takes what others ask of it between two steps, and steps.
+"""The thread that owns the engine: it runs steps, and between them the calls that other threads post.
 
-Knows the engine's verbs and pausing. Must not know texts, outputs, or who waits for them: steps go to a `Sink`.
+Knows the engine's methods and pausing. Must not know texts, outputs or their receivers: steps go to a `Sink`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_UNREAD_STEPS = 8  # that the engine may be ahead of whoever reads them
+MAX_UNREAD_STEPS = 8  # how far the engine may be ahead of the output thread
 
 
 class PauseMode(enum.StrEnum):
-    """What becomes of requests while generation is paused; vLLM's names."""
+    """What happens to requests while generation is paused; vLLM's names."""
 
-    ABORT = "abort"  # they end with what they have
-    WAIT = "wait"  # those that run are answered to their end, new ones wait
-    KEEP = "keep"  # all stay as they are
+    ABORT = "abort"  # they end with the tokens they have
+    WAIT = "wait"  # running ones are finished, new ones wait
+    KEEP = "keep"  # all are suspended
 
 
 class Sink(Protocol):
-    """Where results go. Neither verb blocks."""
+    """Where results go. No method blocks."""
 
     def take(self, step: StepOutput) -> None:
-        """Take in a step; call `StepLoop.read_one` when that is done."""
+        """Process a step, and call `StepLoop.read_one` when that is done."""
         ...
 
     def fail(self, request_ids: list[str], error: Exception) -> None:
-        """These requests get no answer."""
+        """These requests have failed."""
         ...
 
     def fail_all(self, error: Exception) -> None:
-        """No request gets an answer any more."""
+        """All requests have failed."""
         ...
 
 
@@ -61,26 +61,26 @@ class StepLoop:
         self._mailbox = Mailbox()
         self._unread = threading.Semaphore(MAX_UNREAD_STEPS)
         self._pause: PauseMode | None = None
-        self._held: dict[str, Request] = {}  # came while paused
-        self._settled: list[Future[None]] = []  # of those who pause and wait
+        self._held: dict[str, Request] = {}  # arrived while paused
+        self._settled: list[Future[None]] = []  # of callers of `pause`
         self._is_stopped = False
 
     # From any thread.
 
     def post(self, action: Callable[[], object]) -> None:
-        """Have it called between two steps. It must not raise."""
+        """Call `action` between two steps. It must not raise."""
         self._mailbox.post(action)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Have it called between two steps; what it returns or raises. EngineDeadError once the thread has ended."""
+        """Call `action` between two steps; a future of its result. EngineDeadError once the thread has ended."""
         return self._mailbox.call(action)
 
     def read_one(self) -> None:
-        """Somebody has taken in a step."""
+        """A step has been processed."""
         self._unread.release()
 
     def read_all(self) -> None:
-        """Nobody will take in any more."""
+        """No further steps will be processed: never block on them."""
         self._unread.release(MAX_UNREAD_STEPS)
 
     @property
@@ -90,7 +90,7 @@ class StepLoop:
     # In the loop's thread.
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Run until `stop`."""
         try:
             while not self._is_stopped:
                 self._engine.rest()
@@ -112,16 +112,16 @@ class StepLoop:
             self._mailbox.close(self.error or EngineDeadError("the engine's thread has ended"))
 
     def stop(self, error: EngineDeadError) -> None:
-        """End the thread. Requests that have not ended get the error."""
+        """Stop the thread. Unfinished requests get the error."""
         self._is_stopped = True
         self._die(error)
 
     def lose_hosts(self, error: Exception) -> None:
-        """Hosts of the engine are lost: nothing can be computed any more."""
+        """Hosts of the engine are lost, so nothing can be computed."""
         self._die(EngineDeadError(str(error)))
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for what can never run, EngineDeadError if nothing runs any more."""
+        """Queue a request. Raises ValueError for one that can never run, EngineDeadError if the engine is dead."""
         if self.error is not None:
             raise self.error
         if self._pause is not None:
@@ -130,26 +130,26 @@ class StepLoop:
             self._engine.add(request)
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests with what they have; unknown ids are ignored."""
+        """End requests with the tokens they have; unknown ids are ignored."""
         for request_id in request_ids:
             if self._held.pop(request_id, None) is None:
                 self._engine.abort(request_id)
 
     def abort_all(self) -> list[str]:
-        """The same for all there are; returns their ids."""
+        """Abort all requests; returns their ids."""
         ids = [*self._held, *self._engine.unfinished_ids]
         self.abort(ids)
         return ids
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Add no requests any more. The future is done when nothing runs on the device."""
+        """Stop adding requests. The future is done when nothing runs on the device."""
         self._pause = mode
         future: Future[None] = Future()
         self._settled.append(future)
         return future
 
     def resume(self) -> None:
-        """Go on, with what came meanwhile too."""
+        """Continue, including the requests that arrived during the pause."""
         self._pause = None
         held, self._held = self._held, {}
         for request in held.values():
@@ -164,7 +164,7 @@ class StepLoop:
         return self._engine.has_unfinished_requests()
 
     def _must_collect(self) -> bool:
-        """Whether the device still computes, while all is to stay as it is."""
+        """Whether a step is still in flight although requests are suspended."""
         is_kept = self.error is None and self._pause is PauseMode.KEEP
         return is_kept and self._engine.has_step_under_way
 

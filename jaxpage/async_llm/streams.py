@@ -1,6 +1,6 @@
-"""Outputs on their way from the engine's threads to whoever waits for them.
+"""Outputs on their way from the engine's threads to the callers.
 
-A slow reader costs no memory: news that come before the last ones were taken are merged into them.
+A slow reader costs no memory: an update that arrives before the previous one was read is merged with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind
 
-News = RequestOutput | Exception
+Update = RequestOutput | Exception
 
 
 class Receiver(Protocol):
@@ -23,38 +23,38 @@ class Receiver(Protocol):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that calls `receive`. None: whichever thread has news."""
+        """The event loop that calls `receive`. None: it is called in the output thread."""
         ...
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether the caller no longer waits."""
         ...
 
     def open(self, request: Request, discard: Callable[[], None]) -> None:
-        """The request is about to be added; `discard` forgets it, and is to be called once nobody waits any more."""
+        """The request is about to be added; call `discard`, which forgets it, once the caller no longer waits."""
         ...
 
-    def receive(self, news: News) -> None:
-        """Take an output, or the exception that ends the request. Must not block."""
+    def receive(self, update: Update) -> None:
+        """Receive an output, or the exception that ends the request. Must not block."""
         ...
 
 
 class Stream:
     """The outputs of one request, for one task to iterate over: `async for output in stream`.
 
-    Belongs to the event loop in which it was made. Closing it before its end aborts the request.
+    Belongs to the event loop in which it was created. Closing it before its end aborts the request.
     """
 
-    request: Request  # once it is there
+    request: Request  # set by `open`
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.is_closed = False  # nobody reads it any more
+        self.is_closed = False
         self._discard: Callable[[], None] | None = None
-        self._output: RequestOutput | None = None  # not taken yet
+        self._output: RequestOutput | None = None  # not read yet
         self._error: Exception | None = None
-        self._has_news = asyncio.Event()
+        self._has_update = asyncio.Event()
         self._has_ended = False
 
     def open(self, request: Request, discard: Callable[[], None]) -> None:
@@ -62,38 +62,38 @@ class Stream:
         self.request = request
         self._discard = discard
 
-    def receive(self, news: News) -> None:
+    def receive(self, update: Update) -> None:
         """See `Receiver`."""
-        if isinstance(news, Exception):
-            self._error = news
+        if isinstance(update, Exception):
+            self._error = update
         elif (
             self._output is not None and self.request.params.output_kind is RequestOutputKind.DELTA
         ):
-            self._output = merge_deltas(self._output, news)
+            self._output = merge_deltas(self._output, update)
         else:
-            self._output = news
-        self._has_news.set()
+            self._output = update
+        self._has_update.set()
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The next output. Raises StepFailedError or EngineDeadError if there will be none."""
+        """The next output. Raises StepFailedError or EngineDeadError if the request failed."""
         if self._has_ended:
             raise StopAsyncIteration
-        await self._has_news.wait()
+        await self._has_update.wait()
         output, self._output = self._output, None
         if output is None:
             self._has_ended = True
             assert self._error is not None
             raise self._error
         if self._error is None:
-            self._has_news.clear()
+            self._has_update.clear()
         self._has_ended = output.finished
         return output
 
     def close(self) -> None:
-        """Take no more outputs. Aborts the request if it has not ended."""
+        """Stop reading. Aborts the request if it has not ended."""
         self.is_closed = True
         if not self._has_ended and self._discard is not None:
             self._discard()
@@ -116,20 +116,20 @@ class LastOutput:
         """See `Stream`."""
         self.future.add_done_callback(lambda future: discard() if future.cancelled() else None)
 
-    def receive(self, news: News) -> None:
+    def receive(self, update: Update) -> None:
         """See `Receiver`."""
-        if not isinstance(news, Exception) and not news.finished:
+        if not isinstance(update, Exception) and not update.finished:
             return
         if not self.future.set_running_or_notify_cancel():
             return
-        if isinstance(news, Exception):
-            self.future.set_exception(news)
+        if isinstance(update, Exception):
+            self.future.set_exception(update)
         else:
-            self.future.set_result(news)
+            self.future.set_result(update)
 
 
 def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """What two deltas of a request say together, as one delta."""
+    """Two consecutive deltas of a request as one."""
     completions = {c.index: c for c in first.outputs}
     for completion in second.outputs:
         before = completions.get(completion.index)

@@ -1,4 +1,4 @@
-"""The three threads of an `AsyncLLM`, and how they are joined."""
+"""The three threads of an `AsyncLLM`, and how they are connected."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Tasks:
 
     def __init__(self, built: Built):
         self.engine = built.engine
-        # Callers' names of the requests that have not ended, and the engine's: a caller may use a name again while the
-        # engine has a step under way for the request that had it before.
+        # From callers' names of unfinished requests to the engine's ids: a caller may reuse a name while the engine
+        # still has a step in flight for the request that had it before.
         self._ids: dict[str, str] = {}
         self._num_added = itertools.count()
         self.inputs = InputProcessor(built, ids_in_use=self._ids)
@@ -59,16 +59,16 @@ class Tasks:
             built.hosts.when_lost(lambda error: self.steps.post(lambda: lose(error)))
 
     def with_inputs(self, function: Callable[[InputProcessor], T]) -> Future[T]:
-        """Call a function in the input thread, which alone uses the input processor."""
+        """Call a function in the input thread, the only one that uses the input processor."""
         try:
             return self._input_thread.submit(function, self.inputs)
         except RuntimeError:
             raise self.steps.error or EngineDeadError("the engine was shut down") from None
 
     def start(self, prepare: Prepare, receivers: Sequence[Receiver]) -> Future[list[Future[None]]]:
-        """Make a request for each receiver and have them answered; none, if `prepare` raises.
+        """Make a request for each receiver and submit them; none is submitted if `prepare` raises.
 
-        An inner future is done when the engine has its request, or refuses it.
+        An inner future is done when the engine has accepted or refused its request.
         """
         arrival_time, queued_time = time.time(), time.monotonic()
 
@@ -81,9 +81,9 @@ class Tasks:
         return self.with_inputs(begin)
 
     def submit(self, prepare: Prepare, num_requests: int) -> list[Future[RequestOutput]]:
-        """The final outputs of the requests that `prepare` makes, `num_requests` of them.
+        """Futures of the final outputs of the `num_requests` requests that `prepare` makes.
 
-        Cancelling a future aborts its request. All raise what `prepare` raises, and each what the engine says of it.
+        Cancelling a future aborts its request. All raise what `prepare` raises, and each the engine's error for it.
         """
         receivers = [LastOutput() for _ in range(num_requests)]
 
@@ -103,13 +103,13 @@ class Tasks:
         return [receiver.future for receiver in receivers]
 
     def abort(self, names: list[str]) -> None:
-        """End requests with what they have; their last outputs say so."""
+        """End requests with the tokens they have; their last outputs have the finish reason "abort"."""
         ids = [i for name in names if (i := self._ids.get(name)) is not None]
         self.steps.post(lambda: self.steps.abort(ids))
         self.outputs.post(lambda: self.outputs.abort(ids))
 
     def pause(self, mode: PauseMode) -> Future[Future[None]]:
-        """The inner future is done when nothing is computed any more."""
+        """The inner future is done when nothing runs on the device."""
 
         def begin() -> Future[None]:
             if mode is PauseMode.ABORT:
@@ -120,7 +120,7 @@ class Tasks:
         return self.steps.call(begin)
 
     def shut_down(self) -> None:
-        """End all threads. Unfinished requests get an EngineDeadError."""
+        """Stop all threads. Unfinished requests get an EngineDeadError."""
         self._input_thread.shutdown(wait=False, cancel_futures=True)
         self.steps.post(lambda: self.steps.stop(EngineDeadError("the engine was shut down")))
         for thread in self._threads:
@@ -150,7 +150,7 @@ class Tasks:
     def _run_outputs(self) -> None:
         try:
             self.outputs.run()
-        except Exception as error:  # a bug; without outputs the engine is of no use
+        except Exception as error:  # a bug; without outputs the engine is useless
             logger.exception("the output thread has failed")
             dead = EngineDeadError(f"the output thread has failed: {error!r}")
             self.steps.post(lambda: self.steps.stop(dead))
@@ -158,7 +158,7 @@ class Tasks:
             self.outputs.fail_all(dead)
 
     def _discard(self, request_id: str) -> None:
-        """Nobody waits for a request any more."""
+        """The caller no longer waits for a request."""
         self._abort([request_id])
         self.outputs.post(lambda: self.outputs.discard(request_id))
 
@@ -166,7 +166,7 @@ class Tasks:
         self.steps.post(lambda: self.steps.abort(request_ids))
 
     def _ended(self, name: str, request_id: str) -> None:
-        """A request has ended, whose caller may use its name again."""
+        """A request has ended; its caller may reuse its name."""
         if self._ids.get(name) == request_id:
             del self._ids[name]
 
@@ -179,7 +179,7 @@ class Tasks:
 
 
 class _ToOutputs:
-    """What the engine's thread has for the output thread."""
+    """Passes what the engine's thread produces to the output thread."""
 
     def __init__(self, tasks: Tasks):
         self._tasks = tasks

@@ -1,4 +1,4 @@
-"""Measurements, a module each: what `jaxpage bench` names, and beneath it what several of them need.
+"""Benchmarks: a module for each command of `jaxpage bench`, and modules that several of them share.
 
-Uses the public names of the engine; nothing in the engine knows of it.
+Uses the engine's public names; the engine never imports it.
 """

@@ -1,6 +1,6 @@
-"""`jaxpage bench accuracy`: what a quantised KV pool costs, in answers and in log-probabilities.
+"""`jaxpage bench accuracy`: the effect of a quantised KV pool on answers and on log-probabilities.
 
-Two measurements with each `kv_cache_dtype`: how many questions the demo model answers word for word, and how far the
+Two measurements for each `kv_cache_dtype`: how many questions the demo model answers exactly, and how far the
 log-probabilities of random models of several families are from those with an unquantised pool.
 """
 
@@ -25,7 +25,7 @@ from pallas_kernels.kv_write.quantized import FORMATS
 KV_DTYPES = ("auto", *FORMATS)
 PROMPT_LENS = (32, 64, 128, 256)
 NUM_BEST = 20  # ids whose log-probabilities are compared: the most likely ones after each prefix
-Prefix = tuple[list[int], dict[int, Logprob]]  # token ids, and those likely after them
+Prefix = tuple[list[int], dict[int, Logprob]]  # token ids, and the likely next ones
 _POOL_BYTES, _VOCAB_SIZE = 2**26, 512
 
 _SIZES = {
@@ -37,11 +37,11 @@ _SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 1024,
-    # With the usual 0.02 attention and logits of so small a model are almost flat, and hide every difference.
+    # With the usual 0.02, attention and logits of such a small model would be almost flat and hide every difference.
     "initializer_range": 0.1,
     "eos_token_id": 2,
 }
-# name -> config.json. The three that treat keys differently: as they are, normed, and seen through windows.
+# name -> config.json. Three families that treat keys differently: unchanged, normed, and with sliding windows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
@@ -61,15 +61,15 @@ class AccuracyBench:
     """Measure what quantised KV pools cost in accuracy."""
 
     questions: int = 200  # of each suite, to the demo model
-    suites: tuple[str, ...] = ("look-up 8", "look-up 16", "json 8")  # kind and rows of the table
-    num_tokens: int = 32  # after each of four prompts, of each random model
+    suites: tuple[str, ...] = ("look-up 8", "look-up 16", "json 8")  # kind, and rows of the table
+    num_tokens: int = 32  # after each of four prompts, for each random model
     seed: int = 0  # of the questions, the random weights and their prompts
     json: Path | None = None  # all figures go to this file
 
 
 def main(bench: AccuracyBench) -> None:
-    """Measure, print a table, and write all figures to `bench.json` if asked for."""
-    # Else twenty engines would log their configuration.
+    """Measure, print a table, and write all figures to `bench.json` if given."""
+    # Otherwise twenty engines would log their configuration.
     logging.getLogger("jaxpage").setLevel(logging.WARNING)
     report = measure(bench)
     results.publish(report, bench.json, show(report))
@@ -96,12 +96,12 @@ def measure(bench: AccuracyBench) -> dict[str, Any]:
 
 
 def _engine(model: str, **options: Any) -> LLM:
-    # Eager: only the programs that are used are compiled.
+    # Eager: compile only the programs that are used.
     return LLM(model, kv_cache_memory_bytes=_POOL_BYTES, enforce_eager=True, **options)
 
 
 def accuracy(kv_cache_dtype: str, bench: AccuracyBench) -> dict[str, float]:
-    """Share of each suite's questions that the demo model answers word for word."""
+    """Share of each suite's questions that the demo model answers exactly."""
     options = {"max_model_len": 1024, "max_num_seqs": 32}
     llm = _engine(str(checkpoint()), kv_cache_dtype=kv_cache_dtype, **options)
     return {
@@ -111,10 +111,10 @@ def accuracy(kv_cache_dtype: str, bench: AccuracyBench) -> dict[str, float]:
 
 
 def differences(config: dict[str, Any], bench: AccuracyBench) -> dict[str, dict[str, float]]:
-    """By KV dtype "max" and "mean" of |logprob - the unquantised pool's|, of a random float32 model.
+    """By KV dtype: "max" and "mean" of |logprob - the unquantised pool's|, for a random float32 model.
 
-    The unquantised engine continues random prompts greedily. After each prefix of that, each engine says how likely
-    it takes the ids that are most likely with the unquantised pool: all are asked the same, whatever they would say.
+    The engine with the unquantised pool continues random prompts greedily. After each prefix, each engine computes the
+    logprobs of the ids that are most likely with the unquantised pool, so all engines see the same prefixes.
     """
     rng = random.Random(bench.seed)
     prompts = [random_prompt(rng, length, _VOCAB_SIZE) for length in PROMPT_LENS]
@@ -140,7 +140,7 @@ def differences(config: dict[str, Any], bench: AccuracyBench) -> dict[str, dict[
 
 
 def prefixes(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[Prefix]:
-    """All prefixes of the greedy continuations that end in or after the prompt, and what is likely after each."""
+    """The prompts with each beginning of their greedy continuations, and what is likely after each."""
     return [
         ([*prompt, *completion.token_ids[:index]], logprobs)
         for prompt, completion in zip(
@@ -151,7 +151,7 @@ def prefixes(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[Prefix
 
 
 def distances(llm: LLM, asked: list[Prefix]) -> dict[str, float]:
-    """How far an engine is from what was likely after those prefixes."""
+    """How far an engine's logprobs are from those after the prefixes."""
     completions = greedy(llm, [prefix for prefix, _ in asked], 1, -1)
     found = [
         abs(logprobs[token_id].logprob - wanted.logprob)
@@ -181,7 +181,7 @@ def show(report: dict[str, Any]) -> str:
         largest = [f"{values['max']:.4f}" for values in found["differences"].values()]
         rows.append([kv_cache_dtype, *shares, *largest])
     return (
-        "demo model: answers that are right word for word, %, of "
+        "demo model: exact answers, %, of "
         f"{report['questions']} questions each\nrandom models in float32: largest |logprob - the "
         f"unquantised pool's| of the {NUM_BEST} most likely\nids after each of "
         f"{report['num_prefixes']} prefixes\n\n{results.table(rows)}"

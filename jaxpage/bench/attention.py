@@ -1,4 +1,4 @@
-"""How fast attention is on this device: decoding by bytes, prompts by operations, in turns with peers."""
+"""How fast attention is on this device: decoding in bytes, prefill in operations per second, interleaved with peers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, m
 from jaxpage.bench.subprocess_rpc import RemoteObject
 
 TORCH = "torch SDPA"
-CALLS = 8  # of attention in one launch
+CALLS = 8  # of attention per launch
 POOLS = 2  # each larger than any cache
 SHARE = {True: Bar(">=", 0.8), False: Bar(">=", 0.6)}  # of bandwidth; of the matrix product rate
-SLOW = 0.5  # seconds: so long one peer keeps the others waiting
-THREADS = 8  # that compile
-FASTER = Bar(">=", 1.0)  # decoding; prompts are held to the matrix product rate alone
+SLOW = 0.5  # seconds that one peer may take while the others wait
+THREADS = 8  # to compile with
+FASTER = Bar(">=", 1.0)  # for decoding; prefill is compared with the matrix product rate only
 RIGHT = Bar("<=", 1e-2)
 
 
@@ -58,7 +58,7 @@ def _both(context: Context, *, batch: int, length: int, decode: bool) -> Iterato
 
 
 class Launch:
-    """CALLS calls of a peer's attention, each on the result of the one before, in one program; compiled when made."""
+    """CALLS calls of a peer's attention, each on the previous one's result, in one program, compiled when created."""
 
     def __init__(self, peer: Peer, given: Inputs) -> None:
         attend = jax.jit(peer.attend)  # traced and lowered once for all calls
@@ -69,7 +69,7 @@ class Launch:
                 q, kv[i % len(kv)] = attend(q, kv[i % len(kv)], *rows)
             return q, kv if peer.writes else None
 
-        # What is written must be its own; the others share their pools.
+        # A peer that writes needs its own pools; the others share theirs.
         jitted = jax.jit(run, donate_argnums=(0, 1) if peer.writes else ())
         kv, rows = peer.kv(given), given.rows()
         compiled = jitted.lower(given.q, kv, rows).compile()
@@ -78,14 +78,14 @@ class Launch:
         self._carry = (given.q.copy(), kv) if peer.writes else (given.q, None)
 
     def seconds(self, *, tiny: bool) -> float:
-        """Of one call, median."""
+        """Median seconds of one call."""
         options = {"at_least": 0.0 if tiny else 0.02, "samples": 1 if tiny else 5}
         taken, self._carry = device_time.seconds(self._launch, self._carry, within=SLOW, **options)
         return statistics.median(taken) / CALLS
 
 
 class Comparison:
-    """One amount of work through everything that can do it, in turns."""
+    """The same work on every implementation that supports it, interleaved."""
 
     def __init__(self, work: Work, context: Context, torch: RemoteObject) -> None:
         self.work, self.context, self.torch = work, context, torch
@@ -97,12 +97,12 @@ class Comparison:
         self.peers, self.absent = attention_peers.peers(work, self.device.platform)
 
     def results(self) -> Iterator[Result]:
-        """The error of ours, the time of each, what share of the peak rate ours takes, how it stands to the best."""
+        """The error of ours, the time of each, our share of the peak rate, and our speed relative to the best."""
         whats = ("relative error", f"share of {self.limit}", "speed to the best")
         wrong, share, faster = (f"{self.name}, {what}" for what in whats)
         bar = SHARE[self.work.decode]
         _, absent = attention_peers.kernels_of(self.device)
-        if reason := absent.get(self.device.platform):  # a GPU that is not the kernel's
+        if reason := absent.get(self.device.platform):  # a GPU that the kernel does not support
             yield missing(share, "", reason, bar)
             yield missing(faster, "x", reason, self.faster)
             return
@@ -112,7 +112,7 @@ class Comparison:
             yield measured(wrong, self.error(ours[0]), "", due.pop(wrong))
             launch = Launch(ours[0], self.given)
             launch.seconds(tiny=True)
-        except Exception as problem:  # whatever a compiler or a device comes up with
+        except Exception as problem:  # any error of a compiler or a device
             traceback.print_exc()
             for name, missed in due.items():
                 yield failed(name, error_summary(problem), missed)
@@ -128,7 +128,7 @@ class Comparison:
         yield self._against_best(faster, medians.pop(launch.name), medians)
 
     def error(self, peer: Peer) -> float:
-        """Of its attention in the first pool: the worst row of every eighth, or of a whole prompt and another's end."""
+        """The peer's error in the first pool: of the worst of every eighth row, and of the end of the last row."""
         work, given = self.work, self.given
         out, kv = jax.jit(peer.attend)(given.q, peer.kv(given)[0], *given.rows())
         arguments = {
@@ -144,7 +144,7 @@ class Comparison:
         return oracle.worst_row(out, given.query_starts, expected)
 
     def _fastest(self, peers: list[list[Peer]]) -> list[Launch]:
-        """Of each peer the fastest variant that runs. They are compiled side by side, which takes most of the time."""
+        """The fastest variant of each peer that runs. They are compiled in parallel, which takes most of the time."""
         with ThreadPoolExecutor(THREADS) as pool:
             compiling = {
                 variants[0].name: [pool.submit(Launch, peer, self.given) for peer in variants]
@@ -157,7 +157,7 @@ class Comparison:
                 try:
                     launch = future.result()
                     launches[launch.seconds(tiny=True)] = launch
-                except Exception as problem:  # whatever a compiler or a device comes up with
+                except Exception as problem:  # any error of a compiler or a device
                     traceback.print_exc()
                     self.absent[name] = error_summary(problem)
             if launches:
@@ -166,16 +166,16 @@ class Comparison:
         return found
 
     def _set_up_torch(self) -> None:
-        """Torch is absent unless it sees the device that we see."""
+        """Torch is absent unless it finds the same device as jax."""
         platform = self.device.platform
         if platform == "tpu":
             self.absent[TORCH] = "it has no TPU here"
         versions = self._ask_torch("setup", asdict(self.work), self.context.tiny)
         if versions and (versions["device"] == "cuda") != (platform == "gpu"):
-            self.absent[TORCH] = f"torch sees {versions['device']}, jax {platform}"
+            self.absent[TORCH] = f"torch finds {versions['device']}, jax {platform}"
 
     def _ask_torch(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Nothing once torch is absent, which it is after an error."""
+        """Empty once torch is absent, which it also is after an error."""
         if TORCH in self.absent:
             return {}
         try:
@@ -186,7 +186,7 @@ class Comparison:
             return {}
 
     def _rounds(self, launches: list[Launch]) -> dict[str, list[float]]:
-        """Seconds of one call by name, in each round; all take part in every round."""
+        """Seconds of one call by name, for each round; every round has all of them."""
         self._set_up_torch()
         times: dict[str, list[float]] = {launch.name: [] for launch in launches}
         for _ in range(1 if self.context.tiny else 3):
@@ -211,6 +211,6 @@ class Comparison:
 
     def _against_best(self, name: str, ours: float, others: dict[str, float]) -> Result:
         if not others:
-            return missing(name, "x", "nothing to compare with is here", self.faster)
+            return missing(name, "x", "there is nothing to compare with", self.faster)
         best, kind = min(others, key=lambda peer: others[peer]), self.device.device_kind
         return measured(name, others[best] / ours, "x", self.faster, device=kind, best=best)

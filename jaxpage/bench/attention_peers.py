@@ -1,7 +1,7 @@
-"""The attentions that the suite times against one another: ours, JAX's own kernels, and what they are given.
+"""The attention implementations that the suite compares: ours and JAX's own kernels; and their inputs.
 
-Each is a function (q, kv, table, kv_lens, query_starts) -> (out, kv), where kv is the pool in a form of its own.
-torch's is in `torch_attention.py`, in a process of its own.
+Each is a function (q, kv, table, kv_lens, query_starts) -> (out, kv), where kv is the pool in its own layout. torch's
+is in `torch_attention.py`, in a separate process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RAGGED = "JAX's ragged paged attention"
 
 
 def kernels_of(device: jax.Device) -> tuple[str, dict[str, str]]:
-    """Which of KERNELS serves the device, "cpu" if none does; and why the others do not."""
+    """Which of KERNELS supports the device, "cpu" if none does; and why the others do not."""
     platform = device.platform
     absent = {
         name: f"it needs a {name.upper()}; this is a {platform.upper()}"
@@ -44,7 +44,7 @@ def kernels_of(device: jax.Device) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Attention of one layer: `batch` rows of `length` tokens, with one query each or with as many as tokens."""
+    """Attention of one layer: `batch` rows of `length` tokens, with one query each or one for each token."""
 
     batch: int
     length: int
@@ -56,12 +56,12 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """Queries."""
+        """The number of queries."""
         return self.batch * (1 if self.decode else self.length)
 
     @property
     def num_blocks(self) -> int:
-        """Of the pool, the null block included."""
+        """Blocks of the pool, including the null block."""
         return 1 + self.batch * math.ceil(self.length / self.block_size)
 
     @property
@@ -70,19 +70,19 @@ class Work:
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of all tokens in bfloat16, each read once."""
+        """Bytes of K and V of all tokens in bfloat16, each read once."""
         return self.batch * self.length * 2 * self.num_kv_heads * self.head_dim * 2
 
     @property
     def flops(self) -> int:
-        """Of both products, for the keys that a query sees: causal."""
+        """Flops of both products, for the keys that each query sees (causal)."""
         seen = self.length if self.decode else self.length * (self.length + 1) // 2
         return 4 * self.batch * seen * self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all of them compute: queries, and several pools, so that no cache holds what the next launch reads."""
+    """Inputs for all: queries, and several pools, so that no cache holds what the next launch reads."""
 
     q: jax.Array  # bfloat16[T, H, D]
     pools: tuple[jax.Array, ...]  # bfloat16[N, S, 2 * K, D], K and V interleaved
@@ -95,7 +95,7 @@ class Inputs:
 
 
 def inputs(work: Work, *, num_pools: int) -> Inputs:
-    """Normal random numbers; every block but the null block is some row's."""
+    """Normally distributed inputs; every block but the null block belongs to some row."""
     keys = jax.random.split(jax.random.key(0), num_pools + 1)
     shape = (work.num_blocks, work.block_size, 2 * work.num_kv_heads, work.head_dim)
     blocks = np.random.default_rng(0).permutation(work.num_blocks - 1) + 1
@@ -111,16 +111,16 @@ def inputs(work: Work, *, num_pools: int) -> Inputs:
 
 @dataclass(frozen=True)
 class Peer:
-    """One attention, ready to be compiled."""
+    """One attention implementation, ready to be compiled."""
 
     name: str
     attend: Attend
-    kv: Callable[[Inputs], list[Any]] = lambda given: list(given.pools)  # as it reads them
-    writes: bool = False  # into kv, which its launches therefore own
+    kv: Callable[[Inputs], list[Any]] = lambda given: list(given.pools)  # in its own layout
+    writes: bool = False  # whether it writes into kv, which its launches then own
 
 
 def peers(work: Work, platform: str) -> tuple[list[list[Peer]], dict[str, str]]:
-    """Ours first. Each is a list of variants, the fastest of which counts; and why others cannot take part."""
+    """Peers, ours first, each a list of variants of which the fastest counts; and why other peers are absent."""
     found, absent = [[_ours(work, platform)]], {}
     this = f"this is a {platform.upper()}"
     if platform != "cpu":
@@ -134,12 +134,12 @@ def peers(work: Work, platform: str) -> tuple[list[list[Peer]], dict[str, str]]:
         return found, absent
     found.append([_cudnn(work)])
     if not work.decode:
-        absent[TRITON] = "it takes one query a row, so decoding only"
+        absent[TRITON] = "it takes one query per row, so decoding only"
         return found, absent
     try:
         found.append(triton(work))
     except ImportError as error:
-        absent[TRITON] = f"jax {jax.__version__} has it no more ({error})"
+        absent[TRITON] = f"jax {jax.__version__} no longer has it ({error})"
     return found, absent
 
 
@@ -176,10 +176,10 @@ def _ragged(work: Work) -> Peer:
 
 
 def triton(work: Work, *, interpret: bool = False) -> list[Peer]:
-    """JAX's, with keys in parts of several lengths, and so many splits. Raises ImportError where JAX has none.
+    """JAX's Triton kernel with several tile sizes and numbers of splits. Raises ImportError if JAX does not have it.
 
-    It has no scale and gets the queries as they are, which costs it nothing. It wants K and V in pools of their own,
-    head by head.
+    It has no scale and gets unscaled queries, which does not affect its speed. It needs K and V in separate pools, head
+    by head.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -196,7 +196,7 @@ def triton(work: Work, *, interpret: bool = False) -> list[Peer]:
 
         def run(q, kv, *rows):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # once more, while it is traced
+                warnings.simplefilter("ignore", DeprecationWarning)  # again, during tracing
                 return paged_attention(q, *kv, *rows[:2], **sizes), kv
 
         return Peer(f"{TRITON}, {pages * work.block_size} keys at once, {splits} splits", run, kv)
@@ -207,7 +207,7 @@ def triton(work: Work, *, interpret: bool = False) -> list[Peer]:
 
 
 def _cudnn(work: Work) -> Peer:
-    """On contiguous keys and values, which a paged pool would first have to be made into."""
+    """On contiguous keys and values, into which a paged pool would first have to be converted."""
 
     def kv(given: Inputs) -> list[Any]:
         return [contiguous(work, pool, given.table) for pool in given.pools]

@@ -1,4 +1,4 @@
-"""How long the device takes for a launch: launches that follow one another, without the way there and back."""
+"""How long the device takes for a launch: the time of back-to-back launches, which hides dispatch latency."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def seconds(
     samples: int,
     within: float = math.inf,
 ) -> tuple[list[float], Carry]:
-    """Seconds of one launch in each of `samples`, and the last carry; each launch takes the result of the one before.
+    """Seconds per launch in each of `samples`, and the last carry; each launch takes the previous one's result.
 
-    A sample is as many launches as fill `at_least` seconds, some 100 times what a host needs to ask for a launch and
-    to hear of its end. There are fewer samples, but one, where they would not begin `within` so many seconds. A launch
-    comes first that does not count.
+    A sample has as many launches as fill `at_least` seconds, which should be about 100 times the host's overhead of a
+    launch. No sample but the first begins later than `within` seconds after the start. One launch, which does not
+    count, comes first.
     """
     carry = jax.block_until_ready(launch(carry))
     taken: list[float] = []

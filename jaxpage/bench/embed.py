@@ -1,7 +1,7 @@
-"""`jaxpage bench embed`: embeddings of short texts, beside sentence-transformers, in turns.
+"""`jaxpage bench embed`: embeddings of short texts, interleaved with sentence-transformers.
 
-The model has BERT-base's shape and random weights; the work is the same texts for all, tokenising included. Engines
-have a process each, which is stopped while another works.
+The model has BERT-base's shape and random weights; all engines get the same texts, and tokenising is included. Each
+engine has its own process, which is stopped while another one runs.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class EmbedBench:
     """Time embeddings of short texts with a model of BERT-base's shape."""
 
     num_texts: int = 1000
-    min_len: int = 8  # tokens of a text, special ones included
+    min_len: int = 8  # tokens of a text, including special ones
     max_len: int = 64
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    # the Python of an environment with sentence-transformers; none: jaxpage alone
+    # the Python of an environment with sentence-transformers; none: only jaxpage
     python: str | None = None
-    rounds: int = 3  # counted rounds, after one that is not
+    rounds: int = 3  # counted rounds, after an uncounted one
     threads: int = 2
     num_layers: int = 12  # fewer for a quick look
     seed: int = 0
@@ -63,15 +63,15 @@ class EmbedBench:
 
 
 def main(bench: EmbedBench) -> None:
-    """Measure, print medians, and write all times to `bench.json` if asked for."""
+    """Measure, print medians, and write all times to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 
 
 def measure(bench: EmbedBench) -> dict[str, Any]:
-    """Seconds of each round by engine and dtype, in turns. Raises ValueError for bad sizes.
+    """Seconds of each round by engine and dtype, interleaved. Raises ValueError for bad sizes.
 
-    Seconds of processors are there too: they are comparable where something else runs beside.
+    Includes processor seconds, which remain comparable if something else runs at the same time.
     """
     if not (2 < bench.min_len <= bench.max_len <= BERT_BASE["max_position_embeddings"]):
         raise ValueError(f"min_len={bench.min_len} and max_len={bench.max_len} must be in 3..512")
@@ -114,9 +114,9 @@ def measure(bench: EmbedBench) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """A line for each engine and dtype, and how our best compares."""
+    """A line for each engine and dtype, and the ratio of the best of each engine."""
     rates = report["texts_per_second"]
-    rows = [("", "texts/s", "seconds", "of processors", "cosine")]
+    rows = [("", "texts/s", "seconds", "processor seconds", "cosine")]
     for name, rate in rates.items():
         median = statistics.median(report["seconds"][name])
         cpu = statistics.median(report["cpu_seconds"][name])
@@ -128,7 +128,7 @@ def show(report: dict[str, Any]) -> str:
         for engine in (_OURS, _THEIRS)
     )
     if ours and theirs:
-        lines.append(f"the best of each: {ours / theirs:.2f} times as fast")
+        lines.append(f"best of each: jaxpage is {ours / theirs:.2f} times as fast")
     return "\n".join(lines)
 
 
@@ -141,7 +141,7 @@ def make_texts(bench: EmbedBench) -> list[str]:
 
 
 def checkpoint(num_layers: int) -> Path:
-    """A folder of sentence-transformers with random float32 weights, written once."""
+    """A sentence-transformers folder with random float32 weights, written once."""
     config = BERT_BASE | {"num_hidden_layers": num_layers}
     path = CACHE.expanduser() / f"bert-{num_layers}"
     if path.is_dir():
@@ -185,7 +185,7 @@ def _tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _write_more(folder: Path) -> None:
-    """The tokenizer, and what makes it a folder of sentence-transformers: a normalised mean."""
+    """Write the tokenizer, and the sentence-transformers modules: a normalised mean."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
-"""The engines of `bench embed`, as they are driven in a process of their own.
+"""The engines of `bench embed`, as they are driven in separate processes.
 
-Each class imports its engine when it is set up, since it runs in the engine's own environment.
+Each class imports its engine in `setup`, because it runs in the engine's own environment.
 """
 
 from __future__ import annotations

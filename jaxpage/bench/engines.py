@@ -1,6 +1,6 @@
-"""The engines that are compared, as they are driven in a process of their own; and the work they are given.
+"""The engines to compare, as they are driven in separate processes; and their work.
 
-Each class imports its engine when it is set up, since it runs in the engine's own environment.
+Each class imports its engine in `setup`, because it runs in the engine's own environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every engine is set up with."""
+    """Options that every engine is set up with."""
 
     max_model_len: int
     max_num_seqs: int
@@ -25,11 +25,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Requests to be answered greedily, each with exactly its number of tokens: EOS is ignored."""
+    """Requests to answer greedily, each with exactly its number of tokens: EOS is ignored."""
 
     prompts: list[list[int]]
     num_tokens: list[int]
-    static_batch: int  # how many requests an engine without continuous batching takes at a time
+    static_batch: int  # how many requests an engine without continuous batching takes at once
 
     @property
     def num_output_tokens(self) -> int:
@@ -42,16 +42,16 @@ class Peer:
     environment: ClassVar[dict[str, str]] = {}  # set before anything is imported
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
-        """Load the checkpoint `folder` and return versions. Called once."""
+        """Load the checkpoint `folder` and return package versions. Called once."""
         raise NotImplementedError
 
     def run(self, work: Work) -> tuple[float, int]:
-        """Seconds from the first token in to the last token out, and how many tokens came out."""
+        """Seconds from the first input token to the last output token, and the number of output tokens."""
         raise NotImplementedError
 
 
 class LLMPeer(Peer):
-    """What jaxpage and vLLM share: `LLM.generate`."""
+    """What jaxpage and vLLM have in common: `LLM.generate`."""
 
     def run(self, work: Work) -> tuple[float, int]:
         return run_llm(self.llm, self.params_of, work)
@@ -63,7 +63,7 @@ class LLMPeer(Peer):
 
 
 def run_llm(llm: Any, params_of: Any, work: Work, **more: Any) -> tuple[float, int]:
-    """Seconds and tokens of `generate`, which gets `more`. `params_of` is the class `SamplingParams`."""
+    """Seconds and output tokens of `generate(..., **more)`. `params_of` is the class `SamplingParams`."""
     prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
     options = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     params = [params_of(max_tokens=count, **options) for count in work.num_tokens]
@@ -74,7 +74,7 @@ def run_llm(llm: Any, params_of: Any, work: Work, **more: Any) -> tuple[float, i
 
 
 class Jaxpage(LLMPeer):
-    options: ClassVar[dict[str, Any]] = {}  # of the engine, over those of the benchmark
+    options: ClassVar[dict[str, Any]] = {}  # of the engine; they override the benchmark's
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
         import jax
@@ -99,10 +99,10 @@ class JaxpageNoPrefixCache(Jaxpage):
 
 
 class JaxpageStart:
-    """In a fresh process: how long a start takes."""
+    """In a fresh process: how long an engine takes to start."""
 
     def measure(self, options: dict[str, Any]) -> dict[str, float]:
-        """Seconds from before the first import by event, see `peers.starts`."""
+        """Seconds from before the first import to each event, see `peers.starts`."""
         start = time.perf_counter()
         seconds = {}
 
@@ -122,9 +122,9 @@ class JaxpageStart:
 
 
 class Vllm(LLMPeer):
-    """vLLM for CPU, all of it in this process: workers of its own would poll for work on our cores.
+    """vLLM for CPU, entirely in this process, because separate workers would busy-wait on our cores.
 
-    So its threads are those of the process: as many as it is allowed processors.
+    So it has as many threads as this process may use processors.
     """
 
     environment = {
@@ -138,7 +138,7 @@ class Vllm(LLMPeer):
         import torch
 
         vllm = importlib.import_module("vllm")
-        # Eager: compiling pays on a GPU; here it costs minutes.
+        # Eager: compilation pays off on a GPU; here it would only cost minutes.
         more = {"dtype": "bfloat16", "enforce_eager": True, "kv_cache_memory_bytes": 4 << 30}
         self.start(vllm, folder, options, **more)
         return {"vllm": vllm.__version__, "torch": torch.__version__}
@@ -160,15 +160,15 @@ class TransformersGenerate(Peer):
             most = max(work.num_tokens[first : first + work.static_batch])
             rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
             ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-            mask = (ids != 0).long()  # 0 is a special token, and no prompt has those
+            mask = (ids != 0).long()  # 0 is a special token, which prompts do not contain
             outputs = self.model.generate(ids, attention_mask=mask, generation_config=_greedy(most))
             assert outputs.shape[1] == ids.shape[1] + most
-        # Tokens beyond a request's own number are of no use to anybody.
+        # Tokens beyond a request's own number do not count.
         return time.perf_counter() - start, work.num_output_tokens
 
 
 class TransformersContinuous(Peer):
-    """The continuous batching of transformers 5, its background thread kept between runs."""
+    """The continuous batching of transformers 5, whose background thread persists between runs."""
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
         model, versions = _load_transformers(Path(folder))
@@ -176,9 +176,9 @@ class TransformersContinuous(Peer):
         return versions | {"attention": str(model.config._attn_implementation)}
 
     def start(self, model: Any, options: Options) -> None:
-        """Pages are of 64 tokens on a CPU, else of their default size.
+        """Pages have 64 tokens on a CPU, otherwise their default size.
 
-        With less than 15 % of the pages free they take no new prompts, so there are a quarter more than requests fill.
+        With less than 15 % of the pages free it takes no new prompts, so there are a quarter more than requests fill.
         """
         from transformers import ContinuousBatchingConfig
 
@@ -194,7 +194,7 @@ class TransformersContinuous(Peer):
             "allow_block_sharing": options.enable_prefix_caching,
         }
         if on_cpu and "auto_switch_to_flash" in known:
-            wanted["auto_switch_to_flash"] = False  # there is none for a CPU
+            wanted["auto_switch_to_flash"] = False  # a CPU has none
         self.batching = model.init_continuous_batching(
             generation_config=_greedy(options.max_model_len),
             continuous_batching_config=ContinuousBatchingConfig(**wanted),
@@ -215,7 +215,7 @@ class TransformersContinuous(Peer):
 
 
 def _load_transformers(folder: Path) -> tuple[Any, dict[str, str]]:
-    """The model on the GPU if there is one, and versions. A folder with only config.json gives random weights."""
+    """The model, on the GPU if there is one, and versions. A folder with only config.json gets random weights."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""An engine without a device: the real scheduler, and a runner that answers each plan at once."""
+"""An engine without a device: the real scheduler, and a runner that answers each plan immediately."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxpage.sampling_params import SamplingParams
 
 
 class InstantRunner:
-    """Samples token 300 for every row; `num_top` tokens from there on are the likely ones.
+    """Samples token 300 for every row; the `num_top` tokens from 300 on are the top logprobs.
 
-    `look` sees each plan when it is launched.
+    `look` is called with each plan when it is launched.
     """
 
     num_recompiles = 0
@@ -66,7 +66,7 @@ def make_scheduler(
     windows: Windows = (None,),
     **limits: Any,
 ) -> Scheduler:
-    """One whose pool has so many blocks besides the null block. `limits` are the scheduler's."""
+    """A scheduler whose pool has `num_blocks` blocks in addition to the null block. `limits` are the scheduler's."""
     caching = {"enable_prefix_caching": enable_prefix_caching, "windows": windows}
     return Scheduler(KVCache(1 + num_blocks, block_size, **caching), **limits)
 
@@ -74,7 +74,7 @@ def make_scheduler(
 def run(
     scheduler: Scheduler, work: Work, look: Callable[[StepPlan], object] = lambda plan: None
 ) -> Engine:
-    """All of the work, greedily; `look` sees each plan. Returns the engine, which has nothing left to do."""
+    """Run all of the work, greedily; `look` is called with each plan. Returns the engine, which is then idle."""
     engine = Engine(scheduler, InstantRunner(look), overlap=False)
     for number, (prompt, count) in enumerate(zip(work.prompts, work.num_tokens, strict=True)):
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)

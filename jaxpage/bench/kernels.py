@@ -1,4 +1,4 @@
-"""Is every kernel right on this device? Each against float64 on the host, NaN in all that it may not read."""
+"""Is every kernel correct on this device? Compares each with float64 on the host, with NaN where it must not read."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ BAR = Bar("<=", 1e-2)  # relative, in bfloat16
 SAME = Bar("<=", 0)
 OPERATIONS = ("paged_attention", "quant_matmul", "grouped_matmul", "block_copy", "kv_write")
 ROWS = ("q", "pool", "block_table", "kv_lens", "query_starts")
-THREADS = 8  # that compile
+THREADS = 8  # to compile with
 
-# Rows of one query; the last has none. Lengths around the edges of blocks, tiles and splits.
+# Rows of one query; the last has none. Lengths near the boundaries of blocks, tiles and splits.
 DECODE = dict(query_lens=(1,) * 9 + (0,), kv_lens=(1, 63, 64, 65, 128, 511, 512, 513, 1100, 0))
 MIXED = dict(query_lens=(1, 150, 1, 33, 0, 1, 2), kv_lens=(700, 150, 1, 300, 0, 513, 129))
 TINY_DECODE = dict(query_lens=(1, 1, 0), kv_lens=(17, 64, 0))
@@ -46,7 +46,7 @@ TINY_MIXED = dict(query_lens=(1, 9, 0, 2), kv_lens=(33, 20, 0, 5))
 
 @dataclass
 class Check:
-    """One program and how wrong it is: `run` is compiled for `arguments`, `error` judges what comes out."""
+    """A program to check: `run` is compiled for `arguments`, `error` computes the error of its result."""
 
     name: str
     run: Callable[..., Any]
@@ -57,28 +57,28 @@ class Check:
 
 
 def measure(context: Context) -> Iterator[Result]:
-    """One result for each check; those of kernels for other platforms say so."""
+    """One result for each check; kernels for other platforms are reported as missing."""
     platform, absent = attention_peers.kernels_of(jax.devices()[0])
     for operation in OPERATIONS:
         for module, reason in absent.items():
             if _exists(operation, module):
                 yield missing(f"{operation} ({module})", "", reason)
-    # On the host: the many small programs that make arguments would take minutes to compile for a GPU.
+    # On the host, because compiling the many small programs that create arguments would take minutes for a GPU.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         kinds = _attention_checks, _matmul_checks, _grouped_checks, _copy_checks, _write_checks
         checks = [check for kind in kinds for check in kind(platform, context.tiny)]
     for check in checks:
         check.arguments = jax.device_put(check.arguments, jax.devices()[0])
-    # Compiled side by side, since that is what takes the time; run one by one, in their order.
+    # Compiled in parallel, which takes most of the time; run one by one, in order.
     with ThreadPoolExecutor(THREADS) as pool:
         compiled = [pool.submit(_compile, check) for check in checks]
         for check, future in zip(checks, compiled, strict=True):
             try:
                 out = jax.block_until_ready(future.result()(*check.arguments))
                 yield measured(check.name, check.error(out), check.unit, check.bar)
-            except NotImplementedError as refusal:  # the kernel's own: it does not claim to serve
+            except NotImplementedError as refusal:  # raised by the kernel: an unsupported case
                 yield missing(check.name, check.unit, str(refusal), check.bar)
-            except Exception as error:  # whatever a compiler or a device comes up with
+            except Exception as error:  # any error of a compiler or a device
                 traceback.print_exc()
                 yield failed(check.name, error_summary(error), check.bar)
 
@@ -92,20 +92,20 @@ def _exists(operation: str, module: str) -> bool:
 
 
 def _modules(operation: str, platform: str) -> list[tuple[str, ModuleType]]:
-    """The platform's own kernel, if the operation has one, and what XLA makes of it."""
+    """The platform's own kernel, if the operation has one, and the XLA implementation."""
     names = [name for name in (platform, "xla") if _exists(operation, name)]
     return [(n, importlib.import_module(f"pallas_kernels.{operation}.{n}")) for n in names]
 
 
 def _tuned(tune: ModuleType, module_name: str) -> dict[str, Any]:
-    """The sizes that an engine gives the operation's kernel here."""
+    """The tile sizes that an engine uses for the operation's kernel on this device."""
     if module_name == "xla":
         return {}
     return {"sizes": tune.tuned_sizes(module_name, jax.devices()[0].device_kind)}
 
 
 def attention_table(tiny: bool) -> list[Case]:
-    """Head dims, head counts, pools and masks; each for rows of one query and for mixed rows."""
+    """Head dims, head counts, pools and masks, for rows of one query and for mixed rows."""
     no_rows = partial(Case, name="", query_lens=(), kv_lens=(), block_size=64, dtype="bfloat16")
     if tiny:
         small = no_rows(num_heads=4, num_kv_heads=2, head_dim=64)
@@ -130,7 +130,7 @@ def _attention_checks(platform: str, tiny: bool) -> Iterator[Check]:
     for shape in attention_table(tiny):
         for kind, lens in kinds.items():
             decode = kind == "decode"
-            # Decoding, query r is row r's: one for the empty row too.
+            # In decoding query r belongs to row r, so the empty row has one too.
             case = replace(shape, **lens, num_padding_tokens=1 if decode else 9)
             if platform == "tpu":
                 case = replace(case, block_size=128)  # the engine's default there
@@ -163,7 +163,7 @@ def _attention_check(name: str, module: ModuleType, arguments: dict, decode: boo
 
 
 def _writing(attend: Callable[..., Any], arguments: dict, given: dict) -> tuple:
-    """A TPU's kernel writes keys and values too: random ones, which float64 finds in its pool as well."""
+    """A TPU kernel also writes keys and values: random ones, which the float64 pool contains too."""
     from pallas_kernels.paged_attention.tpu_layout import to_tpu
 
     q, pool = arguments["q"], arguments["pool"]
@@ -183,7 +183,7 @@ def _writing(attend: Callable[..., Any], arguments: dict, given: dict) -> tuple:
 
 
 def _matmul_checks(platform: str, tiny: bool) -> Iterator[Check]:
-    formats = {"int8": None, "int4": 128, "fp8_e4m3": None}  # and the sizes of their groups
+    formats = {"int8": None, "int4": 128, "fp8_e4m3": None}  # format: group size
     large = [
         matmul_cases.Case(
             name=f"{format}-{num_in}-to-{num_out}",
@@ -221,7 +221,7 @@ def _error(expected: np.ndarray, out: jax.Array) -> float:
 
 
 def _grouped_checks(platform: str, tiny: bool) -> Iterator[Check]:
-    """Experts with many rows, with few and with none; NaN in the rows of no expert, which must come out as 0."""
+    """Experts with many, few and no rows; NaN in rows without an expert, whose results must be 0."""
     for module_name, module in _modules("grouped_matmul", platform):
         run = partial(module.grouped_matmul, **_tuned(grouped_tune, module_name))
         for case in grouped_cases.SMALL[:: 5 if tiny else 1]:
@@ -235,7 +235,7 @@ def _grouped_checks(platform: str, tiny: bool) -> Iterator[Check]:
 
 
 def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
-    """All lists of copies, padded to one length, in pools of every kind: no byte may differ."""
+    """All lists of copies, padded to the same length, in pools of every kind: no byte may differ."""
     lists = [copies.pairs for copies in copy_cases.COPIES[:: 5 if tiny else 1]]
     longest = max(map(len, lists))
     pairs = np.array([x + copy_cases.PADDING * (longest - len(x)) for x in lists], np.int32)
@@ -255,13 +255,13 @@ def _copy_checks(platform: str, tiny: bool) -> Iterator[Check]:
 
             layers = copy_cases.layers(pool)
             wanted = [jax.tree.map(lambda x, p=p: moved(x, *p.T), layers) for p in pairs]
-            error = partial(_bytes_differ, wanted, first=1)  # but the null block
+            error = partial(_bytes_differ, wanted, first=1)  # without the null block
             name = f"block_copy ({module_name}) {pool.name}"
             yield Check(name, run, (layers, jnp.asarray(pairs)), error, SAME, "bytes differ")
 
 
 def _write_checks(platform: str, tiny: bool) -> Iterator[Check]:
-    """Slots out of order get what `to_storage` makes of keys and values, and no other slot changes."""
+    """Permuted slots receive the keys and values as `to_storage` converts them, and no other slot changes."""
     (module_name, module), *_ = _modules("kv_write", platform)
     for format in ("int8",) if tiny else (None, *FORMATS):
         case = Case(name="", query_lens=(1,), kv_lens=(400,), dtype="bfloat16", format=format)
@@ -286,7 +286,7 @@ def _write_checks(platform: str, tiny: bool) -> Iterator[Check]:
 
 
 def _bytes_differ(expected: Any, out: Any, *, first: int = 0) -> float:
-    """How many of all arrays [N, ...], from block `first` on. NaN equals itself."""
+    """How many bytes of all arrays [N, ...] differ, from block `first` on. NaN equals itself."""
     pairs = zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True)
     as_bytes = ([np.array(x)[first:].view(np.uint8) for x in pair] for pair in pairs)
     return float(sum((new != want).sum() for new, want in as_bytes))

@@ -1,4 +1,4 @@
-"""`jaxpage bench latency`: how long one batch takes, from its first token in to its last token out."""
+"""`jaxpage bench latency`: how long one batch takes, from its first input token to its last output token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jaxpage.bench import results
 from jaxpage.bench.engines import run_llm
 from jaxpage.bench.offline import Shape, checkpoint, machine
-from jaxpage.bench.workloads import alike
+from jaxpage.bench.workloads import equal_requests
 from jaxpage.flags import EngineFlags, given_options
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
@@ -21,7 +21,7 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyBench:
-    """Time one batch of requests again and again, greedily and without a prefix cache."""
+    """Time a batch of requests repeatedly, greedily and without a prefix cache."""
 
     input_len: int = 32  # tokens of each prompt
     output_len: int = 128  # tokens of each answer
@@ -31,17 +31,17 @@ class LatencyBench:
     shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
     json: Path | None = None  # all times go to this file
-    engine: EngineFlags = field(default_factory=EngineFlags)  # `seed` is that of the prompts too
+    engine: EngineFlags = field(default_factory=EngineFlags)  # `seed` is also that of the prompts
 
 
 def main(bench: LatencyBench) -> None:
-    """Measure, print percentiles, and write all times to `bench.json` if asked for."""
+    """Measure, print percentiles, and write all times to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 
 
 def measure(bench: LatencyBench) -> dict[str, Any]:
-    """Seconds of each iteration and their percentiles, by vLLM's names. Raises ValueError for bad sizes."""
+    """Seconds of each iteration and their percentiles, under vLLM's names. Raises ValueError for bad sizes."""
     sizes = (bench.input_len, bench.output_len, bench.batch_size, bench.num_iters)
     if min(*sizes, bench.num_iters_warmup + 1) < 1:
         raise ValueError(f"sizes and iterations must be positive: {bench}")
@@ -58,7 +58,7 @@ def measure(bench: LatencyBench) -> dict[str, Any]:
     llm = LLM(str(folder), **options)
     llm.wait_until_warm()
     sizes = bench.batch_size, bench.input_len, bench.output_len, config["vocab_size"]
-    work = alike(random.Random(bench.engine.seed), *sizes)
+    work = equal_requests(random.Random(bench.engine.seed), *sizes)
     rounds = range(bench.num_iters_warmup + bench.num_iters)
     taken = [run_llm(llm, SamplingParams, work)[0] for _ in tqdm(rounds, disable=None)]
     latencies = taken[bench.num_iters_warmup :]
@@ -75,7 +75,7 @@ def measure(bench: LatencyBench) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """vLLM's lines."""
+    """The lines that vLLM prints."""
     lines = [f"Avg latency: {report['avg_latency']:.4f} seconds"]
     lines.append(f"Std latency: {report['std_latency']:.4f} seconds")
     for percentage, seconds in report["percentiles"].items():

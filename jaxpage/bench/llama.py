@@ -16,10 +16,10 @@ from typing import Any
 
 from jaxpage.bench.engines import Options, Peer, Work
 
-MAX_BATCH_TOKENS = 2048  # of one llama_decode
+MAX_BATCH_TOKENS = 2048  # per llama_decode
 LOG_ERROR = 4
 
-GGUF_FIELDS = {  # of the file: of config.json
+GGUF_FIELDS = {  # name in the file: name in config.json
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -36,17 +36,17 @@ class Row:
     """A request in one of llama.cpp's sequences."""
 
     sequence: int
-    pending: list[int]  # tokens that are not computed yet
+    pending: list[int]  # tokens not computed yet
     num_wanted: int
     num_computed: int = 0
     output: list[int] = field(default_factory=list)
 
 
 class LlamaCpp(Peer):
-    """llama.cpp with a plain continuous batch around `llama_decode`, as its server has one.
+    """llama.cpp with simple continuous batching around `llama_decode`, as in its server.
 
-    Greedy tokens are taken with NumPy, which costs a few microseconds a row. With prefix caching,
-    what all prompts of a work begin with is computed once and copied to their sequences.
+    Greedy tokens are taken with NumPy, which costs a few microseconds per row. With prefix caching, the common prefix
+    of all prompts is computed once and copied to their sequences.
     """
 
     def setup(self, folder: str, options: Options) -> dict[str, str]:
@@ -88,9 +88,9 @@ class LlamaCpp(Peer):
         return time.perf_counter() - start, work.num_output_tokens
 
     def _share_prefix(self, prompts: list[list[int]]) -> int:
-        """Compute what all prompts begin with into every sequence; its length, in tokens.
+        """Compute the common prefix of all prompts and copy it to every sequence; returns its length, in tokens.
 
-        The last token of each prompt is left out: its logits are wanted.
+        The last token of each prompt is left out, because its logits are needed.
         """
         prefix = os.path.commonprefix([prompt[:-1] for prompt in prompts])
         if len(prompts) == 1 or not prefix:
@@ -103,8 +103,7 @@ class LlamaCpp(Peer):
         return len(prefix)
 
     def _step(self, rows: list[Row]) -> None:
-        """One `llama_decode` of as many pending tokens as it takes; rows that have none left get
-        their next token."""
+        """One `llama_decode` of as many pending tokens as fit; rows that have none left get their next token."""
         batch, num_tokens = self.batch, 0
         sampled: list[Row] = []  # in the order of the logits
         for row in rows:
@@ -142,7 +141,7 @@ def _log_error(level: int, text: bytes, _: Any) -> None:
 
 
 def gguf_of(folder: Path) -> Path:
-    """The GGUF file beside a checkpoint folder, written now unless it is there and newer."""
+    """The GGUF file next to a checkpoint folder, written now unless it exists and is newer."""
     path = folder.parent / f"{folder.name}.bf16.gguf"
     newest = max(file.stat().st_mtime for file in folder.glob("*.safetensors"))
     if not path.exists() or path.stat().st_mtime < newest:
@@ -156,7 +155,7 @@ def gguf_of(folder: Path) -> Path:
 
 
 def write_gguf(folder: Path, path: Path) -> None:
-    """Matrices in bfloat16, vectors in float32, no tokenizer. Raises ValueError if it is not Qwen2 in bfloat16."""
+    """Write matrices in bfloat16 and vectors in float32, no tokenizer. Raises ValueError unless Qwen2 in bfloat16."""
     import ml_dtypes  # NumPy has no bfloat16 of its own
     import numpy as np
     from safetensors.numpy import load_file

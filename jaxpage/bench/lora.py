@@ -1,4 +1,4 @@
-"""`jaxpage bench lora`: throughput of a batch whose rows have adapters, beside an engine without adapters, in turns.
+"""`jaxpage bench lora`: throughput of a batch whose rows have adapters, interleaved with an engine without adapters.
 
 Both engines are in this process, have the same model and answer the same requests.
 """
@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from jaxpage.bench import results
 from jaxpage.bench.engines import Work, run_llm
 from jaxpage.bench.offline import Shape, checkpoint, engine_options, machine
-from jaxpage.bench.workloads import alike, in_turns
+from jaxpage.bench.workloads import equal_requests, run_interleaved
 from jaxpage.weights.safetensors import open_checkpoint
 
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,27 +30,27 @@ _WITHOUT, _WITH = "no adapters", "adapters"
 class LoraBench:
     """Time batches with adapters on every linear layer, and the same batches without."""
 
-    num_adapters: int = 8  # the rows take them by turns
+    num_adapters: int = 8  # assigned to the rows round-robin
     rank: int = 16
     batch_size: int = 32
     input_len: int = 32  # tokens of each prompt
     output_len: int = 64  # tokens of each answer
-    rounds: int = 5  # counted rounds, after one that is not
+    rounds: int = 5  # counted rounds, after an uncounted one
     shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
-    options: str = "{}"  # others of `LLM`, as JSON
+    options: str = "{}"  # further options of `LLM`, as JSON
     seed: int = 0
     json: Path | None = None  # all times go to this file
 
 
 def main(bench: LoraBench) -> None:
-    """Measure, print medians, and write all times to `bench.json` if asked for."""
+    """Measure, print medians, and write all times to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 
 
 def measure(bench: LoraBench) -> dict[str, Any]:
-    """Output tokens per second of both engines, and of each round the seconds. Raises ValueError for bad sizes."""
+    """Output tokens per second of both engines, and seconds of each round. Raises ValueError for bad sizes."""
     sizes = (bench.num_adapters, bench.rank, bench.batch_size, bench.input_len, bench.output_len)
     if min(*sizes, bench.rounds) < 1:
         raise ValueError(f"sizes and rounds must be positive: {bench}")
@@ -84,8 +84,8 @@ def measure(bench: LoraBench) -> dict[str, Any]:
 
     rng = random.Random(bench.seed)
     shape = bench.batch_size, bench.input_len, bench.output_len, config["vocab_size"]
-    works: list[list[Work]] = [[alike(rng, *shape)] for _ in range(bench.rounds + 1)]
-    taken = in_turns({name: runner(name) for name in llms}, works)
+    works: list[list[Work]] = [[equal_requests(rng, *shape)] for _ in range(bench.rounds + 1)]
+    taken = run_interleaved({name: runner(name) for name in llms}, works)
     seconds = {name: [round_[0] for round_ in rounds] for name, rounds in taken.items()}
     num_tokens = works[0][0].num_output_tokens
     rates = {name: num_tokens / statistics.median(s) for name, s in seconds.items()}
@@ -109,7 +109,7 @@ def show(report: dict[str, Any]) -> str:
 
 
 def save_adapter(path: Path, model: Path, rank: int, *, seed: int) -> Path:
-    """A PEFT folder with small random halves for every linear layer of a checkpoint's attention and MLP."""
+    """A PEFT folder with small random A and B for every linear layer of a checkpoint's attention and MLP."""
     rng = np.random.default_rng(seed)
     halves = {}
     for name, tensor in open_checkpoint(model).items():

@@ -1,6 +1,6 @@
-"""`jaxpage bench memory`: how much of the KV memory is waste, what a GiB of it holds, what the prefix cache costs.
+"""`jaxpage bench memory`: how much KV memory is wasted, how many tokens a GiB holds, what the prefix cache costs.
 
-Most of it needs no model: the engine's scheduler takes the mixed workload, and each plan is answered at once.
+Most of it needs no model: the engine's scheduler runs the mixed workload, and each plan is answered immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxpage.bench import results
 from jaxpage.bench.engines import Work, run_llm
 from jaxpage.bench.host_engine import make_scheduler, run
 from jaxpage.bench.offline import Shape, checkpoint
-from jaxpage.bench.workloads import MAX_NUM_SEQS, in_turns, workloads
+from jaxpage.bench.workloads import MAX_NUM_SEQS, run_interleaved, workloads
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.kv_groups import Windows, group_layers, most_blocks
 from jaxpage.kv_pool import KVPoolSpec
@@ -28,15 +28,15 @@ from jaxpage.plan import StepPlan
 from jaxpage.sampling_params import SamplingParams
 from pallas_kernels.kv_write.quantized import FORMATS
 
-LIMITS: dict[str, Any] = {  # the workload's, and the default of a CPU
+LIMITS: dict[str, Any] = {  # the workload's, and a CPU's default
     "max_model_len": 1024,
     "max_num_seqs": MAX_NUM_SEQS,
     "max_num_batched_tokens": 2048,
 }
-GEMMA = (1024,) * 5 + (None,)  # windows of Gemma 3's layers, again and again
+GEMMA = (1024,) * 5 + (None,)  # windows of Gemma 3's layers, repeated
 LONG = 32_768  # tokens of a sequence that outgrows them
-VOCAB_SIZE = 30_000  # where there is no model
-MODELS = {  # whose keys and values fill the GiB: layers, KV heads, head_dim
+VOCAB_SIZE = 30_000  # without a model
+MODELS = {  # for tokens per GiB: layers, KV heads, head_dim
     "Qwen2.5-0.5B": (24, 2, 64),
     "Qwen2.5-7B": (28, 4, 128),
 }
@@ -48,17 +48,17 @@ class MemoryBench:
     """Measure waste of KV memory, tokens that a GiB holds, and the cost of the prefix cache when it never hits."""
 
     block_size: int = 16
-    decode_steps: tuple[int, ...] = (1, 8)  # waste with each of them
-    rounds: int = 5  # with and without prefix cache, in turns, after one that does not count
+    decode_steps: tuple[int, ...] = (1, 8)  # waste is measured with each
+    rounds: int = 5  # with and without prefix cache, interleaved, after an uncounted one
     scale: float = 1.0  # of prompt and output lengths and the number of requests
     seed: int = 0
-    # random weights of this shape: the prefix cache's cost in whole engines too
+    # also measure the prefix cache's cost in whole engines, with random weights of this shape
     shape: Shape | None = None
     json: Path | None = None  # all figures go to this file
 
 
 def main(bench: MemoryBench) -> None:
-    """Measure, print, and write all figures to `bench.json` if asked for."""
+    """Measure, print, and write all figures to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 
@@ -101,9 +101,9 @@ def waste(
 ) -> dict[str, Any]:
     """Shares of the allocated slots without KV, 0 to 1: "mean", "max", and the mean by cause.
 
-    Each decode step of a launch counts as a step. "mean_of_launches" is what `llm.stats()` says, which looks when a
-    launch begins. The pool has `num_blocks` (None: more than the work can fill); "num_blocks" is how many sequences
-    held at most.
+    Each decode step of a launch counts as a step. "mean_of_launches" is the figure of `llm.stats()`, which is taken
+    when a launch begins. The pool has `num_blocks` (None: more than the work can fill); "num_blocks" in the result is
+    the most that sequences held.
     """
     scheduler = _scheduler(block_size, decode_steps=decode_steps, num_blocks=num_blocks)
     slots: list[tuple[int, int, int]] = []
@@ -129,9 +129,9 @@ def waste(
 
 
 def _account(scheduler: Scheduler, plan: StepPlan, step: int) -> tuple[int, int, int]:
-    """Slots at one step of a launch: allocated; of them free in blocks that have KV, and in blocks that have none yet.
+    """Slots at one step of a launch: allocated; and of these, empty in blocks with KV, and empty in blocks without.
 
-    Sequence by sequence, as none shares a block with another here.
+    Summed over sequences, none of which share a block here.
     """
     size = scheduler.kv.pool.block_size
     rows = zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
@@ -148,9 +148,9 @@ def _account(scheduler: Scheduler, plan: StepPlan, step: int) -> tuple[int, int,
 
 
 def blocks_of_long_sequence(layers: Windows, block_size: int) -> int:
-    """Blocks, of one layer each, that a sequence of LONG tokens holds at most while it is computed and decoded.
+    """The most blocks, of one layer each, that a sequence of LONG tokens holds during prefill and decode.
 
-    `layers`: the windows of a few layers. Counted in a pool that has just enough blocks.
+    `layers`: the windows of a few layers. Counted in a pool with just enough blocks.
     """
     groups = group_layers(layers, LONG + 1)
     limits: dict[str, Any] = LIMITS | {"max_num_seqs": 1, "max_model_len": LONG}
@@ -163,7 +163,7 @@ def blocks_of_long_sequence(layers: Windows, block_size: int) -> int:
 
 
 def tokens_per_gib(model: tuple[int, int, int], block_size: int) -> dict[str, int]:
-    """By KV dtype, from the bytes of a block."""
+    """Tokens by KV dtype, from the bytes of a block."""
     num_layers, num_kv_heads, head_dim = model
     found = {}
     for format in (None, *FORMATS):
@@ -181,7 +181,7 @@ def tokens_per_gib(model: tuple[int, int, int], block_size: int) -> dict[str, in
 
 
 def _scheduler(block_size: int, *, num_blocks: int | None = None, **options: Any) -> Scheduler:
-    """With blocks for all unless told: that none is ever evicted keeps most hashes, which is the dearest case."""
+    """By default with blocks for all: without evictions most hashes are kept, which is the most expensive case."""
     most = MAX_NUM_SEQS * -(-LIMITS["max_model_len"] // block_size)
     return make_scheduler(num_blocks or most, block_size, **LIMITS, **options)
 
@@ -197,7 +197,7 @@ def _num_tokens(work: Work) -> int:
 
 
 def _host(bench: MemoryBench, cached: bool, work: Work) -> float:
-    """Seconds that a scheduler takes for work, without an engine."""
+    """Seconds that a scheduler takes for `work`, without a model."""
     options = {"decode_steps": max(bench.decode_steps), "enable_prefix_caching": cached}
     scheduler = _scheduler(bench.block_size, **options)
     start = time.perf_counter()
@@ -206,7 +206,7 @@ def _host(bench: MemoryBench, cached: bool, work: Work) -> float:
 
 
 def _engine(folder: Path, bench: MemoryBench, cached: bool) -> Runner:
-    """Seconds that an engine takes for work; it is made, and all its programs, before the first."""
+    """A function that returns the seconds an engine takes for work. The engine is created and warmed up first."""
     from jaxpage import LLM
 
     llm = LLM(
@@ -222,15 +222,15 @@ def _engine(folder: Path, bench: MemoryBench, cached: bool) -> Runner:
 
 
 def _seconds(bench: MemoryBench, vocab_size: int, on: Runner, off: Runner) -> dict[str, list[Any]]:
-    """Of each round with ("on") and without ("off") prefix cache, on work that no round has seen before."""
+    """Seconds of each round with ("on") and without ("off") prefix cache, on work that is new in each round."""
     works = [_mixed(bench, vocab_size, number) for number in range(bench.rounds + 1)]
-    taken = in_turns({"on": on, "off": off}, [[work] for work in works])
+    taken = run_interleaved({"on": on, "off": off}, [[work] for work in works])
     seconds = {name: [seconds for [seconds] in rounds] for name, rounds in taken.items()}
     return seconds | {"num_tokens": list(map(_num_tokens, works[1:]))}
 
 
 def overhead(seconds: dict[str, Any]) -> dict[str, float]:
-    """Medians over the rounds: microseconds a token with and without, and by how much "on" is slower, 0 to 1."""
+    """Medians over the rounds: microseconds per token with and without, and by how much "on" is slower, 0 to 1."""
     rounds = list(zip(seconds["on"], seconds["off"], seconds["num_tokens"], strict=True))
     return {
         "on": statistics.median(1e6 * on / tokens for on, _, tokens in rounds),
@@ -258,14 +258,14 @@ def show(report: dict[str, Any]) -> str:
         f"mixed workload, {report['num_requests']} requests, {report['num_tokens']} tokens, "
         f"block_size {report['block_size']}",
         "",
-        "allocated slots without KV, % of all: mean over decode steps, largest, mean by cause; "
+        "allocated slots without KV, % of all: mean over decode steps, maximum, mean by cause; "
         "and the mean when launches begin",
         results.table(rows, left=0),
         "",
-        "tokens that a GiB holds, and how many times as many as in bfloat16:",
+        "tokens that a GiB holds, and the ratio to bfloat16:",
         *capacities,
         "",
-        f"of six layers a sequence of {LONG} tokens holds {without} blocks if all see everything, "
+        f"in six layers a sequence of {LONG} tokens holds {without} blocks if all see everything, "
         f"{with_windows} ({without / with_windows:.1f}x fewer) if five see {GEMMA[0]} tokens "
         "(Gemma 3)",
         "",

@@ -1,7 +1,7 @@
-"""`jaxpage bench offline`: the same offline work through jaxpage and other engines, in turns.
+"""`jaxpage bench offline`: the same offline work with jaxpage and other engines, interleaved.
 
-One engine works at a time, rounds alternate between them, and medians are compared, so a slow minute of the machine
-falls on all of them.
+One engine runs at a time, rounds alternate between them, and medians are compared, so that a slow minute of the machine
+affects all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Literal
 from jaxpage import tiny
 from jaxpage.bench import peaks, results
 from jaxpage.bench.peers import PEERS, PeerProcess, engine_of
-from jaxpage.bench.workloads import Workload, in_turns, workloads
+from jaxpage.bench.workloads import Workload, run_interleaved, workloads
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ QWEN25_05B: dict[str, Any] = tiny.TINY_CONFIG | {
 SHAPES = {"tiny": tiny.TINY_CONFIG, "qwen2.5-0.5b": QWEN25_05B}
 Shape = Literal["tiny", "qwen2.5-0.5b"]
 CACHE = Path("~/.cache/jaxpage/bench")  # where checkpoints of a shape are written
-ENGINES = {  # what `compare` may name: peers
+ENGINES = {  # names for `compare`: their peers
     "transformers": ("transformers-generate", "transformers-continuous"),
     "vllm": ("vllm",),
     "llama.cpp": ("llama.cpp",),
@@ -60,8 +60,8 @@ class OfflineBench:
     python: tuple[str, ...] = ()  # ENGINE=EXECUTABLE: an engine's Python, if not the one running
     shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
-    workloads: tuple[str, ...] = ()  # names, all of them if none is given
-    rounds: int = 5  # counted rounds, after one that is not
+    workloads: tuple[str, ...] = ()  # names; none: all
+    rounds: int = 5  # counted rounds, after an uncounted one
     scale: float = 1.0  # of prompt and output lengths, steps and the number of requests
     threads: int = 2
     seed: int = 0
@@ -69,7 +69,7 @@ class OfflineBench:
 
 
 def main(bench: OfflineBench) -> None:
-    """Measure, print a table, and write all timings to `bench.json` if asked for."""
+    """Measure, print a table, and write all timings to `bench.json` if given."""
     compared = split(bench.compare)
     if unknown := set(compared) - set(ENGINES):
         raise ValueError(f"no engine {sorted(unknown)} to compare; there are {', '.join(ENGINES)}")
@@ -83,7 +83,7 @@ def split(names: Sequence[str]) -> list[str]:
 
 
 def pythons(entries: Sequence[str]) -> dict[str, str]:
-    """Each engine's executable: ours, or what `ENGINE=EXECUTABLE` says. Raises ValueError."""
+    """Each engine's executable: this one, or that of an entry `ENGINE=EXECUTABLE`. Raises ValueError."""
     found = {engine_of(peer): sys.executable for peer in PEERS}
     for entry in split(entries):
         engine, _, python = entry.partition("=")
@@ -96,10 +96,9 @@ def pythons(entries: Sequence[str]) -> dict[str, str]:
 
 
 def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
-    """Run the workloads through each of the named peers and return everything that was seen.
+    """Run the workloads with each of the named peers and return all measurements.
 
-    Raises ValueError for an unknown workload and for a peer that is not installed, RuntimeError if a peer
-    fails.
+    Raises ValueError for an unknown workload and for a peer that is not installed, RuntimeError if a peer fails.
     """
     folder, config = checkpoint(bench.shape, bench.model)
     known = workloads(config["vocab_size"], bench.scale)
@@ -118,7 +117,7 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
         "versions": {},
         "results": [],
     }
-    # The same processes for all workloads that need the same.
+    # Workloads that need the same options and peers share processes.
     for (options, also), group in itertools.groupby(
         [w for name, w in known.items() if name in chosen], lambda w: (w.options, w.also)
     ):
@@ -129,7 +128,8 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
                 )
                 for peer in [*peers, *(also if "jaxpage" in peers else ())]
             ]
-            for process in processes[::-1]:  # ours, whose programs take long, after a lack is known
+            # Ours last: its programs take long to compile, and a missing package should be reported before.
+            for process in processes[::-1]:
                 report["versions"][process.name] = process.setup(folder, options)
             report["results"] += [_measure_workload(w, processes, bench) for w in group]
     return report
@@ -140,7 +140,7 @@ def _measure_workload(
 ) -> dict[str, Any]:
     seeds = [f"{bench.seed} {workload.name} {number}" for number in range(bench.rounds + 1)]
     rounds = [workload.make(random.Random(seed)) for seed in seeds]
-    seconds = in_turns({peer.name: peer.run for peer in peers}, rounds)
+    seconds = run_interleaved({peer.name: peer.run for peer in peers}, rounds)
     values = {
         name: [workload.value(*pair) for pair in zip(rounds[1:], taken, strict=True)]
         for name, taken in seconds.items()
@@ -153,14 +153,14 @@ def _measure_workload(
         "unit": workload.unit,
         "median": medians,
         "speedup": {o: workload.speedup(medians[ours], medians[o]) for o in others},
-        "load": os.getloadavg()[0],  # of the last minute: more than `threads` if others were busy
+        "load": os.getloadavg()[0],  # of the last minute: above `threads` if other processes ran
         "values": values,
         "seconds": seconds,
     }
 
 
 def checkpoint(shape: str, model: Path | None = None) -> tuple[Path, dict[str, Any]]:
-    """`model`, or the folder of a shape, written now if it is the first time; and its config."""
+    """`model`, or the folder of a shape, which is written the first time; and its config."""
     if model is not None:
         return model.resolve(), json.loads((model / "config.json").read_text())
     folder = tiny.write_checkpoint(CACHE.expanduser() / shape, SHAPES[shape])
@@ -168,7 +168,7 @@ def checkpoint(shape: str, model: Path | None = None) -> tuple[Path, dict[str, A
 
 
 def engine_options(text: str) -> dict[str, Any]:
-    """Options of `LLM` that were given as JSON. Raises ValueError."""
+    """Options of `LLM` given as JSON. Raises ValueError."""
     try:
         return {**json.loads(text)}
     except (ValueError, TypeError):
@@ -176,16 +176,16 @@ def engine_options(text: str) -> dict[str, Any]:
 
 
 def weight_bytes(folder: Path, config: dict[str, Any]) -> int:
-    """What a decode step reads of the checkpoint: all but an embedding that is not the head too."""
+    """Bytes that a decode step reads of the checkpoint: all but an untied embedding."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not config.get("tie_word_embeddings", False):
-        size -= 2 * config["vocab_size"] * config["hidden_size"]  # a few rows of it are read
+        size -= 2 * config["vocab_size"] * config["hidden_size"]  # only a few rows are read
     return size
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on besides versions."""
-    info = Path("/proc/cpuinfo")  # says more than `platform`, on Linux
+    """What the figures depend on besides versions."""
+    info = Path("/proc/cpuinfo")  # more detailed than `platform`, on Linux
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {
         "processor": names[0] if names else platform.processor(),
@@ -197,7 +197,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """Everything that is printed: medians, and what they are against memory."""
+    """Everything that is printed: medians, and their ratio to memory bandwidth."""
     lines = [table(report["results"])]
     copy, read = (report["bandwidth"][kind] / 1e9 for kind in ("copy", "read"))
     weights = report["weight_bytes"] / 1e9
@@ -214,7 +214,7 @@ def show(report: dict[str, Any]) -> str:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Medians, and in brackets how many times as fast the first engine is as each other one."""
+    """Medians, and in parentheses how many times as fast the first engine is as each other one."""
     peers = list(dict.fromkeys(peer for result in found for peer in result["median"]))
     rows = [["workload", "unit", *peers]]
     for result in found:

@@ -1,6 +1,6 @@
-"""Attention and products in float64 with NumPy, straight from their formulas: what kernels are held against.
+"""Attention and products in float64 with NumPy, directly from their formulas: the reference for kernels.
 
-Shares no code with the kernels, nor with their definitions.
+Shares no code with the kernels or their definitions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Rows = dict[int, np.ndarray]  # row: queries [Q, H, D]
 def attention(
     arguments: Mapping[str, Any], rows: Iterable[int] | None = None, *, queries: int | None = None
 ) -> Rows:
-    """The attention of those rows (None: of all that have queries), of the last `queries` of each (None: of all).
+    """The attention of `rows` (None: all that have queries), for the last `queries` of each (None: all).
 
     `arguments` are those of `pallas_kernels.paged_attention.reference.paged_attention`, whose docstring is the
-    definition; but what a quantised pool holds is not rounded to q's dtype. Nothing is compiled.
+    definition, except that the values of a quantised pool are not rounded to q's dtype. Nothing is compiled.
     """
     table, kv_lens, starts, all_q = (
         np.asarray(arguments[name]) for name in ("block_table", "kv_lens", "query_starts", "q")
@@ -43,7 +43,7 @@ def attention(
 
 
 def _read(pool: Any, held: np.ndarray, dtype: Any) -> np.ndarray:
-    """K and V of those blocks of the pool, float64[M, S, 2 * K, D], by the formulas of `kv_write.quantized`."""
+    """K and V of the blocks `held`, float64[M, S, 2 * K, D], by the formulas of `kv_write.quantized`."""
     blocks = jax.tree.map(lambda x: x[held], pool)
     if not isinstance(blocks, QuantizedPool):
         return float64(blocks.view(dtype) if blocks.dtype == np.uint16 else blocks)
@@ -57,12 +57,12 @@ def _read(pool: Any, held: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def float64(x: Any) -> np.ndarray:
-    """An array of NumPy's or jax's, on the host."""
-    return np.asarray(x).astype(np.float32).astype(np.float64)  # all types have a way to float32
+    """A NumPy or jax array, on the host."""
+    return np.asarray(x).astype(np.float32).astype(np.float64)  # every type converts to float32
 
 
 def _row(q: np.ndarray, kv: np.ndarray, arguments: Mapping[str, Any]) -> np.ndarray:
-    """The last queries [Q, H, D] of a row of as many positions as kv [L, 2 * K, D] has."""
+    """The attention of the last queries [Q, H, D] of a row with kv [L, 2 * K, D]."""
     (count, num_heads, head_dim), length = q.shape, kv.shape[0]
     num_kv_heads = kv.shape[1] // 2
     key, query = np.arange(length), np.arange(length - count, length)[:, None]
@@ -87,9 +87,9 @@ def _row(q: np.ndarray, kv: np.ndarray, arguments: Mapping[str, Any]) -> np.ndar
 
 
 def worst_row(out: jax.Array, starts: jax.Array, expected: Rows) -> float:
-    """The largest |out - expected| / |expected| of a row's queries together; inf for what is not finite.
+    """The largest |out - expected| / |expected| over rows, of all a row's queries together; inf if not finite.
 
-    out: [T, H, D]; `expected` has the last queries of a row, and all of those are compared.
+    out: [T, H, D]; all queries in `expected`, the last ones of each row, are compared.
     """
     ends, found = np.asarray(starts)[1:], np.asarray(out)
     parts = {row: found[ends[row] - len(want) : ends[row]] for row, want in expected.items()}

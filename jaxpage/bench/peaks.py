@@ -1,4 +1,4 @@
-"""The peak rates of the device and of this machine's memory: other figures are shares of them."""
+"""The peak rates of the device and of this machine's memory, to which other figures are compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def measure(context: Context) -> Iterator[Result]:
         return work / statistics.median(taken), [work / seconds for seconds in taken]
 
     source = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
-    # By the copy engine and by a kernel; the faster of the two is the peak.
+    # With the copy engine and with a kernel; the faster of the two is the peak.
     copies = {
         "copy": rate(jax.jit(jnp.copy), source, 2 * size),
         "kernel": rate(jax.jit(lambda x: x + jnp.uint32(1)), source, 2 * size),
@@ -49,13 +49,14 @@ def measure(context: Context) -> Iterator[Result]:
 def memory_bandwidth(
     threads: int, *, num_bytes: int = 1 << 30, repeats: int = 5
 ) -> dict[str, float]:
-    """Of the host: the best of `repeats`, in bytes per second of all `threads` together.
+    """The host's memory bandwidth: the best of `repeats`, in bytes per second of all `threads` together.
 
     `copy` counts each byte twice, read and written; `read` only reads. Each thread has its own part of `num_bytes`,
-    which should be far more than the caches hold.
+    which should far exceed the caches.
     """
     part = num_bytes // threads // 8
-    sources = [np.ones(part, np.int64) for _ in range(threads)]  # ones: zeros might be no memory
+    # Not zeros, for which no memory might be allocated.
+    sources = [np.ones(part, np.int64) for _ in range(threads)]
     targets = [np.ones(part, np.int64) for _ in range(threads)]
     total = 8 * part * threads
     options: Any = {"number": 1, "repeat": repeats, "timer": time.perf_counter}
@@ -64,6 +65,6 @@ def memory_bandwidth(
         def least(function: Callable[..., object], *arrays: list[np.ndarray]) -> float:
             return min(timeit.repeat(lambda: [*pool.map(function, *arrays)], **options))
 
-        # NumPy releases the GIL in both, and both are as fast as memory lets them.
+        # NumPy releases the GIL in both, and both are limited by memory.
         copy, read = least(np.copyto, targets, sources), least(np.max, sources)
     return {"copy": 2 * total / copy, "read": total / read}

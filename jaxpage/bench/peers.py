@@ -1,6 +1,6 @@
-"""The engines that a benchmark compares, each in a process of its own, perhaps of another Python.
+"""The engines that a benchmark compares, each in a separate process, which may run another Python.
 
-What that Python imports of jaxpage (`engines.py`, `llama.py`) imports only the standard library at its top.
+The modules of jaxpage that this Python imports (`engines.py`, `llama.py`) import only the standard library at the top.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PEERS: dict[str, type[Peer]] = {
 
 
 def engine_of(peer: str) -> str:
-    """What a user calls the engine of a peer: those of one engine differ after a dash."""
+    """The user's name for a peer's engine. Peers with the same engine differ after a dash."""
     return peer.split("-")[0]
 
 
 class PeerProcess(RemoteObject):
-    """A peer in a process of its own, which is stopped while it is not asked anything."""
+    """A peer in a separate process, which is stopped between calls."""
 
     def __init__(self, name: str, python: str = sys.executable, **options: Any) -> None:
         """`options` are those of `RemoteObject`."""
@@ -43,7 +43,7 @@ class PeerProcess(RemoteObject):
         target = f"{peer.__module__}:{peer.__qualname__}"
         options |= {"python": python, "environment": peer.environment, "pause": True}
         if shutil.which(python) is None:
-            raise ValueError(f"{python} is no Python that runs: there is no such program")
+            raise ValueError(f"{python} is not an executable Python: there is no such program")
         super().__init__(target, **options)
 
     def setup(
@@ -58,11 +58,11 @@ class PeerProcess(RemoteObject):
             raise ValueError(
                 f"{self.name}: {error_summary(error)}; name the Python of an environment that has it: "
                 f"--python {engine_of(self.name)}=ENVIRONMENT/bin/python (jaxpage/bench/README.md "
-                "says how to make one)"
+                "says how to create one)"
             ) from error
 
     def run(self, work: Work, *, timeout: float | None = None) -> float:
-        """Seconds that the peer needed. Raises RuntimeError if it answered too little, failed or died."""
+        """Seconds that the peer took. Raises RuntimeError if it gave too few tokens, failed or died."""
         seconds, count = self.ask("run", work, timeout=timeout)
         if count != work.num_output_tokens:
             raise RuntimeError(
@@ -74,10 +74,11 @@ class PeerProcess(RemoteObject):
 def starts(
     folder: Path, options: dict[str, Any], *, python: str = sys.executable, threads: int
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """How long jaxpage takes to start with an empty cache of programs ("cold"), and with a full one ("cached").
+    """How long jaxpage takes to start with an empty program cache ("cold"), and with a full one ("cached").
 
-    Seconds from before the first import by event: "imported", "built" (`LLM` is there), "first_token" (of a request
-    made at once), "warm" (all programs are there). `options` are the engine's. Raises RuntimeError if a start fails.
+    Seconds from before the first import to each event: "imported", "built" (`LLM` exists), "first_token" (of a request
+    made immediately), "warm" (all programs are ready). `options` are the engine's. Raises RuntimeError if a start
+    fails.
     """
     target = "jaxpage.bench.engines:JaxpageStart"
     with tempfile.TemporaryDirectory(prefix="jaxpage-") as cache:

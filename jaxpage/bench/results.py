@@ -1,4 +1,4 @@
-"""What a measurement says: a value, the bar that it is held to, and why there is none where there is none."""
+"""Results of measurements: a value, the bar it must meet, and the reason if there is no value."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-TARGET = "H200"  # whose speed the bars of the suite are about
+TARGET = "H200"  # the device that the suite's bars for speed are for
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
 
 
 def publish(report: Mapping[str, Any], path: Path | None, text: str) -> None:
-    """Write the report to `path` as JSON if there is one, and print the text."""
+    """Write the report to `path` as JSON, if given, and print the text."""
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n")
     print(text)
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """The rows in aligned columns, the first `left` of them to the left, the others to the right."""
+    """The rows in columns, the first `left` of them left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -46,10 +46,10 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a part of the suite is told."""
+    """The input of a part of the suite."""
 
     tiny: bool  # sizes that a CPU computes in seconds
-    folder: str  # for files of the part's own
+    folder: str  # for the part's files
     # Peak rates of the device, once they are measured: bytes and floating point operations per second.
     bandwidth: float | None = None
     matmul: float | None = None
@@ -73,7 +73,7 @@ class Result:
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Name, value, bar, verdict and reason; "" for what there is not."""
+        """Name, value, bar, verdict and reason; "" for what is missing."""
         value = "" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
         verdict = VERDICTS[self.passed] if self.has_verdict else ""
         return self.name, value, self.bar or "", ": ".join(filter(None, (verdict, self.reason)))
@@ -92,7 +92,7 @@ def measured(
     device: str | None = None,
     **details: Any,
 ) -> Result:
-    """With a `bar`, a verdict; with a `device` (its kind) only if that is the bars' TARGET."""
+    """A value. A `bar` gives it a verdict; if a `device` (its kind) is given, only if that is the bars' TARGET."""
     passed, reason = bar and bar.holds(value), None
     if bar is not None and device is not None and TARGET not in device:
         passed, reason = None, f"the bar is for an {TARGET}; this is {device}"
@@ -100,19 +100,19 @@ def measured(
 
 
 def missing(name: str, unit: str, reason: str, bar: Bar | None = None) -> Result:
-    """What could not be measured, and why: something that it needs is not here."""
+    """Something that could not be measured, because a requirement is missing."""
     return Result(name, None, unit, bar and str(bar), None, reason)
 
 
 def failed(name: str, reason: str, bar: Bar | None = None) -> Result:
-    """What should have worked here and did not."""
+    """Something that should have worked here and did not."""
     return Result(name, None, "", bar and str(bar), False, reason)
 
 
 def error_summary(error: BaseException) -> str:
-    """What an error says, in one line. Notes of an exception, which jax adds, come later; so does a traceback.
+    """The first line of an error: its type and message, without notes, which jax adds, and without a traceback.
 
-    What happened in another process is a plain RuntimeError here, whose message says what it was there.
+    An error in another process is a plain RuntimeError here, whose message names the original type.
     """
     kind = "" if type(error) in (RuntimeError, TimeoutError) else f"{type(error).__name__}: "
     line = f"{kind}{error}".strip().partition("\n")[0].strip() or "no message"

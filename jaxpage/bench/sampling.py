@@ -1,7 +1,7 @@
-"""`jaxpage bench sampling`: what the sampler adds to a decode step, feature by feature; and what grammars' masks cost.
+"""`jaxpage bench sampling`: what the sampler adds to a decode step, feature by feature; and the cost of grammar masks.
 
-The sampler alone, compiled as a step has it, over requests that are admitted as an engine's are. Times are also given
-as shares of a floor: no decode step of a model of 0.5B is shorter than the time in which its weights are read.
+Runs the sampler alone, compiled as in a step, with requests admitted as in an engine. Times are also given as shares of
+a floor: no decode step of a 0.5B model is shorter than the time it takes to read the weights.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from jaxpage.sampling_params import SamplingParams
 from jaxpage.structured_outputs.params import StructuredOutputsParams
 
 WEIGHT_BYTES = 2 * 494_032_768  # Qwen2.5-0.5B in bfloat16
-NUM_TOP = 20  # vLLM's max_logprobs, of which programs are made
+NUM_TOP = 20  # vLLM's max_logprobs, for which programs are compiled
 MODE = "raw"
-PLAIN = "greedy"  # what all others are compared with
+BASELINE = "greedy"  # the case that all others are compared with
 RANDOM = {"temperature": 1.0}
-MASKED = {  # what outputs may have to match
+GRAMMARS = {  # that outputs must match
     "JSON schema": StructuredOutputsParams(
         json={
             "type": "object",
@@ -74,31 +74,31 @@ MASKED = {  # what outputs may have to match
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingBench:
-    """Time the sampler by what requests ask for, and the masks of grammars."""
+    """Time the sampler for each feature that requests may use, and the masks of grammars."""
 
     vocab_size: int = 151_936  # Qwen2.5's
     rows: int = 64
     context: int = 512  # known tokens of each request, half of them prompt
-    repeats: int = 9  # of everything, in turns
+    repeats: int = 9  # of all cases, interleaved
     masks: int = 200  # of each grammar
-    threads: int = 2  # that copy, where the device is a CPU
-    tiny: bool = False  # sizes that say nothing and take seconds
+    threads: int = 2  # to measure a CPU's bandwidth with
+    tiny: bool = False  # meaningless sizes that take seconds
     json: Path | None = None  # all timings go to this file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What all rows of a step ask for. `options` are of `SamplingParams`, `own` of `Request`."""
+    """What all rows of a step use. `options` are those of `SamplingParams`, `own` those of `Request`."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
-    flat: bool = False  # likely tokens by the ten thousands; else a handful
+    flat: bool = False  # logits with tens of thousands of likely tokens; else a few
     processors: Processors = ()  # of the engine
 
 
 def main(bench: SamplingBench) -> None:
-    """Measure, print two tables, and write all timings to `bench.json` if asked for."""
+    """Measure, print two tables, and write all timings to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 
@@ -118,13 +118,13 @@ def measure(bench: SamplingBench) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "bandwidth": _bandwidth(bench),
         "milliseconds": _sampler(bench),
-        "load": os.getloadavg()[0],  # of the last minute: more than `threads` if others were busy
+        "load": os.getloadavg()[0],  # of the last minute: above `threads` if other processes ran
         "microseconds": _masks(bench),
     }
 
 
 def _bandwidth(bench: SamplingBench) -> float:
-    """Bytes per second that a copy reads and writes."""
+    """Bytes per second read and written by a copy."""
     if jax.default_backend() == "cpu":
         size = 1 << 20 if bench.tiny else 1 << 30
         return peaks.memory_bandwidth(bench.threads, num_bytes=size)["copy"]
@@ -134,7 +134,7 @@ def _bandwidth(bench: SamplingBench) -> float:
 
 
 def cases(vocab_size: int) -> tuple[Case, ...]:
-    """The plain step first; then each feature alone, but that truncation is of random rows."""
+    """The plain step first; then each feature alone, except that top_k and top_p need random sampling."""
     constraints: dict[str, Any] = {
         "allowed_token_ids": list(range(0, vocab_size, 2)),
         "logit_bias": dict.fromkeys(range(10, 18), 1.0),
@@ -144,7 +144,7 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
     penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
     budget = {"thinking_token_budget": 100_000}
     return (
-        Case(name=PLAIN),
+        Case(name=BASELINE),
         Case(name="allowed ids, bad words, logit bias", options=constraints, own=bad_words),
         Case(name="penalties", options=penalties),
         Case(
@@ -162,7 +162,7 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
 
 
 def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
-    """Of each case and of the programs that say something of every token."""
+    """Milliseconds of each case, and of the programs for logprobs of the whole vocabulary and of given tokens."""
     draw = np.random.default_rng(0).standard_normal((bench.rows, bench.vocab_size), np.float32)
     peaked, flat = jnp.asarray(8 * draw), jnp.asarray(draw)
     slots = jnp.arange(1, bench.rows + 1, dtype=jnp.int32)
@@ -183,9 +183,9 @@ def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
     launches = {
         case.name: launch(programs[case.processors], case) for case in cases(bench.vocab_size)
     }
-    launches["logprobs of the whole vocabulary"] = launch(whole, Case(name=PLAIN))
+    launches["logprobs of the whole vocabulary"] = launch(whole, Case(name=BASELINE))
     launches["scores of given tokens"] = lambda _: scores(peaked, slots)
-    # A CPU would compute launches that do not depend on each other side by side.
+    # A CPU would compute independent launches in parallel.
     at_least = 0.0 if bench.tiny or jax.default_backend() == "cpu" else 0.02
     found: dict[str, list[float]] = {name: [] for name in launches}
     for _ in range(bench.repeats):
@@ -196,7 +196,7 @@ def _sampler(bench: SamplingBench) -> dict[str, list[float]]:
 
 
 def _admitted(case: Case, bench: SamplingBench) -> tuple[RequestState, jax.Array]:
-    """The request state with a request of this kind in every slot but the null slot; and the step's feature bits."""
+    """The request state with such a request in every slot but the null slot; and the step's feature bits."""
     max_model_len = bench.context + 1
     spec = StepSpec(
         block_size=max_model_len,
@@ -217,7 +217,7 @@ def _admitted(case: Case, bench: SamplingBench) -> tuple[RequestState, jax.Array
     admit = jax.jit(make_admit(layout), donate_argnums=0)
     rng, features = random.Random(0), []
     for slot in range(1, bench.rows + 1):
-        # Nobody reasons: then the history is searched to its beginning.
+        # No token starts a reasoning block, so the history is searched to its beginning.
         token_ids = [9 + token_id for token_id in random_prompt(rng, bench.context, 1000)]
         prompt = token_ids[: bench.context // 2]
         options: dict[str, Any] = {"temperature": 0} | case.options
@@ -240,7 +240,7 @@ def _admitted(case: Case, bench: SamplingBench) -> tuple[RequestState, jax.Array
 
 
 def _masks(bench: SamplingBench) -> dict[str, list[float]]:
-    """Of random walks through grammars: the time of taking in a token and saying what may come next."""
+    """Random walks through grammars: microseconds to accept a token and compute the mask of the next."""
     from jaxpage.structured_outputs.compiler import GrammarCompiler
     from jaxpage.structured_outputs.config import StructuredOutputsConfig
     from jaxpage.structured_outputs.masks import GrammarMasks
@@ -254,7 +254,7 @@ def _masks(bench: SamplingBench) -> dict[str, list[float]]:
         config=StructuredOutputsConfig(),
     )
     found: dict[str, list[float]] = {}
-    for name, params in MASKED.items():
+    for name, params in GRAMMARS.items():
         grammar = compiler.compile(params)
         grammar.matcher.result()
         source = GrammarMasks(compiler, grammar, forces=False)
@@ -272,9 +272,9 @@ def _masks(bench: SamplingBench) -> dict[str, list[float]]:
 
 
 def make_tokenizer(vocab_size: int) -> Any:
-    """A byte-level BPE of as many made-up tokens as that: most like words and pieces of words, the others any bytes.
+    """A byte-level BPE with `vocab_size` made-up tokens: most resemble words and word pieces, the others are any bytes.
 
-    What a mask costs depends on the tokens; those of a real vocabulary share more beginnings.
+    The cost of a mask depends on the tokens; those of a real vocabulary share more prefixes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -300,15 +300,15 @@ def make_tokenizer(vocab_size: int) -> Any:
 
 
 def show(report: dict[str, Any]) -> str:
-    """Medians; what is more than the plain step; shares of the floor. Then median and 99th percentile of masks."""
+    """Medians, their excess over the plain step and shares of the floor. Then median and 99th percentile of masks."""
     bandwidth, device = report["bandwidth"], report["device"]
     floor = 1e3 * WEIGHT_BYTES / bandwidth
     medians = {name: statistics.median(times) for name, times in report["milliseconds"].items()}
     rows = [["", "ms", "more than greedy, ms", "of the floor"]]
     for name, median in medians.items():
-        more = "" if name == PLAIN else f"{median - medians[PLAIN]:.2f}"
+        more = "" if name == BASELINE else f"{median - medians[BASELINE]:.2f}"
         rows.append([name, f"{median:.2f}", more, f"{100 * median / floor:.1f} %"])
-    masks = [["a mask of a", "us: median", "p99"]]
+    masks = [["mask for a", "us: median", "p99"]]
     for name, times in report["microseconds"].items():
         masks.append([name, f"{statistics.median(times):.0f}", f"{np.percentile(times, 99):.0f}"])
     return "\n".join(

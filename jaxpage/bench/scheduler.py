@@ -1,7 +1,7 @@
-"""`jaxpage bench scheduler`: what a decode step costs the host, without any device.
+"""`jaxpage bench scheduler`: the host cost of a decode step, without any device.
 
-Drives a real `LLM` whose runner answers each plan at once. On fast chips this, not the model, is what bounds small
-models, so it must stay far below a millisecond.
+Drives a real `LLM` whose runner answers each plan immediately. On fast chips the host, not the device, is what limits
+small models, so its cost must stay far below a millisecond.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from jaxpage.runner.pack import pack, step_layout
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.tokenizer import load_tokenizer
 
-# Of a step, in their order: the plan; its upload; taking in its result; what `LLM.step` does around the engine.
+# Of a step, in order: planning; packing for the upload; processing the result; what `LLM.step` adds to the engine.
 PARTS = ("schedule", "pack", "update", "outputs")
 IDS = {"detokenize": False}
-ASKS: dict[str, dict[str, Any]] = {  # what requests may ask for
+REQUEST_KINDS: dict[str, dict[str, Any]] = {  # name: options of `SamplingParams`
     "ids": IDS,
     "text": {},
     "text, a stop string": {"stop": ["never to be found"]},
@@ -45,18 +45,18 @@ ASKS: dict[str, dict[str, Any]] = {  # what requests may ask for
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerBench:
-    """Measure the host's part of a decode step: schedule, pack, taking in the result, and making outputs."""
+    """Measure the host's part of a decode step: schedule, pack, process the result, and make outputs."""
 
     rows: tuple[int, ...] = (32, 64, 256)  # running requests
     context: int = 512  # tokens of each request when measuring begins
     steps: int = 300
     block_size: int = 16
-    requests: bool = False  # a second table, of the most rows: by what the requests ask for
+    requests: bool = False  # a second table, with the most rows, by kind of request
     json: Path | None = None  # all timings go to this file
 
 
 def main(bench: SchedulerBench) -> None:
-    """Measure, print a table, and write all timings to `bench.json` if asked for."""
+    """Measure, print a table, and write all timings to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 
@@ -79,13 +79,13 @@ def measure(bench: SchedulerBench) -> dict[str, Any]:
                 "microseconds": _measure(most, bench, asked | {"output_kind": kind}),
             }
             for kind in kinds
-            for name, asked in ASKS.items()
+            for name, asked in REQUEST_KINDS.items()
         ],
     }
 
 
 class _TimedRunner(InstantRunner):
-    """Packs each plan as the real runner does, and notes when the parts of a step ended."""
+    """Packs each plan as the real runner does, and records when the parts of a step ended."""
 
     def __init__(self, programs: StepPrograms, layouts: dict[str, Layout], num_top: int) -> None:
         super().__init__(num_top=num_top)
@@ -103,7 +103,7 @@ class _TimedRunner(InstantRunner):
         return super().launch(plan)
 
     def collect(self, launched: StepResult, /) -> StepResult:
-        self.mark()  # making the result up does not count
+        self.mark()  # making up the result does not count
         return launched
 
 
@@ -143,7 +143,7 @@ def _measure(num_rows: int, bench: SchedulerBench, asked: dict[str, Any]) -> dic
 
 
 def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM:
-    """With blocks for all requests until measuring ends; one step takes all their prompts."""
+    """An LLM with enough blocks for all requests; one step takes all their prompts."""
     max_model_len = bench.context + bench.steps + 1
     overrides = {"max_position_embeddings": max_model_len}
     config = EngineConfig(model=str(checkpoint()), hf_overrides=overrides)
@@ -171,7 +171,7 @@ def _make_llm(num_rows: int, bench: SchedulerBench, runner: _TimedRunner) -> LLM
 
 
 def show(report: dict[str, Any]) -> str:
-    """Median and 90th percentile in microseconds; a launch waits for "schedule + pack", a user for all of it."""
+    """Median and 90th percentile in microseconds. "schedule + pack" delays a launch; all of it delays the user."""
     parts = [f"context {report['context']}, microseconds: median (p90)", _table(report["results"])]
     if report["requests"]:
         parts += ["", _table(report["requests"])]

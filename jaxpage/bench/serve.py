@@ -1,6 +1,6 @@
-"""`jaxpage bench serve`: load on any OpenAI-compatible server, and vLLM's report of it.
+"""`jaxpage bench serve`: a load test of any OpenAI-compatible server, with vLLM's report.
 
-All times are those of the client.
+All times are measured by the client.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class ServeBench:
     api_key: str | None = field(default=None, repr=False)
     num_prompts: int = 1000  # requests
     request_rate: float = math.inf  # requests a second; inf: all at once
-    # of arrivals: 1 is a Poisson process, less comes in bursts, more is regular
+    # of arrivals: 1 is a Poisson process, less is bursty, more is regular
     burstiness: float = 1.0
-    max_concurrency: int | None = None  # requests under way at once; the others wait, uncounted
+    # requests in flight at once; others wait, and their waiting time does not count
+    max_concurrency: int | None = None
     num_warmups: int = 0  # requests before those that count
-    ignore_eos: bool = False  # as many tokens as are wanted; not every server knows it
+    ignore_eos: bool = False  # generate all tokens; not every server supports it
     temperature: float | None = None  # none: the server's own; 0: greedy
     goodput: tuple[str, ...] = ()  # limits in ms, such as ttft:500 tpot:50 e2el:9000
     seed: int = 0
@@ -58,7 +59,7 @@ class ServeBench:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.data.dataset_name == "trace" and not math.isinf(self.request_rate):
-            raise ValueError("a trace says itself when requests come; leave --request-rate out")
+            raise ValueError("a trace determines when requests are sent; leave --request-rate out")
 
 
 def main(bench: ServeBench) -> int:
@@ -69,9 +70,9 @@ def main(bench: ServeBench) -> int:
 
 
 def run(bench: ServeBench) -> Report:
-    """Load a server. Ctrl-C ends it, and the report is about what there is.
+    """Run a load test. Ctrl-C ends it, and the report covers the requests so far.
 
-    Raises ValueError for data that cannot be had, and if the server does not tell its model. A request that fails is
+    Raises ValueError for data that cannot be read, and if the server does not name its model. A request that fails is
     counted, and the report has its error.
     """
     load = _Load(bench)
@@ -85,7 +86,7 @@ def run(bench: ServeBench) -> Report:
 
 
 def _new_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The loop that costs least, as the client often shares its cores with the server; None: asyncio's own."""
+    """The cheapest event loop, because the client often shares its cores with the server; None: asyncio's own."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -94,7 +95,7 @@ def _new_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Load:
-    """Requests on their way, and what became of them: known also when they were stopped."""
+    """Requests and their outcomes, which are available even if the test is stopped."""
 
     def __init__(self, bench: ServeBench) -> None:
         self.bench, self.limits = bench, parse_limits(bench.goodput)
@@ -113,9 +114,9 @@ class _Load:
         self.cpu = self.end = 0.0
 
     async def run(self) -> None:
-        """Until all requests have ended."""
+        """Run until all requests have ended."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection is an open file
         async with open_session(self.bench.api_key) as session:
             self.model = self.model or await first_model(session, self.base_url)
             await self._send(
@@ -144,7 +145,7 @@ class _Load:
             shown.update()
 
         begin = time.perf_counter()
-        # Progress is shown on a terminal only.
+        # Progress is shown only on a terminal.
         with tqdm(total=len(bodies), disable=None, unit="req") as shown:
             async with asyncio.TaskGroup() as group:
                 for body, seconds in zip(bodies, at, strict=True):
@@ -168,7 +169,7 @@ class _Load:
         return json.dumps(fields).encode()
 
     def report(self) -> Report:
-        """What there is so far."""
+        """The report so far."""
         assert self.begin is not None
         options = asdict(self.bench) | {"model": self.model}
         del options["api_key"]

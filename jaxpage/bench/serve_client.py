@@ -1,6 +1,6 @@
 """One request to an OpenAI-compatible server: streamed, and timed by the client's clock.
 
-By aiohttp, because the client often shares its cores with the server, and httpx takes twice the processor time.
+Uses aiohttp, because the client often shares its cores with the server, and httpx takes twice the processor time.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from jaxpage.bench.results import error_summary
 if TYPE_CHECKING:
     import aiohttp
 
-# Of a delta, whatever a model may say. The first two are names of the same.
-SAID = ("reasoning", "reasoning_content", "content", "tool_calls")
-PATIENCE = 600.0  # seconds without a byte, after which a request has failed
+# Fields of a delta with output of the model. The first two are names for the same thing.
+OUTPUT_FIELDS = ("reasoning", "reasoning_content", "content", "tool_calls")
+READ_TIMEOUT = 600.0  # seconds without a byte, after which a request has failed
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What became of one request. Seconds are those of `time.perf_counter`."""
+    """The outcome of one request. Times are those of `time.perf_counter`, in seconds."""
 
     start: float  # when it was sent
-    times: list[float] = field(default_factory=list)  # when each chunk with tokens came
-    usage: tuple[int, int] | None = (
-        None  # tokens of the prompt and of the answer, as the server counts
-    )
+    times: list[float] = field(default_factory=list)  # when each chunk with tokens arrived
+    usage: tuple[int, int] | None = None  # the server's counts of prompt and output tokens
     pieces: list[str] = field(default_factory=list)
-    has_ended: bool = False  # as the protocol says: with a finish reason or [DONE]
+    has_ended: bool = False  # according to the protocol: with a finish reason or [DONE]
     error: str = ""  # why it failed
 
     @property
@@ -39,7 +37,7 @@ class Outcome:
 
     @property
     def num_output(self) -> int:
-        """Without the server's word every chunk counts as one token."""
+        """The server's count, or else the number of chunks."""
         return self.usage[1] if self.usage else len(self.times)
 
     @property
@@ -58,7 +56,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None if there is no other."""
+        """Seconds per token after the first; None if there is only one."""
         return (self.latency - self.ttft) / (self.num_output - 1) if self.num_output > 1 else None
 
     @property
@@ -67,7 +65,7 @@ class Outcome:
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
     def take(self, data: bytes, now: float) -> None:
-        """Read one event. Raises RuntimeError if it is an error, ValueError if it is no JSON."""
+        """Read one event. Raises RuntimeError if it is an error, ValueError if it is not JSON."""
         if data == b"[DONE]":
             self.has_ended = True
             return
@@ -81,15 +79,15 @@ class Outcome:
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {"content": choice.get("text")}
             ends = choice.get("finish_reason") is not None
-            # A token may have no text yet. What only names the role, or only ends, is none.
-            if any(map(delta.get, SAID)) or not (self.times if ends else "role" in delta):
+            # A token may have no text yet. A chunk that only has the role, or only the finish reason, has no token.
+            if any(map(delta.get, OUTPUT_FIELDS)) or not (self.times if ends else "role" in delta):
                 self.times.append(now)
             self.pieces.append(delta.get("content") or "")
             self.has_ended |= ends
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Outcome:
-    """Send one request and read its stream. What goes wrong is the outcome's error; nothing is raised."""
+    """Send one request and read its stream. Errors are recorded in the outcome; nothing is raised."""
     outcome = Outcome(start=time.perf_counter())
     try:
         async with session.post(url, data=body) as response:
@@ -111,7 +109,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Outcome:
 
 
 def open_session(api_key: str | None) -> aiohttp.ClientSession:
-    """A client with as many connections as it takes. Raises ValueError without aiohttp."""
+    """A client without a limit on connections. Raises ValueError without aiohttp."""
     try:
         import aiohttp
     except ModuleNotFoundError:
@@ -120,9 +118,9 @@ def open_session(api_key: str | None) -> aiohttp.ClientSession:
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     return aiohttp.ClientSession(
-        # Shorter than servers keep idle connections, so none is used at the moment in which they close it.
+        # Shorter than servers keep idle connections, so that no connection is reused just as the server closes it.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=PATIENCE),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=READ_TIMEOUT),
         headers=headers,
     )
 
@@ -138,6 +136,6 @@ async def first_model(session: aiohttp.ClientSession, base_url: str) -> str:
             return (await response.json())["data"][0]["id"]
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{url} names no model ({error_summary(error)}); start the server, name it with "
-            "--base-url, or the model with --model"
+            f"{url} names no model ({error_summary(error)}); start the server, give its address with "
+            "--base-url, or name the model with --model"
         ) from error

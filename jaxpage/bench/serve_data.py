@@ -1,4 +1,4 @@
-"""What `jaxpage bench serve` sends: prompts, how many tokens are wanted of each, and when."""
+"""What `jaxpage bench serve` sends: prompts, the number of output tokens for each, and when."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Which prompts are sent, and how many tokens are wanted of each."""
+    """Which prompts are sent, and the number of output tokens for each."""
 
     dataset_name: Literal["random", "shared-prefix", "trace", "custom"] = "random"
-    # lines of JSON; of a trace with timestamp, prompt or input_length, and output_length; of custom prompts with prompt
-    # and perhaps output_tokens
+    # lines of JSON: in a trace with timestamp, prompt or input_length, and output_length; in custom prompts with prompt
+    # and optionally output_tokens
     dataset_path: Path | None = None
     tokenizer: str | None = None  # a folder; with it random prompts are texts, without it token ids
-    # random prompts are of these: the first, and one past the last
+    # range of ids in random prompts: the first, and one past the last
     token_ids: tuple[int, int] = (256, 500)
     random_input_len: int = 1024
     random_output_len: int = 128
-    random_range_ratio: float = 0.0  # lengths are drawn from so much less to so much more
-    num_prefixes: int = 10  # this and the next two: of `shared-prefix`
+    random_range_ratio: float = 0.0  # by how much lengths vary up and down, as a ratio
+    num_prefixes: int = 10  # this and the next two: for `shared-prefix`
     prefix_len: int = 256
     suffix_len: int = 256
-    output_len: int = 128  # of `shared-prefix`, and of custom prompts that do not say
-    timestamp_unit: float = 1.0  # seconds, of a trace's timestamps; 0.001: milliseconds
+    output_len: int = 128  # for `shared-prefix`, and for custom prompts without output_tokens
+    timestamp_unit: float = 1.0  # of a trace's timestamps, in seconds; 0.001: milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A request to be sent."""
+    """A request to send."""
 
     prompt: str | list[int]
     max_tokens: int
-    at: float | None = None  # seconds after the first one, if the data says so
+    at: float | None = None  # seconds after the first request, if the data has a timestamp
 
 
 def draw(data: Dataset, number: int, seed: tuple[int, ...]) -> list[Call]:
-    """As many requests, or fewer if a file has no more. Raises ValueError for sizes and files that cannot be used."""
+    """`number` requests, or fewer if a file has no more. Raises ValueError for bad sizes and files."""
     _check(data)
     rng = np.random.default_rng(seed)
     make = _Prompts(data, rng)
@@ -57,7 +57,7 @@ def draw(data: Dataset, number: int, seed: tuple[int, ...]) -> list[Call]:
         ]
     if data.dataset_name == "shared-prefix":
         prefixes = [make.ids(data.prefix_len) for _ in range(data.num_prefixes)]
-        order = rng.permutation(number) % data.num_prefixes  # evenly, in any order
+        order = rng.permutation(number) % data.num_prefixes  # evenly distributed, in random order
         return [
             Call(
                 prompt=make.prompt(prefixes[i] + make.ids(data.suffix_len)),
@@ -76,9 +76,9 @@ def arrivals(
 ) -> list[float]:
     """Seconds after the start at which each request is sent.
 
-    A trace says so itself. Else intervals of a gamma distribution, `rate` a second on average, are scaled so that the
-    last request comes after exactly their number over `rate`. Their shape is `burstiness`: 1 is a Poisson process,
-    less comes in bursts, infinity is a clock.
+    A trace has timestamps. Otherwise intervals have a gamma distribution with `rate` requests a second on average,
+    scaled so that the last request is sent after exactly their number over `rate`. `burstiness` is its shape: 1 is a
+    Poisson process, less is bursty, infinity is perfectly regular.
     """
     if calls[0].at is not None:
         return [(call.at or 0.0) - calls[0].at for call in calls]
@@ -88,13 +88,13 @@ def arrivals(
     if not math.isinf(burstiness):
         intervals = np.random.default_rng(seed).gamma(burstiness, size=len(calls))
     times = intervals.cumsum()
-    if times[-1] == 0.0:  # such bursts that a float cannot tell them from nothing
+    if times[-1] == 0.0:  # so bursty that all intervals round to 0
         return [0.0] * len(calls)
     return (times * (len(calls) / rate / times[-1])).tolist()
 
 
 class _Prompts:
-    """Random prompts, as the options want them."""
+    """Random prompts, according to the options."""
 
     def __init__(self, data: Dataset, rng: np.random.Generator) -> None:
         self._range, self._rng = data.token_ids, rng
@@ -108,7 +108,7 @@ class _Prompts:
         return self._rng.integers(*self._range, size=length).tolist()
 
     def prompt(self, ids: list[int]) -> str | list[int]:
-        """The ids, or a text of about as many tokens: not every sequence of ids is what its text is tokenised to."""
+        """The ids, or a text of about as many tokens: tokenising the text of some ids may give other ids."""
         if self._tokenizer is None:
             return ids
         again = self._tokenizer.encode(self._tokenizer.decode(ids), add_special_tokens=False)
@@ -143,14 +143,14 @@ def _call(data: Dataset, make: _Prompts, fields: dict[str, Any]) -> Call:
     if not isinstance(prompt, str | list) or not prompt:
         raise ValueError(f"the prompt must be a text or token ids, got {prompt!r}")
     if not isinstance(wanted, int) or wanted < 1:
-        raise ValueError(f"at least 1 token must be wanted, got {wanted!r}")
+        raise ValueError(f"the number of output tokens must be at least 1, got {wanted!r}")
     return Call(prompt=prompt, max_tokens=wanted, at=at)
 
 
 def _check(data: Dataset) -> None:
     path = data.dataset_path
     if (path is not None) != (data.dataset_name in ("trace", "custom")):
-        needs = "has no file: leave --dataset-path out" if path else "needs --dataset-path FILE"
+        needs = "takes no file: leave --dataset-path out" if path else "needs --dataset-path FILE"
         raise ValueError(f"the dataset {data.dataset_name} {needs}")
     if path is not None and not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -159,8 +159,10 @@ def _check(data: Dataset) -> None:
         if getattr(data, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(data, name)}")
     if min(data.prefix_len, data.suffix_len) < 0 or data.prefix_len + data.suffix_len < 1:
-        raise ValueError(f"prefixes of {data.prefix_len} and suffixes of {data.suffix_len} tokens")
+        raise ValueError(
+            f"prefix_len and suffix_len must not be negative, nor both 0, got {data.prefix_len} and {data.suffix_len}"
+        )
     if not 0 <= data.random_range_ratio < 1:
         raise ValueError(f"random_range_ratio must be in [0, 1), got {data.random_range_ratio}")
     if not 0 <= data.token_ids[0] < data.token_ids[1]:
-        raise ValueError(f"token_ids must be two numbers that grow, got {data.token_ids}")
+        raise ValueError(f"token_ids must be two increasing numbers, got {data.token_ids}")

@@ -1,4 +1,4 @@
-"""What the outcomes of a load say: vLLM's figures under vLLM's names, and their table."""
+"""The report of a load test: vLLM's figures under vLLM's names, and their table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpage.bench.serve_client import Outcome
 
-ROWS = {  # of the table: figures and options
+ROWS = {  # of the table: figures and options, by label
     "Successful requests": "completed",
     "Failed requests": "failed",
     "Maximum request concurrency": "max_concurrency",
@@ -27,26 +27,26 @@ ROWS = {  # of the table: figures and options
     "Total token throughput (tok/s)": "total_token_throughput",
     "Processor time of this client (s)": "client_cpu_seconds",
 }
-TIMES = {  # what has a mean, a median and percentiles
+TIMES = {  # figures with a mean, a median and percentiles
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-GOODPUT = ("ttft", "tpot", "e2el")  # what may have a limit
+GOODPUT = ("ttft", "tpot", "e2el")  # figures that may have a limit
 WIDTH = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came of a load."""
+    """The result of a load test."""
 
-    settings: Mapping[str, Any]  # options, model, when
+    settings: Mapping[str, Any]  # options, model, date
     outcomes: Sequence[Outcome]  # of the requests that ended, in the order in which they were sent
-    duration: float  # seconds until the last request ended, or all were stopped
-    limits: Mapping[str, float]  # milliseconds by what of `GOODPUT` they are about
-    num_unfinished: int  # requests that were under way when all were stopped
-    num_unsent: int  # requests that were still to come then
+    duration: float  # seconds until the last request ended, or until the test was stopped
+    limits: Mapping[str, float]  # milliseconds, by names of `GOODPUT`
+    num_unfinished: int  # requests in flight when the test was stopped
+    num_unsent: int  # requests not sent yet when the test was stopped
     client_cpu: float  # seconds of processor time
 
     @property
@@ -58,7 +58,7 @@ class Report:
         return self.num_unfinished + self.num_unsent > 0
 
     def metrics(self) -> dict[str, Any]:
-        """All figures. None where there is nothing to measure: no request was answered, no limits."""
+        """All figures. None where there is nothing to measure, without answered requests or without limits."""
         done, seconds = self.answered, self.duration
         num_input, num_output = sum(o.num_input for o in done), sum(o.num_output for o in done)
         good = sum(is_good(o, self.limits) for o in done)
@@ -82,7 +82,7 @@ class Report:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Options, figures, and everything about each request; times of requests that failed are empty."""
+        """Options, figures, and everything about each request; the times of failed requests are empty."""
         begin = min((o.start for o in self.outcomes), default=0.0)
         return {
             **self.settings,
@@ -99,11 +99,11 @@ class Report:
         }
 
     def __str__(self) -> str:
-        """vLLM's table; beneath it what failed."""
+        """vLLM's table; below it the failures."""
         found = self.settings["options"] | self.metrics()
         rows = [(label, found[key]) for label, key in ROWS.items()]
         lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
-        # What was not asked for has no row.
+        # Options that were not given have no row.
         lines += [_row(label, value) for label, value in rows if value not in (None, "Infinity")]
         for name, title in TIMES.items():
             lines.append(title.center(WIDTH, "-"))
@@ -113,10 +113,10 @@ class Report:
                 )
         lines.append("=" * WIDTH)
         if self.was_stopped:
-            under_way = f"{self.num_unfinished} requests were under way"
-            lines.append(f"stopped: {under_way}, {self.num_unsent} not sent")
+            in_flight = f"{self.num_unfinished} requests were in flight"
+            lines.append(f"stopped: {in_flight}, {self.num_unsent} not sent")
         if uncounted := sum(o.usage is None for o in self.answered):
-            lines.append(f"no usage came with {uncounted} answers: chunks are counted as tokens")
+            lines.append(f"{uncounted} answers had no usage: their chunks are counted as tokens")
         errors = Counter(o.error for o in self.outcomes if o.error)
         lines += [f"{count} failed: {error}" for error, count in errors.most_common(10)]
         return "\n".join(lines)
@@ -128,7 +128,7 @@ def _row(label: str, value: Any) -> str:
 
 
 def statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Mean, median, standard deviation and 99th percentile (interpolated) in milliseconds, by vLLM's names."""
+    """Mean, median, standard deviation and 99th percentile (interpolated) in milliseconds, under vLLM's names."""
     ms = np.asarray(seconds) * 1e3
     words = {
         "mean": np.mean,
@@ -140,7 +140,7 @@ def statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
-    """Whether an answer kept all the limits, in milliseconds. One of a single token has no time per token to exceed."""
+    """Whether an answer met all limits, in milliseconds. One of a single token meets any limit of time per token."""
     found = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(found[name] * 1e3 <= limit for name, limit in limits.items())
 
@@ -163,7 +163,7 @@ def parse_limits(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def peak_throughput(outcomes: Sequence[Outcome]) -> float:
-    """The most tokens of any second, counted from the start. A chunk has as many as those of its answer on average."""
+    """The most tokens in any second, counted from the start. Each chunk of an answer counts as equally many tokens."""
     begin = min((o.start for o in outcomes), default=0.0)
     seconds = [int(time - begin) for o in outcomes for time in o.times]
     tokens = [o.num_output / len(o.times) for o in outcomes for _ in o.times]
@@ -171,6 +171,6 @@ def peak_throughput(outcomes: Sequence[Outcome]) -> float:
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """The most requests that were under way at once. One that ends as another begins does not overlap with it."""
+    """The most requests in flight at once. A request that ends as another begins does not overlap with it."""
     events = sorted(e for o in outcomes for e in ((o.start, 1), (o.times[-1], -1)))
     return int(max(np.cumsum([change for _, change in events]), default=0))

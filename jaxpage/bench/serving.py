@@ -20,7 +20,7 @@ from jaxpage.bench.engines import Options, Work, run_llm
 from jaxpage.bench.offline import QWEN25_05B
 from jaxpage.bench.peers import PeerProcess, starts
 from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
-from jaxpage.bench.workloads import alike, in_turns
+from jaxpage.bench.workloads import equal_requests, run_interleaved
 
 QWEN25_3B: dict[str, Any] = QWEN25_05B | {
     "vocab_size": 151936,
@@ -29,28 +29,28 @@ QWEN25_3B: dict[str, Any] = QWEN25_05B | {
     "num_hidden_layers": 36,
     "num_attention_heads": 16,
 }
-ALONE, TOGETHER = Bar("<=", 1.25), Bar("<=", 1.4)  # of the time to read what a step must read
+ALONE, TOGETHER = Bar("<=", 1.25), Bar("<=", 1.4)  # over the time to read what a step must read
 FASTER = Bar(">=", 3.0)
 REUSED = Bar("<=", 0.25)  # second time to first token over the first
 WARM = {"cold": Bar("<=", 60.0), "cached": Bar("<=", 8.0)}
 CONTINUOUS = "transformers' continuous batching"
-PATIENCE = 40.0  # seconds, after which no further round begins
+TIME_LIMIT = 40.0  # seconds after which no further round begins
 
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """The model and how much is asked of it."""
+    """The model and its load."""
 
     config: dict[str, Any]
     max_model_len: int
     batch: int
     context: int
-    launches: int  # that are timed together
-    windows: int  # as often
-    # Of the two runs whose difference counts: whole launches, and the prompts are done before the shorter one ends.
+    launches: int  # timed together, as a window
+    windows: int  # how many
+    # Of the two runs whose difference counts: whole launches, and prefill is done before the shorter run ends.
     num_tokens: tuple[int, int]
     rounds: int
-    prompt: int  # tokens, of the table
+    prompt: int  # tokens of the table
     questions: int
 
 
@@ -59,7 +59,7 @@ TINY = ServingLoad(tiny.TINY_CONFIG, 256, 4, 32, 2, 1, (9, 41), 1, prompt=100, q
 
 
 def weight_bytes(config: dict[str, Any]) -> int:
-    """What a decode step reads of a Qwen2 model in bfloat16: every weight, but an embedding that is not the head."""
+    """Bytes that a decode step reads of a Qwen2 model in bfloat16: all weights except an untied embedding."""
     E, F, L = (config[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     D = E // H
@@ -68,13 +68,13 @@ def weight_bytes(config: dict[str, Any]) -> int:
 
 
 def kv_bytes(config: dict[str, Any]) -> int:
-    """K and V of one token in bfloat16, all layers."""
+    """Bytes of K and V of one token in bfloat16, over all layers."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
 
 
 def _start(context: Context, load: ServingLoad, **options: Any) -> LLM:
-    """An engine with all its programs (tiny: those it uses), which are cached in the suite's folder for later parts."""
+    """An engine with all its programs (tiny: only those it uses), cached in the suite's folder for later parts."""
     llm = LLM(
         str(_folder(context, load)),
         load_format="dummy",
@@ -91,7 +91,7 @@ def _start(context: Context, load: ServingLoad, **options: Any) -> LLM:
 
 
 def _folder(context: Context, load: ServingLoad) -> Path:
-    """With config.json alone: weights are random."""
+    """A folder with only config.json, for random weights."""
     folder = Path(context.folder) / "model"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(load.config))
@@ -99,12 +99,14 @@ def _folder(context: Context, load: ServingLoad) -> Path:
 
 
 def _work(load: ServingLoad, seed: str, number: int, length: int, num_tokens: int) -> Work:
-    """As many random prompts of that length."""
-    return alike(random.Random(seed), number, length, num_tokens, load.config["vocab_size"])
+    """`number` requests with random prompts of that length."""
+    return equal_requests(
+        random.Random(seed), number, length, num_tokens, load.config["vocab_size"]
+    )
 
 
 def steps(context: Context) -> Iterator[Result]:
-    """Decode steps of one sequence and of many, against the time to read the bytes; and against transformers."""
+    """Decode steps of one sequence and of many, compared with the time to read the bytes, and with transformers."""
     load = TINY if context.tiny else FULL
     device = jax.devices()[0].device_kind
     llm = _start(context, load, enable_prefix_caching=False)
@@ -124,7 +126,7 @@ def steps(context: Context) -> Iterator[Result]:
 
 
 def step_seconds(llm: LLM, load: ServingLoad, batch: int) -> tuple[float, float]:
-    """Seconds of a decode step as a user has them, median of windows; and the mean context meanwhile, in tokens."""
+    """Seconds of a decode step as a user sees it, median of windows; and the mean context meanwhile, in tokens."""
     names = [f"{batch}-{number}" for number in range(batch)]
     more = load.max_model_len - load.context
     work = _work(load, f"steps {batch}", batch, load.context, more)
@@ -133,14 +135,14 @@ def step_seconds(llm: LLM, load: ServingLoad, batch: int) -> tuple[float, float]
         llm.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def known() -> int:
-        """Tokens that the last request has, once a launch more has been read."""
+        """Tokens of the last request after one more launch has been read."""
         while True:
             for output in llm.step():
                 if output.request_id == names[-1]:
                     return len(output.outputs[0].token_ids)
 
     before = after = 0
-    for _ in range(4):  # the first launches of this size compile, and the overlap begins
+    for _ in range(4):  # the first launches of this size compile, and overlapping starts
         before = known()
     first, taken = before, []
     for _ in range(load.windows):
@@ -158,9 +160,9 @@ def _against_transformers(
 ) -> Iterator[Result]:
     name = f"decode rate to {CONTINUOUS}, batch {load.batch}"
     try:
-        taken, versions = _in_turns(llm, context, load)
+        taken, versions = _run_interleaved(llm, context, load)
     except jax.errors.JaxRuntimeError:
-        raise  # ours; whatever happens to them is a plain RuntimeError here
+        raise  # jaxpage's; errors of transformers are plain RuntimeErrors here
     except (RuntimeError, TimeoutError, ValueError) as error:
         print(error, file=sys.stderr)
         yield missing(name, "x", error_summary(error), FASTER)
@@ -171,7 +173,7 @@ def _against_transformers(
         for engine, pairs in taken.items()
     }
     if min(rates.values()) <= 0:
-        yield failed(name, f"the longer run was not the slower one: {taken}", FASTER)
+        yield failed(name, f"the longer run did not take longer: {taken}", FASTER)
         return
     for engine, rate in rates.items():
         yield measured(f"decode rate, {engine}, batch {load.batch}", rate, "tokens/s")
@@ -180,11 +182,10 @@ def _against_transformers(
     yield measured(name, ratio, "x", FASTER, device=device, **details)
 
 
-def _in_turns(
+def _run_interleaved(
     llm: LLM, context: Context, load: ServingLoad
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Seconds of a short and a long run in each round, by engine; and their versions."""
-
     rounds = [
         [_work(load, f"{number} {n}", load.batch, load.context, n) for n in load.num_tokens]
         for number in range(load.rounds + 1)
@@ -201,11 +202,11 @@ def _in_turns(
             "jaxpage": lambda work: run_llm(llm, SamplingParams, work)[0],
             CONTINUOUS: lambda work: peer.run(work, timeout=150),
         }
-        return in_turns(runners, rounds, patience=PATIENCE), versions
+        return run_interleaved(runners, rounds, time_limit=TIME_LIMIT), versions
 
 
 def table(context: Context) -> Iterator[Result]:
-    """A long prompt twice: the second time its blocks are found. Medians over prompts, but the first."""
+    """Each long prompt twice; the second time its blocks are cached. Medians over all prompts but the first."""
     load = TINY if context.tiny else FULL
     llm = _start(context, load, enable_prefix_caching=True)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -227,7 +228,7 @@ def table(context: Context) -> Iterator[Result]:
 
 
 def warm_up(context: Context) -> Iterator[Result]:
-    """Seconds from before the first import until all programs are there, in fresh processes; default sizes."""
+    """Seconds from before the first import until all programs are ready, in fresh processes, with default sizes."""
     load = TINY if context.tiny else FULL
     options: dict[str, Any] = {"load_format": "dummy"}
     if context.tiny:

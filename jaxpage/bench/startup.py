@@ -1,4 +1,4 @@
-"""`jaxpage bench startup`: how long starts take with an empty cache of programs and with a full one."""
+"""`jaxpage bench startup`: how long an engine takes to start with an empty program cache and with a full one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVENTS = {"first_token": "first token, s", "warm": "all programs, s"}
 
 @dataclass(frozen=True, kw_only=True)
 class StartupFlags(EngineFlags):
-    """The same as the options of `LLM`, with sizes that are measured if no others are given."""
+    """The options of `LLM`, with this benchmark's default sizes."""
 
     max_model_len: int | str | None = 1024
     max_num_seqs: int | None = MAX_NUM_SEQS
@@ -31,7 +31,7 @@ class StartupBench:
 
     shape: Shape = "qwen2.5-0.5b"  # random weights of this shape
     model: Path | None = None  # a checkpoint folder, instead of a shape
-    rounds: int = 3  # each of a cold start and a cached one
+    rounds: int = 3  # each has a cold start and a cached one
     threads: int = 2
     python: str = sys.executable  # whose jax is measured
     json: Path | None = None  # all times go to this file
@@ -39,7 +39,7 @@ class StartupBench:
 
 
 def main(bench: StartupBench) -> None:
-    """Measure, print medians, and write all times to `bench.json` if asked for.
+    """Measure, print medians, and write all times to `bench.json` if given.
 
     Raises RuntimeError if a start fails.
     """
@@ -56,7 +56,7 @@ def main(bench: StartupBench) -> None:
 
 
 def show(rounds: list[dict[str, dict[str, Any]]]) -> str:
-    """Medians, and the range where there is one."""
+    """Medians, and ranges if there are several rounds."""
     rows = [["start", *EVENTS.values()]]
     for cache in rounds[0]:
         seconds = [[times[cache][event] for times in rounds] for event in EVENTS]

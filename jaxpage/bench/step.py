@@ -1,6 +1,6 @@
 """`jaxpage bench step`: where the time of a decode step goes, by part of the model.
 
-Takes jax's own profile of a few launches and adds up its operations by the names that the compiled program gives them.
+Profiles a few launches with jax's profiler and adds up the operations by their names in the compiled program.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jaxpage.bench import results
 from jaxpage.bench.offline import Shape, checkpoint
 from jaxpage.bench.workloads import random_prompt
 
-PARTS = {  # part: what its operations are called, the first that fits
+PARTS = {  # part: pattern of its operations' names; the first match counts
     "attention": r"paged_attention",
     "KV write": r"write_kv",
     "sampling": r"jit\(sample\)",
     "matrix products": r"dot_general",
 }
 OTHER = "norms, activations, the rest"
-NUM_STEPS = 8  # of a launch
-_CONTAINERS = re.compile(r"while|cond|call")  # their time is that of what they contain
+NUM_STEPS = 8  # per launch
+_CONTAINERS = re.compile(r"while|cond|call")  # their time is that of their content
 _TIMED_LAUNCHES, _TRACED_LAUNCHES = 3, 2
 
 
@@ -49,7 +49,7 @@ class StepBench:
 
 
 def main(bench: StepBench) -> None:
-    """Measure, print a table, and write all figures to `bench.json` if asked for."""
+    """Measure, print a table, and write all figures to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, table(report))
 
@@ -68,7 +68,7 @@ def measure(bench: StepBench) -> dict[str, Any]:
         async_scheduling=False,  # a launch is one step of the engine
         quantization=bench.quantization,
         skip_tokenizer_init=True,
-        enforce_eager=True,  # only what is measured
+        enforce_eager=True,  # compile only what is measured
     )
     found = [_measure(llm, batch, bench.context) for batch in bench.batch]
     return {"context": bench.context, "quantization": bench.quantization, "results": found}
@@ -82,7 +82,7 @@ def _measure(llm: LLM, batch: int, context: int) -> dict[str, Any]:
         prompt = random_prompt(rng, context, 500)
         llm.add_request(name, {"prompt_token_ids": prompt}, params)
     waiting = set(names)
-    while waiting:  # for first tokens
+    while waiting:  # for their first tokens
         waiting -= {output.request_id for output in llm.step()}
     for _ in range(2):  # the first of these launches compiles
         llm.step()
@@ -105,7 +105,7 @@ def _measure(llm: LLM, batch: int, context: int) -> dict[str, Any]:
 
 
 def operations(folder: Path) -> dict[str, float]:
-    """Microseconds of each operation in the profile under `folder`, all its runs together."""
+    """Microseconds of each operation in the profile under `folder`, summed over its executions."""
     (path,) = folder.rglob("*.trace.json.gz")
     micros: dict[str, float] = collections.defaultdict(float)
     for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
@@ -115,7 +115,7 @@ def operations(folder: Path) -> dict[str, float]:
 
 
 def by_part(micros: dict[str, float], program: str) -> dict[str, float]:
-    """`micros` of operations added up by PARTS, according to the metadata in the text of the compiled `program`."""
+    """`micros` of operations summed by PARTS, according to the metadata in the text of the compiled `program`."""
     names = dict(re.findall(r"%(\S+) = [^\n]*?op_name=\"([^\"]*)\"", program))
     totals = dict.fromkeys([*PARTS, OTHER], 0.0)
     for operation, total in micros.items():
@@ -127,7 +127,7 @@ def by_part(micros: dict[str, float], program: str) -> dict[str, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """A line for each batch; parts in milliseconds of a step."""
+    """A line for each batch, with the parts of a step in milliseconds."""
     rows = [["batch", "ms/step", *report["results"][0]["parts"]]]
     for found in report["results"]:
         figures = (found["step"], *found["parts"].values())

@@ -1,7 +1,7 @@
 """An object in another Python process, whose methods are called through a pipe.
 
-For what must not share a process: two users of one GPU's memory, torch beside jax, engines that need packages of their
-own, a kernel that may crash. The other Python need not have jaxpage installed.
+For things that must not share a process: two users of one GPU's memory, torch and jax, engines that need their own
+packages, a kernel that may crash. The other Python need not have jaxpage installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]  # of this checkout
-# At the end of the path, so that other packages never come from there.
+# At the end of the path, so that no other package is imported from there.
 CODE = """import sys
 sys.path.append({root!r})
 from jaxpage.bench.subprocess_rpc import serve
@@ -30,11 +30,11 @@ serve({target!r}, {pipe})
 
 
 class RemoteObject:
-    """An object of the class `target` ("package.module:Class"), made in a new process without arguments.
+    """An instance of the class `target` ("package.module:Class"), created without arguments in a new process.
 
-    `environment`: variables that are set before anything is imported there; `threads`: as many processors it may use,
-    and so large are XLA's and OpenMP's thread pools. With `pause` the process is stopped while it is not asked
-    anything: thread pools of some engines spin while they are idle. What libraries print there goes to stderr.
+    `environment`: variables that are set before anything is imported there; `threads`: how many processors it may use,
+    which is also the size of XLA's and OpenMP's thread pools. With `pause` the process is stopped between calls,
+    because idle thread pools of some engines spin. Whatever libraries print there goes to stderr.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class RemoteObject:
             code = CODE.format(root=str(ROOT), target=target, pipe=theirs.fileno())
             variables = [f"{name}={value}" for name, value in (environment or {}).items()]
             self._process = subprocess.Popen(
-                # -P: the current folder must not come before the other Python's own packages
+                # -P: the current folder must not shadow the other Python's packages
                 ["env", *variables, python, "-P", "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                process_group=0,  # so that `kill` also ends what the process has started
+                process_group=0,  # so that `kill` also reaches child processes
             )
         if threads is not None:
             os.sched_setaffinity(self._process.pid, sorted(os.sched_getaffinity(0))[:threads])
 
     def ask(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
-        """What the method returns.
+        """Call a method; returns its result.
 
         Raises RuntimeError with message and traceback if the method raises, or with the status if the process dies;
-        TimeoutError after `timeout` seconds. After the last two the process is gone.
+        TimeoutError after `timeout` seconds. In the latter two cases the process has ended.
         """
         self._process.send_signal(signal.SIGCONT)
         try:
@@ -85,7 +85,7 @@ class RemoteObject:
         return answer
 
     def kill(self) -> None:
-        """End the process, and those it has started, at once."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -102,8 +102,8 @@ class RemoteObject:
 
 
 def serve(target: str, pipe: int) -> None:
-    """In the process: answer until the pipe closes."""
-    # A stopped process cannot see its pipe close: it ends with the process that asks, however that ends.
+    """The process's side: answer calls until the pipe closes."""
+    # A stopped process cannot notice that its pipe closes, so it is killed when its parent ends, however that ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     connection, instance = Connection(pipe), None
     with contextlib.suppress(EOFError):
@@ -117,4 +117,4 @@ def serve(target: str, pipe: int) -> None:
             except Exception as error:
                 reply = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             connection.send(reply)
-    os._exit(0)  # background threads of a library must not hold the process back
+    os._exit(0)  # a library's background threads must not keep the process alive

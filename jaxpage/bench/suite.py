@@ -1,7 +1,7 @@
 """`jaxpage bench suite`: everything that has a bar on an H200, checked and measured in one call.
 
-Each part runs in a process of its own, so that what crashes, hangs or fills the device's memory costs no other part its
-results. Imports no jax.
+Each part runs in a separate process, so that one that crashes, hangs or fills the device's memory does not affect the
+results of others. Does not import jax.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from jaxpage.bench.results import Context, Result, error_summary, failed, missing, table_of_bars
 from jaxpage.bench.subprocess_rpc import ROOT, RemoteObject
 
-# In the order of their run: what the bars refer to; what the table of bars is about; each kernel in all its forms.
-PARTS = {  # name: the function, and the seconds that it may take while others wait
+# In the order in which they run: peak rates, which bars refer to; speed; then each kernel in all its variants.
+PARTS = {  # name: the function, and the seconds it may take while other parts wait
     "peaks": ("jaxpage.bench.peaks:measure", 120),
     "decode": ("jaxpage.bench.attention:decode", 130),
     "prefill": ("jaxpage.bench.attention:prefill", 110),
@@ -35,8 +35,8 @@ PARTS = {  # name: the function, and the seconds that it may take while others w
 }
 PEAKS = "peaks"
 RATES = {"GB/s": ("bandwidth", 1e9), "TFLOP/s": ("matmul", 1e12)}  # of `Context`, by unit
-SHORTEST = 10  # seconds: with less no part begins
-# JAX would take three quarters of the device's memory at once, and torch's processes need some too.
+SHORTEST = 10  # seconds: with less time left no part starts
+# By default JAX allocates three quarters of the device's memory at once, but torch's processes need some too.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1"}
 
 
@@ -44,24 +44,26 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1"}
 class SuiteBench:
     """Check and measure everything that has a bar, part by part."""
 
-    json: Path | None = None  # all results go to this file, after each of them
+    json: Path | None = None  # all results go to this file, which is updated after each
     # peaks, decode, prefill, steps, table, warm-up, kernels; none: all. Peaks are always measured.
     only: tuple[str, ...] = ()
-    tiny: bool = False  # sizes for a CPU, to see that everything runs
+    tiny: bool = False  # sizes for a CPU, to check that everything runs
     time_limit: float = 570  # seconds for all parts together
-    commit: str | None = None  # that is measured, where this folder is no git checkout
+    commit: str | None = None  # the measured commit, if this folder is not a git checkout
 
 
 class Part:
-    """In a part's process: its results, one by one."""
+    """Runs in a part's process: yields its results, one by one."""
 
     def start(self, target: str, context: Context) -> dict[str, str]:
-        """The device it runs on. The results come by `next`."""
+        """Returns the device it runs on; `next` returns the results."""
         import jax
 
         device = jax.devices()[0]
         if device.platform == "cpu" and not context.tiny:
-            raise RuntimeError("jax sees no accelerator, and on a CPU only --tiny ends in time")
+            raise RuntimeError(
+                "jax finds no accelerator, and on a CPU only --tiny finishes in time"
+            )
         module, name = target.split(":")
         function = getattr(importlib.import_module(module), name)
         self._results: Iterator[Result] = function(context)
@@ -88,14 +90,14 @@ def main(bench: SuiteBench) -> int:
                 if part == PEAKS and result.value is not None:
                     name, unit = RATES[result.unit]
                     context = replace(context, **{name: result.value * unit})
-    # The last part has the most: what is cut off a long log is its beginning.
+    # The last part has the most results, and long logs are truncated at the beginning.
     ordered = sorted(report.results, key=lambda found: -list(PARTS).index(found[0]))
     print("\n" + table_of_bars(ordered), flush=True)
     return int(any(result.passed is False for _, result in report.results))
 
 
 def _run(part: str, context: Context, report: Report, *, waiting: bool) -> Iterator[Result]:
-    """What a part finds, until it is done, dead or out of time: all that is left, unless others are waiting."""
+    """A part's results, until it is done, dead or out of time. The last part may use all the time that is left."""
     target, limit = PARTS[part]
     left = report.seconds_left()
     if left < SHORTEST:
@@ -120,11 +122,11 @@ def _run(part: str, context: Context, report: Report, *, waiting: bool) -> Itera
 
 
 class Report:
-    """All results so far, each with where it came from; printed and written as they come."""
+    """All results so far, with their parts; printed and written as they arrive."""
 
     def __init__(self, bench: SuiteBench) -> None:
         self.results: list[tuple[str, Result]] = []  # each with its part
-        self.device: dict[str, str] = {}  # of the part that runs
+        self.device: dict[str, str] = {}  # of the running part
         self._written: list[dict[str, Any]] = []
         self._bench = bench
         self._begin = time.monotonic()
@@ -149,11 +151,11 @@ class Report:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(path.name + ".part")
             draft.write_text(json.dumps({"results": self._written}, indent=1) + "\n")
-            os.replace(draft, path)  # whole or not at all: the process may be killed at any time
+            os.replace(draft, path)  # atomic: the process may be killed at any time
 
 
 def _commit() -> str:
-    """Of this checkout, with a mark if files differ from it; "unknown" where there is no git."""
+    """The commit of this checkout, marked if files differ from it; "unknown" without git."""
     options = ["--always", "--abbrev=40", "--exclude=*", "--dirty= with changes"]
     command = ["git", "-C", str(ROOT), "describe", *options]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):

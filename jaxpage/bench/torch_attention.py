@@ -1,4 +1,4 @@
-"""torch's attention on the same work, in a process of its own (`subprocess_rpc`): imports neither jax nor jaxpage."""
+"""torch's attention on the same work, in a separate process (`subprocess_rpc`): imports neither jax nor jaxpage."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
-CALLS = 8  # of attention in one launch
+CALLS = 8  # of attention per launch
 
 
 class Attention:
-    """torch's `scaled_dot_product_attention` on contiguous keys and values, each backend that takes them."""
+    """torch's `scaled_dot_product_attention` on contiguous keys and values, with each backend that supports them."""
 
     def setup(self, work: dict[str, Any], tiny: bool) -> dict[str, str]:
-        """`work`: the fields of `attention_peers.Work`. Versions."""
+        """`work`: the fields of `attention_peers.Work`. Returns version and device."""
         self.cuda, self.decode, self.tiny = torch.cuda.is_available(), work["decode"], tiny
         device = "cuda" if self.cuda else "cpu"
         torch.manual_seed(0)
@@ -34,14 +34,14 @@ class Attention:
         return {"torch": torch.__version__, "device": device}
 
     def seconds(self) -> dict[str, float | str]:
-        """Of one call, by variant: a median, or why it does not run."""
+        """Seconds of one call by variant: a median, or why it does not run."""
         return {
             name: launch if isinstance(launch, str) else self._time(launch) / CALLS
             for name, launch in self.launches.items()
         }
 
     def _launches(self) -> dict[str, Callable[[], None] | str]:
-        """CALLS calls that follow one another, on a GPU as one graph; or why a variant cannot serve."""
+        """CALLS consecutive calls, on a GPU as one graph; or why a variant is not supported."""
         backends = {"flash": SDPBackend.FLASH_ATTENTION}
         if self.cuda:
             backends["cudnn"] = SDPBackend.CUDNN_ATTENTION
@@ -63,7 +63,7 @@ class Attention:
         return scaled_dot_product_attention(q, k, v, is_causal=not self.decode, enable_gqa=True)
 
     def _group_as_queries(self, q: Any, k: Any, v: Any) -> Any:
-        """One query sees all keys, so the heads that share a KV head may as well be queries of one head."""
+        """A single query sees all keys, so the heads that share a KV head can be queries of one head."""
         grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
         return scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
 
@@ -80,7 +80,7 @@ class Attention:
             return calls
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # as graphs want it: warmed up on another stream
+        with torch.cuda.stream(stream):  # graphs require a warm-up on another stream
             calls()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""`jaxpage bench tunix`: Tunix's own sampler beside jaxpage's on one live module of Tunix, in turns (extra `tunix`).
+"""`jaxpage bench tunix`: Tunix's own sampler and jaxpage's, interleaved, on one live Tunix module (extra `tunix`).
 
-Both answer the same groups through Tunix's interface of rollout engines, and are compared with Tunix's trainer.
+Both answer the same groups through Tunix's interface for rollout engines, and are compared with Tunix's trainer.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from jaxpage.rl.binding import Binding
 
 _VANILLA, _JAXPAGE = "Tunix's sampler", "jaxpage"
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 8, 4, 32, 16
-_EOS, _COMPARED = 2, 64  # the tokenizer's EOS; rows that are compared with the trainer
+_EOS, _COMPARED = 2, 64  # the tokenizer's EOS; how many rows are compared with the trainer
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunixBench:
-    """Time rollouts of groups whose answers end at random, float32."""
+    """Time rollouts of groups whose answers end at random, in float32."""
 
-    groups: tuple[int, ...] = (8, 32)  # prompts of a batch
+    groups: tuple[int, ...] = (8, 32)  # prompts per batch
     group_size: int = 8
     input_len: int = 64
     output_len: int = 256  # of the longest answers
-    mean_len: int = 96  # about: so often one of the stop tokens comes
+    mean_len: int = 96  # approximate; determines how many stop tokens there are
     layers: int = 4
     width: int = 256
     vocab: int = 4096
-    rounds: int = 3  # counted rounds, after one that is not
+    rounds: int = 3  # counted rounds, after an uncounted one
     json: Path | None = None  # all figures go to this file
 
 
 class _Ids:
-    """A tokenizer of texts that are ids."""
+    """A tokenizer for texts that consist of ids."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [int(each) for each in text.split()]
@@ -67,13 +67,13 @@ class _Ids:
 
 
 def main(bench: TunixBench) -> None:
-    """Measure, print a table, and write all figures to `bench.json` if asked for."""
+    """Measure, print a table, and write all figures to `bench.json` if given."""
     report = measure(bench)
     results.publish(report, bench.json, show(report))
 
 
 def measure(bench: TunixBench) -> dict[str, Any]:
-    """Of each size and engine the rates, seconds, update times, KV bytes, and differences to the trainer."""
+    """For each size and engine: rates, seconds, update times, KV bytes, and differences from the trainer."""
     if min(*bench.groups, bench.group_size, bench.input_len, bench.mean_len, bench.rounds) < 1:
         raise ValueError(f"sizes and rounds must be positive: {bench}")
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def _measure_size(bench: TunixBench, actor: nnx.Module, folder: str, groups: int
             max_tokens_to_generate=bench.output_len,
             max_prompt_length=bench.input_len,
             temperature=1.0,
-            top_p=1.0,  # with None Tunix's sampler would take the most likely tokens
+            top_p=1.0,  # with None Tunix's sampler would be greedy
             seed=number,  # pyright: ignore[reportArgumentType]
             eos_tokens=stops,
             return_logprobs=True,
@@ -154,7 +154,7 @@ def _measure_size(bench: TunixBench, actor: nnx.Module, folder: str, groups: int
 
 
 def _engines(bench: TunixBench, actor: Any, folder: str, groups: int) -> dict[str, Any]:
-    """Of each name a rollout, and the bytes of its KV."""
+    """By name: a rollout engine, and the bytes of its KV."""
     from tunix.generate.tokenizer_adapter import (  # pyright: ignore[reportMissingImports]
         TokenizerAdapter,
     )
@@ -167,7 +167,7 @@ def _engines(bench: TunixBench, actor: Any, folder: str, groups: int) -> dict[st
 
     rows, length = groups * bench.group_size, bench.input_len + bench.output_len
     token_bytes = bench.layers * 2 * _KV_HEADS * _HEAD_DIM * 4
-    # Prompts once, and answers of twice the mean: what does not fit waits.
+    # Prompts once, and answers of twice the mean length; requests that do not fit wait.
     num_tokens = groups * bench.input_len + rows * min(bench.output_len, 2 * bench.mean_len)
     num_blocks = num_tokens // _BLOCK + rows
     cache = base_rollout.CacheConfig(length, bench.layers, _KV_HEADS, _HEAD_DIM)
@@ -191,9 +191,9 @@ def _engines(bench: TunixBench, actor: Any, folder: str, groups: int) -> dict[st
 
 
 def _differences(bench: TunixBench, actor: nnx.Module, output: Any) -> dict[str, float]:
-    """Of logprobs that were returned from those of Tunix's trainer.
+    """Differences of the returned logprobs from those of Tunix's trainer.
 
-    Rows with a sampled pad id are left out: the trainer takes it for padding.
+    Rows with a sampled pad id are left out, because the trainer treats it as padding.
     """
     from tunix.rl import common  # pyright: ignore[reportMissingImports]
 
@@ -224,7 +224,7 @@ def _differences(bench: TunixBench, actor: nnx.Module, output: Any) -> dict[str,
 
 
 def _strict(bench: TunixBench, actor: nnx.Module, folder: str) -> dict[str, int]:
-    """The same parameters in a module of jaxpage's, sampled strictly: how many logprobs are not the trainer's."""
+    """The same parameters in a module of jaxpage, with strict numerics: how many logprobs differ from the trainer's."""
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "max_num_seqs": 16,
@@ -246,7 +246,7 @@ def _strict(bench: TunixBench, actor: nnx.Module, folder: str) -> dict[str, int]
 
 
 def _update_ms(rollout: Any, actor: nnx.Module) -> float:
-    """Median of telling a rollout of new arrays, which are where the old ones were."""
+    """Median time of `update_params` with new arrays on the same devices as the old ones."""
     times = []
     for factor in (2.0, 0.5) * 5:
         for _, variable in nnx.to_flat_state(nnx.state(actor, nnx.Param)):
@@ -260,7 +260,7 @@ def _update_ms(rollout: Any, actor: nnx.Module) -> float:
 
 
 def _num_tokens(bench: TunixBench, name: str, output: Any) -> int:
-    """Sampled: Tunix's sampler returns answers without their stop token."""
+    """Sampled tokens, including stop tokens, which Tunix's sampler does not return."""
     lengths = [len(tokens) for tokens in output.tokens]
     return sum(n + (name == _VANILLA and n < bench.output_len) for n in lengths)
 

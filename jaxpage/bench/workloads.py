@@ -1,4 +1,4 @@
-"""What engines are asked to do: requests drawn from a seed, the figure they give, and the rounds they are run in."""
+"""Workloads: requests drawn from a seed, the figure they measure, and interleaved rounds."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ UNCACHED = "jaxpage-no-prefix-cache"  # the peer
 
 
 def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:
-    """Token ids below 3 are left to special tokens."""
+    """Random token ids from 3 up: lower ones are special tokens."""
     return [rng.randrange(3, vocab_size) for _ in range(length)]
 
 
-def alike(rng: random.Random, batch: int, length: int, num_tokens: int, vocab_size: int) -> Work:
+def equal_requests(
+    rng: random.Random, batch: int, length: int, num_tokens: int, vocab_size: int
+) -> Work:
     """`batch` requests of random prompts, each of `length` tokens."""
     prompts = [random_prompt(rng, length, vocab_size) for _ in range(batch)]
     return Work(prompts=prompts, num_tokens=[num_tokens] * batch, static_batch=batch)
 
 
-def in_turns(
+def run_interleaved(
     runners: Mapping[str, Callable[[Work], float]],
     rounds: Sequence[list[Work]],
     *,
-    patience: float = math.inf,
+    time_limit: float = math.inf,
 ) -> dict[str, list[list[float]]]:
-    """By runner the seconds of each work in each round. In a round all get the same, which no round has had before.
+    """By runner: seconds of each work in each round. Within a round all run the same work, new in each round.
 
-    Round 0 warms up and does not count. After `patience` seconds no further round begins, if one has counted.
+    Round 0 is a warm-up and does not count. After `time_limit` seconds no further round begins, if one has counted.
     """
     seconds: dict[str, list[list[float]]] = {name: [] for name in runners}
     for number, works in enumerate(rounds):
         if number == 1:
             start = time.perf_counter()
-        elif number > 1 and time.perf_counter() - start > patience:
+        elif number > 1 and time.perf_counter() - start > time_limit:
             break
-        # The first goes last in every other round: what one leaves warm helps the next.
+        # Every other round runs in reverse order, because each runner leaves caches warm for the next.
         for name in list(runners)[:: 1 if number % 2 else -1]:
             seconds[name].append([runners[name](work) for work in works])
     return {name: taken[1:] for name, taken in seconds.items()}
@@ -50,7 +52,7 @@ def in_turns(
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Something to measure. One round runs the list of works that `make` draws, one by one."""
+    """Something to measure. A round runs the works that `make` draws, one by one."""
 
     name: str
     unit: str
@@ -60,17 +62,17 @@ class Workload:
     options: Options = Options(
         max_model_len=1024, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=False
     )
-    also: tuple[str, ...] = ()  # peers that are measured in this workload besides the chosen ones
+    also: tuple[str, ...] = ()  # peers to measure in this workload in addition to the chosen ones
 
     def speedup(self, ours: float, theirs: float) -> float:
-        """How many times as fast as theirs ours is."""
+        """How many times as fast ours is as theirs."""
         return theirs / ours if self.less_is_better else ours / theirs
 
 
 def workloads(vocab_size: int, scale: float) -> dict[str, Workload]:
     """All workloads by name; `scale` multiplies lengths, steps and the number of requests, not batches.
 
-    Those that need the same engine options stand together.
+    Those with the same engine options are adjacent.
     """
 
     def scaled(number: int) -> int:
@@ -83,10 +85,10 @@ def workloads(vocab_size: int, scale: float) -> dict[str, Workload]:
         return scaled(round(math.exp(rng.uniform(math.log(low), math.log(high)))))
 
     def batch_of(rng: random.Random, batch: int, num_tokens: int) -> list[Work]:
-        return [alike(rng, batch, scaled(256), num_tokens, vocab_size)]
+        return [equal_requests(rng, batch, scaled(256), num_tokens, vocab_size)]
 
     def decode(batch: int) -> Workload:
-        """The difference of two runs leaves the decode steps alone."""
+        """The difference of two runs is the time of the decode steps."""
         num_steps = max(2, scaled(32))
         return Workload(
             name=f"decode-{batch}",
@@ -103,7 +105,7 @@ def workloads(vocab_size: int, scale: float) -> dict[str, Workload]:
         return [Work(prompts=prompts, num_tokens=num_tokens, static_batch=8)]
 
     def questions(rng: random.Random) -> list[Work]:
-        """All of them at once, on a table that no round has seen before."""
+        """All questions at once, about a table that is new in each round."""
         number, the_table = scaled(32), prompt(rng, scaled(1500))
         prompts = [the_table + prompt(rng, scaled(15)) for _ in range(number)]
         return [Work(prompts=prompts, num_tokens=[scaled(16)] * number, static_batch=8)]

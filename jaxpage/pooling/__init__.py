@@ -1,1 +1,1 @@
-"""Embeddings, classes, scores and rewards of whole texts: models that do not generate."""
+"""Models that do not generate: embeddings, classes, scores and rewards of texts."""

@@ -1,6 +1,6 @@
-"""`AsyncPooler`: one pooling model for many tasks. Calls that wait are computed together.
+"""`AsyncPooler`: one pooling model for many asyncio tasks. Waiting calls are computed together.
 
-Prompts are read in one thread and computed in another. Knows the pooler and the engine. Must not know HTTP.
+Prompts are tokenised in one thread and computed in another. Knows the pooler and the engine. Must not know HTTP.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxpage.engine.errors import EngineDeadError
 from jaxpage.pooling.build import BuiltPooler, build_pooler
 from jaxpage.pooling.engine import PoolingStats
 from jaxpage.pooling.inputs import PoolingInputs
-from jaxpage.pooling.pooler import Facts, Pooler, Work
+from jaxpage.pooling.pooler import ModelInfo, Pooler, Work
 from jaxpage.runner.programs import ProgramRecord
 
 T = TypeVar("T")
 
-# Tokens of calls that are computed together: enough to fill launches, few enough that none waits long.
-_TOKENS_TOGETHER = 16384
+# How many tokens of calls are computed together: enough to fill launches, few enough that no call waits long.
+_MAX_BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class _Call:
 
 
 class AsyncPooler:
-    """Where a server has an `AsyncLLM`, of a model that pools. Methods may be called from any thread."""
+    """The counterpart of `AsyncLLM` for a pooling model. Methods may be called from any thread."""
 
     def __init__(self, options: EngineConfig):
-        """Raises ValueError or TypeError for options that cannot be had."""
+        """Raises ValueError or TypeError for invalid or unsupported options."""
         self._start(build_pooler(options))
 
     @classmethod
     def from_built(cls, built: BuiltPooler) -> AsyncPooler:
-        """An AsyncPooler around a model that was put together elsewhere."""
+        """An AsyncPooler around a model that was built elsewhere."""
         pooler = cls.__new__(cls)
         pooler._start(built)
         return pooler
@@ -60,15 +60,15 @@ class AsyncPooler:
         self._thread.start()
 
     @property
-    def facts(self) -> Facts:
-        return self._built.pooler.facts
+    def info(self) -> ModelInfo:
+        return self._built.pooler.info
 
     async def read(self, prepare: Callable[[Pooler], Work]) -> Work:
-        """What is to be computed for a call; `prepare` runs in the thread that has the tokenizer, and may raise."""
+        """The work of a call. `prepare` runs in the tokenizer's thread, and may raise."""
         return await self._read(lambda: prepare(self._built.pooler))
 
     async def compute(self, work: Work) -> list[Any]:
-        """Its outputs. Whoever is cancelled before it was begun is not computed. Raises EngineDeadError."""
+        """The outputs of a call. If it is cancelled before it starts, it is not computed. Raises EngineDeadError."""
         future: Future[list[Any]] = Future()
         with self._lock:
             if self._is_shut_down:
@@ -77,22 +77,22 @@ class AsyncPooler:
         return work.finish(await asyncio.wrap_future(future))
 
     async def with_inputs(self, function: Callable[[PoolingInputs], T]) -> T:
-        """What needs the tokenizer, in the thread that has it."""
+        """Call a function in the tokenizer's thread."""
         return await self._read(lambda: function(self._built.pooler.inputs))
 
     async def _read(self, function: Callable[[], T]) -> T:
         try:
             future = self._reader.submit(function)
-        except RuntimeError:  # of an executor that was shut down
+        except RuntimeError:  # the executor was shut down
             raise EngineDeadError("the engine was shut down") from None
         return await asyncio.wrap_future(future)
 
     async def wait_until_warm(self) -> None:
-        """Until every program is compiled. Raises what the compiler raised."""
+        """Wait until every program is compiled. Raises what the compiler raised."""
         await asyncio.to_thread(self._built.engine.wait_until_warm)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if nothing can be computed any more."""
+        """Raise EngineDeadError if the engine was shut down."""
         if self.errored:
             raise EngineDeadError("the engine was shut down")
 
@@ -108,7 +108,7 @@ class AsyncPooler:
         return self._built.engine.programs()
 
     def shutdown(self) -> None:
-        """Compute what was asked for before, and end the threads. Idempotent."""
+        """Compute the pending calls, and stop the threads. Idempotent."""
         with self._lock:
             was_shut_down, self._is_shut_down = self._is_shut_down, True
             if not was_shut_down:
@@ -118,16 +118,16 @@ class AsyncPooler:
 
 
 def _compute(built: BuiltPooler, calls: queue.SimpleQueue[_Call | None]) -> None:
-    """A thread's work: take what waits, and compute it together."""
+    """The compute thread: take the calls that wait, and compute them together."""
     held: _Call | None = None
     while True:
         first = held or calls.get()
         held = None
         if first is None:
             return
-        together, num_tokens = [first], first.work.num_tokens
+        batch, num_tokens = [first], first.work.num_tokens
         ends = False
-        while num_tokens < _TOKENS_TOGETHER:
+        while num_tokens < _MAX_BATCH_TOKENS:
             try:
                 call = calls.get_nowait()
             except queue.Empty:
@@ -135,24 +135,24 @@ def _compute(built: BuiltPooler, calls: queue.SimpleQueue[_Call | None]) -> None
             if call is None:
                 ends = True
                 break
-            if call.work.of_tokens != first.work.of_tokens:
+            if call.work.per_token != first.work.per_token:
                 held = call
                 break
-            together.append(call)
+            batch.append(call)
             num_tokens += call.work.num_tokens
-        _answer(built, together)
+        _answer(built, batch)
         if ends:
             return
 
 
 def _answer(built: BuiltPooler, calls: list[_Call]) -> None:
-    # A caller that went away in the meantime is not answered.
+    # Calls that were cancelled in the meantime are skipped.
     wanted = [call for call in calls if call.future.set_running_or_notify_cancel()]
     if not wanted:
         return
     texts = [text for call in wanted for text in call.work.texts]
     try:
-        results = built.engine.run(texts, of_tokens=wanted[0].work.of_tokens)
+        results = built.engine.run(texts, per_token=wanted[0].work.per_token)
     except BaseException as error:
         for call in wanted:
             call.future.set_exception(error)

@@ -1,6 +1,6 @@
-"""From options to a pooling model that is ready: the composition root of what does not generate.
+"""From options to a ready pooling model: the composition root of models that do not generate.
 
-Order as in `jaxpage.build`: what can be refused by reading small files is, before the weights are read.
+As in `jaxpage.build`, everything that can be refused by reading small files is refused before the weights are read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxpage.pooling.chunks import NO_CHUNKS, Chunks, make_chunks
 from jaxpage.pooling.engine import PoolingEngine
 from jaxpage.pooling.inputs import PoolingInputs
 from jaxpage.pooling.params import PoolerConfig, to_pooler_config
-from jaxpage.pooling.pooler import Activation, Facts, Pooler, sigmoid, softmax
+from jaxpage.pooling.pooler import Activation, ModelInfo, Pooler, sigmoid, softmax
 from jaxpage.pooling.rows import Size, make_sizes
 from jaxpage.pooling.sentence_transformers import (
     Dense,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxpage")
 
-# Options that pooling models do not have -> the value that asks for nothing.
+# Options that pooling models do not support -> their neutral value.
 _NEUTRAL: dict[str, Any] = {
     "quantization": None,
     "tensor_parallel_size": None,
@@ -80,7 +80,7 @@ class BuiltPooler:
 
 
 def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler:
-    """Read the checkpoint, and begin to compile. Raises ValueError for what cannot be served."""
+    """Read the checkpoint, and start compiling. Raises ValueError for what cannot be served."""
     print_unless_configured()
     start = time.perf_counter()
     options = _checked(options).with_local_files()
@@ -95,18 +95,19 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
         raise ValueError("classifier_from_token is for decoders: encoders have no head for tokens")
     model, naming, config = _shapes(options, hf_config, found, modules, hardware)
     model.config = dataclasses.replace(
-        model.config, pooling=pooler_config.of_texts or modules.pooling or model.config.pooling
+        model.config,
+        pooling=pooler_config.sequence_pooling or modules.pooling or model.config.pooling,
     )
     _check_pooling(model)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer)
     if tokenizer is not None:
-        tokenizer.truncation_side = "right"  # vLLM's of pooling models
+        tokenizer.truncation_side = "right"  # as vLLM does for pooling models
     use_persistent_cache(config.compilation_cache_dir)
     _fill(model, naming, config, use_tqdm)
     if from_tokens:
         _attach_token_head(model, folder, tokenizer, hf_config)
     _attach_projections(model, modules.dense)
-    facts = _facts(hf_config, found, model, modules, pooler_config, folder)
+    info = _model_info(hf_config, found, model, modules, pooler_config, folder)
     inputs = PoolingInputs(
         tokenizer,
         config,
@@ -121,18 +122,18 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
         chunks=chunks,
         store=_store(config, model, device, chunks),
         ahead_of_time=not config.enforce_eager,
-        of_tokens=facts.tasks[0].startswith("token_"),
+        per_token=info.tasks[0].startswith("token_"),
     )
-    _log(config, model, device, facts, seconds=time.perf_counter() - start)
+    _log(config, model, device, info, seconds=time.perf_counter() - start)
     return BuiltPooler(
-        engine=engine, pooler=Pooler(inputs, facts), config=config, tokenizer=tokenizer
+        engine=engine, pooler=Pooler(inputs, info), config=config, tokenizer=tokenizer
     )
 
 
 def _sizes(
     config: ResolvedConfig, model: PoolingModel, hardware: Device
 ) -> tuple[tuple[Size, ...], Chunks]:
-    """Of launches, and of the chunks of texts that no launch holds: where tokens see later ones, there are none."""
+    """Sizes of launches, and chunks for longer texts. A model whose tokens see later ones has no chunks."""
     max_len, max_tokens = config.max_model_len, config.max_num_batched_tokens
     if not model.config.is_causal:
         return make_sizes(max_len=max_len, max_tokens=max_tokens), NO_CHUNKS
@@ -160,7 +161,7 @@ def _shapes(
     modules: SentenceTransformer,
     hardware: Device,
 ) -> tuple[PoolingModel, Naming, ResolvedConfig]:
-    """The abstract model, its names, and the options decided."""
+    """The abstract model, its naming, and the resolved options."""
     with_head = not getattr(hf_config, "classifier_from_token", None)
 
     def resolve(options: EngineConfig) -> ResolvedConfig:
@@ -183,12 +184,12 @@ def _shapes(
         )
 
     model, naming = build(config)
-    # Some tables of positions begin late, and sentence-transformers may say less.
+    # Some position tables start at an offset, and sentence-transformers may set a lower limit.
     is_given = options.max_model_len not in (None, "auto", -1)
     longest = model.config.longest
     if is_given and config.max_model_len > longest:
         raise ValueError(
-            f"max_model_len={config.max_model_len} exceeds the {longest} tokens of the model; lower it"
+            f"max_model_len={config.max_model_len} exceeds the model's limit of {longest} tokens; lower it"
         )
     if not is_given:
         wanted = min(modules.max_seq_length or longest, longest)
@@ -201,7 +202,7 @@ def _check_pooling(model: PoolingModel) -> None:
     config = model.config
     if config.is_causal and config.pooling == "CLS":
         raise ValueError(
-            f"{config.architecture} is causal: the first token sees no other, so pooling type CLS says nothing; "
+            f"{config.architecture} is causal: the first token sees no other, so pooling type CLS is meaningless; "
             'use "LAST" or "MEAN"'
         )
 
@@ -221,13 +222,15 @@ def _fill(model: PoolingModel, naming: Naming, config: ResolvedConfig, use_tqdm:
 def _attach_token_head(
     model: PoolingModel, folder: Path, tokenizer: Any, hf_config: PretrainedConfig
 ) -> None:
-    """A head of rows of the language-model head, one for each token of `classifier_from_token`.
+    """Attach a head of rows of the language-model head, one for each token of `classifier_from_token`.
 
-    For Qwen3-Reranker, "no" and "yes": one label, the difference of both, whose sigmoid is the softmax of "yes".
+    For Qwen3-Reranker's "no" and "yes" it has one label, their difference, whose sigmoid is the softmax of "yes".
     """
     words = list(getattr(hf_config, "classifier_from_token", ()))
     if tokenizer is None:
-        raise ValueError("classifier_from_token needs a tokenizer, skip_tokenizer_init=True")
+        raise ValueError(
+            "classifier_from_token needs a tokenizer; leave out skip_tokenizer_init=True"
+        )
     ids = tokenizer.convert_tokens_to_ids(words)
     wrong = [w for w, i in zip(words, ids, strict=True) if i in (None, tokenizer.unk_token_id)]
     if wrong or len(words) < 2:
@@ -251,12 +254,12 @@ def _attach_token_head(
 
 
 def _attach_projections(model: PoolingModel, modules: tuple[Dense, ...]) -> None:
-    """The Dense modules of sentence-transformers, behind the pooling."""
+    """Attach the Dense modules of sentence-transformers, which follow the pooling."""
     size = model.config.hidden_size
     for module in modules:
         if module.size_in != size:
             raise ValueError(
-                f"{module.folder} takes {module.size_in} numbers, but gets {size}; correct its config.json"
+                f"{module.folder} expects {module.size_in} inputs, but gets {size}; correct its config.json"
             )
         size = module.size_out
     found = [_projection(module) for module in modules]
@@ -276,14 +279,14 @@ def _projection(module: Dense) -> Projection:
     return projection
 
 
-def _facts(
+def _model_info(
     hf_config: PretrainedConfig,
     found: Architecture,
     model: PoolingModel,
     modules: SentenceTransformer,
     pooler: PoolerConfig,
     folder: Path,
-) -> Facts:
+) -> ModelInfo:
     config = model.config
     tasks = {
         "embed": ("embed", "token_embed"),
@@ -291,7 +294,7 @@ def _facts(
         "token_classify": ("token_classify",),
     }[found.does]
     if model.head is None and found.does != "embed":
-        raise ValueError(f"{found.name} has no head for classes")
+        raise ValueError(f"{found.name} has no classification head")
     size = config.num_labels
     if found.does == "embed":
         size = modules.dense[-1].size_out if modules.dense else config.hidden_size
@@ -300,7 +303,7 @@ def _facts(
     if sizes is None and getattr(hf_config, "is_matryoshka", False):
         matryoshka = ()
     labels: Mapping[int, str] = getattr(hf_config, "id2label", None) or {}
-    return Facts(
+    return ModelInfo(
         name=found.name,
         tasks=tasks,
         size=size,
@@ -314,7 +317,7 @@ def _facts(
 
 
 def _activation(hf_config: PretrainedConfig, found: Architecture, num_labels: int) -> Activation:
-    """What the config says, else the sigmoid of one class and the softmax of several; a reward is a number as it is."""
+    """As the config says, else sigmoid for one class and softmax for several; a single reward has no activation."""
     if found.is_reward:
         return np.array if num_labels == 1 else softmax
     problem = getattr(hf_config, "problem_type", None)
@@ -335,39 +338,44 @@ def _activation(hf_config: PretrainedConfig, found: Architecture, num_labels: in
 def _store(
     config: ResolvedConfig, model: PoolingModel, device: jax.Device, chunks: Chunks
 ) -> ProgramStore | None:
-    """Where executables of such a model are kept."""
+    """Where the model's executables are cached."""
     if config.enforce_eager or not config.compilation_cache_dir:
         return None
     parameters = [f"{path}: {x.shape} {x.dtype}" for path, x in specs(model).items()]
-    facts = machine_fingerprint(device, compiler_flags()) | {
+    fingerprint = machine_fingerprint(device, compiler_flags()) | {
         "model": repr(model.config),
         "parameters": hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16],
         "chunks": repr(chunks),
         "projections": repr([projection.activation for projection in model.projections]),
         "devices": str(device.id),
     }
-    return ProgramStore(Path(config.compilation_cache_dir) / "programs", facts, (device,))
+    return ProgramStore(Path(config.compilation_cache_dir) / "programs", fingerprint, (device,))
 
 
 def _log(
-    config: ResolvedConfig, model: PoolingModel, device: jax.Device, facts: Facts, *, seconds: float
+    config: ResolvedConfig,
+    model: PoolingModel,
+    device: jax.Device,
+    info: ModelInfo,
+    *,
+    seconds: float,
 ) -> None:
     num = sum(int(np.prod(each.shape)) for each in specs(model).values())
     logger.debug("%s", config.describe())
     logger.info(
         "model     %s (%s), %.3g M parameters in %s",
         display_name(config.model),
-        facts.name,
+        info.name,
         num / 1e6,
         config.dtype,
     )
     logger.info("device    %s", device.device_kind)
     logger.info(
         "pooling   %s of texts of at most %d tokens, by %s; %d numbers",
-        facts.tasks[0],
+        info.tasks[0],
         config.max_model_len,
         model.config.pooling,
-        facts.size,
+        info.size,
     )
     log_options_without_effect(config)
     logger.info("ready     after %.1f s", seconds)

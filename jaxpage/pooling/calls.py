@@ -27,7 +27,7 @@ UseTqdm = bool | Callable[..., tqdm]
 
 
 class PoolingCalls:
-    """The verbs of pooling models, under vLLM's names. With a model that generates text they raise ValueError."""
+    """The methods of pooling models, under vLLM's names. With a model that generates text they raise ValueError."""
 
     config: ResolvedConfig
     _caller: OneCaller
@@ -38,14 +38,14 @@ class PoolingCalls:
     _pooling: BuiltPooler | None = None
 
     def _start_pooling(self, options: EngineConfig) -> None:
-        """Build the model of these options, and refuse what only generating ones do. Raises ValueError."""
+        """Build the model, and refuse what only generating models can do. Raises ValueError."""
         from jaxpage.pooling.build import build_pooler
 
         self._pooling = built = build_pooler(options)
-        facts = built.pooler.facts
+        info = built.pooler.info
         self.config, self._engine = built.config, built.engine
         self._outputs = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
-        self._inputs = DoesNotGenerate(built.tokenizer, facts.name, facts.tasks)
+        self._inputs = DoesNotGenerate(built.tokenizer, info.name, info.tasks)
         self._memory = self._inputs
         self._caller = OneCaller()
 
@@ -59,10 +59,10 @@ class PoolingCalls:
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """`.outputs.data` of each prompt: float32 [D], or [T, D] with a task of tokens.
+        """`.outputs.data` of each prompt: float32 [D], or [T, D] with a token task.
 
-        `pooling_task`: "embed", "classify", "token_embed" or "token_classify"; None: what the model is for. Prompts
-        are those of `generate`. Raises ValueError before anything runs if a prompt cannot be answered.
+        `pooling_task`: "embed", "classify", "token_embed" or "token_classify"; None: the model's own task. Prompts are
+        those of `generate`. Raises ValueError before anything runs if a prompt cannot be answered.
         """
         return self._pooled(
             lambda pooler: pooler.encode(
@@ -85,7 +85,7 @@ class PoolingCalls:
     ) -> list[EmbeddingRequestOutput]:
         """`.outputs.embedding` of each prompt, of unit length unless the checkpoint says otherwise.
 
-        `prompt_name`: one of the model's prompts of sentence-transformers, put before each text.
+        `prompt_name`: one of the model's sentence-transformers prompts, prepended to each text.
         """
         return self._pooled(
             lambda pooler: pooler.embed(prompts, pooling_params, tokenization_kwargs, prompt_name),
@@ -103,7 +103,7 @@ class PoolingCalls:
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """`.outputs.probs` of each prompt, one for each class."""
+        """`.outputs.probs` of each prompt, one probability for each class."""
         return self._pooled(
             lambda pooler: pooler.classify(prompts, pooling_params, tokenization_kwargs),
             "classify",
@@ -120,7 +120,7 @@ class PoolingCalls:
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """`.outputs.data` [T, D] of each prompt: the reward of each token, or of each step."""
+        """`.outputs.data` [T, D] of each prompt: the reward of each token or step."""
         return self._pooled(
             lambda pooler: pooler.reward(prompts, pooling_params, tokenization_kwargs),
             "reward",
@@ -140,9 +140,9 @@ class PoolingCalls:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """`.outputs.score` of 1:1, 1:N or N:N texts: of a cross-encoder, or the cosine of embeddings.
+        """`.outputs.score` for 1:1, 1:N or N:N texts: a cross-encoder's, or the cosine of embeddings.
 
-        `chat_template` makes a pair, messages of the roles "query" and "document", into a prompt.
+        `chat_template` renders a pair, as messages with the roles "query" and "document", into a prompt.
         """
         return self._pooled(
             lambda pooler: pooler.score(
@@ -170,24 +170,24 @@ class PoolingCalls:
         with self._caller:
             work = prepare(built.pooler)
             if not use_tqdm:
-                results = built.engine.run(work.texts, of_tokens=work.of_tokens)
+                results = built.engine.run(work.texts, per_token=work.per_token)
                 return work.finish(results)
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(
                 total=len(work.texts), desc="Processed prompts", dynamic_ncols=True
             ) as bar:
-                results = built.engine.run(work.texts, of_tokens=work.of_tokens, done=bar.update)
+                results = built.engine.run(work.texts, per_token=work.per_token, done=bar.update)
             return work.finish(results)
 
 
 class DoesNotGenerate:
-    """Stands where `LLM` has the inputs of a generating model: whatever is asked of it is refused."""
+    """Takes the place of `LLM`'s inputs for a pooling model: every attribute but the tokenizer raises ValueError."""
 
     def __init__(self, tokenizer: Any, name: str, tasks: Sequence[str]):
         self.tokenizer = tokenizer
         self._refusal = (
-            f"{name} does not generate text: it is for {' and '.join(tasks)}; use LLM.embed, classify, score, reward "
-            "or encode"
+            f"{name} does not generate text: its tasks are {' and '.join(tasks)}; use LLM.embed, classify, score, "
+            "reward or encode"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which models pool and which generate, by their options and their folder.
+"""Which models pool and which generate, according to their options and their folder.
 
 Knows config.json and `modules.json`. Must not build anything.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def pools(options: EngineConfig) -> bool:
     """Whether a model is run for vectors instead of text.
 
-    With `runner="auto"`: if its architecture is of that kind, if it is to be converted, or if its folder is one of
-    sentence-transformers. Whoever builds the engine says what is wrong with a model that cannot be read.
+    With `runner="auto"`: if its architecture pools, if it is to be converted, or if its folder is a
+    sentence-transformers folder. False for a model that cannot be read: building the engine reports the error.
     """
     if options.runner != "auto":
         return options.runner == "pooling"
@@ -40,7 +40,7 @@ def pools(options: EngineConfig) -> bool:
 
 
 def read_architecture(options: EngineConfig) -> tuple[PretrainedConfig, Architecture]:
-    """config.json, and what its model is to do. Raises ValueError."""
+    """config.json, and the task of its model. Raises ValueError."""
     hf_config = _hf_config(options)
     found = pooling_registry.architecture(hf_config)
     if found is None:

@@ -1,6 +1,6 @@
-"""Texts that are longer than a launch: some tokens of one text at a time, with the KV of those before them.
+"""Texts that are longer than a launch: computed chunk by chunk, with the KV of the preceding tokens.
 
-For causal models, whose tokens see no later one. Knows the programs of chunks. Must not know rows, prompts or tasks.
+For causal models, whose tokens see no later ones. Knows the programs of chunks. Must not know rows, prompts or tasks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from jaxpage.runner.programs import Lowering
 
 @dataclass(frozen=True, order=True)
 class ChunkSize:
-    """Launches of up to C tokens of a text of up to L."""
+    """Launches of up to C tokens, for texts of up to L tokens."""
 
     longest: int
     num_tokens: int
 
-    def name(self, *, of_tokens: bool) -> str:
-        kind = "tokens" if of_tokens else "texts"
+    def name(self, *, per_token: bool) -> str:
+        kind = "tokens" if per_token else "texts"
         return f"{kind} C={self.num_tokens} L={self.longest}"
 
 
@@ -54,13 +54,13 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Which sizes there are, and the KV pool of one text. No sizes: every text is computed at once."""
+    """The available sizes, and the KV pool of one text. No sizes: every text is computed in one launch."""
 
     sizes: tuple[ChunkSize, ...] = ()
-    pool: KVPoolSpec | None = None  # but for the number of its blocks
+    pool: KVPoolSpec | None = None  # without the number of its blocks, which `pool_of` sets
 
     def size_of(self, length: int) -> ChunkSize:
-        """The smallest that holds a text."""
+        """The smallest size that holds a text of this length."""
         return next(size for size in self.sizes if size.longest >= length)
 
     def pool_of(self, size: ChunkSize) -> KVPoolSpec:
@@ -74,7 +74,7 @@ NO_CHUNKS = Chunks()
 def make_chunks(
     model: PoolingModel, device: Device, *, num_tokens: int, max_len: int, block_size: int
 ) -> Chunks:
-    """For texts of `num_tokens` + 1 to `max_len` tokens. Chunks have `num_tokens`; KV pools double in length."""
+    """Chunks of `num_tokens`, for texts of `num_tokens` + 1 to `max_len` tokens. The KV pools double in length."""
     if max_len <= num_tokens:
         return NO_CHUNKS
     lengths = [min(2 * num_tokens, max_len)]
@@ -97,13 +97,13 @@ def make_chunks(
 
 
 def cut(length: int, size: ChunkSize) -> Iterator[Chunk]:
-    """The chunks of a text, in their order."""
+    """The chunks of a text, in order."""
     for start in range(0, length, size.num_tokens):
         yield Chunk(start, min(start + size.num_tokens, length), length)
 
 
 def pack_chunk(chunk: Chunk, size: ChunkSize, token_ids: Sequence[int]) -> np.ndarray:
-    """int32[3 + C]: start, stop and length, then the ids of the chunk, of all those of its text."""
+    """int32[3 + C]: start, stop and length, then the chunk's ids. `token_ids` are those of the whole text."""
     packed = np.zeros(3 + size.num_tokens, np.int32)
     packed[:3] = chunk.start, chunk.stop, chunk.length
     packed[3 : 3 + chunk.stop - chunk.start] = token_ids[chunk.start : chunk.stop]
@@ -113,8 +113,8 @@ def pack_chunk(chunk: Chunk, size: ChunkSize, token_ids: Sequence[int]) -> np.nd
 def lowerings(model: PoolingModel, chunks: Chunks) -> dict[str, Lowering]:
     """Each program traced from shapes: `(leaves, kv_pool, pooled, packed) -> (kv_pool, pooled, float32)`.
 
-    `pooled`, float32[E], is carried from chunk to chunk and zeros before the first. The last result is raw numbers: [D]
-    of the text, which are right after its last chunk, or [C, D] of the chunk's tokens. Pool and `pooled` are donated.
+    `pooled`, float32[E], is carried from chunk to chunk, and zeros before the first. The last result is raw numbers:
+    [D] for the text, valid after its last chunk, or [C, D] for the chunk's tokens. Pool and `pooled` are donated.
     """
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -122,7 +122,7 @@ def lowerings(model: PoolingModel, chunks: Chunks) -> dict[str, Lowering]:
 
     def compute(
         spec: KVPoolSpec,
-        of_tokens: bool,
+        per_token: bool,
         leaves: list[Any],
         kv_pool: KVPool,
         pooled: jax.Array,
@@ -132,21 +132,21 @@ def lowerings(model: PoolingModel, chunks: Chunks) -> dict[str, Lowering]:
         chunk, kv = _inputs(spec, kv_pool, packed)
         states = merged.states_of_chunk(chunk)
         pooled = pooled + merged.share_of_chunk(states, chunk, length=packed[2])
-        found = merged.finished(states if of_tokens else pooled)
+        found = merged.finished(states if per_token else pooled)
         return kv.kv_pool, pooled, found
 
-    def lower(size: ChunkSize, of_tokens: bool) -> jax.stages.Lowered:
+    def lower(size: ChunkSize, per_token: bool) -> jax.stages.Lowered:
         spec = chunks.pool_of(size)
         pooled = jax.ShapeDtypeStruct((model.config.hidden_size,), jnp.float32)
         packed = jax.ShapeDtypeStruct((3 + size.num_tokens,), jnp.int32)
         program = jax.jit(
-            partial(compute, spec, of_tokens), donate_argnums=(1, 2), keep_unused=True
+            partial(compute, spec, per_token), donate_argnums=(1, 2), keep_unused=True
         )
         return program.lower(structs, spec.abstract(), pooled, packed)
 
     return {
-        size.name(of_tokens=of_tokens): partial(lower, size, of_tokens)
-        for of_tokens in (False, True)
+        size.name(per_token=per_token): partial(lower, size, per_token)
+        for per_token in (False, True)
         for size in chunks.sizes
     }
 
@@ -154,9 +154,9 @@ def lowerings(model: PoolingModel, chunks: Chunks) -> dict[str, Lowering]:
 def _inputs(
     spec: KVPoolSpec, kv_pool: KVPool, packed: jax.Array
 ) -> tuple[ForwardInput, PagedAttention]:
-    """What the decoder computes from, and the attention that has the pool with the chunk's KV afterwards.
+    """The decoder's input, and its attention, which afterwards has the pool with the chunk's KV.
 
-    The text's KV is in blocks 1, 2, ...; what a longer text has left behind it is not seen.
+    The text's KV is in blocks 1, 2, ...; KV that a longer text has left after it is never read.
     """
     start, stop, token_ids = packed[0], packed[1], packed[3:]
     positions = start + jnp.arange(token_ids.size, dtype=jnp.int32)

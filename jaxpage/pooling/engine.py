@@ -1,7 +1,7 @@
-"""The engine of pooling models: texts in, a vector or one for each token out. No scheduler.
+"""The engine of pooling models: texts in; a vector per text or per token out. No scheduler.
 
-Texts are computed at once, without a KV cache, but for long ones of causal models: those chunk by chunk. Knows how
-launches are filled, computed and read. Must not know prompts, tasks or activations.
+Texts are computed in one launch, without a KV cache, except long ones of causal models, which are computed in chunks.
+Knows how launches are filled, computed and read. Must not know prompts, tasks or activations.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jaxpage.pooling.rows import Launch, Size, pack
 from jaxpage.runner.program_store import ProgramStore
 from jaxpage.runner.programs import Lowering, ProgramRecord, Programs
 
-_IN_FLIGHT = 2  # launches whose results are not read yet
-Results = list[Any]  # of texts
-# Puts what a launch gave where it belongs; says how many texts are done.
+_MAX_IN_FLIGHT = 2  # launches whose results are not read yet
+Results = list[Any]  # one for each text
+# Stores the output of a launch in the results; returns how many texts it completed.
 Take = Callable[[np.ndarray, Results], int]
 
 
@@ -37,23 +37,23 @@ class Text:
     """One text, as ids."""
 
     token_ids: Sequence[int]
-    type_ids: Sequence[int] | None = None  # of a pair: 0 or 1 for each token
+    type_ids: Sequence[int] | None = None  # for a pair: 0 or 1 for each token
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingStats:
-    """What an engine has computed since it was made."""
+    """What an engine has computed since it was created."""
 
     num_texts: int
     num_tokens: int
-    num_padded_tokens: int  # of launches, padding included
+    num_padded_tokens: int  # of all launches, including padding
     num_launches: int
 
 
 class PoolingEngine:
-    """Computes texts in launches of few sizes, each a compiled program. One thread at a time may call `run`."""
+    """Computes texts in launches of a few sizes, each a compiled program. One thread at a time may call `run`."""
 
-    # What `LLM` asks of engines that generate; here nothing runs between calls.
+    # `LLM` expects this of an engine; here nothing runs between calls.
     num_unfinished = 0
 
     def __init__(
@@ -64,11 +64,11 @@ class PoolingEngine:
         chunks: Chunks = NO_CHUNKS,
         store: ProgramStore | None = None,
         ahead_of_time: bool = True,
-        of_tokens: bool = False,
+        per_token: bool = False,
     ):
-        """`of_tokens`: whether the model is mostly asked for each token, so that those programs are compiled ahead.
+        """`per_token`: whether the programs with results for each token are compiled ahead, or those for whole texts.
 
-        Texts longer than all `sizes` are computed by `chunks`.
+        Texts longer than all `sizes` are computed with `chunks`.
         """
         self.model = model
         self._sizes, self._chunks = tuple(sizes), chunks
@@ -77,20 +77,23 @@ class PoolingEngine:
         self._num_texts = self._num_tokens = self._num_padded = self._num_launches = 0
         if ahead_of_time:
             by_need = [*self._by_need(), *chunks.sizes]
-            self._programs.start([size.name(of_tokens=of_tokens) for size in by_need])
+            self._programs.start([size.name(per_token=per_token) for size in by_need])
 
     def _by_need(self) -> list[Size]:
-        """Short texts first: one alone, then many."""
+        """Short lengths first; of equal lengths, the largest launch first."""
         return sorted(self._sizes, key=lambda size: (size.length, -size.num_rows))
 
     def run(
         self,
         texts: Sequence[Text],
         *,
-        of_tokens: bool = False,
+        per_token: bool = False,
         done: Callable[[int], object] = lambda num_texts: None,
     ) -> list[np.ndarray]:
-        """Raw float32 numbers of each text: [D], or `of_tokens` [T, D]. `done` hears of each launch that was read."""
+        """Raw float32 numbers of each text: [D], or [T, D] with `per_token`.
+
+        `done` is called after each launch with the number of texts that it completed.
+        """
         results: Results = [None] * len(texts)
         waiting: deque[tuple[jax.Array, Take]] = deque()
 
@@ -98,9 +101,9 @@ class PoolingEngine:
             output, take = waiting.popleft()
             done(take(np.asarray(output), results))
 
-        for launched in chain(self._rows(texts, of_tokens), self._long_texts(texts, of_tokens)):
+        for launched in chain(self._rows(texts, per_token), self._long_texts(texts, per_token)):
             waiting.append(launched)
-            if len(waiting) > _IN_FLIGHT:
+            if len(waiting) > _MAX_IN_FLIGHT:
                 read()
         while waiting:
             read()
@@ -108,26 +111,26 @@ class PoolingEngine:
         self._num_tokens += sum(len(text.token_ids) for text in texts)
         return results
 
-    def _rows(self, texts: Sequence[Text], of_tokens: bool) -> Iterator[tuple[jax.Array, Take]]:
-        """Launches of many texts."""
+    def _rows(self, texts: Sequence[Text], per_token: bool) -> Iterator[tuple[jax.Array, Take]]:
+        """Launch the texts that fit into rows."""
         for launch in pack([len(text.token_ids) for text in texts], self._sizes):
             size = launch.size
-            output = self._call(size.name(of_tokens=of_tokens), *_fill(launch, texts))
+            output = self._call(size.name(per_token=per_token), *_fill(launch, texts))
             self._num_padded += size.length * size.num_rows
-            yield output, partial(_take_rows, launch, texts, of_tokens)
+            yield output, partial(_take_rows, launch, texts, per_token)
 
     def _long_texts(
-        self, texts: Sequence[Text], of_tokens: bool
+        self, texts: Sequence[Text], per_token: bool
     ) -> Iterator[tuple[jax.Array, Take]]:
-        """Launches of texts that are in no row. Those of one size have one KV pool after the other."""
+        """Launch the texts that are too long for rows. Those of one size use the same KV pool one after the other."""
         longest = max(size.length for size in self._sizes)
         long = [i for i, text in enumerate(texts) if len(text.token_ids) > longest]
         for size in self._chunks.sizes:
             own = [i for i in long if self._chunks.size_of(len(texts[i].token_ids)) == size]
-            yield from self._of_size(size, own, texts, of_tokens)
+            yield from self._of_size(size, own, texts, per_token)
 
     def _of_size(
-        self, size: ChunkSize, indices: list[int], texts: Sequence[Text], of_tokens: bool
+        self, size: ChunkSize, indices: list[int], texts: Sequence[Text], per_token: bool
     ) -> Iterator[tuple[jax.Array, Take]]:
         kv_pool = self._chunks.pool_of(size).allocate() if indices else []
         for index in indices:
@@ -135,10 +138,10 @@ class PoolingEngine:
             pooled = jnp.zeros(self.model.config.hidden_size)
             for chunk in chunking.cut(len(token_ids), size):
                 packed = chunking.pack_chunk(chunk, size, token_ids)
-                name = size.name(of_tokens=of_tokens)
+                name = size.name(per_token=per_token)
                 kv_pool, pooled, output = self._call(name, kv_pool, pooled, packed)
                 self._num_padded += size.num_tokens
-                yield output, partial(_take_chunk, index, chunk, of_tokens)
+                yield output, partial(_take_chunk, index, chunk, per_token)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         program = self._programs[name]
@@ -159,22 +162,22 @@ class PoolingEngine:
         return self._programs.records()
 
     def wait_until_warm(self) -> None:
-        """Until every program that was started is compiled. Raises what the compiler raised."""
+        """Wait until every program that is compiled ahead is ready. Raises what the compiler raised."""
         self._programs.wait()
 
     def has_unfinished_requests(self) -> bool:
         return False
 
     def look(self, *_: Any) -> Any:
-        """Raises ValueError: there is no KV pool to look at."""
+        """Raises ValueError: there is no KV pool."""
         raise ValueError("a pooling model has no KV pool")
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """There is none."""
+        """No effect: there is no prefix cache."""
         return True
 
     def save_prefix_cache(self) -> None:
-        """There is none."""
+        """No effect: there is no prefix cache."""
 
 
 def _lowerings(model: PoolingModel, sizes: Iterable[Size]) -> dict[str, Lowering]:
@@ -183,30 +186,30 @@ def _lowerings(model: PoolingModel, sizes: Iterable[Size]) -> dict[str, Lowering
     leaves, treedef = jax.tree.flatten(state)
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    def compute(of_tokens: bool, leaves: list[Any], tokens: jax.Array, spans: jax.Array):
+    def compute(per_token: bool, leaves: list[Any], tokens: jax.Array, spans: jax.Array):
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         token_ids, positions, segments, type_ids = tokens
         batch = TokenBatch(
             token_ids=token_ids, positions=positions, segments=segments, type_ids=type_ids
         )
-        if of_tokens:
+        if per_token:
             return merged.of_tokens(batch)
         return merged.of_texts(batch, spans[0], spans[1])
 
-    def lower(size: Size, of_tokens: bool) -> jax.stages.Lowered:
+    def lower(size: Size, per_token: bool) -> jax.stages.Lowered:
         tokens = jax.ShapeDtypeStruct((4, size.num_rows, size.length), jnp.int32)
         spans = jax.ShapeDtypeStruct((2, size.num_texts), jnp.int32)
-        return jax.jit(partial(compute, of_tokens), keep_unused=True).lower(structs, tokens, spans)
+        return jax.jit(partial(compute, per_token), keep_unused=True).lower(structs, tokens, spans)
 
     return {
-        size.name(of_tokens=of_tokens): partial(lower, size, of_tokens)
-        for of_tokens in (False, True)
+        size.name(per_token=per_token): partial(lower, size, per_token)
+        for per_token in (False, True)
         for size in sizes
     }
 
 
 def _fill(launch: Launch, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
-    """int32[4, B, L]: ids, positions, segments and types; int32[2, S]: the first token of each text, and how many."""
+    """int32[4, B, L]: ids, positions, segments and types; int32[2, S]: first token and length of each text."""
     size = launch.size
     tokens = np.zeros((4, size.num_rows, size.length), np.int32)
     spans = np.zeros((2, size.num_texts), np.int32)
@@ -224,10 +227,10 @@ def _fill(launch: Launch, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray
 
 
 def _take_rows(
-    launch: Launch, texts: Sequence[Text], of_tokens: bool, output: np.ndarray, results: Results
+    launch: Launch, texts: Sequence[Text], per_token: bool, output: np.ndarray, results: Results
 ) -> int:
     for number, place in enumerate(launch.places):
-        if not of_tokens:
+        if not per_token:
             results[place.text] = output[number]
         else:
             stop = place.start + len(texts[place.text].token_ids)
@@ -236,9 +239,9 @@ def _take_rows(
 
 
 def _take_chunk(
-    index: int, chunk: Chunk, of_tokens: bool, output: np.ndarray, results: Results
+    index: int, chunk: Chunk, per_token: bool, output: np.ndarray, results: Results
 ) -> int:
-    if not of_tokens:
+    if not per_token:
         results[index] = output
     else:
         if chunk.start == 0:

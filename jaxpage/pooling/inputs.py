@@ -1,4 +1,4 @@
-"""Prompts of pooling models made into texts to compute: tokenised, truncated, checked; and pairs of them.
+"""Turns prompts and pairs of prompts for pooling models into texts to compute: tokenises, truncates, checks.
 
 Knows prompt forms and limits. Must not know engines or tasks.
 """
@@ -22,11 +22,12 @@ from jaxpage.tokenizer import load_chat_template
 class PairPrompt(Prompt):
     """Two texts as one sequence."""
 
-    type_ids: list[int] | None = None  # 0 or 1: which of them, for models that are told
+    # for each token which of the texts it is from, 0 or 1; for models with token types
+    type_ids: list[int] | None = None
 
 
 class PoolingInputs:
-    """Makes texts of prompts. Nothing has changed if it raises."""
+    """Turns prompts into texts. A method that raises changes nothing."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class PoolingInputs:
         vocab_size: int,
         joins_pairs: bool,
     ):
-        """`joins_pairs`: a pair is what the tokenizer makes of two texts; otherwise one text behind the other."""
+        """`joins_pairs`: whether the tokenizer joins the texts of a pair; otherwise they are concatenated."""
         self.tokenizer = tokenizer
         self.limits = Limits(
             vocab_size=vocab_size,
@@ -63,9 +64,9 @@ class PoolingInputs:
         *,
         prompt_name: str | None = None,
     ) -> list[Prompt]:
-        """One prompt or many, as ids. Raises ValueError for what is no prompt.
+        """One prompt or many, as ids. Raises ValueError for an invalid prompt.
 
-        `prompt_name`: which of the folder's prompts is put before each text, as sentence-transformers does.
+        `prompt_name`: which of the folder's prompts is prepended to each text, as in sentence-transformers.
         """
         options, length = self._truncation(tokenization_kwargs)
         prompts = self._with_prompt(prompts, prompt_name)
@@ -87,11 +88,10 @@ class PoolingInputs:
     ) -> list[Prompt]:
         """Each query and its document as one sequence. Raises ValueError.
 
-        With a `chat_template` (or the engine's), which gets them as messages of the roles "query" and "document", the
-        sequence is what it makes of them.
+        A `chat_template` (or the engine's) renders them as messages with the roles "query" and "document".
         """
         if self.tokenizer is None:
-            raise ValueError("scoring texts needs a tokenizer, skip_tokenizer_init=True")
+            raise ValueError("scoring texts needs a tokenizer; leave out skip_tokenizer_init=True")
         options, length = self._truncation(tokenization_kwargs)
         template = load_chat_template(chat_template or self._config.chat_template)
         if template is None and self._joins_pairs:
@@ -103,7 +103,7 @@ class PoolingInputs:
         return _cut(parse(texts, self.tokenizer, options), length)
 
     def texts(self, prompts: Sequence[Prompt]) -> list[Text]:
-        """What the engine computes. Raises ValueError for prompts that it cannot."""
+        """What the engine computes. Raises ValueError for prompts that it cannot compute."""
         texts = []
         for index, prompt in enumerate(prompts):
             try:
@@ -135,7 +135,7 @@ class PoolingInputs:
     def _truncation(
         self, tokenization_kwargs: Mapping[str, Any] | None
     ) -> tuple[dict[str, Any], int | None]:
-        """What goes to the tokenizer, and to how many tokens prompts are truncated, if they are."""
+        """The tokenizer's options, and the number of tokens to truncate prompts to, or None."""
         options = dict(tokenization_kwargs or {})
         length = options.pop("truncate_prompt_tokens", None)
         if length is None:
@@ -155,10 +155,10 @@ class PoolingInputs:
         known = self._folder.prompts
         if name not in known:
             names = ", ".join(map(repr, known)) or "none"
-            raise ValueError(f"prompt_name {name!r} is not one of the model's; there are: {names}")
+            raise ValueError(f"the model has no prompt {name!r} (prompt_name); there are: {names}")
         if not self._folder.includes_prompt:
             raise ValueError(
-                "prompt_name: the model's mean leaves prompts out, which is not supported"
+                "prompt_name: the model excludes prompts from the mean, which is not supported"
             )
         return _mapped(prompts, lambda text: known[name] + text)
 
@@ -180,7 +180,7 @@ class PoolingInputs:
 
 
 def _cut(prompts: list[Prompt], length: int | None) -> list[Prompt]:
-    """Prompts that were given as ids lose their ends."""
+    """Truncate prompts that were given as ids at the end."""
     return [p if length is None else replace(p, token_ids=p.token_ids[:length]) for p in prompts]
 
 
@@ -189,7 +189,7 @@ def _lowered(prompts: Any) -> Any:
 
 
 def _mapped(prompts: Any, function: Any) -> Any:
-    """The texts among prompts of any form, changed; what has none stays."""
+    """Apply `function` to the texts among prompts of any form; other prompts are unchanged."""
     if isinstance(prompts, str):
         return function(prompts)
     if isinstance(prompts, Mapping):

@@ -1,4 +1,4 @@
-"""What a user of a pooling model gets back: vLLM's output types. Plain data."""
+"""The outputs of pooling models: vLLM's types. Plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(kw_only=True, slots=True)
 class PoolingOutput:
-    """Float32 numbers as the task gives them: [D] for a text, [T, D] for its tokens."""
+    """The task's float32 numbers: [D] for a text, [T, D] for its tokens."""
 
     data: np.ndarray
 
@@ -39,14 +39,14 @@ class ClassificationOutput:
 
 @dataclass(kw_only=True, slots=True)
 class ScoringOutput:
-    """How well two texts fit: of a cross-encoder its probability, of embeddings their cosine."""
+    """How well two texts match: a cross-encoder's probability, or the cosine of their embeddings."""
 
     score: float
 
 
 @dataclass(kw_only=True, slots=True)
 class PoolingRequestOutput:
-    """One answer. `outputs` is a PoolingOutput, or in the classes below what their names say."""
+    """The output of one prompt. `outputs` is a PoolingOutput; the classes below have other types."""
 
     request_id: str
     outputs: Any
@@ -56,18 +56,18 @@ class PoolingRequestOutput:
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput):
-    """Of `LLM.embed`: `outputs` is an EmbeddingOutput."""
+    """Returned by `LLM.embed`: `outputs` is an EmbeddingOutput."""
 
     __slots__ = ()
 
 
 class ClassificationRequestOutput(PoolingRequestOutput):
-    """Of `LLM.classify`: `outputs` is a ClassificationOutput."""
+    """Returned by `LLM.classify`: `outputs` is a ClassificationOutput."""
 
     __slots__ = ()
 
 
 class ScoringRequestOutput(PoolingRequestOutput):
-    """Of `LLM.score`: `outputs` is a ScoringOutput."""
+    """Returned by `LLM.score`: `outputs` is a ScoringOutput."""
 
     __slots__ = ()

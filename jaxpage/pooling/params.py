@@ -1,4 +1,4 @@
-"""`PoolingParams` and `PoolerConfig`: what a request, and an engine, say of pooling, under vLLM's names.
+"""`PoolingParams` and `PoolerConfig`: how a request and an engine are pooled, under vLLM's names.
 
 Knows names and ranges. Must not know models.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from jaxpage.sampling_params import RequestOutputKind
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
-# Names that are no tasks -> what is meant.
+# Names that are not tasks -> what to use instead.
 _HINTS = {
     "score": 'call LLM.score, or use "classify" or "embed"',
     "reward": 'call LLM.reward, or use "token_classify"',
@@ -26,18 +26,16 @@ _TOKEN_TYPES = ("ALL", "STEP")
 class PoolingParams:
     """How one text is pooled. Raises ValueError for bad values."""
 
-    truncate_prompt_tokens: int | None = (
-        None  # tokens that are left of a longer text; -1: as many as fit
-    )
-    dimensions: int | None = None  # the first ones of an embedding (Matryoshka)
+    # longer texts are truncated to this many tokens; -1: to max_model_len
+    truncate_prompt_tokens: int | None = None
+    dimensions: int | None = None  # return only the first ones of an embedding (Matryoshka)
     # None: unit length for embeddings, probabilities for classes; False: raw numbers
     use_activation: bool | None = None
-    step_tag_id: int | None = (
-        None  # of process rewards: the tokens that end steps; None: the model's
-    )
-    returned_token_ids: list[int] | None = None  # of process rewards: which labels are returned
+    # for process rewards: the token that ends a step; None: the model's
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None  # for process rewards: which labels are returned
     task: str | None = None  # one of TASKS
-    skip_reading_prefix_cache: bool | None = None  # there is none
+    skip_reading_prefix_cache: bool | None = None  # no effect: there is no prefix cache
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 
     def __post_init__(self) -> None:
@@ -51,19 +49,19 @@ class PoolingParams:
         if self.use_activation is not None and not isinstance(self.use_activation, bool):
             raise ValueError(f"use_activation must be a bool or None, got {self.use_activation!r}")
         if self.output_kind != RequestOutputKind.FINAL_ONLY:
-            raise ValueError("output_kind must be FINAL_ONLY: a text is pooled at once")
+            raise ValueError("output_kind must be FINAL_ONLY: pooling has a single output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolerConfig:
-    """How an engine pools, where that is not what the checkpoint says. Raises ValueError for bad values."""
+    """How an engine pools, where that differs from the checkpoint. Raises ValueError for bad values."""
 
     # CLS, LAST or MEAN for whole texts, ALL or STEP for tokens; None: the checkpoint's
     pooling_type: str | None = None
-    seq_pooling_type: str | None = None  # the same, of whole texts only
-    tok_pooling_type: str | None = None  # the same, of tokens only
+    seq_pooling_type: str | None = None  # the same, for whole texts only
+    tok_pooling_type: str | None = None  # the same, for tokens only
     use_activation: bool | None = None  # the default of `PoolingParams.use_activation`
-    normalize: bool | None = None  # an older name of it, of embeddings
+    normalize: bool | None = None  # an older name of `use_activation`, for embeddings
     dimensions: int | None = None  # the default of `PoolingParams.dimensions`
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
@@ -75,7 +73,7 @@ class PoolerConfig:
             name, value = next(iter(unsupported.items()))
             known = ", ".join(f.name for f in dataclasses.fields(self) if f.name != "options")
             raise ValueError(
-                f"pooler_config has {name}={value!r}, which is not supported; it may have {known}"
+                f"pooler_config has {name}={value!r}, which is not supported; supported are {known}"
             )
         _check_type("pooling_type", self.pooling_type, (*_SEQUENCE_TYPES, *_TOKEN_TYPES))
         _check_type("seq_pooling_type", self.seq_pooling_type, _SEQUENCE_TYPES)
@@ -83,8 +81,8 @@ class PoolerConfig:
         _check_ints(self, ("dimensions", "step_tag_id"))
 
     @property
-    def of_texts(self) -> str | None:
-        """CLS, LAST or MEAN; None if nothing was said."""
+    def sequence_pooling(self) -> str | None:
+        """The pooling type of whole texts: CLS, LAST or MEAN; None if it was not given."""
         given = self.seq_pooling_type or self.pooling_type
         return given if given in _SEQUENCE_TYPES else None
 
@@ -94,7 +92,7 @@ class PoolerConfig:
 
 
 def to_pooler_config(value: Any) -> PoolerConfig:
-    """A PoolerConfig of one, of a dict of its fields, or of None. Raises ValueError."""
+    """A PoolerConfig from one, from a dict of its fields, or from None. Raises ValueError."""
     if value is None:
         return PoolerConfig()
     if isinstance(value, PoolerConfig):
@@ -107,10 +105,10 @@ def to_pooler_config(value: Any) -> PoolerConfig:
 
 
 def check_task(task: str | None) -> None:
-    """Raise ValueError for what is no pooling task."""
+    """Raise ValueError for an unknown pooling task."""
     if task is not None and task not in TASKS:
         hint = _HINTS.get(str(task), f"it must be one of {', '.join(TASKS)}")
-        raise ValueError(f"task {task!r} is no pooling task: {hint}")
+        raise ValueError(f"task {task!r} is not a pooling task: {hint}")
 
 
 def _check_type(name: str, value: str | None, known: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""`Pooler`: what is asked of a pooling model as texts to compute, and what is made of the numbers that come back.
+"""`Pooler`: turns calls of a pooling model into texts to compute, and the computed numbers into outputs.
 
 Knows tasks, parameters, activations and outputs. Must not know engines, so that `LLM` and the server share it.
 """
@@ -30,27 +30,27 @@ Activation = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a pooling model does, and how."""
+class ModelInfo:
+    """The tasks of a pooling model, and their properties."""
 
     name: str  # of the architecture
-    tasks: tuple[str, ...]  # the first is what it is for
-    size: int  # numbers of an embedding, or classes
+    tasks: tuple[str, ...]  # the first is the default
+    size: int  # dimensions of an embedding, or number of classes
     pooler: PoolerConfig
-    normalizes: bool  # embeddings by default
-    activation: Activation  # of classes
+    normalizes: bool  # whether embeddings are normalised by default
+    activation: Activation  # for classes
     labels: Mapping[int, str] = field(default_factory=dict)  # names of classes
-    # sizes to which embeddings may be cut; (): any; None: the model was not trained for that
+    # sizes to which embeddings may be truncated; (): any; None: the model was not trained for that
     matryoshka: tuple[int, ...] | None = None
     step_tag_id: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A call: what is to be computed, and its answer when that is done."""
+    """A call: the texts to compute, and `finish`, which turns their raw numbers into outputs."""
 
     texts: list[Text]
-    of_tokens: bool
+    per_token: bool
     finish: Callable[[list[np.ndarray]], list[Any]]
 
     @property
@@ -59,10 +59,10 @@ class Work:
 
 
 class Pooler:
-    """The calls of one model. Not thread-safe. All raise ValueError for what cannot be answered."""
+    """The calls of one model. Not thread-safe. All raise ValueError for invalid or unsupported arguments."""
 
-    def __init__(self, inputs: PoolingInputs, facts: Facts):
-        self.inputs, self.facts = inputs, facts
+    def __init__(self, inputs: PoolingInputs, info: ModelInfo):
+        self.inputs, self.info = inputs, info
         self._num_requests = 0
 
     def encode(
@@ -72,8 +72,8 @@ class Pooler:
         task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Work:
-        """PoolingRequestOutputs of a task, the model's own by default."""
-        return self._work(prompts, params, task, tokenization_kwargs, _whole)
+        """PoolingRequestOutputs of a task, by default the model's own."""
+        return self._make_work(prompts, params, task, tokenization_kwargs, _pooling_output)
 
     def embed(
         self,
@@ -84,7 +84,9 @@ class Pooler:
     ) -> Work:
         """EmbeddingRequestOutputs."""
         self._need("embed", "embed")
-        return self._work(prompts, params, "embed", tokenization_kwargs, _embedding, prompt_name)
+        return self._make_work(
+            prompts, params, "embed", tokenization_kwargs, _embedding, prompt_name
+        )
 
     def classify(
         self,
@@ -94,7 +96,7 @@ class Pooler:
     ) -> Work:
         """ClassificationRequestOutputs."""
         self._need("classify", "classify")
-        return self._work(prompts, params, "classify", tokenization_kwargs, _classes)
+        return self._make_work(prompts, params, "classify", tokenization_kwargs, _classes)
 
     def reward(
         self,
@@ -102,9 +104,11 @@ class Pooler:
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Work:
-        """PoolingRequestOutputs with a reward for each token, or step."""
+        """PoolingRequestOutputs with a reward for each token or step."""
         self._need("token_classify", "reward")
-        return self._work(prompts, params, "token_classify", tokenization_kwargs, _whole)
+        return self._make_work(
+            prompts, params, "token_classify", tokenization_kwargs, _pooling_output
+        )
 
     def score(
         self,
@@ -114,16 +118,18 @@ class Pooler:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> Work:
-        """ScoringRequestOutputs of 1:1, 1:N or N:N texts."""
+        """ScoringRequestOutputs for 1:1, 1:N or N:N texts."""
         first, second = _as_list("data_1", data_1), _as_list("data_2", data_2)
         if len(first) > 1 and len(first) != len(second):
             raise ValueError(
-                f"data_1 has {len(first)} texts and data_2 {len(second)}; give as many, or one in data_1"
+                f"data_1 has {len(first)} texts and data_2 {len(second)}; give equally many, or one in data_1"
             )
-        if "classify" in self.facts.tasks:
+        if "classify" in self.info.tasks:
             return self._cross_score(first, second, params, tokenization_kwargs, chat_template)
         self._need("embed", "score")
-        work = self._work(first + second, params, "embed", tokenization_kwargs, _whole)
+        work = self._make_work(
+            first + second, params, "embed", tokenization_kwargs, _pooling_output
+        )
         pad = getattr(self.inputs.tokenizer, "pad_token_id", None)
 
         def finish(results: list[np.ndarray]) -> list[ScoringRequestOutput]:
@@ -132,7 +138,7 @@ class Pooler:
             ones = ones * len(others) if len(ones) == 1 else ones
             return [_cosine(one, other, pad) for one, other in zip(ones, others, strict=True)]
 
-        return Work(texts=work.texts, of_tokens=False, finish=finish)
+        return Work(texts=work.texts, per_token=False, finish=finish)
 
     def _cross_score(
         self,
@@ -142,10 +148,10 @@ class Pooler:
         tokenization_kwargs: Mapping[str, Any] | None,
         chat_template: str | None,
     ) -> Work:
-        if self.facts.size != 1:
+        if self.info.size != 1:
             raise ValueError(
-                f"{self.facts.name} has {self.facts.size} classes; texts are scored by models with one, or by "
-                "embedding models"
+                f"{self.info.name} has {self.info.size} classes; scoring needs a model with one class, or an "
+                "embedding model"
             )
         for name, texts in (("data_1", first), ("data_2", second)):
             wrong = next((text for text in texts if not isinstance(text, str)), None)
@@ -156,15 +162,15 @@ class Pooler:
             options["truncate_prompt_tokens"] = params.truncate_prompt_tokens
         first = first * len(second) if len(first) == 1 else first
         pairs = self.inputs.pairs(first, second, options, chat_template)
-        return self._work(pairs, params, "classify", None, _score)
+        return self._make_work(pairs, params, "classify", None, _score)
 
     def _need(self, task: str, verb: str) -> None:
-        if task not in self.facts.tasks:
+        if task not in self.info.tasks:
             raise ValueError(
-                f"{self.facts.name} cannot {verb}: it is for {' and '.join(self.facts.tasks)}"
+                f"{self.info.name} cannot {verb}: its tasks are {' and '.join(self.info.tasks)}"
             )
 
-    def _work(
+    def _make_work(
         self,
         prompts: Any,
         params: PoolingParams | Sequence[PoolingParams] | None,
@@ -180,10 +186,10 @@ class Pooler:
             raise ValueError(
                 f"pooling_params must be PoolingParams or a list of them, got {params!r}"
             )
-        task = task or next((p.task for p in all_params if p.task), self.facts.tasks[0])
-        if task not in self.facts.tasks:
+        task = task or next((p.task for p in all_params if p.task), self.info.tasks[0])
+        if task not in self.info.tasks:
             raise ValueError(
-                f"task {task!r} is not one of {self.facts.name}: {', '.join(self.facts.tasks)}"
+                f"{self.info.name} does not have the task {task!r}; it has {', '.join(self.info.tasks)}"
             )
         options = dict(tokenization_kwargs or {})
         lengths = {each.truncate_prompt_tokens for each in all_params} - {None}
@@ -209,30 +215,32 @@ class Pooler:
                 for i in range(len(texts))
             ]
 
-        return Work(texts=texts, of_tokens=task.startswith("token_"), finish=finish)
+        return Work(texts=texts, per_token=task.startswith("token_"), finish=finish)
 
     def _finish(
         self, params: PoolingParams, task: str
     ) -> Callable[[np.ndarray, list[int]], np.ndarray]:
-        """What makes raw numbers of a text, and its ids, into the answer."""
-        facts, pooler = self.facts, self.facts.pooler
+        """A function from a text's raw numbers and token ids to its result."""
+        info, pooler = self.info, self.info.pooler
         if params.task not in (None, task):
-            raise ValueError(f"pooling_params.task is {params.task!r}, but {task!r} is asked for")
+            raise ValueError(
+                f"pooling_params.task is {params.task!r}, but the call's task is {task!r}"
+            )
         activates = pooler.activates if params.use_activation is None else params.use_activation
         dimensions = params.dimensions or pooler.dimensions
         if task in ("embed", "token_embed"):
             self._check_dimensions(dimensions)
-            normalizes = facts.normalizes if activates is None else activates
+            normalizes = info.normalizes if activates is None else activates
             return lambda raw, _: (
                 _normalised(raw[..., :dimensions]) if normalizes else raw[..., :dimensions].copy()
             )
         if params.dimensions is not None:
-            raise ValueError(f"dimensions are for embeddings, {task} has {facts.size} classes")
-        activation = facts.activation if activates in (None, True) else np.array
-        step = facts.step_tag_id if params.step_tag_id is None else params.step_tag_id
+            raise ValueError(f"dimensions are for embeddings, {task} has {info.size} classes")
+        activation = info.activation if activates in (None, True) else np.array
+        step = info.step_tag_id if params.step_tag_id is None else params.step_tag_id
         labels = params.returned_token_ids or pooler.returned_token_ids
-        if labels is not None and not 0 <= min(labels) <= max(labels) < facts.size:
-            raise ValueError(f"returned_token_ids {labels} must be in 0..{facts.size - 1}")
+        if labels is not None and not 0 <= min(labels) <= max(labels) < info.size:
+            raise ValueError(f"returned_token_ids {labels} must be in 0..{info.size - 1}")
 
         def finish(raw: np.ndarray, token_ids: list[int]) -> np.ndarray:
             if task == "token_classify" and step is not None:
@@ -242,20 +250,20 @@ class Pooler:
         return finish
 
     def _check_dimensions(self, dimensions: int | None) -> None:
-        facts = self.facts
+        info = self.info
         if dimensions is None:
             return
-        if facts.matryoshka is None:
+        if info.matryoshka is None:
             raise ValueError(
-                f"dimensions={dimensions}: {facts.name} was not trained for shorter embeddings, as far as its "
-                'config.json says; hf_overrides={"is_matryoshka": True} says that it was'
+                f"dimensions={dimensions}: according to its config.json, {info.name} was not trained for shorter "
+                'embeddings; if it was, give hf_overrides={"is_matryoshka": True}'
             )
-        if facts.matryoshka and dimensions not in facts.matryoshka:
+        if info.matryoshka and dimensions not in info.matryoshka:
             raise ValueError(
-                f"dimensions={dimensions} is not one of the model's, {', '.join(map(str, facts.matryoshka))}"
+                f"dimensions={dimensions} is not supported by the model; it has {', '.join(map(str, info.matryoshka))}"
             )
-        if dimensions > facts.size:
-            raise ValueError(f"dimensions={dimensions} is more than the {facts.size} of the model")
+        if dimensions > info.size:
+            raise ValueError(f"dimensions={dimensions} exceeds the model's {info.size}")
 
 
 def softmax(raw: np.ndarray) -> np.ndarray:
@@ -265,7 +273,7 @@ def softmax(raw: np.ndarray) -> np.ndarray:
 
 
 def sigmoid(raw: np.ndarray) -> np.ndarray:
-    # Of |x|, so that nothing overflows.
+    # exp(-|x|) cannot overflow.
     small = np.exp(-np.abs(raw))
     return np.where(raw >= 0, 1 / (1 + small), small / (1 + small)).astype(raw.dtype)
 
@@ -281,17 +289,19 @@ def _parsed(prompts: Any) -> list[Prompt] | None:
 
 
 def _as_list(name: str, data: Any) -> list[Any]:
-    """One text, or a list of some; a list of ids is one."""
+    """A list of one text or of several; a list of token ids is a single text."""
     is_one = isinstance(data, str | Mapping)
     is_ids = isinstance(data, list | tuple) and bool(data) and isinstance(data[0], int)
     if is_one or is_ids:
         return [data]
     if not isinstance(data, list | tuple) or not data:
-        raise ValueError(f"{name} must be a text or a list of some, got {data!r}")
+        raise ValueError(f"{name} must be a text or a non-empty list of texts, got {data!r}")
     return list(data)
 
 
-def _whole(request_id: str, data: np.ndarray, token_ids: list[int]) -> PoolingRequestOutput:
+def _pooling_output(
+    request_id: str, data: np.ndarray, token_ids: list[int]
+) -> PoolingRequestOutput:
     return PoolingRequestOutput(
         request_id=request_id, outputs=PoolingOutput(data=data), prompt_token_ids=token_ids
     )

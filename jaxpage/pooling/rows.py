@@ -1,6 +1,6 @@
-"""Texts packed into rows of a few lengths, and rows into launches of a few sizes.
+"""Packs texts into rows of a few lengths, and rows into launches of a few sizes.
 
-Knows how long texts are, and nothing else of them.
+Knows nothing about texts except their lengths.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SHORTEST = 64  # tokens of the shortest row
+SHORTEST = 64  # tokens in the shortest row
 _FEW_ROWS = 8
 TOKENS_PER_TEXT = 8  # a launch of T tokens holds T / 8 texts
 
@@ -21,18 +21,18 @@ class Size:
     length: int
     num_rows: int
 
-    def name(self, *, of_tokens: bool) -> str:
-        return f"{'tokens' if of_tokens else 'texts'} B={self.num_rows} L={self.length}"
+    def name(self, *, per_token: bool) -> str:
+        return f"{'tokens' if per_token else 'texts'} B={self.num_rows} L={self.length}"
 
     @property
     def num_texts(self) -> int:
-        """The most texts of a launch."""
+        """The most texts in a launch."""
         return self.num_rows * texts_per_row(self.length)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a text is in a launch: in row `row`, from token `start` on."""
+    """The position of a text in a launch: in row `row`, starting at token `start`."""
 
     text: int  # index of the text
     row: int
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Launch:
-    """What is computed at once."""
+    """Texts that are computed together."""
 
     size: Size
     places: list[Place]
@@ -52,7 +52,7 @@ def texts_per_row(length: int) -> int:
 
 
 def make_sizes(*, max_len: int, max_tokens: int) -> tuple[Size, ...]:
-    """All sizes for texts of up to `max_len` tokens: lengths double, and rows are 1, some, or `max_tokens` together."""
+    """All sizes for texts of up to `max_len` tokens. Lengths double; rows are 1, a few, or `max_tokens` / length."""
     longest = _multiple(max_len, SHORTEST if max_len > SHORTEST else TOKENS_PER_TEXT)
     lengths = [min(SHORTEST, longest)]
     while lengths[-1] < longest:
@@ -66,13 +66,13 @@ def make_sizes(*, max_len: int, max_tokens: int) -> tuple[Size, ...]:
 
 
 def pack(lengths: Sequence[int], sizes: Sequence[Size]) -> list[Launch]:
-    """Every text that fits into some row, the longest first, each where it leaves the least room.
+    """Best fit, longest first: each text goes where it leaves the least room. Texts too long for any row are left out.
 
-    A text opens a row of the shortest length that holds it; shorter ones fill what is left of rows.
+    A text that fits into no open row opens one of the shortest sufficient length.
     """
     known = sorted({size.length for size in sizes})
     rows: list[_Row] = []
-    room: list[tuple[int, int]] = []  # tokens left, row; sorted
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     fitting = (text for text, length in enumerate(lengths) if length <= known[-1])
     for text in sorted(fitting, key=lambda i: -lengths[i]):
         length = lengths[text]
@@ -94,7 +94,7 @@ def pack(lengths: Sequence[int], sizes: Sequence[Size]) -> list[Launch]:
 @dataclass
 class _Row:
     length: int
-    texts: list[tuple[int, int]]  # text, start
+    texts: list[tuple[int, int]]  # (text, start)
 
 
 def _launches(rows: Sequence[_Row], sizes: Sequence[Size]) -> list[Launch]:
@@ -113,7 +113,7 @@ def _launches(rows: Sequence[_Row], sizes: Sequence[Size]) -> list[Launch]:
 
 
 def _best(counts: Sequence[int], wanted: int) -> int:
-    """The smallest count that holds all, unless more than half of it were padding: then the largest that is full."""
+    """The smallest count that is enough, unless at least half would be padding: then the largest that can be filled."""
     holding = [n for n in counts if n >= wanted]
     if holding and wanted * 2 > holding[0]:
         return holding[0]

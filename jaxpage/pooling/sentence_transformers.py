@@ -1,6 +1,6 @@
-"""What a folder of sentence-transformers says besides the model: `modules.json` and the files it names.
+"""What a sentence-transformers folder contains besides the model: `modules.json` and the files it names.
 
-Knows that package's file formats, and reads them only. Must not know how anything is computed.
+Knows that package's file formats, and only reads them. Must not know how anything is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODEL_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """A linear layer behind the pooling, whose weights are in a folder of its own."""
+    """A linear layer after pooling, whose weights are in a separate folder."""
 
     folder: Path
     size_in: int
@@ -37,28 +37,28 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceTransformer:
-    """The modules behind the model, and how texts are given to it."""
+    """The modules after the model, and how its texts are prepared."""
 
-    pooling: str | None = None  # CLS, LAST or MEAN; None: the folder does not say
-    includes_prompt: bool = True  # whether tokens of a prompt count in the mean
+    pooling: str | None = None  # CLS, LAST or MEAN; None: not given
+    includes_prompt: bool = True  # whether the mean includes the tokens of a prompt
     dense: tuple[Dense, ...] = ()
     normalizes: bool = False
     max_seq_length: int | None = None  # tokens of a text, special ones included
     lower_case: bool = False
-    prompts: Mapping[str, str] = field(default_factory=dict)  # by name; put before texts
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name; prepended to texts
 
 
 def has_modules(folder: Path) -> bool:
-    """Whether the folder is one of sentence-transformers that pools."""
+    """Whether it is a sentence-transformers folder with a pooling module."""
     modules = _read(folder / "modules.json", list)
     return any(_kind(module) == "Pooling" for module in modules or ())
 
 
 def read_sentence_transformer(folder: Path) -> SentenceTransformer:
-    """What the folder says; of a folder of another kind nothing. Raises ValueError for what is not supported."""
+    """Read a folder; the defaults for one of another kind. Raises ValueError for what is not supported."""
     model = next((found for name in _MODEL_FILES if (found := _read(folder / name, dict))), {})
     config = _read(folder / "config_sentence_transformers.json", dict) or {}
-    facts: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_seq_length": model.get("max_seq_length"),
         "lower_case": bool(model.get("do_lower_case")),
         "prompts": {k: v for k, v in (config.get("prompts") or {}).items() if isinstance(v, str)},
@@ -69,20 +69,20 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer:
         if kind == "Transformer":
             if path != folder:
                 raise ValueError(
-                    f"{folder}/modules.json has the model in {path.name}; move its files into {folder}"
+                    f"{folder}/modules.json places the model in {path.name}; move its files into {folder}"
                 )
         elif kind == "Pooling":
-            facts |= _pooling(path)
+            fields |= _pooling(path)
         elif kind == "Dense":
             dense.append(_dense(path))
         elif kind == "Normalize":
-            facts["normalizes"] = True
+            fields["normalizes"] = True
         elif kind != "Dropout":
             raise ValueError(
                 f"{folder}/modules.json has a module {kind!r}, which is not supported; supported are "
                 "Transformer, Pooling, Dense and Normalize"
             )
-    return SentenceTransformer(**facts, dense=tuple(dense))
+    return SentenceTransformer(**fields, dense=tuple(dense))
 
 
 def _kind(module: Any) -> str:
@@ -97,7 +97,7 @@ def _pooling(folder: Path) -> dict[str, Any]:
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in _POOLING:
         raise ValueError(
-            f"{folder}/config.json pools by {' and '.join(modes) or 'nothing'}; supported is one of "
+            f"{folder}/config.json pools by {' and '.join(modes) or 'nothing'}; it must be exactly one of "
             f"{', '.join(_POOLING)}"
         )
     return {"pooling": _POOLING[modes[0]], "includes_prompt": config.get("include_prompt", True)}
@@ -114,7 +114,7 @@ def _dense(folder: Path) -> Dense:
             f"{folder}/config.json has the activation {name!r}; supported are Identity and Tanh"
         )
     if not (folder / "model.safetensors").is_file():
-        raise ValueError(f"{folder} has no model.safetensors; pickles are not read")
+        raise ValueError(f"{folder} has no model.safetensors; pickled weights are not read")
     return Dense(
         folder=folder,
         size_in=config["in_features"],
@@ -125,7 +125,7 @@ def _dense(folder: Path) -> Dense:
 
 
 def _read(file: Path, kind: type) -> Any:
-    """The JSON of a file; None if it does not exist. Raises ValueError."""
+    """The parsed JSON of a file; None if it does not exist. Raises ValueError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -133,5 +133,5 @@ def _read(file: Path, kind: type) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     if not isinstance(value, kind):
-        raise ValueError(f"{file} must hold a {kind.__name__}, it holds a {type(value).__name__}")
+        raise ValueError(f"{file} must contain a {kind.__name__}, not a {type(value).__name__}")
     return value

@@ -1,8 +1,8 @@
 """The live parameters of a trainer's module, as an engine reads them.
 
-Names and shapes are checked once, when an engine is built. After that this says which variables the engine reads at
-each launch: the trainer's own, wherever their arrays are where the engine wants them, so nothing is copied and no
-array is held; and copies for arrays that are elsewhere, renewed by `refresh`.
+Names and shapes are checked once, when an engine is built. After that a `Binding` determines which variables the engine
+reads at each launch: the trainer's own where their arrays are already placed as the engine needs them, so that nothing
+is copied and no array is held; otherwise copies, which `refresh` updates.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Leaves = dict[str, Any]  # arrays, or variables that hold one, by dotted path
 
 
 class Binding:
-    """Binds one engine to one module. Not thread-safe: once the engine runs, its thread calls it."""
+    """Binds one engine to one module. Not thread-safe: once the engine runs, only its thread may call it."""
 
     def __init__(self, module: nnx.Module):
         """Raises ValueError for a module without parameters."""
-        # The live variables: whoever replaces an array replaces it in these.
+        # The live variables: a trainer that replaces an array replaces it here.
         self._sources: dict[str, nnx.Variable] = {
             name: variable
             for name, variable in _flat(nnx.state(module)).items()
@@ -40,22 +40,22 @@ class Binding:
         }
         if not self._sources:
             raise ValueError(f"{type(module).__name__} has no parameters to sample with")
-        self._swapped: dict[str, nnx.Variable] = {}  # instead of these, see `swap`
-        self._names: list[str] = []  # of what the engine reads, in its order; "" for its own
+        self._swapped: dict[str, nnx.Variable] = {}  # override `_sources`, see `swap`
+        self._names: list[str] = []  # what the engine reads, in its order; "" for its own arrays
         self._places: list[Sharding] = []
         self._copies: dict[str, tuple[weakref.ref[Any], nnx.Variable]] = {}
-        self.variables: list[nnx.Variable] = []  # that the engine is to read, in its order
+        self.variables: list[nnx.Variable] = []  # the same as variables
         self._structure: tuple[Any, Any] | None = None  # of the engine's model
         self.trainer = ""  # whose layout it is: "NNX", "Tunix" or "MaxText"
 
     @property
     def dtype(self) -> str:
-        """That of most parameters."""
+        """The most common dtype of the parameters."""
         names = [str(variable.get_raw_value().dtype) for variable in self._sources.values()]
         return max(set(names), key=names.count)
 
     def prepare(self, spec: EngineSpec) -> EngineSpec:
-        """`spec` with a model that takes this module's arrays. Raises ValueError, naming both sides, if none fits."""
+        """`spec` with a model that reads this module's arrays. Raises ValueError, naming both sides, if none fits."""
         model = spec.model
         described = {
             path: each
@@ -76,7 +76,7 @@ class Binding:
             for option in (name for name, is_asked in own.items() if is_asked):
                 raise ValueError(
                     f"{option} is for modules of jaxpage in "
-                    f"the engine's dtype, {spec.config.dtype}; this one has {found.trainer}'s layout in {self.dtype}"
+                    f"the engine's dtype, {spec.config.dtype}; this module has {found.trainer}'s layout in {self.dtype}"
                 )
             view = TrainerView(model, found.places, arrays)
             spec = dataclasses.replace(spec, model=view)
@@ -93,15 +93,15 @@ class Binding:
             place = described[path].sharding(spec.mesh)
             self._names.append(names.get(path, ""))
             self._places.append(place)
-            if path not in names:  # of adapters, the engine's own
+            if path not in names:  # the engine's own parameters: adapters
                 empty = variable.get_raw_value()
                 variable.set_raw_value(jnp.zeros(empty.shape, empty.dtype, device=place))
             self.variables.append(variable)
 
     def model_of(self, params: Any = None) -> Any:
-        """The engine's model with a tree of the module's names as its parameters; None: with what is read now.
+        """The engine's model with the parameters of a tree that has the module's names; None: the current parameters.
 
-        Its arrays are those of the tree, tracers too. Raises ValueError for one that lacks a parameter.
+        The tree's arrays, which may be tracers, are used directly. Raises ValueError if it lacks a parameter.
         """
         leaves = [variable.get_raw_value() for variable in self.variables]
         if params is not None:
@@ -118,10 +118,10 @@ class Binding:
         return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
 
     def refresh(self) -> int:
-        """Look where all arrays are now, and copy those that are elsewhere. Returns the bytes that were copied.
+        """Check where all arrays are, and copy those that are not where the engine needs them. Returns bytes copied.
 
-        One `jax.device_put` an array; the copy it takes the place of is freed first. Raises RuntimeError for an array
-        that was donated or deleted.
+        One `jax.device_put` per array; the copy that it replaces is freed first. Raises RuntimeError for an array that
+        was donated or deleted.
         """
         num_bytes = 0
         for index, (name, place) in enumerate(zip(self._names, self._places, strict=True)):
@@ -142,7 +142,7 @@ class Binding:
                 copy.set_raw_value(jax.device_put(leaf, place))
                 self._copies[name] = weakref.ref(leaf), copy
                 num_bytes += leaf.nbytes
-                if name in self._swapped:  # whose array is not needed any more
+                if name in self._swapped:  # the original array is no longer needed
                     self._swapped[name] = copy
             self.variables[index] = self._copies[name][1]
         return num_bytes
@@ -153,10 +153,11 @@ class Binding:
             _check_alive(name, variable.get_raw_value())
 
     def swap(self, params: Any) -> None:
-        """Read these arrays instead of the module's, until the next swap: all of its parameters, or some.
+        """Read these arrays instead of the module's, until the next swap; all of its parameters or some.
 
         `params`: a module, an `nnx.State`, or a tree of arrays with the module's names. Arrays that are the module's
-        own are read from the module. Raises ValueError, before anything changes, for a name or shape it does not have.
+        own are read from the module. Raises ValueError, before anything changes, for a name or shape that the module
+        does not have.
         """
         given = _flat(nnx.state(params) if isinstance(params, nnx.Module) else params)
         leaves = {name: _array(leaf) for name, leaf in given.items() if _is_param(leaf)}
@@ -199,11 +200,11 @@ def _check(
         wanted = f"{path} {list(ours.shape)} of {spec.config.model}/config.json"
         array = arrays.get(place.array)
         if array is None:
-            raise ValueError(f"{where} lacks {place.array}, which is to be {wanted}")
+            raise ValueError(f"{where} lacks {place.array}, needed for {wanted}")
         shape = place.shape(spec.model.config, ours.shape, array.shape)
         if array.shape != shape:
             raise ValueError(
-                f"{where} has {place.array} {list(array.shape)}, which is to be {wanted} and so should be {list(shape)}"
+                f"{where} has {place.array} {list(array.shape)}, needed for {wanted}; its shape should be {list(shape)}"
             )
         if array.dtype not in FLOATS:
             raise ValueError(
@@ -219,7 +220,7 @@ def _check_alive(name: str, leaf: Any) -> None:
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise RuntimeError(
             f"parameter {name} of the bound module was donated or deleted: put the new array into the module, or call "
-            "update(params), before sampling goes on"
+            "update(params), before sampling again"
         )
 
 
@@ -243,7 +244,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _is_param(leaf: Any) -> bool:
-    """State besides parameters, such as that of random numbers, is not sampled with."""
+    """False for state other than parameters, such as that of random number generators."""
     return isinstance(leaf, nnx.Param) or not isinstance(leaf, nnx.Variable)
 
 

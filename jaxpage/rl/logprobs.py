@@ -1,4 +1,4 @@
-"""The dense, differentiable forward that a trainer computes its logprobs with."""
+"""The dense, differentiable forward pass with which a trainer computes logprobs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxpage.models.attention import DenseAttention
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.rl.rollout import Padded
 
-_ROWS = 8  # of a batch that are computed together
+_ROWS = 8  # of a batch, computed together
 
 
 def logprobs(model: Any, batch: Padded, temperature: float = 1.0) -> jax.Array:
     """float32[N, L]: of each sampled token given those before it, at a temperature above 0; 0 for all others.
 
-    `model`: one of jaxpage's, such as `load_module` gives. Padding is not seen, on whichever side it is. Holds the
+    `model`: one of jaxpage's, for example from `load_module`. Padding, on either side, is never attended to. Holds the
     logits of all positions, float32[N, L, V].
     """
     token_ids = jnp.asarray(batch.token_ids)
-    # A token sees those of lower or equal position.
+    # A token attends to those of lower or equal position.
     positions = jnp.where(batch.attention_mask, batch.positions, token_ids.shape[1])
     inputs = ForwardInput(
         token_ids=token_ids, positions=positions, attention=DenseAttention(positions)
@@ -42,8 +42,8 @@ def logprobs_of_rows(
     batch: Padded,
     temperature: float,
 ) -> np.ndarray:
-    """What `compute`, such as `logprobs`, gives for a batch, in NumPy, a few rows at a time: without keeping what a
-    gradient would need.
+    """The result of `compute`, such as `logprobs`, for a batch, as a NumPy array, a few rows at a time. Keeps nothing
+    for gradients.
     """
     graphdef, state = nnx.split(model)
 
@@ -54,7 +54,7 @@ def logprobs_of_rows(
     num_rows = len(batch.token_ids)
     parts = []
     for start in range(0, num_rows, _ROWS):
-        rows = np.arange(start, start + _ROWS) % num_rows  # all parts have one shape
+        rows = np.arange(start, start + _ROWS) % num_rows  # all parts have the same shape
         part = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], batch)
         parts.append(np.asarray(of_rows(state, part)))
     return np.concatenate(parts)[:num_rows]

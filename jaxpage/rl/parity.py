@@ -1,4 +1,4 @@
-"""How far the logprobs of a rollout are from those that a trainer computes: the numbers that trainers log."""
+"""How far a rollout's logprobs are from those that a trainer computes: the metrics that trainers log."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import numpy as np
 
 
 class ParityError(RuntimeError):
-    """A strict sampler's logprobs are not those of its trainer."""
+    """A strict sampler's logprobs differ from its trainer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """Of the sampled tokens of a rollout. Differences are trainer minus sampler; a ratio is their exponential."""
+    """Over the sampled tokens of a rollout. Differences are trainer minus sampler; a ratio is their exponential."""
 
     token_count: int
-    bitwise_equal: bool  # all of them
-    mismatch_count: int  # tokens whose logprobs differ by a bit or more
+    bitwise_equal: bool  # whether all logprobs are
+    mismatch_count: int  # tokens whose logprobs differ in any bit
     max_abs: float
     mean_abs: float
     prob_max_abs: float  # of probabilities
     prob_mean_abs: float
     k1: float  # mean of sampler minus trainer: an estimate of the KL divergence
-    k3: float  # mean of ratio - 1 - log ratio: one with less variance, never negative
+    k3: float  # mean of ratio - 1 - log ratio: an estimate with less variance, never negative
     k3_max: float
     pearson: float  # correlation of the probabilities; 1 if all are equal
 
     def require_equal(self) -> None:
-        """Raises ParityError unless every logprob is the same, bit for bit."""
+        """Raise ParityError unless all logprobs are equal, bit for bit."""
         if not self.bitwise_equal:
             raise ParityError(
-                f"{self.mismatch_count} of {self.token_count} logprobs of the sampler are not the trainer's, by up to "
-                f'{self.max_abs:.3g}, though numerics="strict"; please report the device, and the versions of jax and '
+                f"{self.mismatch_count} of {self.token_count} logprobs differ between sampler and trainer, by up to "
+                f'{self.max_abs:.3g}, despite numerics="strict"; please report the device, and the versions of jax and '
                 "jaxlib"
             )
 
     def metrics(self) -> dict[str, float]:
-        """The numbers under the names that Tunix and verl log them by."""
+        """The numbers under the names that Tunix and verl log."""
         return {
             "sampler_trainer/logp_diff_mean": self.mean_abs,
             "sampler_trainer/logp_diff_max": self.max_abs,
@@ -50,7 +50,7 @@ class ParityReport:
 
 
 def compare(sampler: np.ndarray, trainer: np.ndarray) -> ParityReport:
-    """Of two float32[tokens] of logprobs. Raises ValueError if there are none, or any is not finite."""
+    """Compare logprobs, each float32[tokens]. Raises ValueError if there are none, or if any is not finite."""
     if sampler.size == 0:
         raise ValueError("the rollout has no tokens to compare")
     if not (np.isfinite(sampler).all() and np.isfinite(trainer).all()):

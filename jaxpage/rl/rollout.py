@@ -1,4 +1,4 @@
-"""`Rollout`: what a sampler returns, as padded arrays; and the forms that trainers take."""
+"""`Rollout`: what a sampler returns, as padded arrays; and the layouts that trainers expect."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from jax.sharding import Sharding
 
 from jaxpage.outputs import CompletionOutput, RequestOutput
 
-Array = Any  # of NumPy, or of jax after `Rollout.device_put`
-Span = tuple[int, int, int]  # (weight version, first token, token behind the last)
+Array = Any  # NumPy's, or jax's after `Rollout.device_put`
+Span = tuple[int, int, int]  # (weight version, first token, token after the last)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """N = prompts * n completions; the n of a prompt are next to each other. C, P: the longest completion and prompt.
+    """N = prompts * n completions, where the n of a prompt are adjacent. C, P: the longest completion and prompt.
 
-    What is padding follows from `lengths`, never from an id, so the pad id may be sampled.
+    Padding is determined by `lengths`, never by an id, so the pad id may be sampled.
     """
 
     token_ids: Array  # int32[N, C], the stop token included, padded on the right
     logprobs: Array  # float32[N, C] of these tokens, as `logprobs_mode` says; 0 where padded
-    # bool[N, C]: True where a token was sampled, False where padded, and for what others said in a `Session`
+    # bool[N, C]: True for sampled tokens; False for padding, and for the environment's tokens in a `Session`
     mask: Array
-    lengths: Array  # int32[N] of completions
+    lengths: Array  # int32[N], of completions
     prompt_ids: Array  # int32[N, P], padded on the left
     prompt_lengths: Array  # int32[N]
-    prompt_indices: Array  # int32[N]: which prompt of the call
+    prompt_indices: Array  # int32[N]: index of the row's prompt in the call
     num_cached: Array  # int32[N]: prompt tokens found in the prefix cache
-    seeds: Array  # int64[N]: of the request; -1 where the engine chose
+    seeds: Array  # int64[N]: the request's; -1 if the engine chose it
     finish_reasons: tuple[str, ...]  # "stop", "length", "abort", "repetition"
     weight_versions: tuple[tuple[Span, ...], ...]  # which tokens were sampled with which weights
     texts: tuple[str, ...]  # "" without a tokenizer
     pad_id: int
-    temperature: float  # that it was sampled at; 0: the most likely tokens
-    logprobs_mode: (
-        str  # "temperature": of logits / temperature over the whole vocabulary; "raw", "processed"
-    )
+    temperature: float  # 0: greedy
+    # "temperature": of logits / temperature over the whole vocabulary; or "raw", "processed"
+    logprobs_mode: str
 
     def __len__(self) -> int:
         return len(self.finish_reasons)
@@ -52,11 +51,11 @@ class Rollout:
         return np.asarray(self.prompt_ids[row, width - int(self.prompt_lengths[row]) :]).tolist()
 
     def completion(self, row: int) -> list[int]:
-        """What came after the prompt in a row, without padding."""
+        """The completion of a row, without padding."""
         return np.asarray(self.token_ids[row, : int(self.lengths[row])]).tolist()
 
     def device_put(self, sharding: Sharding | None = None) -> Rollout:
-        """The same with arrays of jax, along `sharding` or on jax's default device."""
+        """The same with jax arrays, placed by `sharding` or on jax's default device."""
         arrays = {
             f.name: jax.device_put(getattr(self, f.name), sharding)
             for f in dataclasses.fields(self)
@@ -74,9 +73,9 @@ class Rollout:
     ) -> Padded:
         """Prompts and completions in one array of L = `prompt_length` + `completion_length` columns.
 
-        Lengths default to the longest; give them to have one shape in every step. `side`: where a prompt is padded.
-        "left": all completions begin in column `prompt_length`; "right": each follows its prompt, and all padding is at
-        the end. Raises ValueError for a length that is too short.
+        Lengths default to the longest; give them for the same shape in every step. `side`: where prompts are padded.
+        "left": all completions begin in column `prompt_length`; "right": each follows its prompt directly, and all
+        padding is at the end. Raises ValueError for a length that is too short.
         """
         if side not in ("left", "right"):
             raise ValueError(f'side must be "left" or "right", got {side!r}')
@@ -93,7 +92,7 @@ class Rollout:
         is_token = np.arange(completions.shape[1]) < lengths[:, None]
         ids = np.full((len(self), total), self.pad_id if pad_id is None else pad_id, np.int32)
         logprobs, sampled = np.zeros(ids.shape, np.float32), np.zeros(ids.shape, bool)
-        # Both sides of an assignment have the tokens of one row behind those of another.
+        # Both sides of each assignment list the tokens row by row.
         ids[in_prompt] = prompts[is_prompt]
         ids[in_completion] = completions[is_token]
         logprobs[in_completion] = np.asarray(self.logprobs)[is_token]
@@ -116,7 +115,7 @@ class Padded:
     positions: Array  # int32[N, L], from 0 at the first token of the prompt; 0 where padded
     attention_mask: Array  # bool[N, L]: True for prompt and completion
     completion_mask: Array  # bool[N, L]: True for what was sampled
-    logprobs: Array  # float32[N, L]: when it was sampled; 0 elsewhere
+    logprobs: Array  # float32[N, L]: at the time of sampling; 0 elsewhere
 
 
 def to_padded(rollout: Rollout, *lengths: int | None, **options: Any) -> Padded:
@@ -126,7 +125,7 @@ def to_padded(rollout: Rollout, *lengths: int | None, **options: Any) -> Padded:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a row of a `Rollout` is made of, without padding."""
+    """The contents of a row of a `Rollout`, without padding."""
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
@@ -149,7 +148,10 @@ def make_rollout(
     logprobs_mode: str,
     version_of: Callable[[int], int],
 ) -> Rollout:
-    """Of final outputs with flat logprobs. `version_of`: of weights by how often they had been replaced."""
+    """A rollout of final outputs with flat logprobs.
+
+    `version_of`: from the number of replacements of the weights to their version.
+    """
     rows = [
         Row(
             prompt_ids=output.prompt_token_ids,
@@ -204,7 +206,7 @@ def stack_rows(
 
 
 def _sampled(completion: CompletionOutput) -> np.ndarray:
-    """float32[tokens]: the first entry of each token is the sampled one's."""
+    """float32[tokens]: the first logprobs entry of each token, which is the sampled one's."""
     flat: Any = completion.logprobs
     if flat is None:
         return np.zeros(0, np.float32)

@@ -1,7 +1,7 @@
 """`Sampler`: an engine that samples with the live parameters of a trainer's module.
 
-Knows how requests, weights and pauses of one engine go together. Must not know trainers' layouts (`binding`) nor how
-an engine runs.
+Coordinates requests, weights and pauses of one engine. Must not know trainers' layouts (`binding`) nor how an engine
+runs.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Option of the engine -> why a sampler has no use for it.
+# Option of the engine -> why a sampler does not support it.
 _NOT_FOR_TRAINING = {
     "quantization": "the parameters are the trainer's",
-    "kv_offload_dir": "KV on disk is of weights that change",
+    "kv_offload_dir": "KV on disk would belong to weights that change",
     "runner": "a sampler generates",
 }
 
@@ -57,23 +57,23 @@ class Sampler:
     """Samples with the parameters of a live NNX module. All methods may be called from any thread.
 
     `module`: one of jaxpage's models, or a module with the layout of Tunix or MaxText. Its arrays are looked up at
-    every launch and never held, so a module that was trained is sampled from as it is: nothing is copied, and KV of
-    before is not found any more. Replace parameters between calls, or `pause` first: what runs meanwhile may see some
-    new and some old.
+    every launch and never held, so a trained module is sampled from directly: nothing is copied, and older KV is no
+    longer found. Replace parameters between calls, or `pause` first: a step that runs meanwhile may see some new and
+    some old ones.
 
-    Where the arrays are on other devices than the engine, or divided in another way, the engine has a copy, which
-    `update` renews.
+    If the arrays are on other devices than the engine's, or sharded differently, the engine has a copy, which `update`
+    refreshes.
     """
 
     def __init__(self, module: nnx.Module, model: str, **options: Any):
         """`model`: a folder with the module's config.json, and its tokenizer unless `skip_tokenizer_init`.
 
-        `options` are those of `LLM`. Defaults that differ: `dtype` is the module's, `logprobs_mode` "temperature".
-        Raises ValueError for options that cannot be had, and for a module that does not fit config.json.
+        `options` are those of `LLM`, with other defaults: `dtype` is the module's, `logprobs_mode` is "temperature".
+        Raises ValueError for unsupported options, and for a module that does not fit config.json.
         """
         binding = Binding(module)
         options = {"dtype": binding.dtype, "logprobs_mode": "temperature"} | options
-        if not hasattr(module, "visual"):  # the text part of a model that could see
+        if not hasattr(module, "visual"):  # perhaps the text part of a model with a vision tower
             options = {"limit_mm_per_prompt": {"image": 0}} | options
         config = EngineConfig.from_options(model=model, load_format="dummy", **options)
         _check_options(config)
@@ -81,19 +81,19 @@ class Sampler:
         assert isinstance(built.engine, Engine)
         self.config: ResolvedConfig = built.config
         self._binding, self._engine = binding, built.engine
-        # (how often parameters had been replaced, the version from there on), ascending; callers read while it grows
+        # (number of replacements of the weights, version from there on), ascending; callers read it while it grows
         self._versions = [(0, 0)]
         runner: Any = built.engine.runner
         self._runner: Runner = runner
         self._read_weights()
-        runner.weights_changed()  # there were none before
+        runner.weights_changed()  # the first weights do not count as a change
         self._tasks = Tasks(built)
         self._is_asleep = False
         self.tokenizer: Any = built.tokenizer  # None with `skip_tokenizer_init`
         self.vocab_size = built.vocab_size
         pad_id = built.tokenizer and built.tokenizer.pad_token_id
-        self.pad_id: int = pad_id or 0  # of padding in rollouts
-        # The threads know the tasks and not this object, so it can go while they run.
+        self.pad_id: int = pad_id or 0  # used in rollouts
+        # The threads refer to the tasks, not to this object, so it can be collected while they run.
         self._finalizer = weakref.finalize(self, Tasks.shut_down, self._tasks)
 
     # Sampling.
@@ -108,15 +108,15 @@ class Sampler:
         """Sample `n` completions of each prompt, and return when all have ended.
 
         `prompts`: a list of texts or of lists of ids. `params`: None for temperature 1 up to `max_model_len`; `n`
-        takes the place of `params.n`. Calls from several threads share steps: 256 threads with a prompt each are
-        served as one call with 256.
+        overrides `params.n`. Calls from several threads share steps: 256 threads with one prompt each are served like
+        one call with 256.
 
-        `seed`: the same seed and prompts give the same tokens, whatever else runs; equal prompts of one call differ.
-        `GroupSeeds` counts equal prompts over calls, for members of a group that come one by one. None: the params'
-        seed, else one of the engine's, in the order of requests.
+        `seed`: the same seed and prompts give the same tokens, whatever else runs; equal prompts in one call differ.
+        `GroupSeeds` counts equal prompts across calls, for members of a group that arrive one by one. None: the seed of
+        `params`, else the engine's seeds, in the order of requests.
 
         Raises ValueError for what cannot be served, before anything runs; RuntimeError if a parameter was donated or
-        deleted, StepFailedError and EngineDeadError as `AsyncLLM.generate`.
+        deleted; StepFailedError and EngineDeadError as `AsyncLLM.generate`.
         """
         prompts = [prompts] if _is_one_prompt(prompts) else [_plain(each) for each in prompts]
         if not prompts:
@@ -153,17 +153,17 @@ class Sampler:
         top_k: int = 0,
         temperature: float = 1.0,
     ) -> Scored:
-        """The log-probabilities of given tokens, with the current weights: prompts that are computed, and no answers.
+        """The log-probabilities of given tokens, with the current weights: prompts are computed, nothing is generated.
 
-        `token_ids`: sequences of ids, each shorter than `max_model_len`. `targets`: ids that are scored in the place of
-        these tokens, one for each. `top_k`: besides, the most likely tokens in their place, at most `max_logprobs`. No
+        `token_ids`: sequences of ids, each shorter than `max_model_len`. `targets`: ids to score in place of these
+        tokens, one for each. `top_k`: also return the most likely tokens in their place, at most `max_logprobs`. No
         cached KV is read. The device holds the logits of 64 tokens at a time, however long the sequences are.
 
-        Raises ValueError for what cannot be served, and for a temperature other than 1; else as `generate`.
+        Raises ValueError for what cannot be served, and for a temperature other than 1; otherwise as `generate`.
         """
         if temperature != 1:
             raise ValueError(
-                f"temperature={temperature} cannot be scored with, only 1; jaxpage.rl.logprobs computes others"
+                f"temperature={temperature} is not supported, only 1; use jaxpage.rl.logprobs for others"
             )
         if self.config.logprobs_mode.endswith("logits"):
             raise ValueError(f"logprobs_mode={self.config.logprobs_mode!r} has no logprobs")
@@ -183,8 +183,8 @@ class Sampler:
     def logprob_fn(self) -> Callable[..., jax.Array]:
         """`f(params, batch, temperature=1.0)`: `jaxpage.rl.logprobs` of parameters in the bound module's layout.
 
-        Pure and differentiable by `params`: the module, its `nnx.State`, or a tree of arrays with its names. With
-        `numerics="strict"` its values are those of the sampler, bit for bit, on the same kind of device.
+        Pure, and differentiable in `params`: the module, its `nnx.State`, or a tree of arrays with its names. With
+        `numerics="strict"` its values equal the sampler's, bit for bit, on the same kind of device.
         """
         model_of, compute = self._binding.model_of, self._compute_logprobs()
 
@@ -199,11 +199,11 @@ class Sampler:
         return logprobs
 
     def check_parity(self, rollout: Rollout) -> ParityReport:
-        """Compare a rollout with the forward of `logprob_fn`, on the weights that are read now.
+        """Compare a rollout with the forward pass of `logprob_fn`, with the current weights.
 
-        Raises ValueError for a rollout that such a forward cannot repeat: of other weights than the current version's,
-        or with logprobs of another mode than "temperature", or "raw" at temperature 1. With `numerics="strict"`
-        ParityError if any logprob differs by a bit.
+        Raises ValueError for a rollout that this cannot reproduce: from another weight version than the current one, or
+        with logprobs of another mode than "temperature", or "raw" at temperature 1. With `numerics="strict"` raises
+        ParityError if any logprob differs in any bit.
         """
         others = {v for row in rollout.weight_versions for v, _, _ in row} - {self.version}
         if others:
@@ -225,23 +225,23 @@ class Sampler:
 
     @property
     def version(self) -> int:
-        """Of the weights that the last step or `update` found: 0 at first, and 1 more at each change."""
+        """The version of the weights that the last step or `update` found: 0 at first, and 1 more after each change."""
         return self._version_of(self._engine.scheduler.counters.num_weight_changes)
 
     def update(
         self, params: Any = None, version: int | None = None, keep_cache: bool = False
     ) -> int:
-        """Take other weights between two steps; returns their version.
+        """Take new weights between two steps; returns their version.
 
-        `params`: None to look at the module again; or a module, an `nnx.State`, or a tree of arrays with the module's
-        names, all or some, to be sampled with instead of the module's, which stays as it is. These are held until the
-        next `update`; those that are the module's own arrays are not. `version`: a number of the caller's.
-        `keep_cache`: KV of the old weights goes on being found.
+        `params`: None to read the module again; or a module, an `nnx.State`, or a tree of arrays with the module's
+        names, all or some, to sample with instead of the module's, which is not changed. These are held until the next
+        `update`, except the module's own arrays. `version`: a number of the caller's choice. `keep_cache`: KV of the
+        old weights is still found.
 
-        Where the arrays are, nothing is copied and nothing compiled. For a module on the engine's devices this call is
-        not needed: each step looks by itself. Requests that run go on with the new weights, and `weight_versions` says
-        which token is whose; `pause` first to have none. Raises ValueError for names or shapes that the module does not
-        have, RuntimeError for arrays that were donated or deleted; the old weights stay then.
+        Arrays on the engine's devices are not copied, and nothing is compiled. For a module on the engine's devices
+        this call is not needed: each step checks by itself. Running requests continue with the new weights, and
+        `weight_versions` says which tokens have which; `pause` first to avoid that. Raises ValueError for names or
+        shapes that the module does not have, RuntimeError for donated or deleted arrays; the old weights then stay.
         """
 
         def take() -> int:
@@ -274,19 +274,19 @@ class Sampler:
     # Pauses.
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
-        """Sample no more; returns when the device computes nothing any more. Calls of `generate` that come now wait.
+        """Stop sampling; returns once the device is idle. Calls of `generate` that arrive in the meantime wait.
 
-        Requests that run stay as they are ("keep"), are answered to their end ("wait"), or end with what they have, and
-        their calls return that ("abort"). Without an `update` in between, those that were kept have the tokens that
-        they would have had. With one they go on with the new weights and the KV that they have;
-        `reset_prefix_cache(recompute=True)` has it computed anew. Raises ValueError for an unknown mode.
+        Running requests are suspended ("keep"), finished ("wait"), or end with the tokens they have, which their calls
+        return ("abort"). Without an `update` in between, a pause does not change the tokens of suspended requests.
+        After one they continue with the new weights and their existing KV; `reset_prefix_cache(recompute=True)` has it
+        recomputed. Raises ValueError for an unknown mode.
         """
         if mode not in tuple(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(PauseMode)}, got {mode!r}")
         self._tasks.pause(PauseMode(mode)).result().result()
 
     def resume(self) -> None:
-        """Go on, with the requests that came while paused. Raises RuntimeError while asleep."""
+        """Continue, including the requests that arrived during the pause. Raises RuntimeError while asleep."""
         if self._is_asleep:
             raise RuntimeError("the sampler is asleep and has no KV pool; call wake() first")
         self._call(self._tasks.steps.resume)
@@ -296,19 +296,19 @@ class Sampler:
         return self._tasks.steps.is_paused
 
     def abort(self) -> None:
-        """End all requests with what they have: their calls return it, with finish_reason "abort"."""
+        """End all requests with the tokens they have, which their calls return with finish_reason "abort"."""
         was_paused = self.is_paused
         self.pause("abort")
         if not was_paused:
             self.resume()
 
     def sleep(self, kv: bool = True, weights: bool = False) -> None:
-        """Pause, keeping requests, and free the memory of the KV pool until `wake`; what was in it is computed anew.
+        """Pause, suspending requests, and free the memory of the KV pool until `wake`; its content is recomputed.
 
-        Raises ValueError for `weights=True`: they are the module's, whose owner moves them.
+        Raises ValueError for `weights=True`: they belong to the module, whose owner must move them.
         """
         if weights:
-            raise ValueError("weights=True: the parameters are the module's; move them there")
+            raise ValueError("weights=True: the parameters belong to the module; move them there")
         self.pause("keep")
         if not kv or self._is_asleep:
             return
@@ -321,7 +321,7 @@ class Sampler:
         self._call(free)
 
     def wake(self) -> None:
-        """Allocate the KV pool again, and go on. Nothing is compiled."""
+        """Allocate the KV pool again, and continue. Nothing is compiled."""
         if self._is_asleep:
             self._call(self._runner.recover)
             self._is_asleep = False
@@ -330,26 +330,26 @@ class Sampler:
     # The engine.
 
     def wait_until_warm(self) -> None:
-        """Until every program is compiled. Raises what the compiler raised."""
+        """Wait until every program is compiled. Raises what the compiler raised."""
         self._engine.wait_until_warm()
 
     def stats(self) -> EngineStats:
-        """The engine's counters, as of now."""
+        """The engine's current counters."""
         return self._engine.stats()
 
     def reset_prefix_cache(self, recompute: bool = False) -> bool:
-        """Forget all cached KV. False, and nothing happens, while requests hold blocks.
+        """Discard all cached KV. Does nothing and returns False while requests hold blocks.
 
-        With `recompute` they give them back, and their KV is computed anew with the current weights.
+        With `recompute` they release them, and their KV is recomputed with the current weights.
         """
         return self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=recompute))
 
     def shutdown(self) -> None:
-        """End the engine; calls that wait raise EngineDeadError. Done at exit too."""
+        """Stop the engine; waiting calls raise EngineDeadError. Also called at exit."""
         self._finalizer()
 
     def _call(self, action: Callable[[], T]) -> T:
-        """Have the engine's thread do something between two steps."""
+        """Run `action` in the engine's thread, between two steps."""
         return self._tasks.steps.call(action).result()
 
 
@@ -357,12 +357,12 @@ def _check_options(config: EngineConfig) -> None:
     for name, reason in _NOT_FOR_TRAINING.items():
         if getattr(config, name) not in (None, "auto", "generate"):
             raise ValueError(
-                f"{name}={getattr(config, name)!r} is not for a sampler: {reason}; leave it out"
+                f"{name}={getattr(config, name)!r} is not supported by samplers: {reason}; leave it out"
             )
     if config.data_parallel_size > 1 or config.nnodes > 1:
         raise ValueError(
             f"a sampler is one engine in one process, got data_parallel_size={config.data_parallel_size} and "
-            f"nnodes={config.nnodes}; divide the parameters with tensor_parallel_size or mesh"
+            f"nnodes={config.nnodes}; shard the parameters with tensor_parallel_size or mesh"
         )
 
 
@@ -390,7 +390,7 @@ def _params(params: SamplingParams | None, n: int | None, *, has_tokenizer: bool
 
 
 def _wait(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
-    """All results; if one cannot be had, the requests of the others are aborted."""
+    """All results; if one fails, the other requests are aborted."""
     try:
         return [future.result() for future in futures]
     except BaseException:

@@ -1,4 +1,4 @@
-"""`Scored`: the log-probabilities of given tokens, as padded arrays; and the params of requests that ask for them."""
+"""`Scored`: the log-probabilities of given tokens, as padded arrays; and the parameters of requests for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """N sequences of up to L tokens, padded on the right with 0. A first token has nothing before it: 0 too."""
+    """N sequences of up to L tokens, padded on the right with 0. A first token has no logprobs either, so also 0."""
 
     logprobs: np.ndarray  # float32[N, L]: of each token, or of its target, given those before it
     lengths: np.ndarray  # int32[N]
@@ -25,7 +25,7 @@ class Scored:
 def scoring_params(
     token_ids: Sequence[Sequence[int]], targets: Sequence[Sequence[int]] | None, top_k: int
 ) -> list[SamplingParams]:
-    """Of a request for each sequence. Raises ValueError for targets that do not fit."""
+    """The parameters of a request for each sequence. Raises ValueError for targets that do not fit."""
     options: dict[str, Any] = {
         "max_tokens": 1,
         "detokenize": False,
@@ -40,7 +40,7 @@ def scoring_params(
     for index, (tokens, wanted) in enumerate(zip(token_ids, targets, strict=True)):
         if len(wanted) != len(tokens) or len(tokens) < 2:
             raise ValueError(
-                f"sequence {index} has {len(tokens)} tokens and {len(wanted)} targets; give a target for each token, "
+                f"sequence {index} has {len(tokens)} tokens and {len(wanted)} targets; give one target for each token, "
                 "and at least 2 tokens"
             )
     return [
@@ -50,7 +50,7 @@ def scoring_params(
 
 
 def make_scored(outputs: Sequence[RequestOutput], top_k: int) -> Scored:
-    """Of the final outputs of such requests."""
+    """Arrays from the final outputs of such requests."""
     lengths = np.array([len(output.prompt_token_ids) for output in outputs], np.int32)
     shape = (len(outputs), int(lengths.max(initial=0)))
     scored = Scored(
@@ -64,7 +64,7 @@ def make_scored(outputs: Sequence[RequestOutput], top_k: int) -> Scored:
         starts, ends = np.asarray(flat.start_indices), np.asarray(flat.end_indices)
         values, ids = np.asarray(flat.logprobs, np.float32), np.asarray(flat.token_ids, np.int32)
         of_targets = output.prompt_token_id_logprobs
-        # The entries of a token begin with its own.
+        # The first entry of a token is its own.
         own = values[starts[1:]] if of_targets is None else of_targets[:, 0]
         scored.logprobs[row, 1:length] = own
         for i in range(1, length) if top_k else ():

@@ -1,4 +1,4 @@
-"""A seed for each request, so that rollouts can be repeated and no two members of a group are the same."""
+"""A seed for each request, so that rollouts are reproducible and no two members of a group are the same."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 
 class GroupSeeds:
-    """Seeds of requests that follow from a seed, the weight version, the prompt, and how often it came before.
+    """Derives a request's seed from a base seed, the weight version, the prompt, and how often the prompt has occurred.
 
-    Members of a group may come one by one, from threads in any order: they have the same prompt, so which of them gets
-    which seed makes no difference to the set of samples. Thread-safe.
+    Members of a group may arrive one by one, from threads in any order: they have the same prompt, so which of them
+    gets which seed makes no difference to the set of samples. Thread-safe.
     """
 
     def __init__(self, seed: int):
         self.seed = seed
         self._lock = threading.Lock()
         self._version: int | None = None
-        self._num_seen: dict[bytes, int] = {}  # of a prompt, at this version
+        self._num_seen: dict[bytes, int] = {}  # by prompt, at this version
 
     def next(self, token_ids: Sequence[int], version: int = 0) -> int:
-        """The seed, uint32, of the next request with this prompt. A new version begins to count anew."""
+        """The seed, uint32, of the next request with this prompt. A new version restarts the counts."""
         content = struct.pack(f"<qq{len(token_ids)}i", self.seed, version, *token_ids)
         key = hashlib.sha256(content).digest()
         with self._lock:

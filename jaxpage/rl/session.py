@@ -1,4 +1,4 @@
-"""`Session`: a conversation with the policy, turn by turn, whose tokens are only ever appended to."""
+"""`Session`: a conversation with the policy, turn by turn, as an append-only sequence of tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Turn:
 class Session:
     """Tokens of an environment and of the policy, in turns.
 
-    Each turn continues the ids of all before, as they were sampled: nothing is decoded and tokenised again, so a
-    trainer sees what the policy saw, and the KV of former turns is found in the prefix cache.
+    Each turn continues the ids of all previous turns as they were sampled: nothing is decoded and tokenised again, so a
+    trainer sees what the policy saw, and the KV of earlier turns is found in the prefix cache.
 
-    A session is used by one thread at a time; those of many threads share steps.
+    A session must be used by one thread at a time; the sessions of many threads share steps.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Session:
         *,
         seed: int | GroupSeeds | None = None,
     ):
-        """`prompt`: how it begins; see `extend`. `seed`: of all turns, see `Sampler.generate`; sessions of one group
-        that begin alike need one `GroupSeeds` together, or seeds of their own.
+        """`prompt`: how the session begins; see `extend`. `seed`: for all turns, see `Sampler.generate`; sessions with
+        the same prompt must share a `GroupSeeds` or have different seeds.
         """
-        self.token_ids: list[int] = []  # of everybody
+        self.token_ids: list[int] = []  # the environment's and the policy's
         self._sampler, self._seed = sampler, seed
         self._turns: list[_Turn] = []
         if len(prompt):
@@ -51,11 +51,11 @@ class Session:
         return len(self.token_ids)
 
     def extend(self, tokens: str | Sequence[int]) -> None:
-        """Append what the policy has not said: the answer of a tool, or the next question.
+        """Append tokens of the environment: a tool's result, or the next question.
 
-        Ids, or a text, which is tokenised by itself and without special tokens. Raises ValueError, and appends nothing,
-        for a text if there is no tokenizer, for ids that are not in the vocabulary, and if no token would be left to
-        answer with.
+        Ids, or a text, which is tokenised separately and without special tokens. Raises ValueError, and appends
+        nothing, for a text if there is no tokenizer, for ids outside the vocabulary, and if there would be no room
+        left for an answer.
         """
         ids = self._tokenise(tokens) if isinstance(tokens, str) else [int(i) for i in tokens]
         config = self._sampler.config
@@ -67,19 +67,19 @@ class Session:
         length = len(self.token_ids) + len(ids)
         if length >= config.max_model_len:
             raise ValueError(
-                f"the session would have {length} tokens ({len(self.token_ids)} and {len(ids)} more); the model takes "
-                f"{config.max_model_len} with its answer (max_model_len)"
+                f"the session would have {length} tokens ({len(self.token_ids)} and {len(ids)} more); max_model_len is "
+                f"{config.max_model_len}, including the answer"
             )
         self.token_ids += ids
 
     def generate(self, params: SamplingParams | None = None) -> Rollout:
-        """Sample the next turn and append it; returns it, as a rollout of one row.
+        """Sample the next turn and append it; returns it as a rollout of one row.
 
-        The stop token is a token of the session; strings that stop a turn are in it as far as their tokens go. Raises
-        what `Sampler.generate` raises, and ValueError for `n` above 1; the session stays as it was then.
+        The session includes the stop token, and the tokens of a stop string up to the one that completed it. Raises
+        what `Sampler.generate` raises, and ValueError for `n` above 1; the session is then unchanged.
         """
         if params is not None and params.n > 1:
-            raise ValueError(f"a session goes on with one answer, got n={params.n}")
+            raise ValueError(f"a session continues with one answer, got n={params.n}")
         rollout = self._sampler.generate([list(self.token_ids)], params, seed=self._seed)
         self._turns.append(_Turn(len(self.token_ids), rollout))
         self.token_ids += rollout.completion(0)
@@ -95,7 +95,7 @@ class Session:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """float32[tokens]: of what was sampled, when it was; 0 elsewhere."""
+        """float32[tokens]: of sampled tokens, at the time of sampling; 0 elsewhere."""
         logprobs = np.zeros(len(self), np.float32)
         for turn in self._turns:
             logprobs[turn.start :][: turn.rollout.lengths[0]] = turn.rollout.logprobs[0]
@@ -108,7 +108,7 @@ class Session:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _row(self, index: int) -> Row:
-        """From the first answer to the end of the last."""
+        """The row whose completion is everything from the first answer to the end of the last."""
         first, last = self._turns[0], self._turns[-1]
         end = last.start + int(last.rollout.lengths[0])
         completion = slice(first.start, end)
@@ -132,20 +132,19 @@ class Session:
 
     @property
     def _modes(self) -> set[tuple[Any, ...]]:
-        """What all turns of a rollout must have in common."""
+        """Settings that all turns of a rollout must share."""
         rollouts = [turn.rollout for turn in self._turns]
         return {(r.temperature, r.logprobs_mode, r.pad_id) for r in rollouts}
 
 
 def collect(sessions: Sequence[Session]) -> Rollout:
-    """The sessions as one rollout, a row each.
+    """The sessions as one rollout, with a row for each.
 
-    A row's prompt is what came before the first answer, its completion everything from there to the end of the last
-    one; `mask` tells what was sampled in it, and what was appended afterwards is left out. `finish_reasons`, `texts`
-    and `num_cached` are the last turn's, `seeds` the first's.
+    A row's prompt is everything before the first answer; its completion is everything from there to the end of the last
+    answer, and `mask` tells which of it was sampled. Tokens appended after the last answer are left out.
+    `finish_reasons`, `texts` and `num_cached` are the last turn's, `seeds` the first's.
 
-    Raises ValueError for no sessions, for one without an answer, and for turns that were sampled at different
-    temperatures.
+    Raises ValueError for no sessions, for a session without an answer, and for turns sampled at different temperatures.
     """
     if not sessions:
         raise ValueError("sessions are empty; give at least one")

@@ -1,8 +1,8 @@
-"""The trainer's logprobs of `numerics="strict"`: the bits that the sampler computed.
+"""The trainer's logprobs with `numerics="strict"`: bit for bit what the sampler computed.
 
-The forward runs the functions that the sampler's steps run, by the same tiles, on a KV pool of its own; see
-`runner.strict`. Its gradient is that of the dense forward, computed anew from the parameters: where a function is
-differentiated XLA computes other bits of its value, so this one is not.
+The forward pass runs the same functions as the sampler's steps, with the same tiles, on its own KV pool; see
+`runner.strict`. Its gradient is that of the dense forward pass, recomputed from the parameters. The strict forward pass
+itself is not differentiated, because that would change bits of its value.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxpage.runner.tiles import TILE
 def strict_logprobs(
     model: CausalLM, batch: Padded, temperature: float | jax.Array = 1.0, *, block_size: int
 ) -> jax.Array:
-    """float32[N, L]: as `logprobs`, with the bits of a strict sampler of that `block_size`, and differentiable.
+    """float32[N, L]: as `logprobs`, bit for bit those of a strict sampler with that `block_size`; differentiable.
 
-    Holds the KV of all rows, and the logits of a few tokens.
+    Holds the KV of all rows, and the logits of a few tokens at a time.
     """
     graphdef, state = nnx.split(model)
     temperature = jnp.asarray(temperature, jnp.float32)
@@ -57,7 +57,7 @@ def strict_logprobs(
 def _forward(model: CausalLM, batch: Padded, temperature: jax.Array, block_size: int) -> jax.Array:
     shape, config = batch.token_ids.shape, model.config
     num_rows, width = shape
-    num_blocks = -(-width // block_size)  # of a row
+    num_blocks = -(-width // block_size)  # per row
     is_token, positions = batch.attention_mask.ravel(), batch.positions.ravel()
     rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), width)
     table = 1 + jnp.arange(num_rows * num_blocks, dtype=jnp.int32).reshape(num_rows, num_blocks)
@@ -96,7 +96,7 @@ def _forward(model: CausalLM, batch: Padded, temperature: jax.Array, block_size:
 
 
 def _first(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Indices int32[T] with those that are chosen in front, in their order; and how many these are."""
+    """Indices int32[T], the chosen ones first and in order; and how many are chosen."""
     order = jnp.argsort(~chosen, stable=True).astype(jnp.int32)
     return order, chosen.sum(dtype=jnp.int32)
 
@@ -108,7 +108,7 @@ def _of_sampled(
     temperature: jax.Array,
     num_sampled: jax.Array,
 ) -> jax.Array:
-    """float32[T] of tokens, each given by the hidden state [T, E] before it; the logits of a tile at a time."""
+    """Logprobs float32[T] of tokens, each from the hidden state [T, E] before it, a tile at a time."""
     total = token_ids.size
     pad = (0, -total % TILE)
     hidden, token_ids = jnp.pad(hidden, (pad, (0, 0))), jnp.pad(token_ids, pad)

@@ -1,7 +1,7 @@
-"""`JaxpageRollout`: a `Sampler` as a rollout engine of Tunix (`google-tunix`, extra `tunix`).
+"""`JaxpageRollout`: a `Sampler` as a rollout engine for Tunix (`google-tunix`, extra `tunix`).
 
-Knows Tunix's `BaseRollout`: texts in, lists of arrays out, seeds that are the same for all members of a group. Must not
-know how a sampler works.
+Knows Tunix's `BaseRollout`: texts in, lists of arrays out, one seed for all members of a group. Must not know how a
+sampler works.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from jaxpage.rl.sampler import Sampler
 from jaxpage.rl.seeds import GroupSeeds
 from jaxpage.sampling_params import SamplingParams
 
-RolloutConfig = Any  # base_rollout.RolloutConfig: Tunix has no types that can be read without it
+RolloutConfig = (
+    Any  # base_rollout.RolloutConfig, whose type is unknown where Tunix is not installed
+)
 
 
 class JaxpageRollout(base_rollout.BaseRollout):
     """`ClusterConfig(rollout_engine=functools.partial(JaxpageRollout, model=FOLDER, ...))`.
 
     Samples with the arrays of the trainer's live module. Prompts are tokenised by the trainer's tokenizer, and
-    completions have their stop token. Calls of `generate` from many threads share steps.
+    completions include their stop token. Calls of `generate` from many threads share steps.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class JaxpageRollout(base_rollout.BaseRollout):
     ):
         """`model`: a folder with the config.json of `rollout_actor`, whose layout is Tunix's, MaxText's or ours.
 
-        Tunix gives all but `model` and `options`, which are those of `Sampler`. Defaults that differ: `max_model_len`
-        is what prompt and completion of `rollout_config` need, `dtype` its `data_type`. Raises ValueError for a module
-        that does not fit config.json, has adapters, or has been offloaded to host memory.
+        Tunix passes everything but `model` and `options`. `options` are those of `Sampler`, with other defaults:
+        `max_model_len` is what prompt and completion of `rollout_config` need, `dtype` is its `data_type`. Raises
+        ValueError for a module that does not fit config.json, has adapters, or was offloaded to host memory.
         """
         _check_module(rollout_actor)
         length = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
@@ -56,26 +58,26 @@ class JaxpageRollout(base_rollout.BaseRollout):
             defaults["dtype"] = jnp.dtype(rollout_config.data_type).name
         if mesh is not None and not mesh.empty:
             defaults["mesh"] = mesh
-        self.mesh = mesh  # Tunix asks for it
+        self.mesh = mesh  # Tunix reads it
         self.sampler = Sampler(rollout_actor, model, **(defaults | options))
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._version = 0
-        self._group_seeds: dict[int, GroupSeeds] = {}  # by the seed of a call, at this version
+        self._group_seeds: dict[int, GroupSeeds] = {}  # by a call's seed, at this version
 
     def generate(
         self, prompts: str | Sequence[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> base_rollout.RolloutOutput:
-        """A completion of each prompt. The prompts that come back are int32[N, P], P = `max_prompt_length`, or the
-        power of two that holds the longest.
+        """One completion for each prompt. The returned prompts are int32[N, P], P = `max_prompt_length`, or the next
+        power of two if one is longer.
 
-        The noise of a completion follows from `rollout_config.seed` (None: 0), the weight version, its prompt, and how
-        often this prompt came before: members of a group, which come with one seed, in one call or many, differ.
-        Log-probabilities are of the whole vocabulary at the sampling temperature; the pad id is not sampled, unless it
-        is a stop token. Raises as `Sampler.generate`.
+        A completion's randomness depends on `rollout_config.seed` (None: 0), the weight version, its prompt, and how
+        often this prompt has occurred, so members of a group, which share a seed, differ, in one call or in many.
+        Log-probabilities are normalised over the whole vocabulary at the sampling temperature; the pad id is not
+        sampled, unless it is a stop token. Raises the errors of `Sampler.generate`.
         """
         if kwargs:
-            raise ValueError(f"generate got {sorted(kwargs)}, which jaxpage does not know")
+            raise ValueError(f"generate got {sorted(kwargs)}, which jaxpage does not support")
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         ids = [self._encode(text) for text in texts]
         stops = list(rollout_config.eos_tokens or [self.eos_id()])
@@ -86,8 +88,8 @@ class JaxpageRollout(base_rollout.BaseRollout):
             top_p=1.0 if rollout_config.top_p is None else rollout_config.top_p,
             top_k=rollout_config.top_k or 0,
             stop_token_ids=stops,
-            ignore_eos=True,  # those are all
-            # Tunix's trainer takes each pad id for padding, and computes other positions for what follows it.
+            ignore_eos=True,  # `stop_token_ids` are the only stops
+            # Tunix's trainer treats each pad id as padding, and so computes wrong positions for what follows it.
             logit_bias=None if pad in stops else {pad: -100.0},
         )
         seeds = self._seeds(_base_seed(rollout_config.seed))
@@ -110,8 +112,8 @@ class JaxpageRollout(base_rollout.BaseRollout):
     ) -> jax.Array:
         """float32[B, C]: of completions [B, C], padded on the right, given prompts [B, P], padded on the left.
 
-        At temperature 1, with the current weights, computed as a prefill. 0 where padded: what `completion_mask` does
-        not have, or without it what follows the first EOS, or is padding at the end.
+        At temperature 1, with the current weights, computed as a prefill. 0 for padding: whatever follows the last
+        token of `completion_mask`, or without a mask what follows the first EOS, or pad ids at the end.
         """
         prompts = [self._without_padding(row) for row in np.asarray(prompt_tokens)]
         completions = np.asarray(completion_tokens)
@@ -130,7 +132,7 @@ class JaxpageRollout(base_rollout.BaseRollout):
         return jnp.asarray(found)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Sample with these parameters of the actor from the next step on. Its own arrays are not copied."""
+        """Sample with these parameters from the next step on. The actor's own arrays are not copied."""
         self.sampler.update(params)
 
     def pad_id(self) -> int:
@@ -140,11 +142,11 @@ class JaxpageRollout(base_rollout.BaseRollout):
         return _value(self._tokenizer.eos_id)
 
     def model(self) -> None:
-        """None. Were it the actor, Tunix would find that the two share weights, and never call `update_params`."""
+        """None. If it were the actor, Tunix would notice the shared weights and never call `update_params`."""
         return None
 
     def _encode(self, text: str) -> list[int]:
-        """As Tunix's own sampler does it: one BOS, if there is one."""
+        """As Tunix's own sampler: with exactly one BOS, if the tokenizer has one."""
         bos = _value(getattr(self._tokenizer, "bos_id", None))
         ids = [int(each) for each in self._tokenizer.encode(text)]
         if not bos:
@@ -159,7 +161,7 @@ class JaxpageRollout(base_rollout.BaseRollout):
 
     def _padded(self, prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
         longest = max(len(each) for each in prompts)
-        if longest > width:  # of a later turn of a conversation
+        if longest > width:  # in a later turn of a conversation
             width = 1 << (longest - 1).bit_length()
         padded = np.full((len(prompts), width), self.pad_id(), np.int32)
         for row, ids in zip(padded, prompts, strict=True):
@@ -186,18 +188,18 @@ def _check_module(module: nnx.Module) -> None:
     leaves = jax.tree.leaves(nnx.state(module, nnx.LoRAParam))
     if leaves:
         raise ValueError(
-            f"{type(module).__name__} has {len(leaves)} parameters of adapters (nnx.LoRAParam), which are not sampled "
-            "with in a trainer's layout; train all parameters, or jaxpage's own module with enable_lora"
+            f"{type(module).__name__} has {len(leaves)} parameters of adapters (nnx.LoRAParam), which are not "
+            "supported in a trainer's layout; train all parameters, or jaxpage's own module with enable_lora"
         )
     for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)):
         if getattr(leaf.sharding, "memory_kind", None) == "pinned_host":
             raise ValueError(
-                "offload_to_cpu=True is not for jaxpage, which reads the actor's arrays where they are; leave it out"
+                "offload_to_cpu=True is not supported: jaxpage reads the actor's arrays where they are; leave it out"
             )
 
 
 def _base_seed(seed: Any) -> int:
-    """Of what `RolloutConfig.seed` may be: None, a number, or a key of jax."""
+    """An int from `RolloutConfig.seed`, which may be None, a number, or a jax key."""
     if seed is None:
         return 0
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
@@ -209,11 +211,11 @@ def _base_seed(seed: Any) -> int:
 
 
 def _last(is_token: np.ndarray) -> int:
-    """How many there are up to the last that is one."""
+    """The number of entries up to the last True one."""
     (tokens,) = np.nonzero(is_token)
     return int(tokens[-1]) + 1 if tokens.size else 0
 
 
 def _value(attribute: Any) -> Any:
-    """Tokenizers have ids as methods or as properties."""
+    """An id of a tokenizer, which may be a method or a property."""
     return attribute() if callable(attribute) else attribute

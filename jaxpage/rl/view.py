@@ -1,5 +1,5 @@
-"""A model of ours whose parameters are a trainer's arrays, in the trainer's shapes: what makes them ours is a part of
-the compiled step, so nothing is copied and there is nothing to keep in step.
+"""A model of ours whose parameters are a trainer's arrays, in the trainer's shapes. Their conversion to our layout is
+part of the compiled step, so nothing is copied and nothing has to be synchronised.
 
 Knows where a trainer keeps each parameter and in which form (`weights.layouts`). Must not know live modules or devices.
 """
@@ -17,7 +17,7 @@ from jaxpage.models.layers import Constant, param
 from jaxpage.weights.layouts import Place, take
 from jaxpage.weights.spec import ParamSpec, specs
 
-# Logical axes of the letters of `layouts`; h and k are heads and their dimension in one axis.
+# Logical axes for the letters in `layouts`; h and k are heads and head dim in one axis.
 _AXES = {
     "E": "embed",
     "F": "mlp",
@@ -31,7 +31,7 @@ _AXES = {
 
 
 class _Recipe:
-    """How our model is made of stored arrays. Compared by identity, so that it is static for Flax."""
+    """How our model is built from stored arrays. Compared by identity, so that it is static for Flax."""
 
     def __init__(self, model: CausalLM, places: Mapping[str, Place]):
         self.graphdef, state = nnx.split(model)
@@ -48,7 +48,7 @@ class _Recipe:
 
 
 class TrainerView(nnx.Module):
-    """Answers like a `CausalLM` with parameters in another layout."""
+    """Has the methods of a `CausalLM`, with parameters in another layout."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TrainerView(nnx.Module):
         places: Mapping[str, Place],
         arrays: Mapping[str, jax.ShapeDtypeStruct],
     ):
-        """`places`: of each parameter of `model`, which is abstract; `arrays`: what they name."""
+        """`places`: where each parameter of `model`, which is abstract, is stored; `arrays`: by name, the shapes."""
         self.config = model.config
         described = specs(model)
         forms = {place.array: (place, described[path]) for path, place in places.items()}
@@ -77,7 +77,7 @@ class TrainerView(nnx.Module):
         return self.ours()(token_ids, positions)
 
     def ours(self) -> CausalLM:
-        """A model of ours with these parameters, made into our layout."""
+        """A model of ours with these parameters, converted to our layout."""
         arrays = [each.get_raw_value() for each in self.stored]
         return self.recipe.model(dict(zip(self.names, arrays, strict=True)))
 

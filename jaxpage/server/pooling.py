@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from jaxpage.pooling.async_pooler import AsyncPooler
-from jaxpage.pooling.pooler import Facts, Pooler, Work
+from jaxpage.pooling.pooler import ModelInfo, Pooler, Work
 from jaxpage.prompts import Prompt
 from jaxpage.server import operation, tokens
 from jaxpage.server.adapters import ServedAdapters
@@ -50,7 +50,7 @@ def make_pooling_app(llm: AsyncPooler, options: ServerOptions) -> tuple[FastAPI,
     app.include_router(tokens.router(server))
     _add_calls_of_texts(app, server, llm)
     _add_calls_of_pairs(app, server, llm)
-    _add_refusals(app, llm.facts)
+    _add_refusals(app, llm.info)
     add_checks(app, server)
     return app, server
 
@@ -99,7 +99,7 @@ def _add_calls_of_texts(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
             return pooler.classify(_prompts(pooler, body), body.params())
 
         def make(outputs: Outputs) -> Body:
-            return {"data": [_class(i, o.outputs.probs, llm.facts) for i, o in enumerate(outputs)]}
+            return {"data": [_class(i, o.outputs.probs, llm.info) for i, o in enumerate(outputs)]}
 
         return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
 
@@ -260,9 +260,9 @@ def _encoded(numbers: Any, encoding: str) -> Any:
     return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
 
 
-def _class(index: int, probs: list[float], facts: Facts) -> Body:
+def _class(index: int, probs: list[float], info: ModelInfo) -> Body:
     best = int(np.argmax(probs))
-    label = facts.labels.get(best)
+    label = info.labels.get(best)
     return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
 
 
@@ -276,11 +276,11 @@ def _ranked(texts: list[str], outputs: Outputs, top_n: int) -> list[Body]:
     ]
 
 
-def _add_refusals(app: FastAPI, facts: Facts) -> None:
+def _add_refusals(app: FastAPI, info: ModelInfo) -> None:
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     @app.post("/v1/responses")
     async def generate() -> Response:
         raise ApiError(
-            400, f"{facts.name} does not generate text: it is for {' and '.join(facts.tasks)}"
+            400, f"{info.name} does not generate text: its tasks are {' and '.join(info.tasks)}"
         )

@@ -125,7 +125,7 @@ def test_everything_is_shown():
         assert word in text
     assert "of that devices exchange" not in text
     shared = measured(num_devices=2, exchange=[["all-reduce", 5, 1000]])
-    assert "of that devices exchange for 10.01 ms at 1 x 1000" in show(shared, estimate(shared))
+    assert "of which exchange takes 10.01 ms at 1 x 1000" in show(shared, estimate(shared))
     short = measured(weight_bytes=7.5 * GB)
     assert "It does not fit" in show(short, estimate(short))
     table = show_table([facts, short], [estimate(facts), estimate(short)]).splitlines()
@@ -159,8 +159,6 @@ def test_every_chip_has_plausible_numbers():
 def test_the_encoder_of_pictures_is_named():
     encoder = {"num_parameters": 10**9, "weight_bytes": 2**31, "largest": 65_536}
     found = measured(encoder=encoder)
-    text = (
-        "of the weights 2.00 GiB, 1.00 G parameters, encode pictures; the largest has 65536 patches"
-    )
+    text = "2.00 GiB of the weights, 1.00 G parameters, encode pictures; the largest picture has 65536 patches"
     assert text in show(found, estimate(found)).splitlines()
     assert "encode pictures" not in show(measured(), estimate(measured()))

@@ -67,8 +67,8 @@ def test_a_compiler_that_fails_is_told_in_one_sentence_with_what_to_install(chil
     with pytest.raises(ValueError) as error:
         process.run(child, {"what": "fail"}, TARGET)
     assert str(error.value) == (
-        "compiling for v6e:2x2 failed: RuntimeError: RET_CHECK: 4 operands; libtpu 0.0.52 is installed, and jax "
-        "0.10.2 is made for libtpu==0.0.42.*: pip install 'libtpu==0.0.42.*'"
+        "compiling for v6e:2x2 failed: RuntimeError: RET_CHECK: 4 operands; libtpu 0.0.52 is installed, but jax "
+        "0.10.2 requires libtpu==0.0.42.*: pip install 'libtpu==0.0.42.*'"
     )
     versions("0.0.42.1")
     with pytest.raises(ValueError, match="RET_CHECK: 4 operands$"):

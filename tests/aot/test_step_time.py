@@ -83,4 +83,4 @@ def test_ten_parts_are_explained():
     lines = show_times(step_times(values, estimate(values)), explain=True, is_gpu=False)
     tables = [i for i, line in enumerate(lines) if line.endswith("part")]
     assert len(tables) == len(step_times(values, estimate(values)))
-    assert lines[tables[0] + 11] == "" and lines[-1].startswith("left out: ")
+    assert lines[tables[0] + 11] == "" and lines[-1].startswith("not modelled: ")

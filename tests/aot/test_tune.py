@@ -39,5 +39,5 @@ def test_what_a_device_has_measured_is_not_overwritten(tmp_path, monkeypatch):
 
 
 def test_gpus_have_no_schedule(tmp_path):
-    with pytest.raises(ValueError, match="h200 is no TPU"):
+    with pytest.raises(ValueError, match="h200 is not a TPU"):
         tune_for(parse_target("h200"), tmp_path)

@@ -57,7 +57,7 @@ def test_params_say_the_task(llm):
     [
         (["w8", "w7"], None, "one prompt, got 2"),
         (" ".join(["w8"] * 40), None, "has 42 tokens, max_model_len is 32"),
-        ("w8", PoolingParams(task="classify"), "is not one of"),
+        ("w8", PoolingParams(task="classify"), "does not have the task"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(llm, prompt, params, message):

@@ -17,7 +17,7 @@ from jaxpage import tiny
 from jaxpage.bench import llama, offline, peaks
 from jaxpage.bench.engines import Work
 from jaxpage.bench.offline import OfflineBench
-from jaxpage.bench.workloads import UNCACHED, Workload, in_turns, workloads
+from jaxpage.bench.workloads import UNCACHED, Workload, run_interleaved, workloads
 
 
 def by_name(scale: float = 1.0) -> dict[str, Workload]:
@@ -109,7 +109,7 @@ def test_unknown_names_and_engines_that_are_not_there_are_refused(monkeypatch):
         offline.main(bench(compare=("fastest",)))
     with pytest.raises(ValueError, match="vllm: .*--python vllm="):
         offline.main(bench(compare=("vllm",)))
-    with pytest.raises(ValueError, match="/no/python is no Python that runs"):
+    with pytest.raises(ValueError, match="/no/python is not an executable Python"):
         offline.main(bench(compare=("vllm",), python=("vllm=/no/python",)))
 
 
@@ -120,11 +120,11 @@ def test_rounds_alternate_and_the_first_does_not_count():
     def runner(name):
         return lambda work: calls.append((name, work)) or float(work.prompts[0][0])
 
-    found = in_turns({"a": runner("a"), "b": runner("b")}, works)
+    found = run_interleaved({"a": runner("a"), "b": runner("b")}, works)
     assert "".join(name for name, _ in calls) == "baabba"
     assert [work for _, work in calls] == [works[i][0] for i in (0, 0, 1, 1, 2, 2)]
     assert found == {"a": [[1.0], [2.0]], "b": [[1.0], [2.0]]}
-    found = in_turns({"a": runner("a")}, works, patience=0)
+    found = run_interleaved({"a": runner("a")}, works, time_limit=0)
     assert found == {"a": [[1.0]]}
 
 

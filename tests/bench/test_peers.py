@@ -63,7 +63,7 @@ def state(pid: int) -> str:
 
 
 def test_the_python_and_the_package_of_a_peer_must_exist(tmp_path):
-    with pytest.raises(ValueError, match="/no/python is no Python that runs"):
+    with pytest.raises(ValueError, match="/no/python is not an executable Python"):
         PeerProcess("vllm", "/no/python")
     with PeerProcess("llama.cpp") as peer:
         with pytest.raises(ValueError, match=r"'llama_cpp'.*--python llama\.cpp=ENV"):

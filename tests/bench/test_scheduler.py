@@ -35,7 +35,7 @@ def test_table_shows_median_and_90th_percentile():
 
 def test_requests_of_every_kind_are_timed_with_the_most_rows():
     report = scheduler.measure(SchedulerBench(rows=(1, 3), context=8, steps=4, requests=True))
-    assert len(report["requests"]) == 3 * len(scheduler.ASKS)
+    assert len(report["requests"]) == 3 * len(scheduler.REQUEST_KINDS)
     assert {found["rows"] for found in report["requests"]} == {3}
     lines = scheduler.show(report).splitlines()
     assert lines[-1].startswith("   3  ") and "FINAL_ONLY, text, 5 logprobs" in lines[-1]

@@ -147,7 +147,7 @@ def test_the_table_is_vllms():
 def test_a_report_of_nothing_is_a_report():
     nothing = report(BROKEN, num_unfinished=2, num_unsent=3)
     assert "Mean TTFT (ms):                          n/a" in str(nothing)
-    assert "stopped: 2 requests were under way, 3 not sent" in str(nothing)
+    assert "stopped: 2 requests were in flight, 3 not sent" in str(nothing)
     assert json.loads(json.dumps(nothing.as_dict(), allow_nan=False))["ttfts"] == [None]
     assert "goodput" not in str(nothing)
 
@@ -238,7 +238,10 @@ def test_custom_prompts(tmp_path):
     [
         ('{"output_tokens": 3}', "line 2: has no 'prompt'"),
         ('{"prompt": 3}', "line 2: the prompt must be a text or token ids, got 3"),
-        ('{"prompt": "x", "output_tokens": 0}', "line 2: at least 1 token"),
+        (
+            '{"prompt": "x", "output_tokens": 0}',
+            "line 2: the number of output tokens must be at least 1",
+        ),
         ("{", "line 2: "),
         ("[1]", "line 2: "),
     ],
@@ -506,5 +509,5 @@ def test_ctrl_c_shows_what_there_is(tmp_path):
         out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Successful requests:                     3" in out
-    assert "stopped: 2 requests were under way, 3 not sent" in out
+    assert "stopped: 2 requests were in flight, 3 not sent" in out
     assert json.loads((tmp_path / "out").read_text())["completed"] == 3

@@ -381,7 +381,7 @@ def test_steps_are_timed_and_transformers_does_the_same_work(tmp_path):
     ratio = found["decode rate to transformers' continuous batching, batch 4"]
     assert ratio.bar == ">= 3"
     if ratio.value is None:  # on a busy machine, such short runs
-        assert "the longer run was not the slower one" in str(ratio.reason)
+        assert "the longer run did not take longer" in str(ratio.reason)
     else:
         assert ratio.value > 0 and [len(t) for t in ratio.details["seconds"].values()] == [1, 1]
 

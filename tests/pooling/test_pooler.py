@@ -11,10 +11,10 @@ import pytest
 from jaxpage import PoolerConfig, PoolingParams
 from jaxpage.pooling.inputs import PoolingInputs
 from jaxpage.pooling.params import to_pooler_config
-from jaxpage.pooling.pooler import Facts, Pooler, sigmoid, softmax
+from jaxpage.pooling.pooler import ModelInfo, Pooler, sigmoid, softmax
 from jaxpage.pooling.sentence_transformers import SentenceTransformer
 
-FACTS = Facts(
+INFO = ModelInfo(
     name="BertModel",
     tasks=("embed", "token_embed"),
     size=4,
@@ -23,14 +23,14 @@ FACTS = Facts(
     activation=softmax,
     matryoshka=(2, 4),
 )
-CLASSES = dataclasses.replace(FACTS, tasks=("classify", "token_classify"), size=3)
+CLASSES = dataclasses.replace(INFO, tasks=("classify", "token_classify"), size=3)
 RAW = np.array([3.0, 4.0, 0.0, 12.0], np.float32)
 
 
-def pooler(facts: Facts = FACTS) -> Pooler:
+def pooler(info: ModelInfo = INFO) -> Pooler:
     config = SimpleNamespace(max_model_len=8, chat_template=None)
     inputs = PoolingInputs(None, config, SentenceTransformer(), vocab_size=100, joins_pairs=True)
-    return Pooler(inputs, facts)
+    return Pooler(inputs, info)
 
 
 def test_embeddings_have_unit_length_unless_they_are_raw():
@@ -41,7 +41,7 @@ def test_embeddings_have_unit_length_unless_they_are_raw():
     assert (first.prompt_token_ids, second.request_id, first.finished) == ([1, 2], "1", True)
     (raw,) = pooler().embed([1], PoolingParams(use_activation=False)).finish([RAW])
     assert raw.outputs.embedding == RAW.tolist()
-    off = dataclasses.replace(FACTS, pooler=PoolerConfig(normalize=False))
+    off = dataclasses.replace(INFO, pooler=PoolerConfig(normalize=False))
     (raw,) = pooler(off).embed([1]).finish([RAW])
     assert raw.outputs.embedding == RAW.tolist()
 
@@ -85,14 +85,23 @@ def test_a_reward_is_read_at_the_tag_of_a_step():
         (lambda p: p.embed([1] * 9), "has 9 tokens, max_model_len is 8"),
         (lambda p: p.embed([[1], [1] * 9]), "prompt 1 of 2: the prompt has 9"),
         (lambda p: p.embed("text"), "need a tokenizer"),
-        (lambda p: p.embed([1], PoolingParams(dimensions=3)), "not one of the model's, 2, 4"),
-        (lambda p: p.embed([1], PoolingParams(task="classify")), "is 'classify', but 'embed'"),
+        (
+            lambda p: p.embed([1], PoolingParams(dimensions=3)),
+            "not supported by the model; it has 2, 4",
+        ),
+        (
+            lambda p: p.embed([1], PoolingParams(task="classify")),
+            "is 'classify', but the call's task is 'embed'",
+        ),
         (lambda p: p.embed([[1], [2]], [PoolingParams()] * 3), "3 entries for 2 prompts"),
         (lambda p: p.embed([1], 3), "must be PoolingParams"),
-        (lambda p: p.embed([1], prompt_name="query"), "'query' is not one of the model's"),
-        (lambda p: p.classify([1]), "BertModel cannot classify: it is for embed and token_embed"),
+        (lambda p: p.embed([1], prompt_name="query"), "the model has no prompt 'query'"),
+        (
+            lambda p: p.classify([1]),
+            "BertModel cannot classify: its tasks are embed and token_embed",
+        ),
         (lambda p: p.reward([1]), "cannot reward"),
-        (lambda p: p.encode([1], None, "classify"), "'classify' is not one of BertModel"),
+        (lambda p: p.encode([1], None, "classify"), "BertModel does not have the task 'classify'"),
         (lambda p: p.encode([1], None, "score"), "call LLM.score"),
         (lambda p: p.score([[1], [2]], [[1]]), "data_1 has 2 texts and data_2 1"),
         (

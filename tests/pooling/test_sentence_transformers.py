@@ -35,12 +35,12 @@ def test_a_folder_of_another_kind_says_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        ({"1_Pooling/config.json": {"pooling_mode": "max"}}, "pools by max; supported"),
+        ({"1_Pooling/config.json": {"pooling_mode": "max"}}, "pools by max; it must be"),
         ({"1_Pooling/config.json": {"pooling_mode": ["cls", "mean"]}}, "pools by cls and mean"),
         ({"modules.json": [{"type": "x.LSTM", "path": "1_LSTM"}]}, "a module 'LSTM'"),
         ({"modules.json": [{"type": "x.Transformer", "path": "0_BERT"}]}, "the model in 0_BERT"),
         ({"modules.json": [{"type": "x.Pooling", "path": "9_Pooling"}]}, "does not exist"),
-        ({"modules.json": {}}, "must hold a list"),
+        ({"modules.json": {}}, "must contain a list"),
         (
             {
                 "modules.json": [{"type": "x.Dense", "path": "2_Dense"}],

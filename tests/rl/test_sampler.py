@@ -367,7 +367,7 @@ def test_a_module_on_another_device_is_copied_by_update(path):
 def test_options_that_make_no_sense_are_refused(path):
     module = make_module(path)
     for options, match in [
-        ({"quantization": "int8"}, "quantization='int8' is not for a sampler"),
+        ({"quantization": "int8"}, "quantization='int8' is not supported by samplers"),
         ({"kv_offload_dir": "/tmp/x", "swap_space": 1}, "kv_offload_dir"),
         ({"data_parallel_size": 2}, "one engine in one process"),
     ]:

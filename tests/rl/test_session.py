@@ -114,7 +114,7 @@ def test_what_cannot_be_appended_changes_nothing(bound):
     _, sampler = bound
     session = Session(sampler, FIRST)
     for tokens, message in (
-        ([3] * 115, "would have 128 tokens (13 and 115 more); the model takes 128"),
+        ([3] * 115, "would have 128 tokens (13 and 115 more); max_model_len is 128"),
         ([3, VOCAB_SIZE], f"token id {VOCAB_SIZE} is not in the vocabulary"),
         ([-1], "token id -1 is not in the vocabulary"),
         ("a text", "there is no tokenizer"),

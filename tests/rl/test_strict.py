@@ -85,7 +85,7 @@ def test_one_bit_is_an_error(bound):
     rollout = sampler.generate(PROMPTS, PARAMS, seed=4)
     changed = rollout.logprobs.copy()
     changed[1, 3] = np.nextafter(changed[1, 3], np.float32(0))
-    with pytest.raises(ParityError, match="1 of 36 logprobs of the sampler are not the trainer's"):
+    with pytest.raises(ParityError, match="1 of 36 logprobs differ between sampler and trainer"):
         sampler.check_parity(dataclasses.replace(rollout, logprobs=changed))
 
 

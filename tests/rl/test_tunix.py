@@ -255,7 +255,7 @@ def test_what_cannot_be_had_is_refused(bound, path):
     actor = make_actor()
     norm = actor.final_norm.w
     norm.set_value(jax.device_put(norm.get_value(), host))
-    with pytest.raises(ValueError, match="offload_to_cpu=True is not for jaxpage"):
+    with pytest.raises(ValueError, match="offload_to_cpu=True is not supported"):
         make_rollout(actor, path)
 
 

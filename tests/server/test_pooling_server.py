@@ -137,7 +137,7 @@ def test_a_cross_encoder_scores_ranks_and_classifies(ranker_url):
     assert [d["num_classes"] for d in classified["data"]] == [1, 1]
     assert all(0 < d["probs"][0] < 1 for d in classified["data"])
     status, answer = ask(ranker_url, "/v1/embeddings", {"input": "w8"})
-    assert status == 400 and "cannot embed: it is for classify" in answer["error"]["message"]
+    assert status == 400 and "cannot embed: its tasks are classify" in answer["error"]["message"]
 
 
 def test_raw_numbers_of_texts_and_of_tokens(url):
