@@ -30,7 +30,7 @@ from jaxpage.composition import (
     specs_of_this_machine,
     with_sizes,
 )
-from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
+from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device_memory import DeviceMemory
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.kv_cache import KVCache
@@ -39,6 +39,7 @@ from jaxpage.engine.picture_cache import PictureCache
 from jaxpage.engine.replicas import Replicas
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine_spec import EngineSpec
+from jaxpage.environment import compiler_flags
 from jaxpage.hosts.agreement import check_same, smallest, wait_for_all
 from jaxpage.hosts.group import Hosts, end_with_main_thread
 from jaxpage.hosts.join import join
@@ -127,12 +128,7 @@ def build(options: EngineConfig, *, use_tqdm: bool = True, bind: Bind = None) ->
 
 
 def _build(
-    options: EngineConfig,
-    hosts: Hosts | None,
-    *,
-    start: float,
-    use_tqdm: bool,
-    bind: Bind,
+    options: EngineConfig, hosts: Hosts | None, *, start: float, use_tqdm: bool, bind: Bind
 ) -> Built:
     options = options.with_local_files()
     specs = specs_of_this_machine(options)

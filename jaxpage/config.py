@@ -12,11 +12,11 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxpage.environment import resolve_cache_dir
 from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.pictures.options import check_picture_options, most_of
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
@@ -498,29 +498,6 @@ def _model_len_limit(hf_config: PretrainedConfig) -> int | None:
         return limit  # for these, config.json has the length after scaling
     original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
     return int((original or limit) * rope.get("factor", 1.0))
-
-
-def resolve_cache_dir(value: str | None = None) -> str:
-    """The absolute path of the folder for cached executables, or "" for no cache."""
-    if value is None:
-        default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxpage", "xla")
-        value = os.environ.get("JAXPAGE_COMPILATION_CACHE_DIR", default)
-    return "" if value in ("", "off") else str(Path(value).expanduser().absolute())
-
-
-def compiler_flags() -> str:
-    """Compiler flags from the environment."""
-    return f"{os.environ.get('XLA_FLAGS', '')} {libtpu_flags()}".strip()
-
-
-def libtpu_flags() -> str:
-    """The user's flags of libtpu, from the environment."""
-    return os.environ.get("LIBTPU_INIT_ARGS", "")
-
-
-def hosts_secret() -> bytes:
-    """The secret that the hosts of an engine must share; b"" if the user has not set one."""
-    return os.environ.get("JAXPAGE_HOSTS_SECRET", "").encode()
 
 
 def _is_int(value: Any) -> bool:

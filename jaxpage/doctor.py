@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxpage.aot.check import check_compiler
 from jaxpage.aot.topology import COMPILERS
-from jaxpage.config import compiler_flags, resolve_cache_dir
 from jaxpage.device import Device
+from jaxpage.environment import compiler_flags, resolve_cache_dir
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.ops.attention import choose, describe
 from jaxpage.parallel.heads import share_heads

@@ -15,8 +15,9 @@ from jaxpage.aot.process import Report, run, serve
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of, missing_compiler
 from jaxpage.composition import executable_cache, size_from_cache, specs_of_this_machine
-from jaxpage.config import EngineConfig, compiler_flags
+from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
+from jaxpage.environment import compiler_flags
 from jaxpage.runner.memory import pool_bytes, pool_bytes_of
 from jaxpage.runner.programs import compile_program
 

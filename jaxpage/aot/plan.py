@@ -25,7 +25,8 @@ from jaxpage.aot.step_time import show_times, step_times
 from jaxpage.aot.targets import GIB, Target, parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.aot.tpu_schedule import dump_variables
-from jaxpage.config import EngineConfig, libtpu_flags
+from jaxpage.config import EngineConfig
+from jaxpage.environment import libtpu_flags
 
 _HELP_OF_TP = (
     "devices that share the weights and the heads; auto compares all numbers that divide the target, with replicas on "

@@ -16,7 +16,7 @@ from jaxpage.aot.process import run
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.aot.tpu_schedule import dump_variables
-from jaxpage.config import libtpu_flags
+from jaxpage.environment import libtpu_flags
 from pallas_kernels import tuning
 from pallas_kernels.paged_attention.tpu_shape import TileSizes
 from pallas_kernels.paged_attention.tune import FOLDER

@@ -41,8 +41,9 @@ from jaxpage.aot.steps import attention_tiles, exchange_of, most_temp_bytes
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.composition import executable_cache, size
-from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
+from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.engine_spec import EngineSpec, make_engine_spec
+from jaxpage.environment import compiler_flags
 from jaxpage.models.decoder import CausalLM
 from jaxpage.ops.attention import max_blocks
 from jaxpage.parallel.sharding import sharding

@@ -16,7 +16,8 @@ import time
 import jax
 from jax._src import distributed  # the coordinator's key-value store has no public name
 
-from jaxpage.config import EngineConfig, hosts_secret
+from jaxpage.config import EngineConfig
+from jaxpage.environment import hosts_secret
 from jaxpage.hosts.errors import WireError
 from jaxpage.hosts.group import LEADER, SILENCE_SECONDS, Hosts
 from jaxpage.hosts.wire import HANDSHAKE_SECONDS, Connection, accept, connect

@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpage.config import EngineConfig, ResolvedConfig, compiler_flags
+from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.device import Device
+from jaxpage.environment import compiler_flags
 from jaxpage.hub import display_name
 from jaxpage.models import pooling_registry
 from jaxpage.models.pooling_model import LinearHead, PoolingModel, Projection

@@ -1,0 +1,29 @@
+"""What the environment says. Nothing else reads it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def resolve_cache_dir(value: str | None = None) -> str:
+    """The absolute path of the folder for cached executables, or "" for no cache."""
+    if value is None:
+        default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxpage", "xla")
+        value = os.environ.get("JAXPAGE_COMPILATION_CACHE_DIR", default)
+    return "" if value in ("", "off") else str(Path(value).expanduser().absolute())
+
+
+def compiler_flags() -> str:
+    """Compiler flags from the environment."""
+    return f"{os.environ.get('XLA_FLAGS', '')} {libtpu_flags()}".strip()
+
+
+def libtpu_flags() -> str:
+    """The user's flags of libtpu, from the environment."""
+    return os.environ.get("LIBTPU_INIT_ARGS", "")
+
+
+def hosts_secret() -> bytes:
+    """The secret that the hosts of an engine must share; b"" if the user has not set one."""
+    return os.environ.get("JAXPAGE_HOSTS_SECRET", "").encode()
