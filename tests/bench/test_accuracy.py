@@ -89,7 +89,7 @@ def test_everything_is_measured_printed_and_written(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(accuracy, "FAMILIES", {"Gemma 3": accuracy.FAMILIES["Gemma 3"]})
     path = tmp_path / "report.json"
     with few_programs():
-        accuracy.main(AccuracyBench(questions=30, suites=("look-up 8",), num_tokens=4, json=path))
+        accuracy.main(AccuracyBench(questions=15, suites=("look-up 8",), num_tokens=4, json=path))
     report = json.loads(path.read_text())
     assert capsys.readouterr().out.strip() == accuracy.show(report)
     found = report["results"].values()

@@ -92,9 +92,8 @@ def test_our_definition_is_that_of_jax(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
-def test_our_kernel_does_what_jax_defines(case):
-    arguments = cases.arguments(case, poison=False)
+def test_our_kernel_does_what_jax_defines():
+    arguments = cases.arguments(CASES[1], poison=False)
     out = ours(arguments, interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
     same(out, theirs(ref_ragged_paged_attention, arguments))
 

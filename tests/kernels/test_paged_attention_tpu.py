@@ -227,9 +227,7 @@ def test_quantised_pools(name, format):
         (8, 8, 128, None),
         (3, 1, 192, None),
         (7, 1, 256, None),
-        (14, 2, 64, "int4"),
         (8, 4, 96, "int4"),
-        (12, 4, 192, "int4"),
         (7, 1, 256, "int4"),
     ],
 )
@@ -333,15 +331,17 @@ def test_tiles_of_which_every_query_sees_all(window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"tile_kv": 2048, "tile_bytes": 4 << 20}, {"tile_rows": 512}])
-@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize(
+    ("changes", "format"),
+    [({"tile_kv": 2048, "tile_bytes": 4 << 20}, "int8"), ({"tile_rows": 512}, None)],
+)
 def test_larger_sizes_give_the_same_result(changes, format):
     case = fitting(replace(case_of("mixed"), kv_lens=(700, 20, 1, 90, 100)), format)
     check(case, arrays_of(case), sizes=tpu_layout.TileSizes(**changes))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("format", "window"), [(None, None), (None, 300), ("int8", None)])
+@pytest.mark.parametrize(("format", "window"), [(None, 300), ("int8", None)])
 def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch):
     """Rows that end with a fetch, behind it, and within its last tile."""
     case = Case(name="", query_lens=(1,) * 4, kv_lens=(700, 512, 1025, 1000), window=window)
@@ -364,15 +364,13 @@ def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
-def test_an_odd_number_of_heads(format):
+def test_an_odd_number_of_heads():
     """Each has eight rows of scales and zeros, four of them unused."""
-    case = fitting(replace(case_of("second-chunk"), num_heads=6, num_kv_heads=3), format)
+    case = fitting(replace(case_of("second-chunk"), num_heads=6, num_kv_heads=3), "int8")
     arrays = arrays_of(case)
-    if format == "int8":
-        pool = tpu_layout.to_tpu(arrays["pool"])
-        assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
-        assert pool.scale_zero.shape[1] == 3 * 8
+    pool = tpu_layout.to_tpu(arrays["pool"])
+    assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
+    assert pool.scale_zero.shape[1] == 3 * 8
     check(case, arrays)
 
 

@@ -50,14 +50,14 @@ def check(family: str, variant: int, folder: Path) -> None:
     states = hidden_states(folder, prompts)
     last = np.array([normalised(s[-1]) for s in states])
     mean = np.array([normalised(s.mean(axis=0)) for s in states])
-    for wanted, options in ((last, {}), (mean, {"pooler_config": {"pooling_type": "MEAN"}})):
+    of_mean = {"pooler_config": {"pooling_type": "MEAN"}}
+    for tokens, wanted, options in ((64, last, {}), (24, mean, of_mean)):
         whole = embeddings(make(folder, 256, **options), prompts)
-        for tokens in (64, 24):
-            llm = make(folder, tokens, **options)
-            found = embeddings(llm, prompts)
-            assert any(f" C={tokens} " in name for name in called(llm)), called(llm)
-            np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0)
-            np.testing.assert_allclose(found, whole, atol=1e-6, rtol=0)
+        llm = make(folder, tokens, **options)
+        found = embeddings(llm, prompts)
+        assert any(f" C={tokens} " in name for name in called(llm)), called(llm)
+        np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(found, whole, atol=1e-6, rtol=0)
     # Neighbours and what was computed before leave no trace in a KV pool.
     alone = np.array([embeddings(llm, [prompt])[0] for prompt in prompts[-3:]])
     np.testing.assert_allclose(alone, found[-3:], atol=1e-6, rtol=0)
