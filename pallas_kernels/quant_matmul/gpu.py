@@ -232,11 +232,10 @@ def _parts(
     # A tile of shared memory may have at most one group.
     small = group if is_int4 else CHUNK
     x_tiled = partial(tiled, dtype=x.dtype, swizzle=swizzle_of(small * x.dtype.itemsize))
-    by_group = [plgpu.SMEM((num_stages, num_groups, ROWS), each.dtype) for each in by_group]
     stages = _Operands(
         x_tiled(num_stages, tile, inputs),
         tiled(num_stages, ROWS, CHUNK, dtype=arrays.data.dtype, swizzle=small),
-        *by_group,
+        *(plgpu.SMEM((num_stages, num_groups, ROWS), each.dtype) for each in by_group),
     )
     kernel = plgpu.kernel(
         body,
