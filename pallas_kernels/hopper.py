@@ -15,9 +15,7 @@ CAPABILITY = "9.0"
 # From the first jax with all features that the kernels use, to the first version not tested.
 JAX_VERSIONS = ((0, 11, 2), (0, 13))
 PYTHON = (3, 12)  # the oldest for which there is such a jax
-# Of H100 and H200 in SXM modules. It only sizes grids: on a GPU with fewer SMs programs run in several waves, and no
-# result depends on it.
-NUM_SMS = 132
+NUM_SMS = 132  # of H100 and H200 in SXM modules
 
 Version = tuple[int, ...]
 # ptxas from the first version to before the second miscompiles code for sm_90a. 12.8 to 12.9.0: causal masking, which
@@ -35,6 +33,20 @@ def unsupported_reason_on(compute_capability: str | None) -> str | None:
         return None
     has = compute_capability or "unknown"
     return f"the kernels are for Hopper GPUs, of compute capability {CAPABILITY}; this device's is {has}"
+
+
+def num_sms() -> int:
+    """The SMs of the GPU that is compiled for; `NUM_SMS` if it is unknown, as in the interpreter.
+
+    That GPU is the current mesh's, otherwise the first of `jax.devices()`. The number only sizes grids: where sums are
+    cut is a constant of each kernel, so no result depends on it.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        found = getattr(jax.devices()[0], "core_count", None)
+    else:
+        found = device.num_cores if device.platform == "gpu" else None
+    return found or NUM_SMS
 
 
 def unsupported_jax() -> str | None:

@@ -1,9 +1,11 @@
-"""Shared by the kernels for Hopper GPUs: shared memory in wgmma's layout, loads into registers, products.
+"""Shared by the kernels for Hopper GPUs: shared memory in wgmma's layout, loads into registers, matmuls.
 
-Separate from `hopper.py`, because importing Mosaic GPU takes half a second, which only its users should pay.
+Separate from `hopper.py`, because importing Mosaic GPU takes half a second, which only its users should pay. README.md
+says what Mosaic GPU's operations are in CUDA.
 
 The interpreter of jax 0.11.2 supports neither wgmma with the left operand in registers nor accumulators with an initial
-value. For interpreted kernels `as_operand` puts the operand into shared memory and `added_product` adds.
+value. Only `as_operand` and `added_product` differ for interpreted kernels: the operand goes through shared memory, and
+the product is added to the accumulator. Kernels bind both to their interpreter before they enter a loop.
 """
 
 from __future__ import annotations
@@ -23,6 +25,21 @@ def tiled(*shape: int, dtype, swizzle: int):
     """Shared memory in wgmma's layout: swizzled tiles of 8 rows, each `swizzle` bytes long."""
     tiles = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))
+
+
+def swizzle_of(row_bytes: int) -> int:
+    """The widest swizzle, in bytes, that divides rows of so many bytes."""
+    return next(swizzle for swizzle in (128, 64, 32) if row_bytes % swizzle == 0)
+
+
+def piece(index, size: int):
+    """The slice from index * size, of length `size`; tells the compiler that it begins at a multiple of it."""
+    return pl.ds(pl.multiple_of(index * size, size), size)
+
+
+def filled(shape: tuple[int, ...], value: float, layout, dtype=jnp.float32):
+    """An array in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
 def load(ref, *, layout, optimized: bool = True):
@@ -65,9 +82,14 @@ def added_product(acc, a, b, *, interpret: Any):
 
 
 def as_operand(a, smem):
-    """`a` as the left operand of wgmma: in registers, or for the interpreter in `smem`, otherwise None."""
+    """`a` as the left operand of wgmma: in registers, or for the interpreter in `smem`, otherwise None.
+
+    smem: as many rows as `a`, and as many columns or more.
+    """
     if smem is None:
         return a
+    if smem.shape[1] > a.shape[1]:
+        smem = smem.at[:, pl.ds(0, a.shape[1])]
     smem[...] = a
     plgpu.commit_smem()
     return smem

@@ -5,16 +5,28 @@ x's dtype and imports jax's tests. A loop in XLA copies an expert's weights for 
 waits for the host to count iterations; here weights are read once for each tile that uses them, by TMA directly from
 their place, and the tiles of all experts run in parallel.
 
-A program has a tile of rows of one group, wgmma's rows, and a tile of outputs. It sums over the inputs in order,
-whatever else is in the batch: a row's result depends only on the row and its expert. Rows of other groups in a tile are
-multiplied too, but not stored. With few rows the weights' bytes are the bound: to saturate an H200's memory, 36 KB must
-be in flight per SM; two programs per SM with three stages ahead have 96.
+**Tile.** A program is one warpgroup. It multiplies 64 or 128 rows of one group, wgmma's rows, with 128 or 256 outputs,
+and sums over the inputs in order, whatever else is in the batch: a row's result depends only on the row and its expert.
+Rows of other groups in a tile are multiplied too, but not stored.
+
+**Stages.** Step t multiplies DEPTH inputs, which lie in stage t % S of S stages of shared memory. With few rows the
+weights' bytes are the bound: to saturate an H200's memory, 36 KB must be in flight per SM; two programs per SM with
+three stages ahead have 96.
+
+**Protocol.** The warpgroup starts all copies itself: those for step t in step t - S + 1, the first S before the loop.
+
+    buffer              producer         consumer         barrier                      waits for
+    x, weights [t % S]  TMA for step t   wgmma of step t  ready[t % S], 2 arrivals     both copies to arrive
+    the same, free      wgmma of step t  TMA for t + S    wgmma_wait(1) in step t + 1  wgmma to have read them
+    accumulator         wgmma            warpgroup        implied by reading it        the last wgmma
+    out (STORED wide)   warpgroup        TMA to memory    commit_smem                  the writes to be visible
+    the same, free      TMA to memory    warpgroup        wait_smem_to_gmem(0)         the copy to have left
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import unsupported_jax
-from pallas_kernels.wgmma import tiled
+from pallas_kernels.wgmma import Ref, piece, tiled
 
 COLUMNS = 128  # outputs of a program, or twice as many
 DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
@@ -91,13 +103,39 @@ def grouped_matmul(
     padding = max(tile - num_rows, -num_rows % ALIGNED)
     x = jnp.pad(x, ((0, padding), (0, 0)))
     tiles = _tiles(group_sizes, num_rows, tile)
-    out = _call(x, weights, tiles, (tile, num_columns), num_stages, interpret)
+    arrays = _Arrays(x, weights, tiles)
+    out = _call(arrays, (tile, num_columns), num_stages, interpret)
     is_row = jnp.arange(num_rows, dtype=jnp.int32) < group_sizes.sum(dtype=jnp.int32)
     return jnp.where(is_row[:, None], out[:num_rows], 0.0)  # rows without a group are not written
 
 
-def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> tuple[jax.Array, ...]:
-    """For each tile its group, its start, and its group's rows in it, [first, end); surplus tiles have none."""
+class _Tiles(NamedTuple):
+    """The tiles of rows; those that are left over have no rows. Arrays, or in a kernel refs: int32[tiles] each."""
+
+    group: Any
+    begin: Any  # the first row, a multiple of ALIGNED
+    first: Any  # the rows that belong to the group, from here
+    end: Any  # to before here
+
+
+class _Arrays(NamedTuple):
+    """What the kernel reads, or in the kernel refs to it."""
+
+    x: Any  # [T, E], bfloat16 or float16
+    weights: Any  # [G, F, E], likewise
+    tiles: _Tiles
+
+
+class _Memory(NamedTuple):
+    """A program's shared memory and barriers: their types, or in the kernel refs."""
+
+    x: Any  # [stages, tile, DEPTH], in x's dtype
+    weights: Any  # [stages, columns, DEPTH], likewise
+    out: Any  # float32[tile, STORED], row-major
+    ready: Any  # a barrier per stage
+
+
+def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> _Tiles:
     num_groups = group_sizes.shape[0]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     firsts = ends - group_sizes
@@ -111,44 +149,45 @@ def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> tuple[jax.Array,
     group = jnp.minimum(group, num_groups - 1).astype(jnp.int32)
     begin = begins[group] + (index - (tile_ends - counts)[group]) * tile
     first, end = jnp.maximum(firsts[group], begin), jnp.minimum(ends[group], begin + tile)
-    return group, begin, first, end
+    return _Tiles(group, begin, first, end)
 
 
-def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret: Any) -> jax.Array:
+def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: Any) -> jax.Array:
     """float32[T, F]; rows without a tile are uninitialized. shape: rows and outputs of a program."""
-    (num_rows, num_inputs), (tile, num_columns) = x.shape, shape
-    num_outputs, num_turns = weights.shape[1], num_inputs // DEPTH
-    num_stages = min(num_stages, num_turns)
+    x, (tile, num_columns) = arrays.x, shape
+    (num_rows, num_inputs), num_outputs = x.shape, arrays.weights.shape[1]
+    num_steps = num_inputs // DEPTH
+    num_stages = min(num_stages, num_steps)
 
-    def body(*refs):
-        x_ref, weights_ref, group_ref, begin_ref, first_ref, end_ref, out_ref, *memory = refs
-        x_smem, weights_smem, out_smem, ready = memory
+    def body(refs: _Arrays, out_ref: Ref, memory: _Memory):
         index, column = lax.axis_index("tile"), lax.axis_index("column") * num_columns
-        group, first, end = group_ref[index], first_ref[index], end_ref[index]
+        tiles = refs.tiles
+        group, first, end = tiles.group[index], tiles.first[index], tiles.end[index]
         # A tile that would end after the last row begins earlier, with rows that are not its own.
-        row = pl.multiple_of(jnp.minimum(begin_ref[index], num_rows - tile), ALIGNED)
+        row = pl.multiple_of(jnp.minimum(tiles.begin[index], num_rows - tile), ALIGNED)
         columns = pl.ds(pl.multiple_of(column, num_columns), num_columns)
 
-        def fetch(turn, stage):
-            inputs = pl.ds(pl.multiple_of(turn * DEPTH, DEPTH), DEPTH)
-            rows = x_ref.at[pl.ds(row, tile), inputs]
-            plgpu.copy_gmem_to_smem(rows, x_smem.at[stage], ready.at[stage])
-            of_group = weights_ref.at[group, columns, inputs]
-            plgpu.copy_gmem_to_smem(of_group, weights_smem.at[stage], ready.at[stage])
+        def fetch(step, stage):
+            inputs, ready = piece(step, DEPTH), memory.ready.at[stage]
+            rows = refs.x.at[pl.ds(row, tile), inputs]
+            plgpu.copy_gmem_to_smem(rows, memory.x.at[stage], ready)
+            of_group = refs.weights.at[group, columns, inputs]
+            plgpu.copy_gmem_to_smem(of_group, memory.weights.at[stage], ready)
 
         def multiply(acc):
-            def step(turn, _):
-                stage = lax.rem(turn, jnp.int32(num_stages))
-                plgpu.barrier_wait(ready.at[stage])
-                plgpu.wgmma(acc, x_smem.at[stage], weights_smem.at[stage].transpose((1, 0)))
+            def add(step, _):
+                stage = lax.rem(step, jnp.int32(num_stages))
+                plgpu.barrier_wait(memory.ready.at[stage])
+                weights = memory.weights.at[stage].transpose((1, 0))
+                plgpu.wgmma(acc, memory.x.at[stage], weights)
                 plgpu.wgmma_wait(1)  # the previous one has read its stage
-                before = turn - 1
+                before = step - 1
 
-                @pl.when((turn > 0) & (before + num_stages < num_turns))
+                @pl.when((step > 0) & (before + num_stages < num_steps))
                 def _():
                     fetch(before + num_stages, lax.rem(before, jnp.int32(num_stages)))
 
-            lax.fori_loop(0, num_turns, step, None)
+            lax.fori_loop(0, num_steps, add, None)
             return acc[...]
 
         @pl.when(first < end)
@@ -157,26 +196,28 @@ def _call(x, weights, tiles, shape: tuple[int, int], num_stages: int, interpret:
                 fetch(jnp.int32(stage), stage)
             acc = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
             for part in range(0, num_columns, STORED):
-                out_smem[...] = acc[:, part : part + STORED]
+                memory.out[...] = acc[:, part : part + STORED]
                 plgpu.commit_smem()
                 at = pl.ds(pl.multiple_of(column + part, STORED), STORED)
-                _store(out_smem, out_ref, (row, first, end), at)
+                _store(memory.out, out_ref, (row, first, end), at)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
         # Programs with the same weights run at about the same time: the second reads them from L2.
-        grid=(num_outputs // num_columns, tiles[0].shape[0]),
+        grid=(num_outputs // num_columns, arrays.tiles.group.shape[0]),
         grid_names=("column", "tile"),
         scratch_types=(
-            tiled(num_stages, tile, DEPTH, dtype=x.dtype, swizzle=128),
-            tiled(num_stages, num_columns, DEPTH, dtype=x.dtype, swizzle=128),
-            plgpu.SMEM((tile, STORED), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            _Memory(
+                x=tiled(num_stages, tile, DEPTH, dtype=x.dtype, swizzle=128),
+                weights=tiled(num_stages, num_columns, DEPTH, dtype=x.dtype, swizzle=128),
+                out=plgpu.SMEM((tile, STORED), jnp.float32),
+                ready=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            ),
         ),
         interpret=interpret,
     )
-    return kernel(x, weights, *tiles)
+    return kernel(arrays)
 
 
 def _store(smem, out_ref, rows, columns):

@@ -3,8 +3,8 @@
 Two kernels share the contract of `reference.paged_attention`:
 
 - **Rows with one query** (`gpu_decode.py`) are bound by the pool's bytes. A row's keys are cut at multiples of `SPLIT`,
-  whatever shares the batch, so its result never depends on the batch; a third kernel adds the parts in their order. A
-  grid of as many programs as the chip holds walks a list of (row, split, KV head).
+  whatever shares the batch, so its result never depends on the batch; a third kernel adds the parts in their order
+  (`gpu_combine.py`). A grid of as many programs as the chip holds walks a list of (row, split, KV head).
 - **Rows with more queries** (`gpu_prefill.py`) are bound by the tensor cores. There a tile of queries times heads is
   the rows of wgmma, and as many programs as there are SMs walk a list of tiles.
 

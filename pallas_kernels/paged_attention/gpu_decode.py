@@ -1,17 +1,34 @@
 """Paged attention of rows with one query, for Hopper: bound by the pool's bytes.
 
-Knows how a row's keys are cut into parts and added up again. Letters and principles stand in `gpu.py`.
+Knows how a row's keys are cut into items, each read by one program. Letters and principles stand in `gpu.py`.
 
-The *keys* are the 64 rows of wgmma and the G query heads of a KV head its columns: S' = K Q', O' = V' P'. So G pads to
-8, not to 64, and accumulators are a few registers. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be
-on their way to each SM; at D = 128 three programs an SM with two stages of 64 keys (32 KB) have 96 to 192 KB. All parts
-together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come after others. (Split keys: Dao et al.,
-Flash-Decoding.)
+**Tile.** A program is one warpgroup. The *keys* are wgmma's 64 rows and the G query heads of a KV head its columns:
+S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items: up to
+`gpu_layout.SPLIT` keys of a row, for one KV head. What it adds up for an item is a part; `gpu_combine.py` adds a row's
+parts. All parts together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come after others. (Split
+keys: Dao et al., Flash-Decoding.)
+
+**Stages.** Step i multiplies TILE keys; K and V lie in stage i % S each. To keep an H200's memory busy 4.8 TB/s x 1 us
+/ 132 = 36 KB must be on their way to each SM; at D = 128 three programs an SM with two stages of 64 keys (32 KB) have
+96 to 192 KB.
+
+**Protocol.** The warpgroup starts all copies itself: those for step i at the end of step i - S, the first S before the
+loop.
+
+    buffer              producer         consumer          barrier                waits for
+    queries             TMA, once        wgmma of S'       queries_ready          the copy to arrive
+    keys [i % S]        TMA for step i   wgmma of S'       keys.ready[i % S]      the tile's blocks to arrive
+    values [i % S]      TMA for step i   wgmma of O'       values.ready[i % S]    the tile's blocks to arrive
+    weights (P)         warpgroup        wgmma of O'       commit_smem            the writes to be visible
+    wide, if quantised  warpgroup        wgmma             commit_smem            the same; K first, then V
+    keys, values, free  wgmma of step i  TMA for step i+S  implied by reading O'  wgmma to have read them
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +38,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
+from pallas_kernels.paged_attention.gpu_combine import Parts, combine
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
     Options,
+    PoolArrays,
     Source,
+    Stages,
     clear_outside,
-    filled,
-    normalised,
     scores,
-    swizzle_of,
     weights,
 )
-from pallas_kernels.wgmma import load, product, store, tiled
+from pallas_kernels.wgmma import Ref, filled, product, store, swizzle_of, tiled
 
 TILE = 64  # keys: the rows of one wgmma
 
@@ -68,133 +85,221 @@ def _part_shape(group: int, head_dim: int) -> tuple[int, int]:
     return sum(width for _, width in _pieces(head_dim)), pl.cdiv(group, 8) * 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is known before a program runs."""
+
+    options: Options
+    source: Source
+    num_kv_heads: int
+    head_dim: int
+    columns: int  # G as wgmma pads it
+    num_stages: int
+    num_programs: int
+
+
+class _Inputs(NamedTuple):
+    """What the kernel reads, or in the kernel refs to it."""
+
+    queries: Any  # [R, K, columns, D], bfloat16 or float16
+    block_table: Any  # int32[R, M]
+    kv_lens: Any  # int32[R]
+    items: gpu_layout.Splits
+    pool: PoolArrays
+
+
+class _Memory(NamedTuple):
+    """A program's shared memory and barriers: their types, or in the kernel refs. Arrays are in wgmma's layout."""
+
+    queries: Any  # [columns, D]
+    weights: Any  # [columns, TILE], in q's dtype
+    wide: Any  # [TILE, D]: a tile of K or V, dequantised; None if the pool is not quantised
+    queries_ready: Any
+    keys: Stages
+    values: Stages
+
+
 def _decode_rows(q, pool, block_table, kv_lens, options: Options):
     num_rows, num_heads, head_dim = q.shape
     source, block_size, num_kv_heads = Source.of(pool), pool.shape[1], pool.shape[2] // 2
     group = num_heads // num_kv_heads
-    pieces, (rows, columns) = _pieces(head_dim), _part_shape(group, head_dim)
-    tile, swizzle = TILE, swizzle_of(head_dim * q.dtype.itemsize)
+    rows, columns = _part_shape(group, head_dim)
     per_sm, num_stages = _programs_and_stages(source, columns, q, options)
     num_keys = block_table.shape[1] * block_size
-    starts, row_of, first_of = gpu_layout.splits(kv_lens, num_keys, options.window)
-    max_items = row_of.shape[0]
-    num_programs = min(per_sm * hopper.NUM_SMS, max_items * num_kv_heads)
+    items = gpu_layout.splits(kv_lens, num_keys, options.window)
+    max_items = items.row.shape[0]
+    plan = _Plan(
+        options=options,
+        source=source,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        columns=columns,
+        num_stages=num_stages,
+        num_programs=min(per_sm * hopper.num_sms(), max_items * num_kv_heads),
+    )
     heads_by_kv = ((0, 0), (0, 0), (0, columns - group), (0, 0))
     queries = jnp.pad(q.reshape(num_rows, num_kv_heads, group, head_dim), heads_by_kv)
 
-    def paged_decode(q_ref, table_ref, len_ref, starts_ref, row_ref, first_ref, *rest):
-        *pool_refs, part_ref, stats_ref, q_smem, p_smem, wide_smem, q_ready, k, v = rest
-        (k_stages, k_ready), (v_stages, v_ready) = k, v
-        program = lax.axis_index("program")
+    def paged_decode(inputs: _Inputs, parts: Parts, memory: _Memory):
+        _Program(plan, inputs, parts, memory).run()
 
-        def attend(turn, _):
-            index = program + turn * num_programs
-            item, head = lax.div(index, jnp.int32(num_kv_heads)), lax.rem(index, num_kv_heads)
-            row, low = row_ref[item], first_ref[item]
-            kv_len = len_ref[row]
-            high = jnp.minimum(low + gpu_layout.SPLIT, kv_len)
-            if options.window is not None:
-                low = jnp.minimum(jnp.maximum(low, kv_len - options.window), high)
-            first = lax.div(low, jnp.int32(tile)) * tile
-            num_tiles = lax.div(jnp.maximum(high - first, 0) + (tile - 1), jnp.int32(tile))
-            num_tiles = jnp.where(low < high, num_tiles, 0)
-            plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem, q_ready)
-
-            def block_of(position):
-                inside = jnp.clip(position, low, high - 1)
-                return table_ref[row, lax.div(inside, jnp.int32(block_size))]
-
-            def fetch(i, stage):
-                start, rows = first + i * tile, range(0, tile, source.rows(tile))
-                # All are looked up before a copy waits for the first.
-                slots = {row: source.slot(block_of, tile, start, row) for row in rows}
-                for column, (stages, ready) in ((2 * head, k), (2 * head + 1, v)):
-                    source.fetch(pool_refs, slots.__getitem__, column, stages, stage, ready)
-
-            for stage in range(num_stages):
-                pl.when(stage < num_tiles)(lambda stage=stage: fetch(jnp.int32(stage), stage))
-            plgpu.barrier_wait(q_ready)
-
-            def keys(stage):
-                plgpu.barrier_wait(k_ready.at[stage])
-                if source.format is None:
-                    return k_stages[0].at[stage]
-                source.widen(k_stages, stage, 2 * head, wide_smem, 0, None)
-                plgpu.commit_smem()
-                return wide_smem
-
-            def values(stage, start):
-                plgpu.barrier_wait(v_ready.at[stage])
-                if source.format is not None:
-                    source.widen(v_stages, stage, 2 * head + 1, wide_smem, start, (low, high))
-                    return wide_smem
-                smem = v_stages[0].at[stage]
-                pl.when((start < low) | (start + tile > high))(
-                    lambda: clear_outside(smem, start, low, high)
-                )
-                return smem
-
-            def step(i, carry):
-                accs, m, total = carry
-                stage, start = lax.rem(i, jnp.int32(num_stages)), first + i * tile
-                s = product(keys(stage), q_smem.transpose((1, 0)))
-                position = start + plgpu.broadcasted_iota(
-                    jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA
-                )
-                s, unit = scores(s, (position >= low) & (position < high), options)
-                m_new, rescale, p = weights(s, unit, m, axis=0)
-                p_smem.transpose((1, 0))[...] = p.astype(q.dtype)
-                v = values(stage, start)
-                plgpu.commit_smem()
-                accs = tuple(
-                    acc * lax.broadcast_in_dim(rescale, acc.shape, [1])
-                    + product(v.at[:, pl.ds(*piece)].transpose((1, 0)), p_smem.transpose((1, 0)))
-                    for acc, piece in zip(accs, pieces, strict=True)
-                )
-                pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages, stage))
-                return accs, m_new, total * lax.broadcast_in_dim(rescale, total.shape, [1]) + p
-
-            by_key, by_head = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
-            begin = (
-                tuple(filled((width, columns), 0.0, by_key) for _, width in pieces),
-                filled((columns,), MASKED, by_head),
-                filled((tile, columns), 0.0, by_key),
-            )
-            accs, m, total = lax.fori_loop(0, num_tiles, step, begin)
-            for i, acc in enumerate(accs):
-                store(part_ref.at[head, item, pl.ds(i * 64, acc.shape[0])], acc)
-            store(stats_ref.at[head, item, 0], m)
-            store(stats_ref.at[head, item, 1], total.sum(axis=0))
-
-        num_turns = pl.cdiv(starts_ref[num_rows] * num_kv_heads - program, num_programs)
-        lax.fori_loop(0, num_turns, attend, None)
-
-    parts = jax.ShapeDtypeStruct((num_kv_heads, max_items, rows, columns), jnp.float32)
-    # Rows 2 and 3 are not used; TMA copies to multiples of 128 bytes.
-    stats = jax.ShapeDtypeStruct((num_kv_heads, max_items, 4, columns), jnp.float32)
-    as_wgmma = partial(tiled, dtype=q.dtype, swizzle=swizzle)
+    as_wgmma = partial(tiled, dtype=q.dtype, swizzle=swizzle_of(head_dim * q.dtype.itemsize))
     kernel = plgpu.kernel(
         paged_decode,
-        out_type=(parts, stats),
-        grid=(num_programs,),
+        out_type=(
+            Parts(
+                sums=_float32(num_kv_heads, max_items, rows, columns),
+                stats=_float32(num_kv_heads, max_items, 4, columns),
+            ),
+        ),
+        grid=(plan.num_programs,),
         grid_names=("program",),
         scratch_types=(
-            as_wgmma(columns, head_dim),
-            as_wgmma(columns, tile),
-            None if source.format is None else as_wgmma(tile, head_dim),
-            plgpu.Barrier(),
-            source.memory(num_stages, tile),
-            source.memory(num_stages, tile),
+            _Memory(
+                queries=as_wgmma(columns, head_dim),
+                weights=as_wgmma(columns, TILE),
+                wide=None if source.format is None else as_wgmma(TILE, head_dim),
+                queries_ready=plgpu.Barrier(),
+                keys=source.stages(num_stages, TILE),
+                values=source.stages(num_stages, TILE),
+            ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=options.interpret,
     )
-    lists = block_table, kv_lens, starts, row_of, first_of
-    parts, stats = kernel(queries, *lists, *source.arrays)
-    out = _combine(parts, stats, starts, q.dtype, options)
-    if len(pieces) > 1:  # without what the second has in common with the first
+    (parts,) = kernel(_Inputs(queries, block_table, kv_lens, items, source.arrays))
+    out = combine(parts, items.starts, q.dtype, options)
+    if len(_pieces(head_dim)) > 1:  # without what the second has in common with the first
         out = jnp.concatenate([out[..., :64], out[..., 64 - head_dim :]], axis=-1)
     return out[:, :, :group].reshape(q.shape)
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An item of `Splits` and a KV head, all numbers that the kernel computes."""
+
+    number: jax.Array  # of the item
+    row: jax.Array
+    head: jax.Array
+    low: jax.Array  # positions of the keys that the query sees, from here
+    high: jax.Array  # to before here
+    first: jax.Array  # position where the first tile begins
+    num_tiles: jax.Array
+
+
+class _Program:
+    """One of `num_programs`. It takes every `num_programs`-th pair of an item and a KV head."""
+
+    def __init__(self, plan: _Plan, inputs: _Inputs, parts: Parts, memory: _Memory) -> None:
+        self.plan, self.inputs, self.parts, self.memory = plan, inputs, parts, memory
+        self.number = lax.axis_index("program")
+
+    def run(self):
+        plan, starts = self.plan, self.inputs.items.starts
+        num_items = starts[starts.shape[0] - 1] * plan.num_kv_heads
+        num_turns = pl.cdiv(num_items - self.number, plan.num_programs)
+        lax.fori_loop(0, num_turns, self._attend, None)
+
+    def _item_of(self, turn) -> _Item:
+        plan, inputs, tile = self.plan, self.inputs, jnp.int32(TILE)
+        index = self.number + turn * plan.num_programs
+        item = lax.div(index, jnp.int32(plan.num_kv_heads))
+        head = lax.rem(index, plan.num_kv_heads)
+        row, low = inputs.items.row[item], inputs.items.first[item]
+        kv_len = inputs.kv_lens[row]
+        high = jnp.minimum(low + gpu_layout.SPLIT, kv_len)
+        if (window := plan.options.window) is not None:
+            low = jnp.minimum(jnp.maximum(low, kv_len - window), high)
+        first = lax.div(low, tile) * TILE
+        num_tiles = lax.div(jnp.maximum(high - first, 0) + (TILE - 1), tile)
+        num_tiles = jnp.where(low < high, num_tiles, 0)
+        return _Item(item, row, head, low, high, first, num_tiles)
+
+    def _attend(self, turn, _):
+        plan, memory, at = self.plan, self.memory, self._item_of(turn)
+        queries = self.inputs.queries.at[at.row, at.head]
+        plgpu.copy_gmem_to_smem(queries, memory.queries, memory.queries_ready)
+        for stage in range(plan.num_stages):
+            pl.when(stage < at.num_tiles)(partial(self._fetch, at, jnp.int32(stage), stage))
+        plgpu.barrier_wait(memory.queries_ready)
+        by_key, by_head = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
+        begin = (
+            tuple(
+                filled((width, plan.columns), 0.0, by_key) for _, width in _pieces(plan.head_dim)
+            ),
+            filled((plan.columns,), MASKED, by_head),
+            filled((TILE, plan.columns), 0.0, by_key),
+        )
+        step = partial(self._step, at)
+        accs, m, total = lax.fori_loop(0, at.num_tiles, step, begin)
+        for i, acc in enumerate(accs):
+            store(self.parts.sums.at[at.head, at.number, pl.ds(i * 64, acc.shape[0])], acc)
+        store(self.parts.stats.at[at.head, at.number, 0], m)
+        store(self.parts.stats.at[at.head, at.number, 1], total.sum(axis=0))
+
+    def _fetch(self, at: _Item, i, stage):
+        """Start the copies of tile i."""
+        source, start = self.plan.source, at.first + i * TILE
+
+        def block_of(position):
+            inside = jnp.clip(position, at.low, at.high - 1)
+            return self.inputs.block_table[at.row, lax.div(inside, jnp.int32(source.block_size))]
+
+        # All are looked up before a copy waits for the first.
+        rows = range(0, TILE, source.rows(TILE))
+        slots = {row: source.slot(block_of, TILE, start, row) for row in rows}
+        for column, stages in (
+            (2 * at.head, self.memory.keys),
+            (2 * at.head + 1, self.memory.values),
+        ):
+            source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
+
+    def _step(self, at: _Item, i, carry):
+        plan, memory, (accs, m, total) = self.plan, self.memory, carry
+        stage, start = lax.rem(i, jnp.int32(plan.num_stages)), at.first + i * TILE
+        s = product(self._keys(at, stage), memory.queries.transpose((1, 0)))
+        position = start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+        s, unit = scores(s, (position >= at.low) & (position < at.high), plan.options)
+        m_new, rescale, p = weights(s, unit, m, axis=0)
+        memory.weights.transpose((1, 0))[...] = p.astype(memory.queries.dtype)
+        v = self._values(at, stage, start)
+        plgpu.commit_smem()
+        accs = tuple(
+            acc * lax.broadcast_in_dim(rescale, acc.shape, [1])
+            + product(v.at[:, pl.ds(*piece)].transpose((1, 0)), memory.weights.transpose((1, 0)))
+            for acc, piece in zip(accs, _pieces(plan.head_dim), strict=True)
+        )
+        later = i + plan.num_stages
+        pl.when(later < at.num_tiles)(lambda: self._fetch(at, later, stage))
+        return accs, m_new, total * lax.broadcast_in_dim(rescale, total.shape, [1]) + p
+
+    def _keys(self, at: _Item, stage) -> Ref:
+        """[TILE, D] as wgmma reads them."""
+        source, memory = self.plan.source, self.memory
+        plgpu.barrier_wait(memory.keys.ready.at[stage])
+        if source.format is None:
+            return memory.keys.data.at[stage]
+        source.widen(memory.keys, stage, 2 * at.head, memory.wide, 0, None)
+        plgpu.commit_smem()
+        return memory.wide
+
+    def _values(self, at: _Item, stage, start) -> Ref:
+        """Likewise, with zeros for what is no key; the caller commits."""
+        source, memory = self.plan.source, self.memory
+        plgpu.barrier_wait(memory.values.ready.at[stage])
+        if source.format is not None:
+            inside = (at.low, at.high)
+            source.widen(memory.values, stage, 2 * at.head + 1, memory.wide, start, inside)
+            return memory.wide
+        smem = memory.values.data.at[stage]
+        pl.when((start < at.low) | (start + TILE > at.high))(
+            lambda: clear_outside(smem, start, at.low, at.high)
+        )
+        return smem
 
 
 def _programs_and_stages(source: Source, columns: int, q, options: Options) -> tuple[int, int]:
@@ -205,80 +310,8 @@ def _programs_and_stages(source: Source, columns: int, q, options: Options) -> t
     if source.format is not None:
         own_bytes += TILE * head_dim * itemsize
     fitting = gpu_layout.SM_BYTES // (2 * stage_bytes + own_bytes + gpu_layout.RESERVED_BYTES)
-    if len(source.arrays) > 1:  # scales and zeros: more registers than a third of an SM's
+    if source.has_scales:  # scales and zeros: more registers than a third of an SM's
         fitting = min(fitting, 2)
     per_sm = max(1, min(options.sizes.programs_per_sm, fitting))
     share = gpu_layout.SM_BYTES // per_sm - gpu_layout.RESERVED_BYTES
     return per_sm, min((share - own_bytes) // stage_bytes, gpu_layout.SPLIT // TILE)
-
-
-def _chunk(rows: int, columns: int) -> int:
-    """Parts that are on their way to `_combine` at once: up to 64 KB."""
-    return max(1, min(16, 65536 // (4 * rows * columns)))
-
-
-def _combine(parts, stats, starts, dtype, options: Options):
-    """Parts [K, items, D, G] and their maxima and sums [K, items, 4, G], row r's from starts[r] on → [R, K, G, D]."""
-    num_kv_heads, _, rows, columns = parts.shape
-    num_rows = starts.shape[0] - 1
-    chunk, sinks = _chunk(rows, columns), options.sinks
-    if sinks is not None:
-        sinks = sinks.reshape(num_kv_heads, -1)
-        sinks = jnp.pad(sinks, ((0, 0), (0, columns - sinks.shape[1])))
-    by_head = plgpu.Layout.WGMMA.reduce(0)
-
-    def paged_combine(part_ref, stats_ref, starts_ref, *rest):
-        *sinks_ref, out_ref, part_smem, stats_smem, ready = rest
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        begin, end = starts_ref[row], starts_ref[row + 1]
-
-        def add_chunk(turn, carry):
-            item = begin + turn * chunk
-            num_parts = jnp.minimum(end - item, chunk)
-
-            def fetch(i, _):
-                for ref, smem in ((part_ref, part_smem), (stats_ref, stats_smem)):
-                    plgpu.copy_gmem_to_smem(ref.at[head, item + i], smem.at[i], ready.at[i])
-
-            def add(i, carry):
-                acc, m, total = carry
-                plgpu.barrier_wait(ready.at[i])
-                part = load(part_smem.at[i], layout=plgpu.Layout.WGMMA)
-                part_m = load(stats_smem.at[i, 0], layout=by_head)
-                part_total = load(stats_smem.at[i, 1], layout=by_head)
-                m_new = jnp.maximum(m, part_m)
-                old, new = jnp.exp2(m - m_new), jnp.exp2(part_m - m_new)
-                acc = acc * lax.broadcast_in_dim(old, acc.shape, [1])
-                acc = acc + part * lax.broadcast_in_dim(new, acc.shape, [1])
-                return acc, m_new, total * old + part_total * new
-
-            plgpu.commit_smem()  # what was read before is copied over
-            lax.fori_loop(0, num_parts, fetch, None)
-            return lax.fori_loop(0, num_parts, add, carry)
-
-        nothing = (
-            filled((rows, columns), 0.0, plgpu.Layout.WGMMA),
-            filled((columns,), MASKED, by_head),
-            filled((columns,), 0.0, by_head),
-        )
-        acc, m, total = lax.fori_loop(0, pl.cdiv(end - begin, chunk), add_chunk, nothing)
-        sinks = [load(ref.at[head], layout=by_head, optimized=False) for ref in sinks_ref]
-        out = normalised(acc, m, total, sinks, axis=1).astype(dtype)
-        # In the transposed layout a thread's pairs of values lie along D, as they do in memory.
-        out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        store(out_ref.at[row, head].transpose((1, 0)), out)
-
-    kernel = plgpu.kernel(
-        paged_combine,
-        out_type=jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns, rows), dtype),
-        grid=(num_kv_heads, num_rows),
-        grid_names=("head", "row"),
-        scratch_types=(
-            plgpu.SMEM((chunk, rows, columns), jnp.float32),
-            plgpu.SMEM((chunk, 4, columns), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=chunk),
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=options.interpret,
-    )
-    return kernel(parts, stats, starts, *(() if sinks is None else (sinks,)))

@@ -8,6 +8,7 @@ dim, G = H / K query heads per KV head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,13 +75,19 @@ def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
     return -(-num_rows // -(-num_rows // most))
 
 
-def splits(
-    kv_lens: Int[Array, " R"], num_keys: int, window: int | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `_decode` has to do, int32 each: [R + 1] where a row's items start, and of each item row and first key.
+class Splits(NamedTuple):
+    """What rows with one query have to read, in items of up to SPLIT keys. Arrays, or in a kernel refs: int32 each.
 
     A row without keys has one item, that has nothing to read. What lies behind a window is no item.
     """
+
+    starts: Any  # [R + 1]: row r's items are those from starts[r] to before starts[r + 1]
+    row: Any  # [items]
+    first: Any  # [items]: position of the first key, a multiple of SPLIT
+
+
+def splits(kv_lens: Int[Array, " R"], num_keys: int, window: int | None) -> Splits:
+    """`num_keys`: the most that a row can have."""
     num_rows = kv_lens.shape[0]
     first = jnp.zeros_like(kv_lens)
     if window is not None:
@@ -90,7 +97,22 @@ def splits(
     item = jnp.arange(num_rows * most_splits(num_keys, window), dtype=jnp.int32)
     row = jnp.searchsorted(starts[1:], item, side="right", method="compare_all")
     row = jnp.minimum(row, num_rows - 1).astype(jnp.int32)
-    return starts, row, ((item - starts[row] + first[row]) * SPLIT).astype(jnp.int32)
+    return Splits(starts, row, ((item - starts[row] + first[row]) * SPLIT).astype(jnp.int32))
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of the queries of rows with several, those with most keys first. Arrays, or in a kernel refs: int32 each.
+
+    Rows with one query have none. The tokens of padding are a row without keys.
+    """
+
+    number: Any  # [1]: so many of the following are tiles
+    row: Any  # [tiles], like all below
+    token: Any  # the first query
+    count: Any  # queries
+    position: Any  # of the first query in its row; negative for padding
+    begin: Any  # positions of the row that one of the row's queries sees, from here
+    end: Any  # to before here
 
 
 def query_tiles(
@@ -99,12 +121,8 @@ def query_tiles(
     num_tokens: int,
     tile_q: int,
     window: int | None,
-) -> tuple[jax.Array, ...]:
-    """How many query tiles there are, int32[1]; and what each is, int32 each, those with most keys first:
-
-    its row, first token, number of queries, first position, and from where to where its row has positions that one of
-    the row's queries sees. Rows with one query have none. The tokens of padding are a row without keys.
-    """
+) -> QueryTiles:
+    """`tile_q`: the most queries of a tile."""
     num_rows = kv_lens.shape[0]
     lens = query_starts[1:] - query_starts[:-1]
     padding = jnp.maximum(num_tokens - query_starts[-1:], 0)
@@ -125,4 +143,4 @@ def query_tiles(
     order = jnp.argsort(jnp.where(item < ends[-1], -num_keys, 1), stable=True)
     token = query_starts[row].astype(jnp.int32) + first
     lists = (row, token, count, position, begin, ends_at)
-    return ends[-1:], *(x[order].astype(jnp.int32) for x in lists)
+    return QueryTiles(ends[-1:], *(x[order].astype(jnp.int32) for x in lists))

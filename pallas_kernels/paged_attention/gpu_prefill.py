@@ -1,21 +1,43 @@
 """Paged attention of rows with several queries, for Hopper: bound by the tensor cores.
 
-Knows tiles of queries and who of a program's three warpgroups does what. Letters and principles stand in `gpu.py`.
+Knows tiles of queries and what each of a program's three warpgroups (WG) does. Letters and principles are in `gpu.py`.
 
-128 rows of wgmma are a tile of 128 / G queries times G heads, so that a KV head's keys are read once for its group. Two
-warpgroups compute on 64 rows each, a third copies. A program walks many tiles, and copies for the next one while this
-one is being finished. Only key tiles on the diagonal or on the window's edge are masked.
+**Tile.** 128 / G queries times G heads are 128 rows of wgmma, so that a KV head's keys are read once for its group. A
+program walks many such tiles. WG 0 and 1 compute 64 rows each; WG 2 copies, also for the next tile while this one is
+being finished. Only key tiles on the diagonal or on the window's edge are masked.
 
-The two that compute take turns: one has the tensor cores while the other is busy with exponentials (Shah et al.,
-FlashAttention-3, arXiv:2407.08608). So the second is always half a step behind the first.
+**Stages.** Step i multiplies tile i of all key tiles that a program copies; K and V lie in stage i % S of rings of
+their own. QK is S = Q K', PV is O += P V.
+
+**Protocol.** "free" means that the buffer may be written again.
+
+    buffer               producer            consumer        barrier                      waits for
+    arrived              WG 2: TMA           WG 0, 1         queries_ready, G arrivals    a copy for each head
+    arrived, free        WG 0, 1             WG 2            queries_done, 2 arrivals     both halves to be read (*)
+    queries              WG 0, 1             its own wgmma   commit_smem                  the writes to be visible
+    keys [i % S]         WG 2: TMA, step i   QK of WG 0, 1   keys.stages.ready[i % S]     the tile's blocks to arrive
+    keys [i % S], free   QK of WG 0, 1       WG 2            keys.done[i % S], 2 arr.     both to have read them
+    values [i % S]       like keys, with PV in place of QK
+    output               WG 0, 1             WG 0: TMA       written, 2 arrivals          both halves
+    output, free         WG 0: TMA           WG 0, 1         wait_smem_to_gmem, met       the last copy to have left
+
+(*) Where there is no room for `arrived`, it is `output`, and free when that has been sent.
+
+WG 0 and 1 take turns: one has the tensor cores while the other computes exponentials (Shah et al., FlashAttention-3,
+arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half a step behind. For step i of a tile:
+
+    between phases of in_turn   WG 0                                  WG 1
+    2 i + 1 and 2 i + 2         softmax of step i                     computes PV of i - 1, starts QK of i
+    2 i + 2 and 2 i + 3         computes PV of i, starts QK of i + 1  softmax of step i
+
+Of quantised pools there are no turns: WG 0 dequantises the keys and WG 1 the values of each step, so `done` has one
+arrival. They meet before QK, when both are written (`wide`), and after PV, when both are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +51,24 @@ from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Memory, Plan, 
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
     Options,
+    PoolArrays,
     Source,
     clear_outside,
-    filled,
     normalised,
     scores,
-    swizzle_of,
     weights,
 )
-from pallas_kernels.wgmma import Ref, added_product, as_operand, load, product, store
+from pallas_kernels.wgmma import (
+    Ref,
+    added_product,
+    as_operand,
+    filled,
+    load,
+    piece,
+    product,
+    store,
+    swizzle_of,
+)
 
 
 def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
@@ -47,9 +78,7 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
     group, sinks = num_heads // num_kv_heads, options.sinks
     tile_q, columns = ROWS // group // 2 * 2, pl.cdiv(head_dim, 64) * 64
     q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, columns - head_dim)))
-    num_tiles, *lists = gpu_layout.query_tiles(
-        query_starts, kv_lens, num_tokens, tile_q, options.window
-    )
+    tiles = gpu_layout.query_tiles(query_starts, kv_lens, num_tokens, tile_q, options.window)
     plan = Plan(
         options=options,
         source=source,
@@ -58,19 +87,14 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
         group=group,
         tile_q=tile_q,
         last_token=q.shape[0] - tile_q,
-        num_programs=min(hopper.NUM_SMS, num_kv_heads * lists[0].shape[0]),
+        num_programs=min(hopper.num_sms(), num_kv_heads * tiles.row.shape[0]),
     )
-    more = ()
     if sinks is not None:  # of each row of wgmma
         row = jnp.minimum(jnp.arange(ROWS) // tile_q, group - 1)
-        more = (sinks.reshape(num_kv_heads, group)[:, row],)
+        sinks = sinks.reshape(num_kv_heads, group)[:, row]
 
-    def paged_prefill(q_ref, table_ref, num_tiles_ref, *rest, **scratch):
-        *rest, out_ref = rest
-        list_refs, rest = rest[: len(lists)], rest[len(lists) :]
-        pool_refs, sinks_ref = rest[: len(source.arrays)], rest[len(source.arrays) :]
-        refs = _Refs(q_ref, table_ref, num_tiles_ref, list_refs, pool_refs, sinks_ref, out_ref)
-        program = _Program(plan, refs, Memory.of(plan, **scratch))
+    def paged_prefill(inputs: _Inputs, out_ref: Ref, **memory):
+        program = _Program(plan, inputs, out_ref, Memory.of(plan, **memory))
         pl.when(program.warpgroup == 2)(program.copy)
         pl.when(program.warpgroup < 2)(program.compute)
 
@@ -85,31 +109,33 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=options.interpret,
     )
-    out = kernel(q, block_table, num_tiles, *lists, *source.arrays, *more)
+    out = kernel(_Inputs(q, block_table, tiles, source.arrays, sinks))
     return out[:num_tokens, :, :head_dim]
 
 
-@dataclass(frozen=True)
-class _Refs:
-    """Arrays in the device's memory."""
+class _Inputs(NamedTuple):
+    """What the kernel reads, or in the kernel refs to it."""
 
-    queries: Ref  # [T, H, D]
-    table: Ref  # [R, M]
-    num_tiles: Ref  # [1]
-    lists: Sequence[Ref]  # of `gpu_layout.query_tiles`
-    pool: Sequence[Ref]  # see `Source`
-    sinks: Sequence[Ref]  # [K, ROWS], one or none
-    out: Ref  # [T, H, D]
+    queries: Any  # [T, H, columns], bfloat16 or float16
+    block_table: Any  # int32[R, M]
+    tiles: gpu_layout.QueryTiles
+    pool: PoolArrays
+    sinks: Any  # float32[K, ROWS], or None
 
 
 class _Program:
     """One of `num_programs`, traced for each of its three warpgroups."""
 
-    def __init__(self, plan: Plan, refs: _Refs, memory: Memory) -> None:
-        self.plan, self.refs, self.memory = plan, refs, memory
+    def __init__(self, plan: Plan, inputs: _Inputs, out_ref: Ref, memory: Memory) -> None:
+        self.plan, self.inputs, self.memory = plan, inputs, memory
+        self.out = out_ref  # [T, H, columns], like the queries
         self.warpgroup, self.number = lax.axis_index("warpgroup"), lax.axis_index("program")
-        self.half = pl.ds(pl.multiple_of(self.warpgroup * 64, 64), 64)  # of the rows
-        all_tiles = refs.num_tiles[0] * plan.num_kv_heads
+        self.half = piece(self.warpgroup, 64)  # of the rows
+        # Only these two differ in the interpreter.
+        weights_smem = None if memory.weights is None else memory.weights.at[self.half]
+        self.as_operand = partial(as_operand, smem=weights_smem)
+        self.added_product = partial(added_product, interpret=plan.options.interpret)
+        all_tiles = inputs.tiles.number[0] * plan.num_kv_heads
         whole = lax.div(all_tiles, jnp.int32(plan.num_programs))
         left = lax.rem(all_tiles, jnp.int32(plan.num_programs))
         self.num_turns = whole + (self._place(whole) < left).astype(jnp.int32)
@@ -123,7 +149,7 @@ class _Program:
         index = turn * self.plan.num_programs + self._place(turn)
         heads = jnp.int32(self.plan.num_kv_heads)
         item, head = lax.div(index, heads), lax.rem(index, heads)
-        return Tile.of(self.plan, head, *(ref[item] for ref in self.refs.lists))
+        return Tile.of(self.plan, self.inputs.tiles, item, head)
 
     # The warpgroup that copies.
 
@@ -139,16 +165,16 @@ class _Program:
 
     def _copy_tile(self, turn, copied):
         """`copied` tiles of keys came before; returns how many came till now."""
-        plan, refs, memory, at = self.plan, self.refs, self.memory, self._tile_of(turn)
+        plan, inputs, memory, at = self.plan, self.inputs, self.memory, self._tile_of(turn)
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(memory.queries_done))
         for g in range(plan.group):
-            queries = refs.queries.at[pl.ds(at.token, plan.tile_q), at.head * plan.group + g]
+            queries = inputs.queries.at[pl.ds(at.token, plan.tile_q), at.head * plan.group + g]
             into = memory.arrived.at[pl.ds(g * plan.tile_q, plan.tile_q)]
             plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
 
         def block_of(position):
             inside = jnp.clip(position, at.begin, at.end - 1)
-            return refs.table[at.row, lax.div(inside, jnp.int32(plan.source.block_size))]
+            return inputs.block_table[at.row, lax.div(inside, jnp.int32(plan.source.block_size))]
 
         def fetch(i, copied):
             # Not all are looked up at once: there are few registers.
@@ -156,7 +182,7 @@ class _Program:
             for which, ring in enumerate((memory.keys, memory.values)):
                 ring.wait_until_free(copied)
                 column, stage = 2 * at.head + which, ring.stage(copied)
-                plan.source.fetch(refs.pool, slot_of, column, ring.stages, stage, ring.ready)
+                plan.source.fetch(inputs.pool, slot_of, column, ring.stages, stage)
             return copied + 1
 
         return lax.fori_loop(0, at.num_keys, fetch, copied)
@@ -194,11 +220,10 @@ class _Program:
         acc, m, total = lax.fori_loop(whole, at.num_keys, partial(step, masked=True), carry)
         if plan.plain:
             pl.when(self.warpgroup == 0)(lambda: _meet(memory.in_turn))
-        sinks = [
-            load(ref.at[at.head, self.half], layout=by_row, optimized=False)
-            for ref in self.refs.sinks
-        ]
-        self._finish(normalised(acc, m, total, sinks, axis=0), at)
+        sink = self.inputs.sinks
+        if sink is not None:
+            sink = load(sink.at[at.head, self.half], layout=by_row, optimized=False)
+        self._finish(normalised(acc, m, total, sink, axis=0), at)
         return used + at.num_keys
 
     def _step(self, i, carry, *, at: Tile, used, masked: bool):
@@ -218,7 +243,7 @@ class _Program:
         m, rescale, p = weights(s, unit, m, axis=1)
         total = total * rescale + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
-        p = p.astype(self.refs.out.dtype)
+        p = p.astype(self.out.dtype)
         if plan.plain:
             # All of the above belongs before the other's turn.
             acc, m, total, p = lax.optimization_barrier((acc, m, total, p))
@@ -227,8 +252,7 @@ class _Program:
             if masked:
                 self._clear(values, start, at)
             plgpu.barrier_wait(memory.in_turn)
-        p = as_operand(p, None if memory.weights is None else memory.weights.at[self.half])
-        acc = added_product(acc, p, values, interpret=plan.options.interpret)
+        acc = self.added_product(acc, self.as_operand(p), values)
         if plan.plain:
             memory.values.release(number)
         else:
@@ -278,7 +302,7 @@ class _Program:
         _meet(memory.met)
 
     def _finish(self, out, at: Tile):
-        plan, memory, out = self.plan, self.memory, out.astype(self.refs.out.dtype)
+        plan, memory, out = self.plan, self.memory, out.astype(self.out.dtype)
         first = self.warpgroup == 0
         for part, _ in self._parts():  # where nobody reads queries any more
             _put(memory.queries, part, out[:, part[1]])
@@ -306,7 +330,7 @@ class _Program:
         There a few threads have a whole line. As wgmma has them, 8 rows would meet in the same banks of `arrived` and
         `output`, which are not swizzled.
         """
-        dtype = self.refs.out.dtype
+        dtype = self.out.dtype
         swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
         width = swizzle // dtype.itemsize
         by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
@@ -320,7 +344,7 @@ class _Program:
         def write(i, num_queries):
             for g in range(plan.group):
                 head = at.head * plan.group + g
-                to = self.refs.out.at[pl.ds(at.token + i, num_queries), head]
+                to = self.out.at[pl.ds(at.token + i, num_queries), head]
                 part = self.memory.output.at[pl.ds(g * plan.tile_q + i, num_queries)]
                 plgpu.copy_smem_to_gmem(part, to)
 

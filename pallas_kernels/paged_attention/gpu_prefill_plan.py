@@ -16,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_tiles import Options, Source, swizzle_of
-from pallas_kernels.wgmma import Ref, tiled
+from pallas_kernels.paged_attention.gpu_layout import QueryTiles
+from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages
+from pallas_kernels.wgmma import Ref, swizzle_of, tiled
 
 ROWS = 128  # of a query tile: two warpgroups of 64
 
@@ -61,7 +62,7 @@ class Plan:
 
 
 def memory_of(plan: Plan, columns: int, dtype) -> dict[str, Any]:
-    """Shared memory and barriers of a program; what `Memory` says of them."""
+    """Types of the shared memory and barriers of a program, for `Memory.of`. columns: D, padded to a multiple of 64."""
     tile, *num_stages = plan.tile_and_stages
     as_wgmma = partial(tiled, dtype=dtype, swizzle=swizzle_of(plan.head_dim * dtype.itemsize))
     interpreted = plan.options.interpret is not None
@@ -71,9 +72,9 @@ def memory_of(plan: Plan, columns: int, dtype) -> dict[str, Any]:
         "arrived": plgpu.SMEM((ROWS, columns), dtype) if plan.early else None,
         "queries": as_wgmma(ROWS, plan.head_dim),
         "weights": as_wgmma(ROWS, tile) if interpreted else None,
-        "wide": None if plan.plain else [as_wgmma(tile, plan.head_dim)] * 2,
+        "wide": [] if plan.plain else [as_wgmma(tile, plan.head_dim)] * 2,
         "rings": [
-            (*plan.source.memory(num, tile), plgpu.Barrier(num_arrivals=readers, num_barriers=num))
+            (plan.source.stages(num, tile), plgpu.Barrier(num_arrivals=readers, num_barriers=num))
             for num in num_stages
         ],
         "queries_ready": plgpu.Barrier(num_arrivals=plan.group),
@@ -86,23 +87,27 @@ def memory_of(plan: Plan, columns: int, dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Memory:
-    output: Ref  # [128, columns], row by row
-    arrived: Ref  # likewise, queries as they were copied; `output` where there is no room
-    queries: Ref  # as wgmma reads them
-    weights: Ref | None  # when interpreted, instead of registers
-    wide: Sequence[Ref]  # a tile of K and one of V, dequantised
+    """Shared memory and barriers of a program. Arrays are in q's dtype; `gpu_prefill.py` says who waits for what."""
+
+    output: Ref  # [ROWS, columns], row-major
+    arrived: Ref  # likewise: queries as TMA copies them; `output` unless `plan.early`
+    queries: Ref  # [ROWS, D], in wgmma's layout, like the next two
+    weights: Ref | None  # [ROWS, tile], only for the interpreter: see `as_operand`
+    wide: Sequence[Ref]  # [tile, D] each: dequantised tiles of K and V; none if `plan.plain`
     keys: Ring
     values: Ring
-    queries_ready: Ref
-    queries_done: Ref  # the warpgroups that compute have taken them
-    in_turn: Ref  # of the warpgroups that compute: half a step is over
+    queries_ready: Ref  # G arrivals: a copy for each head
+    queries_done: Ref  # 2 arrivals: both halves of `arrived` are read
+    in_turn: Ref  # 2 arrivals, like the next two: half a step is over
     met: Ref
-    written: Ref  # the output
+    written: Ref  # both halves of `output`
 
     @classmethod
     def of(cls, plan: Plan, *, rings, arrived, output, **others) -> Memory:
         tile, *nums = plan.tile_and_stages
-        keys, values = (Ring(num, *ring) for num, ring in zip(nums, rings, strict=True))
+        keys, values = (
+            Ring(num, stages, done) for num, (stages, done) in zip(nums, rings, strict=True)
+        )
         arrived = output if arrived is None else arrived
         return cls(output=output, arrived=arrived, keys=keys, values=values, **others)
 
@@ -112,18 +117,17 @@ class Ring:
     """Stages of K or of V. Of all tiles that a program copies, number i stands in stage i % num."""
 
     num: int
-    stages: Sequence[Ref]
-    ready: Ref  # the tile has come
-    done: Ref  # no warpgroup reads it any more
+    stages: Stages
+    done: Ref  # a barrier per stage: no warpgroup reads it any more
 
     def stage(self, i):
         return lax.rem(i, jnp.int32(self.num))
 
     def tile(self, i):
-        return self.stages[0].at[self.stage(i)]
+        return self.stages.data.at[self.stage(i)]
 
     def wait(self, i):
-        plgpu.barrier_wait(self.ready.at[self.stage(i)])
+        plgpu.barrier_wait(self.stages.ready.at[self.stage(i)])
 
     def release(self, i):
         plgpu.barrier_arrive(self.done.at[self.stage(i)])
@@ -149,7 +153,9 @@ class Tile:
     num_keys: jax.Array  # tiles of keys
 
     @classmethod
-    def of(cls, plan: Plan, head, row, token, count, bottom, begin, end) -> Tile:
+    def of(cls, plan: Plan, tiles: QueryTiles, item, head) -> Tile:
+        row, token, count = tiles.row[item], tiles.token[item], tiles.count[item]
+        bottom, begin, end = tiles.position[item], tiles.begin[item], tiles.end[item]
         window, tile = plan.options.window, plan.tile
         # A tile that would end beyond the last token begins earlier, with queries that are not its own.
         start = jnp.minimum(token, plan.last_token)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
-from pallas_kernels.wgmma import load, tiled
+from pallas_kernels.wgmma import load, piece, swizzle_of, tiled
 
 MASKED = -1e30  # where the running maximum begins
 LOG2E = math.log2(math.e)
@@ -30,20 +30,14 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Options:
+    """What a call of `gpu.paged_attention` says besides its arrays."""
+
     scale: float
     window: int | None
     soft_cap: float | None
     sinks: jax.Array | None  # float32[H], in units of log2
     sizes: TileSizes
     interpret: Any
-
-
-def filled(shape: tuple[int, ...], value: float, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def swizzle_of(row_bytes: int) -> int:
-    return next(swizzle for swizzle in (128, 64, 32) if row_bytes % swizzle == 0)
 
 
 def scores(s, visible, options: Options):
@@ -68,9 +62,9 @@ def weights(s, unit: float, m, axis: int):
     )
 
 
-def normalised(acc, m, total, sinks, axis: int):
-    """acc / total, which includes the logits of sinks; zeros where nothing was visible. m lies along `axis` of acc."""
-    for sink in sinks:
+def normalised(acc, m, total, sink, axis: int):
+    """acc / total, which includes the logits `sink`, if any; zeros where nothing was visible. m lies along `axis`."""
+    if sink is not None:
         top = jnp.maximum(m, sink)
         rescale = jnp.exp2(m - top)
         acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [axis])
@@ -79,12 +73,26 @@ def normalised(acc, m, total, sinks, axis: int):
     return acc * lax.broadcast_in_dim(share, acc.shape, [axis])
 
 
+class PoolArrays(NamedTuple):
+    """A pool as the kernels read it, or in a kernel refs: a row for each slot, K and V of a head side by side."""
+
+    data: Any  # [N * S, 2 * K * width], in the dtype of q, int8 or fp8
+    scale_zero: Any = None  # [N * S, 4 * K], bfloat16 or float16: only of int8 and int4
+
+
+class Stages(NamedTuple):
+    """Tiles of K, or of V, in shared memory: types, or in a kernel refs."""
+
+    data: Any  # [stages, tile, width], in wgmma's layout
+    scale_zero: Any  # [stages, tile, 8], of K and V of two heads; None like the pool's
+    ready: Any  # a barrier per stage: the tile has arrived
+
+
 @dataclass(frozen=True)
 class Source:
-    """A pool as the kernels read it: a row of `arrays` for each slot, the columns of K and V of a head side by side."""
+    """The pool of a call."""
 
-    # [N * S, 2 * K * width], and scales and zeros [N * S, 4 * K] of int8 and int4.
-    arrays: tuple[jax.Array, ...]
+    arrays: PoolArrays
     format: str | None
     block_size: int
     width: int  # columns of a head's K: D, or D / 2 bytes of int4
@@ -94,30 +102,38 @@ class Source:
         num_blocks, block_size, heads, width = pool.shape
         slots = num_blocks * block_size
         if not isinstance(pool, QuantizedPool):
-            return cls((pool.reshape(slots, -1),), None, block_size, width)
+            return cls(PoolArrays(pool.reshape(slots, -1)), None, block_size, width)
         data, scale_zero = pool.data.reshape(slots, -1), pool.scale_zero
         if pool.format in FLOATS:
             data = lax.bitcast_convert_type(data, FLOATS[pool.format])
         if scale_zero is None:
-            return cls((data,), pool.format, block_size, width)
+            return cls(PoolArrays(data), pool.format, block_size, width)
         if scale_zero.dtype == jnp.uint16:
             scale_zero = lax.bitcast_convert_type(scale_zero, jnp.bfloat16)
-        return cls((data, scale_zero.reshape(slots, 2 * heads)), pool.format, block_size, width)
+        arrays = PoolArrays(data, scale_zero.reshape(slots, 2 * heads))
+        return cls(arrays, pool.format, block_size, width)
 
-    def memory(self, num_stages: int, tile: int) -> tuple:
-        """Stages of K or of V, and the barrier that says which have come."""
-        dtype = self.arrays[0].dtype
+    @property
+    def has_scales(self) -> bool:
+        return self.arrays.scale_zero is not None
+
+    def stages(self, num_stages: int, tile: int) -> Stages:
+        """The types of as many stages."""
+        dtype = self.arrays.data.dtype
         swizzle = swizzle_of(self.width * dtype.itemsize)
-        stages = [tiled(num_stages, tile, self.width, dtype=dtype, swizzle=swizzle)]
-        if len(self.arrays) > 1:
-            stages.append(plgpu.SMEM((num_stages, tile, 8), self.arrays[1].dtype))
-        arrivals = len(stages) * (tile // min(self.block_size, tile))
-        return stages, plgpu.Barrier(num_arrivals=arrivals, num_barriers=num_stages)
+        data = tiled(num_stages, tile, self.width, dtype=dtype, swizzle=swizzle)
+        scale_zero, arrivals = None, tile // self.rows(tile)  # one for each copy
+        if self.has_scales:
+            scale_zero = plgpu.SMEM((num_stages, tile, 8), self.arrays.scale_zero.dtype)
+            arrivals *= 2
+        return Stages(
+            data, scale_zero, plgpu.Barrier(num_arrivals=arrivals, num_barriers=num_stages)
+        )
 
     def bytes_per_key(self) -> int:
         """Of shared memory, for K or V in one stage."""
-        data, *scale_zero = (x.dtype.itemsize for x in self.arrays)
-        return self.width * data + 8 * sum(scale_zero)
+        data = self.width * self.arrays.data.dtype.itemsize
+        return data + 8 * self.arrays.scale_zero.dtype.itemsize if self.has_scales else data
 
     def rows(self, tile: int) -> int:
         """Of a tile that lie together in the pool."""
@@ -128,20 +144,22 @@ class Source:
         slot = lax.rem(start + row, jnp.int32(self.block_size))
         return pl.multiple_of(block_of(start + row) * self.block_size + slot, self.rows(tile))
 
-    def fetch(self, refs, slot_of, column, stages, stage, ready):
+    def fetch(self, refs: PoolArrays, slot_of, column, stages: Stages, stage):
         """Copy a tile whose row i stands in slot `slot_of(i)`. `column`: 2 * head for K, 2 * head + 1 for V."""
-        tile = stages[0].shape[1]
+        tile, ready = stages.data.shape[1], stages.ready.at[stage]
         rows = self.rows(tile)
-        columns = [pl.ds(pl.multiple_of(column * self.width, self.width), self.width)]
+        of_head = piece(column, self.width)
         # Scales and zeros of two heads are the 16 bytes that TMA copies at least.
-        columns.append(pl.ds(pl.multiple_of(lax.div(column, jnp.int32(4)) * 8, 8), 8))
+        of_heads = piece(lax.div(column, jnp.int32(4)), 8)
         for row in range(0, tile, rows):
-            slot = slot_of(row)
-            for ref, smem, of_head in zip(refs, stages, columns, strict=False):
-                into = smem.at[stage, pl.ds(row, rows)]
-                plgpu.copy_gmem_to_smem(ref.at[pl.ds(slot, rows), of_head], into, ready.at[stage])
+            slots, into = pl.ds(slot_of(row), rows), pl.ds(row, rows)
+            data = stages.data.at[stage, into]
+            plgpu.copy_gmem_to_smem(refs.data.at[slots, of_head], data, ready)
+            if self.has_scales:
+                scale_zero = stages.scale_zero.at[stage, into]
+                plgpu.copy_gmem_to_smem(refs.scale_zero.at[slots, of_heads], scale_zero, ready)
 
-    def widen(self, stages, stage, column, into, start, inside):
+    def widen(self, stages: Stages, stage, column, into, start, inside):
         """Dequantise a stage into `into` [tile, D]; zeros where its positions, from `start` on, are not `inside`.
 
         `inside` is a pair of bounds, or None for keys, whose scores are masked.
@@ -154,12 +172,12 @@ class Source:
             if inside is not None:
                 position = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=rows) + (start + row)
                 kept = (position >= inside[0]) & (position < inside[1])
-            if len(stages) > 1:
-                scale, zero = _scale_zero(stages[1].at[stage, some], column)
+            if self.has_scales:
+                scale, zero = _scale_zero(stages.scale_zero.at[stage, some], column)
                 if kept is not None:
                     scale, zero = jnp.where(kept, scale, 0.0), jnp.where(kept, zero, 0.0)
             for first in range(0, self.width, step):
-                x = load(stages[0].at[stage, some, pl.ds(first, step)], layout=columns)
+                x = load(stages.data.at[stage, some, pl.ds(first, step)], layout=columns)
                 parts = [x]
                 if self.format == "int4":
                     x = x.astype(jnp.int32)

@@ -1,26 +1,37 @@
 """Products with quantized weights for Hopper GPUs (sm_90a) in Mosaic GPU. Knows no engine, and makes no choices.
 
-wgmma takes its left operand from registers, so that is the weight: a program computes the transposed result of ROWS
-outputs and a tile of tokens, padded to a multiple of 8, not of 64. Bytes arrive by TMA, CHUNK bytes of each output at a
-time, with several chunks in flight, and are converted in registers to integers that bfloat16 represents exactly, or to
-fp8's values: weights are never rounded. int4's groups are separate products, whose float32 sums are multiplied by the
-scale; other formats' scales are left to XLA, which fuses the multiplication into the consumer of the result.
+wgmma takes its left operand from registers, so that is the weight: a program computes the transposed result.
 
-Layers with few outputs have fewer tiles than the chip has SMs: their inputs are split, and the parts are added in
-order. The number of parts, and so the order of all sums, depends only on the weight's shape: a row's result does not
-depend on the number of rows.
+**Tile.** A program is one warpgroup, with ROWS outputs, wgmma's rows, and a tile of tokens, padded to a multiple of 8,
+not of 64. Weights are converted in registers to integers that bfloat16 represents exactly, or to fp8's values: they are
+never rounded. int4's groups are separate products, whose float32 sums are multiplied by the scale; other formats'
+scales are left to XLA, which fuses the multiplication into the consumer of the result.
 
-With `interpret`, converted weights go through shared memory and products are added (`wgmma.py` says why). All else is
-the same.
+**Splits.** Layers with few outputs have fewer tiles than the chip has SMs: their inputs are split, and the parts are
+added in order. The number of parts, and so the order of all sums, depends only on the weight's shape: a row's result
+does not depend on the number of rows.
+
+**Stages.** Step i multiplies a chunk: CHUNK bytes of each output and x's values for them, which lie in stage i % S of S
+stages of shared memory, with int4's scales and zeros.
+
+**Protocol.** The warpgroup starts all copies itself: those for step i at the end of step i - S, the first S before the
+loop.
+
+    buffer             producer         consumer              barrier                       waits for
+    stages [i % S]     TMA for step i   warpgroup and wgmma,  ready[i % S], an arrival of   all copies to arrive
+                                        step i                each array (2 to 4)
+    the same, free     step i           TMA for step i + S    commit_smem, end of step i    all threads to have read
+    sums in registers  wgmma of step i  step i + 1, store     implied by reading them       wgmma to be done
 
 Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +42,17 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
-from pallas_kernels.wgmma import added_product, as_operand, load, product, tiled
+from pallas_kernels.wgmma import (
+    Ref,
+    added_product,
+    as_operand,
+    filled,
+    load,
+    piece,
+    product,
+    swizzle_of,
+    tiled,
+)
 
 ROWS = 128  # outputs of a program
 CHUNK = 128  # bytes of an output per stage
@@ -112,6 +133,29 @@ def quant_matmul(
     return (out if row_scale is None else out * row_scale) * weight.scale[None]
 
 
+class _Operands(NamedTuple):
+    """Arrays, or in a kernel refs; and likewise their stages in shared memory, each with an axis of stages before."""
+
+    x: Any  # [T, E], a stage [tile, inputs of a chunk]: bfloat16, or int8 if rounded
+    data: Any  # [F, bytes of E], a stage [ROWS, CHUNK]: int8 or fp8; int4 as pairs in int8
+    scale: Any = None  # float32[J, F], a stage [groups of a chunk, ROWS]: only of int4
+    zero: Any = None  # uint8, likewise, or None
+
+    def present(self) -> list[Any]:
+        return [each for each in self if each is not None]
+
+    def stage(self, i) -> _Operands:
+        return _Operands(*(None if ref is None else ref.at[i] for ref in self))
+
+
+class _Memory(NamedTuple):
+    """A program's shared memory and barriers: their types, or in the kernel refs."""
+
+    stages: _Operands
+    wide: Any  # bfloat16[ROWS, CHUNK], only for the interpreter: see `as_operand`
+    ready: Any  # a barrier per stage
+
+
 def _parts(
     x: jax.Array, weight: QuantizedWeight, tile: int, sizes: TileSizes, interpret: Any
 ) -> jax.Array:
@@ -122,47 +166,33 @@ def _parts(
     num_programs = num_out // ROWS * (x.shape[0] // tile)
     num_parts = num_splits if num_programs < sizes.enough_programs else 1
     is_int4, sum_dtype = weight.format == "int4", jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    inputs = 2 * CHUNK if is_int4 else CHUNK  # per chunk
-    by_group = jax.tree.leaves((weight.scale, weight.zero)) if is_int4 else []
-    num_groups = inputs // group if is_int4 else 0  # per chunk
+    arrays = _Operands(x, weight.data)
+    inputs, num_groups = CHUNK, 0  # per chunk
+    if is_int4:
+        data = lax.bitcast_convert_type(weight.data, jnp.int8)
+        arrays = _Operands(x, data, weight.scale, weight.zero)
+        inputs, num_groups = 2 * CHUNK, 2 * CHUNK // group
+    by_group = arrays.present()[2:]
     group_bytes = num_groups * ROWS * sum(each.dtype.itemsize for each in by_group)
     stage_bytes = ROWS * CHUNK + tile * inputs * x.dtype.itemsize + group_bytes
     num_stages = max(1, min(sizes.most_stages, sizes.smem_kib * 1024 // stage_bytes))
-    data = lax.bitcast_convert_type(weight.data, jnp.int8) if is_int4 else weight.data
 
-    def body(x_ref, data_ref, *rest):
-        group_refs, rest = rest[: len(by_group)], rest[len(by_group) :]
-        out_ref, x_smem, data_smem, group_smem, wide_smem, ready = rest
-        rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * ROWS, ROWS), ROWS)
-        tokens = pl.ds(pl.multiple_of(lax.axis_index("tile") * tile, tile), tile)
+    def body(refs: _Operands, out_ref: Ref, memory: _Memory):
+        rows = piece(lax.axis_index("rows"), ROWS)
+        tokens = piece(lax.axis_index("tile"), tile)
+        multiply = _multiplication(weight.format, x.dtype, group, memory.wide, interpret)
 
         def fetch(chunk, stage):
-            def of(size):
-                return pl.ds(pl.multiple_of(chunk * size, size), size)
+            places = [(tokens, piece(chunk, inputs)), (rows, piece(chunk, CHUNK))]
+            places += [(piece(chunk, num_groups), rows) for _ in by_group]
+            into = memory.stages.stage(stage)
+            for ref, place, smem in zip(refs.present(), places, into.present(), strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[place], smem, memory.ready.at[stage])
 
-            copies = [
-                (x_ref.at[tokens, of(inputs)], x_smem),
-                (data_ref.at[rows, of(CHUNK)], data_smem),
-            ]
-            copies += [
-                (ref.at[of(num_groups), rows], smem)
-                for ref, smem in zip(group_refs, group_smem, strict=True)
-            ]
-            for source, smem in copies:
-                plgpu.copy_gmem_to_smem(source, smem.at[stage], ready.at[stage])
-
-        def step(i, acc, first, num_steps):
+        def add_chunk(i, acc, first, num_steps):
             stage = lax.rem(i, jnp.int32(num_stages))
-            plgpu.barrier_wait(ready.at[stage])
-            x_stage, data_stage = x_smem.at[stage], data_smem.at[stage]
-            if x.dtype == jnp.int8:
-                acc = added_product(acc, data_stage, x_stage.transpose((1, 0)), interpret=interpret)
-            elif is_int4:
-                stages = [smem.at[stage] for smem in group_smem]
-                acc = _add_groups(acc, x_stage, data_stage, stages, group, wide_smem)
-            else:
-                wide = _as_operand(_widen(data_stage), wide_smem)
-                acc = added_product(acc, wide, x_stage.transpose((1, 0)), interpret=interpret)
+            plgpu.barrier_wait(memory.ready.at[stage])
+            acc = multiply(acc, memory.stages.stage(stage))
             plgpu.commit_smem()  # all threads have read the stage
             pl.when(i + num_stages < num_steps)(lambda: fetch(first + i + num_stages, stage))
             return acc
@@ -172,8 +202,8 @@ def _parts(
             num_steps = lax.div((split + 1) * num_chunks, jnp.int32(num_splits)) - first
             for stage in range(num_stages):
                 pl.when(stage < num_steps)(partial(fetch, first + stage, stage))
-            zeros = plgpu.layout_cast(jnp.zeros((ROWS, tile), sum_dtype), plgpu.Layout.WGMMA)
-            add = partial(step, first=first, num_steps=num_steps)
+            zeros = filled((ROWS, tile), 0, plgpu.Layout.WGMMA, sum_dtype)
+            add = partial(add_chunk, first=first, num_steps=num_steps)
             # In the transposed layout a thread's pairs of values are along outputs, as in memory.
             transposed = plgpu.Layout.WGMMA_TRANSPOSED
             return plgpu.layout_cast(lax.fori_loop(0, num_steps, add, zeros), transposed)
@@ -201,27 +231,40 @@ def _parts(
 
     # A tile of shared memory may have at most one group.
     small = group if is_int4 else CHUNK
-    x_tiled = partial(tiled, swizzle=min(128, small * x.dtype.itemsize))
+    x_tiled = partial(tiled, dtype=x.dtype, swizzle=swizzle_of(small * x.dtype.itemsize))
+    stages = _Operands(
+        x_tiled(num_stages, tile, inputs),
+        tiled(num_stages, ROWS, CHUNK, dtype=arrays.data.dtype, swizzle=small),
+        *(plgpu.SMEM((num_stages, num_groups, ROWS), each.dtype) for each in by_group),
+    )
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_parts, x.shape[0], num_out), sum_dtype),
         grid=(num_parts, num_out // ROWS, x.shape[0] // tile),
         grid_names=("split", "rows", "tile"),
         scratch_types=(
-            x_tiled(num_stages, tile, inputs, dtype=x.dtype),
-            tiled(num_stages, ROWS, CHUNK, dtype=data.dtype, swizzle=small),
-            [plgpu.SMEM((num_stages, num_groups, ROWS), each.dtype) for each in by_group],
-            None if interpret is None else x_tiled(ROWS, CHUNK, dtype=jnp.bfloat16),
-            plgpu.Barrier(num_arrivals=2 + len(by_group), num_barriers=num_stages),
+            _Memory(
+                stages=stages,
+                wide=None if interpret is None else x_tiled(ROWS, CHUNK, dtype=jnp.bfloat16),
+                ready=plgpu.Barrier(num_arrivals=2 + len(by_group), num_barriers=num_stages),
+            ),
         ),
         interpret=interpret,
     )
-    return kernel(x, data, *by_group)
+    return kernel(arrays)
 
 
-def _as_operand(a, wide_smem):
-    """`wgmma.as_operand` in the first columns of a buffer of the maximum width."""
-    return as_operand(a, None if wide_smem is None else wide_smem.at[:, pl.ds(0, a.shape[1])])
+def _multiplication(
+    format: str, x_dtype: jnp.dtype, group: int, wide_smem: Ref | None, interpret: Any
+) -> Callable[[Any, _Operands], Any]:
+    """acc, a stage -> acc + the product of the stage; chosen before the loop, for the format and the interpreter."""
+    operand = partial(as_operand, smem=wide_smem)
+    add = partial(added_product, interpret=interpret)
+    if format == "int4":
+        return partial(_add_groups, operand=operand, group=group)
+    if x_dtype == jnp.int8:
+        return lambda acc, stage: add(acc, stage.data, stage.x.transpose((1, 0)))
+    return lambda acc, stage: add(acc, operand(_widen(stage.data)), stage.x.transpose((1, 0)))
 
 
 def _widen(data_smem):
@@ -234,30 +277,26 @@ def _widen(data_smem):
     return half.astype(jnp.float32).astype(jnp.bfloat16)
 
 
-def _add_groups(acc, x_smem, data_smem, group_smem, group: int, wide_smem):
+def _add_groups(acc, stage: _Operands, *, operand: Callable[[jax.Array], Any], group: int):
     """acc + the products of a chunk of int4: 128 bytes, or 256 inputs, of each output."""
     by_out = plgpu.Layout.WGMMA.reduce(1)
-    scale_smem, *zero_smem = group_smem
 
     def add_pair(pair, acc):
-        def part_of(index, size):
-            return pl.ds(pl.multiple_of(index * size, size), size)
-
-        data = load(data_smem.at[:, part_of(pair, group)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        data = load(stage.data.at[:, piece(pair, group)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
         # Signed bytes convert to bfloat16 fast, and four of them are one register: q, and 16 (q - 8) without a shift.
         low, high = data & jnp.int8(15), (data & jnp.int8(-16)) ^ jnp.int8(-128)
         for half, (q, middle, unit) in enumerate(((low, 0, 1), (high, MIDDLE, 16))):
             number = 2 * pair + half
             w = plgpu.layout_cast(q.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
-            if zero_smem:
-                zero = load(zero_smem[0].at[number], layout=by_out, optimized=False)
+            if stage.zero is not None:
+                zero = load(stage.zero.at[number], layout=by_out, optimized=False)
                 zero = (zero.astype(jnp.float32) - middle) * unit
                 w = w - lax.broadcast_in_dim(zero.astype(jnp.bfloat16), w.shape, [0])
             elif middle != MIDDLE:
                 w = w - jnp.bfloat16(MIDDLE)
-            x = x_smem.at[:, part_of(number, group)].transpose((1, 0))
-            part = product(_as_operand(w, wide_smem), x)
-            scale = load(scale_smem.at[number], layout=by_out, optimized=False) * (1 / unit)
+            x = stage.x.at[:, piece(number, group)].transpose((1, 0))
+            part = product(operand(w), x)
+            scale = load(stage.scale.at[number], layout=by_out, optimized=False) * (1 / unit)
             acc = acc + part * lax.broadcast_in_dim(scale, part.shape, [0])
         return acc
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh
 
 from pallas_kernels import hopper
 
@@ -103,3 +106,15 @@ def test_what_the_extra_installs_has_the_kernels():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     oldest, newest = (".".join(map(str, version)) for version in hopper.JAX_VERSIONS)
     assert f"\"jax[cuda13]>={oldest},<{newest}; python_version >= '3.12'\"" in text
+
+
+def test_the_number_of_sms_is_that_of_the_device_that_is_compiled_for(monkeypatch):
+    """The mesh's, otherwise the first device's; this machine has no GPU."""
+    assert hopper.num_sms() == hopper.NUM_SMS
+    gpu = AbstractDevice(device_kind="NVIDIA H100 PCIe", num_cores=114, platform="gpu")
+    tpu = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    for device, number in ((gpu, 114), (tpu, hopper.NUM_SMS)):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+            assert hopper.num_sms() == number
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(core_count=114)])
+    assert hopper.num_sms() == 114

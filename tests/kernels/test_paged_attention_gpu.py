@@ -30,7 +30,7 @@ import pytest
 from pallas_kernels import hopper
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.quantized import FORMATS
-from pallas_kernels.paged_attention import cases, gpu, gpu_decode, gpu_layout
+from pallas_kernels.paged_attention import cases, gpu, gpu_combine, gpu_layout
 from pallas_kernels.paged_attention.cases import Case
 from tests.kernels.paged_attention import PagedAttentionTests, dense_attention, run
 
@@ -177,8 +177,8 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(pool, monkeypatch, ca
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
     monkeypatch.setattr(gpu_layout, "SPLIT", 384)
-    monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    monkeypatch.setattr(gpu_decode, "_chunk", lambda rows, columns: 1)
+    monkeypatch.setattr(hopper, "num_sms", lambda: 1)
+    monkeypatch.setattr(gpu_combine, "_chunk", lambda rows, columns: 1)
     case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450, **pool)
     sizes = gpu_layout.TileSizes(programs_per_sm=4)  # and so fewer stages
     TestInterpreted().check(case, sizes=sizes, interpret=interpreter(detect_races=True))
@@ -186,12 +186,15 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(pool, monkeypatch, ca
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-def test_a_row_does_not_depend_on_its_batch(monkeypatch):
-    """Bit for bit: alone in a narrow table, and among others in a wide one, by programs with several rows each."""
+def test_a_row_does_not_depend_on_its_batch_or_the_number_of_sms(monkeypatch):
+    """Bit for bit: alone in a narrow table with a program for each tile, and among others in a wide one, by programs
+    with several rows each.
+    """
     case = SMALL(name="", query_lens=(1, 1, 20), kv_lens=(600, 30, 90))
     arguments = cases.arguments(case)
-    monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    together = run(gpu.paged_attention, arguments, interpret=interpreter())
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "num_sms", lambda: 1)
+        together = run(gpu.paged_attention, arguments, interpret=interpreter())
     for row, queries in ((0, slice(0, 1)), (2, slice(2, 22))):
         width = -(-case.kv_lens[row] // case.block_size)
         alone = arguments | {
@@ -260,7 +263,7 @@ def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
     bytes_per_row = 4 * 64 * 8 * 2 * 4  # D, G as wgmma pads it, K, splits of the table's 49 blocks
     monkeypatch.setattr(gpu_layout, "PARTS_BYTES", 2 * bytes_per_row)
     assert gpu_layout.rows_at_once(5, bytes_per_row) == 2
-    monkeypatch.setattr(gpu_decode, "_chunk", lambda rows, columns: 2)
+    monkeypatch.setattr(gpu_combine, "_chunk", lambda rows, columns: 2)
     np.testing.assert_array_equal(run(gpu.paged_attention, arguments, **options), at_once)
 
 
