@@ -9,7 +9,7 @@ import pytest
 def interpreter(**options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return plgpu.InterpretGPUParams(**options)
+    return plgpu.InterpretGPUParams(**options)  # pyright: ignore[reportAttributeAccessIssue] (jax 0.10)
 
 
 def sum_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
