@@ -36,10 +36,10 @@ def programs(target: str) -> Iterator[Program]:
         model, chunks = model_and_chunks(target)
         lower = lowerings(model, chunks)
         shortest, longest = chunks.sizes[0], chunks.sizes[-1]
-        for size, of_tokens in ((shortest, False), (longest, False), (longest, True)):
-            name = size.name(of_tokens=of_tokens)
+        for size, per_token in ((shortest, False), (longest, False), (longest, True)):
+            name = size.name(per_token=per_token)
             yield Program(
-                name=name, lower=lower[name], look=partial(_look, model, chunks, size, of_tokens)
+                name=name, lower=lower[name], look=partial(_look, model, chunks, size, per_token)
             )
 
 
@@ -73,7 +73,7 @@ def model_and_chunks(target: str) -> tuple[PoolingModel, Chunks]:
 
 
 def _look(
-    model: PoolingModel, chunks: Chunks, size: ChunkSize, of_tokens: bool, compiled: Any, log: str
+    model: PoolingModel, chunks: Chunks, size: ChunkSize, per_token: bool, compiled: Any, log: str
 ) -> dict[str, Any]:
     import jax
 
@@ -83,7 +83,7 @@ def _look(
     return {
         "num_tokens": size.num_tokens,
         "longest": size.longest,
-        "of_tokens": of_tokens,
+        "per_token": per_token,
         "hidden_size": model.config.hidden_size,
         "pool_bytes": sum(each.size * each.dtype.itemsize for each in arrays),
         "alias_bytes": memory.alias_size_in_bytes,

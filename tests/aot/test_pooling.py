@@ -21,7 +21,7 @@ def programs(request) -> list[dict]:
 
 
 def test_the_kv_of_a_text_stays_in_place(programs):
-    assert [each["of_tokens"] for each in programs] == [False, False, True]
+    assert [each["per_token"] for each in programs] == [False, False, True]
     assert {each["num_tokens"] for each in programs} == {CHUNK}
     assert [each["longest"] for each in programs] == [2 * CHUNK, 32768, 32768]
     for each in programs:
