@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.ops import attention, blocks, matmul
+from jaxpage.ops import attention, blocks, experts, lora, matmul
 from jaxpage.ops.implementations import Implementation, first_supported, require
 
 
@@ -47,7 +47,7 @@ def test_if_none_can_serve_one_error_has_all_reasons():
     ]
 
 
-@pytest.mark.parametrize("operation", [attention, blocks, matmul])
+@pytest.mark.parametrize("operation", [attention, blocks, experts, lora, matmul])
 def test_xla_is_the_last_of_each_operation_and_serves_everywhere(operation):
     *others, last = operation.IMPLEMENTATIONS
     assert (last.name, last.platform) == ("xla", None)

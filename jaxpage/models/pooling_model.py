@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.models.decoder import Decoder
-from jaxpage.models.encoder import LayerNorm
+from jaxpage.models.encoder import Encoder, LayerNorm
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Linear, Normal
+from jaxpage.models.modernbert import ModernBert
 from jaxpage.models.token_batch import RowAttention, TokenBatch
 
 Does = Literal["embed", "classify", "token_classify"]
@@ -143,10 +144,13 @@ class DecoderStates(nnx.Module):
         return self.decoder(chunk)
 
 
+Layers = Encoder | ModernBert | DecoderStates
+
+
 class PoolingModel(nnx.Module):
     """Layers, pooling, projections and head; without a head it returns embeddings."""
 
-    def __init__(self, config: PoolingModelConfig, layers: nnx.Module, head: Head | None):
+    def __init__(self, config: PoolingModelConfig, layers: Layers, head: Head | None):
         self.config = config
         self.layers = layers
         self.head = head
@@ -158,17 +162,23 @@ class PoolingModel(nnx.Module):
         `starts`, `lengths`: int32[S], the first token of each text among the B * L of the batch, and its number of
         tokens; a text of no tokens is padding with arbitrary results.
         """
-        hidden = self.layers(batch)  # type: ignore[operator]
+        hidden = self.layers(batch)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         return self.finished(_pool(hidden, starts, lengths, self.config.pooling))
 
     def of_tokens(self, batch: TokenBatch) -> jax.Array:
         """float32[B, L, D]: a raw vector for each token."""
-        return self.finished(self.layers(batch).astype(jnp.float32))  # type: ignore[operator]
+        return self.finished(self.layers(batch).astype(jnp.float32))
+
+    @property
+    def decoder_states(self) -> DecoderStates:
+        """The layers of a model that is a decoder."""
+        assert isinstance(self.layers, DecoderStates), f"{self.config.architecture} is no decoder"
+        return self.layers
 
     def states_of_chunk(self, chunk: ForwardInput) -> jax.Array:
         """float32[C, E]: hidden states of some tokens of one text, for causal models."""
-        return self.layers.of_chunk(chunk).astype(jnp.float32)  # type: ignore[attr-defined]
+        return self.decoder_states.of_chunk(chunk).astype(jnp.float32)
 
     def share_of_chunk(
         self, states: jax.Array, chunk: ForwardInput, *, length: jax.Array

@@ -1,8 +1,10 @@
 """Low-rank adapters for a step: chooses the implementation. Knows no model.
 
-The kernel reads only the slots that a batch uses; with few tokens, reading adapters is what takes the time. With many
-tokens the kernel would read and write the layer's float32 result once more, while XLA fuses that into the layer's own
-matmul: steps with more than MOST_TOKENS use XLA. So do layers on several devices, because XLA partitions its matmuls.
+Kernels read only the slots that a batch uses; with few tokens, reading adapters is what takes the time. With many
+tokens a kernel would read and write the layer's float32 result once more, while XLA fuses that into the layer's own
+matmul: steps with more than MOST_TOKENS use XLA. So do layers on several devices, because XLA partitions its matmuls,
+and those whose slots together have no more than FEW_COLUMNS of B: a TPU's kernel would read them at once, as XLA does,
+and an H200 would at best save 2.4 us, the time of a launch or two, in the widest layer of a 7B model.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import jax
 
@@ -21,15 +24,17 @@ from jaxpage.ops.implementations import (
     first_supported,
     require,
 )
-from pallas_kernels.lora import tpu, xla
+from pallas_kernels import hopper
+from pallas_kernels.lora import xla
 
 MOST_TOKENS = 128
+FEW_COLUMNS = 128
 Half = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
 class LoraKernel:
-    """The implementation that adds adapters: XLA, or the kernel for "tpu"."""
+    """The implementation that adds adapters: XLA, or the kernel for "tpu" or "gpu"."""
 
     platform: str | None
 
@@ -46,27 +51,43 @@ class _Request:
     num_devices: int
 
 
-def _accept_tpu(request: _Request) -> LoraKernel:
+def _accept_kernel(request: _Request) -> LoraKernel:
     if request.num_devices > 1:
         raise Unsupported(
             f"the kernel of adapters is for one device; these are {request.num_devices}"
         )
-    a, b, num_slots = request.a, request.b, request.num_slots
-    require(tpu.unsupported_reason(a, b, num_slots=num_slots))
-    return LoraKernel("tpu")
+    a, b, platform = request.a, request.b, request.device.platform
+    require(_kernel_of(platform).unsupported_reason(a, b, num_slots=request.num_slots))
+    return LoraKernel(platform)
+
+
+def _accept_hopper(request: _Request) -> LoraKernel:
+    require(hopper.unsupported_reason_on(request.device.compute_capability))
+    kernel = _accept_kernel(request)
+    require(hopper.unsupported_ptxas_here())
+    return kernel
 
 
 IMPLEMENTATIONS: tuple[Implementation[_Request, LoraKernel], ...] = (
-    Implementation("tpu", "tpu", _accept_tpu),
+    Implementation("tpu", "tpu", _accept_kernel),
+    Implementation("hopper", "gpu", _accept_hopper),
     Implementation("xla", None, lambda request: XLA),
 )
+
+
+def _kernel_of(platform: str) -> ModuleType:
+    if platform == "tpu":
+        from pallas_kernels.lora import tpu as kernel
+    else:
+        from pallas_kernels.lora import gpu as kernel
+    return kernel
 
 
 def choose(
     a: Half, b: Sequence[Half], device: Device, *, num_slots: int, num_devices: int = 1
 ) -> Choice[LoraKernel]:
     """The implementation for adapters of the shapes and dtypes of a and b, see `pallas_kernels/lora/reference.py`."""
-    if b[0].shape[1] <= tpu.LANES:  # the kernel would read all slots at once, as XLA does
+    if b[0].shape[1] <= FEW_COLUMNS:
         return Choice("xla", XLA)
     request = _Request(a=a, b=b, num_slots=num_slots, device=device, num_devices=num_devices)
     return first_supported("lora", IMPLEMENTATIONS, request, device.platform)
@@ -88,10 +109,11 @@ def lora(
     if kernel.platform is None or slots.size > MOST_TOKENS:
         return xla.lora(y, x, a, b, slots, num_slots=num_slots)
     rows = (each.reshape(-1, each.shape[-1]) for each in (y, x))
-    return _on_tpu(*rows, a, tuple(b), slots.reshape(-1), num_slots=num_slots).reshape(y.shape)
+    options = dict(num_slots=num_slots, platform=kernel.platform)
+    return _by_kernel(*rows, a, tuple(b), slots.reshape(-1), **options).reshape(y.shape)
 
 
 # A separate jit, so that it is traced and lowered once for all equal layers; XLA inlines it.
-@partial(jax.jit, static_argnames="num_slots")
-def _on_tpu(y, x, a, b, slots, *, num_slots: int) -> jax.Array:
-    return tpu.lora(y, x, a, b, slots, num_slots=num_slots)
+@partial(jax.jit, static_argnames=("num_slots", "platform"))
+def _by_kernel(y, x, a, b, slots, *, num_slots: int, platform: str) -> jax.Array:
+    return _kernel_of(platform).lora(y, x, a, b, slots, num_slots=num_slots)

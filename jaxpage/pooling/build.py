@@ -116,7 +116,7 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
         vocab_size=model.config.vocab_size,
         joins_pairs=getattr(hf_config, "use_sep_token", not from_tokens),
     )
-    sizes, chunks = _sizes(config, model, hardware)
+    sizes, chunks = sizes_of(config, model, hardware)
     engine = PoolingEngine(
         model,
         sizes=sizes,
@@ -131,7 +131,7 @@ def build_pooler(options: EngineConfig, *, use_tqdm: bool = True) -> BuiltPooler
     )
 
 
-def _sizes(
+def sizes_of(
     config: ResolvedConfig, model: PoolingModel, hardware: Device
 ) -> tuple[tuple[Size, ...], Chunks]:
     """Sizes of launches, and chunks for longer texts. A model whose tokens see later ones has no chunks."""

@@ -80,7 +80,7 @@ def make_chunks(
     lengths = [min(2 * num_tokens, max_len)]
     while lengths[-1] < max_len:
         lengths.append(min(2 * lengths[-1], max_len))
-    decoder = model.layers.decoder.config  # type: ignore[attr-defined]
+    decoder = model.decoder_states.decoder.config
     shares = share_heads(decoder.num_heads, decoder.num_kv_heads, 1)
     pool = KVPoolSpec(
         num_arrays=decoder.num_layers,

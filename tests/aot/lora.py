@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +11,12 @@ from typing import Any
 from jaxpage.aot.hlo import copies_of_size, kernel_calls
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
+from tests.aot import compiling, ptxas
 from tests.aot.program import Program
 from tests.aot.shapes import spec
 
-TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
+TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1", "h200")
+environment = compiling.ptxas_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,9 @@ class Layer:
         return f"{self.num_slots}-of-rank-{self.rank}-{shape}-{self.dtype}"
 
 
-def layers() -> Iterator[Layer]:
-    """Qwen2.5's; then what is odd, and many tokens, which engines leave to XLA."""
+def layers(platform: str) -> Iterator[Layer]:
+    """Qwen2.5's; then what is odd, and many tokens, which engines leave to XLA. GPUs' kernel reads no float32."""
+    odd = "float16" if platform == "gpu" else "float32"
     for num_in, num_outs in (
         (3584, (3584, 512, 512)),
         (3584, (3584,)),
@@ -46,16 +50,25 @@ def layers() -> Iterator[Layer]:
     yield Layer(num_tokens=8, num_in=896, num_outs=(896, 128, 128), num_slots=16, rank=16)
     yield Layer(num_tokens=67, num_in=4864, num_outs=(896,), rank=32)
     yield Layer(num_tokens=128, num_in=18944, num_outs=(3584,), num_slots=4, rank=256)
-    yield Layer(num_tokens=64, num_in=2048, num_outs=(2048, 256, 256), dtype="float32")
+    yield Layer(num_tokens=64, num_in=2048, num_outs=(2048, 256, 256), dtype=odd)
     yield Layer(num_tokens=2048, num_in=3584, num_outs=(3584, 512, 512))
 
 
 def programs(target: str) -> Iterator[Program]:
     import jax
 
+    platform = parse_target(target).chip.platform
+    look, observers = _look, ()
+    if platform == "gpu":
+        look, observers = _look_on_gpu, (sys.modules[__name__],)
     with jax.set_mesh(mesh_of(parse_target(target), 1)):  # Pallas asks it for which chip to lower
-        for layer in layers():
-            yield Program(name=layer.name, lower=partial(_lower, layer), look=partial(_look, layer))
+        for layer in layers(platform):
+            yield Program(
+                name=layer.name,
+                lower=partial(_lower, layer, platform),
+                look=partial(look, layer),
+                observers=observers,
+            )
 
 
 def _arguments(layer: Layer) -> dict[str, Any]:
@@ -69,13 +82,15 @@ def _arguments(layer: Layer) -> dict[str, Any]:
     }
 
 
-def _lower(layer: Layer) -> Any:
+def _lower(layer: Layer, platform: str) -> Any:
     import jax
 
-    from pallas_kernels.lora import tpu
-
-    kernel = partial(tpu.lora, num_slots=layer.num_slots)
-    return jax.jit(kernel).lower(**_arguments(layer))
+    if platform == "gpu":
+        from pallas_kernels.lora import gpu as kernel
+    else:
+        from pallas_kernels.lora import tpu as kernel
+    adapters = partial(kernel.lora, num_slots=layer.num_slots)
+    return jax.jit(adapters).lower(**_arguments(layer))
 
 
 def _look(layer: Layer, compiled: Any, log: str) -> dict[str, Any]:
@@ -88,3 +103,7 @@ def _look(layer: Layer, compiled: Any, log: str) -> dict[str, Any]:
         "kernel_calls": len(kernel_calls(text)),
         "copies": list(copies_of_size(text, weights)),
     }
+
+
+def _look_on_gpu(layer: Layer, compiled: Any, log: str) -> dict[str, Any]:
+    return _look(layer, compiled, log) | {"ptxas": ptxas.report(log)}

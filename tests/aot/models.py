@@ -106,6 +106,12 @@ GEMMA_3_4B = {
         "vision_use_head": False,
     },
 }
+# Qwen3-Embedding-0.6B.
+QWEN3_EMBEDDING = qwen2(1024, 3072, 16, 8, 28, vocab_size=151669) | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+}
 
 MODELS = {
     "Llama-3.1-8B": llama3(4096, 14336, 32, 32),

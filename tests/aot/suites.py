@@ -23,6 +23,7 @@ NAMES = (
     "lora",
     "schedules",
     "vision",
+    "pooling",
     "block_copy",
     "kv_write",
     "sampling",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,11 +13,13 @@ import pytest
 
 from jaxpage.device import Device
 from jaxpage.ops import lora as ops
+from pallas_kernels import hopper
 from pallas_kernels.lora import cases, reference, xla
 from pallas_kernels.lora.cases import Case
 from tests.kernels.lora import LoraTests
 
 TPU, CPU = Device(platform="tpu", kind="TPU v6 lite"), Device(platform="cpu")
+HOPPER = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
 
 
 class TestReference(LoraTests):
@@ -62,10 +66,45 @@ def test_the_kernel_serves_on_a_tpu_where_it_can_and_says_why_not_elsewhere(
     assert choose(CPU).chosen == ops.XLA and choose(CPU).reason is None
 
 
+@pytest.mark.parametrize(
+    ("change", "num_devices", "capability", "reason"),
+    [
+        ({}, 1, "9.0", None),
+        ({}, 1, "8.0", r"of compute capability 9\.0; this device's is 8\.0"),
+        ({}, 2, "9.0", "for one device; these are 2"),
+        (dict(rank=24, num_slots=16), 1, "9.0", "rank 24 is no multiple of 16"),
+        (dict(dtype="float32"), 1, "9.0", "adapters are float32"),
+    ],
+    ids=str,
+)
+def test_the_kernel_serves_on_a_hopper_gpu_where_it_can_and_says_why_not_elsewhere(
+    change, num_devices, capability, reason, monkeypatch
+):
+    monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
+    monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 1, 80))
+    a, b, num_slots = shapes(replace(Case(name=""), **change))
+    device = replace(HOPPER, compute_capability=capability)
+    choice = ops.choose(a, b, device, num_slots=num_slots, num_devices=num_devices)
+    if reason is None:
+        assert choice.chosen == ops.LoraKernel("gpu") and choice.reason is None
+    else:
+        assert choice.chosen == ops.XLA and re.search(reason, choice.reason or "")
+
+
+def test_an_assembler_that_miscompiles_is_a_reason(monkeypatch):
+    monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
+    monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("/cuda/bin/ptxas"))
+    monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 0, 88))
+    a, b, num_slots = shapes(Case(name=""))
+    choice = ops.choose(a, b, HOPPER, num_slots=num_slots)
+    assert choice.chosen == ops.XLA and "ptxas 13.0.88" in (choice.reason or "")
+
+
+@pytest.mark.parametrize("device", [TPU, HOPPER], ids=["tpu", "hopper"])
 @pytest.mark.parametrize(("num_slots", "rank"), [(1, 16), (8, 16), (1, 128), (5, 8)])
-def test_what_the_kernel_would_read_at_once_is_xlas_without_a_reason(num_slots, rank):
+def test_few_columns_are_xlas_without_a_reason(num_slots, rank, device):
     a, b, num_slots = shapes(Case(name="", num_slots=num_slots, rank=rank))
-    choice = ops.choose(a, b, TPU, num_slots=num_slots)
+    choice = ops.choose(a, b, device, num_slots=num_slots)
     assert choice.chosen == ops.XLA and choice.reason is None
 
 

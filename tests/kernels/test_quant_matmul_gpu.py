@@ -17,6 +17,7 @@ import pytest
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.quant_matmul import cases, gpu
 from pallas_kernels.quant_matmul.cases import Case
+from tests.kernels.hopper import interpreter, look_for_races_of_wgmma, sum_in_float64
 from tests.kernels.quant_matmul import QuantMatmulTests, case_of, scale_of_powers_of_two
 
 __test__ = unsupported_jax() is None
@@ -32,24 +33,8 @@ SPLIT = (
 )
 
 
-def interpreter(**options):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.InterpretGPUParams(**options)
-
-
 def run(x, weight, *, round_x: bool = False, **options) -> np.ndarray:
     return np.asarray(jax.jit(partial(gpu.quant_matmul, round_x=round_x, **options))(x, weight))
-
-
-class NumPyThatSumsInFloat64:
-    """And rounds to what is asked for."""
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-    def matmul(self, a, b, dtype):
-        return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
 
 class Hopper(QuantMatmulTests):
@@ -69,20 +54,7 @@ class TestInterpreted(Hopper):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_no_two_copies_touch_the_same_memory_unordered(name, monkeypatch, capsys):
     """More chunks than stages. wgmma reads as a load would, but needs no fence before a copy over what it has read."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    wgmma = gpu_callbacks.wgmma
-
-    def checked(**operands):  # the interpreter's own leaves wgmma out when it looks for races
-        where = {k: operands[k] for k in ("token", "mesh_location", "thread", "source_info")}
-        for side in "ab":
-            key, transforms = (
-                operands[f"{side}_{what}"] for what in ("allocation_key_as_array", "transforms")
-            )
-            gpu_callbacks._get(allocation_key_as_array=key, transforms=transforms, **where)
-        return wgmma(**operands)
-
-    monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
+    look_for_races_of_wgmma(monkeypatch)
     case = replace(case_of(name), num_in=1024, num_out=128, num_tokens=9)
     options = dict(sizes=gpu.TileSizes(most_stages=2), interpret=interpreter(detect_races=True))
     TestInterpreted().check(case, **options)
@@ -96,9 +68,7 @@ def test_a_row_is_the_same_to_the_bit_among_any_number_of_rows(case, monkeypatch
     is rounded correctly, and int4's scales are powers of two. (NumPy's order depends on the shape, and XLA:CPU rounds a
     product before it is added or not, as it likes.)
     """
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    monkeypatch.setattr(gpu_callbacks, "np", NumPyThatSumsInFloat64())
+    sum_in_float64(monkeypatch)
     x, weight = cases.arguments(replace(case, num_tokens=64))
     weight = replace(weight, scale=scale_of_powers_of_two(weight))
     options = dict(round_x=case.round_x, interpret=interpreter())

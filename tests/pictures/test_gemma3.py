@@ -147,6 +147,32 @@ def test_crops_are_those_of_transformers(make, theirs, size, number):
     assert len(hashes) == 1 + number
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_checkpoint_that_pans_and_scans_is_heard(make, theirs, tokenizer, tmp_path, is_nested):
+    """From either file that transformers writes; an option of the engine comes first.
+
+    transformers' processor of texts and pictures has a default of its own, no crops, so it is told the same here.
+    """
+    images = Gemma3ImageProcessorPil(size={"height": 56, "width": 56}, **PAN_AND_SCAN)
+    written = TheirProcessor(images, tokenizer, image_seq_length=16) if is_nested else images
+    written.save_pretrained(tmp_path)
+    file = "processor_config.json" if is_nested else "preprocessor_config.json"
+    assert '"do_pan_and_scan": true' in (tmp_path / file).read_text()
+    array = pixels(60, 151)
+    image = Image.fromarray(array)
+    expected = Gemma3ImageProcessorPil.from_pretrained(tmp_path)(image, return_tensors="np")
+    assert expected["num_crops"] == [3]
+    processor = make()
+    picture = processor.image(array)
+    found = np.stack([gemma_pixels(part) for part in picture.parts])
+    np.testing.assert_array_equal(found, expected["pixel_values"])
+    text = "ab<boi>cd"
+    wanted = theirs(images=[[image]], text=[text], images_kwargs=PAN_AND_SCAN)["input_ids"][0]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert processor.expand(ids, [picture]).token_ids == list(wanted)
+    assert make(do_pan_and_scan=False).image(array).crops == ()
+
+
 def test_defaults_are_those_of_transformers(make, theirs, tokenizer):
     """Crops of 256 pixels or more, four at most, from a ratio of 1.2 on."""
     arrays = [pixels(h, w) for h, w in ((300, 360), (300, 350), (260, 2000), (700, 500))]
