@@ -115,20 +115,26 @@ def production_compiler():
 
 @contextmanager
 def _production_compiler() -> Iterator[None]:
+    """What jax has compiled before is not compiled again."""
     import jax
+    from jax._src import compiler  # there is no public name for the options of every `jax.jit`
 
     options = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
     if version("jaxlib") < "0.11":
         options["xla_cpu_use_fusion_emitters"] = True
-    compile_fast = jax.stages.Lowered.compile
+    # XLA reads XLA_FLAGS once per process, here at the latest: so it makes no difference which test is the first.
+    jax.devices()
+    options_of_flags = compiler.get_compile_options
 
-    def compile_well(self, compiler_options=None):
-        return compile_fast(self, options | (compiler_options or {}))
+    def options_of_users(*args, env_options_overrides=None, **kwargs):
+        overrides = options | (env_options_overrides or {})
+        return options_of_flags(*args, env_options_overrides=overrides, **kwargs)
 
     flags = [f for f in os.environ["XLA_FLAGS"].split() if f not in _fast_compilation()]
     with pytest.MonkeyPatch.context() as patch:
+        # For processes of their own, and for the names of programs in caches.
         patch.setenv("XLA_FLAGS", " ".join(flags))
-        patch.setattr(jax.stages.Lowered, "compile", compile_well)
+        patch.setattr(compiler, "get_compile_options", options_of_users)
         yield
 
 

@@ -12,6 +12,7 @@ Letters: T tokens, H query heads, K KV heads, D head dim, E model dim, F MLP dim
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -239,6 +240,17 @@ class CausalLM(nnx.Module):
             dtype=config.dtype,
         )
         self.lm_head = None if config.tie_word_embeddings else head
+
+    def part(self, path: str) -> tuple[Callable[[Any], Any], Any]:
+        """`make` and arrays: `make(arrays)` is the module at a dotted path, "" for all of it.
+
+        For functions that get all arrays they read as arguments.
+        """
+        module: Any = self
+        for name in path.split(".") if path else ():
+            module = module[int(name)] if name.isdigit() else getattr(module, name)
+        graphdef, arrays = nnx.split(module)
+        return partial(nnx.merge, graphdef), arrays
 
     def hidden_states(self, inputs: ForwardInput) -> jax.Array:
         """[..., T, E] in the model's dtype, after the final norm."""

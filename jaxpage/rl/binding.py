@@ -69,14 +69,10 @@ class Binding:
         names = {path: place.array for path, place in found.places.items()}
         converts = any(arrays[names[path]].dtype != each.dtype for path, each in described.items())
         if found.trainer != "NNX" or converts:
-            own = {
-                "enable_lora": spec.config.enable_lora,
-                'numerics="strict"': spec.config.numerics == "strict",
-            }
-            for option in (name for name, is_asked in own.items() if is_asked):
+            if spec.config.enable_lora:
                 raise ValueError(
-                    f"{option} is for modules of jaxpage in "
-                    f"the engine's dtype, {spec.config.dtype}; this module has {found.trainer}'s layout in {self.dtype}"
+                    f"enable_lora is for modules of jaxpage in the engine's dtype, {spec.config.dtype}; this module "
+                    f"has {found.trainer}'s layout in {self.dtype}"
                 )
             view = TrainerView(model, found.places, arrays)
             spec = dataclasses.replace(spec, model=view)

@@ -6,7 +6,9 @@ Knows where a trainer keeps each parameter and in which form (`weights.layouts`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import jax
 from flax import nnx
@@ -35,16 +37,31 @@ class _Recipe:
 
     def __init__(self, model: CausalLM, places: Mapping[str, Place]):
         self.graphdef, state = nnx.split(model)
-        self.treedef = jax.tree.structure(state)
+        self.abstract, self.treedef = jax.tree.flatten(state)
         described = specs(model)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-        self.steps = [(places[path], described[path]) for path in paths]
+        self.steps = [(path, places[path], described[path]) for path in paths]
 
-    def model(self, stored: Mapping[str, jax.Array]) -> CausalLM:
+    def names(self, path: str) -> set[str]:
+        """Of the arrays that the part of our model at a dotted path is made of."""
+        return {place.array for own, place, _ in self.steps if _is_within(own, path)}
+
+    def part(self, path: str, stored: Mapping[str, jax.Array]) -> Any:
+        """That part; "" for all of it."""
         leaves = [
-            take(place, stored[place.array], spec.shape, spec.dtype) for place, spec in self.steps
+            take(place, stored[place.array], spec.shape, spec.dtype)
+            if _is_within(own, path)
+            else abstract
+            for (own, place, spec), abstract in zip(self.steps, self.abstract, strict=True)
         ]
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+        module: Any = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+        for name in path.split(".") if path else ():
+            module = module[int(name)] if name.isdigit() else getattr(module, name)
+        return module
+
+
+def _is_within(own: str, path: str) -> bool:
+    return not path or f"{own}.".startswith(f"{path}.")
 
 
 class TrainerView(nnx.Module):
@@ -78,8 +95,15 @@ class TrainerView(nnx.Module):
 
     def ours(self) -> CausalLM:
         """A model of ours with these parameters, converted to our layout."""
-        arrays = [each.get_raw_value() for each in self.stored]
-        return self.recipe.model(dict(zip(self.names, arrays, strict=True)))
+        make, arrays = self.part("")
+        return make(arrays)
+
+    def part(self, path: str) -> tuple[Callable[[Any], Any], dict[str, jax.Array]]:
+        """See `CausalLM`. `make` converts the trainer's arrays to our layout, wherever it is called."""
+        wanted = self.recipe.names(path)
+        values = zip(self.names, self.stored, strict=True)
+        arrays = {name: each.get_raw_value() for name, each in values if name in wanted}
+        return partial(self.recipe.part, path), arrays
 
 
 def _declare(place: Place, spec: ParamSpec, array: jax.ShapeDtypeStruct) -> nnx.Param:

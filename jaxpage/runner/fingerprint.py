@@ -26,6 +26,11 @@ _JAX_OPTIONS = (
     "jax_threefry_partitionable",
     "jax_default_prng_impl",
     "jax_debug_nans",
+    # Options that jax passes to the compiler:
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_compiler_enable_remat_pass",
 )
 
 
@@ -40,7 +45,7 @@ def machine_fingerprint(device: jax.Device, flags: str) -> dict[str, str]:
         "compiler": f"{compiler} {version_of(compiler)}",
         "device": f"{device.platform} {device.device_kind}",
         "flags": flags,
-        "jax options": ", ".join(f"{name}={getattr(jax.config, name)}" for name in _JAX_OPTIONS),
+        "jax options": ", ".join(f"{name}={jax.config.values[name]}" for name in _JAX_OPTIONS),
     }
     if (
         device.platform == "cpu"

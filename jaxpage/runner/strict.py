@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
@@ -38,6 +37,7 @@ from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import xla
 
 ROW_TILE = 8  # rows that are sampled together
+Part = Callable[[Any], Any]  # a module of its arrays, see `CausalLM.part`
 
 
 def check_strict(config: ResolvedConfig, model: ModelConfig, mesh: Mesh | None) -> None:
@@ -69,38 +69,38 @@ def hidden_states(
 
     `rows_of_tokens`: int32[T].
     """
-    decoder, config = model.model, model.config
+    config = model.config
     is_token = batch.is_token
     assert is_token is not None
     num_tokens = batch.query_starts[-1]
     ropes = tuple(dict.fromkeys(config.ropes))
 
     def begin(constants, token_ids, positions):
-        x = nnx.merge(embedder, constants).embed(token_ids)
+        x = decoder(constants).embed(token_ids)
         return x, [rope.angles(positions, x.dtype) for rope in ropes]
 
-    embedder, table = nnx.split(decoder)
+    decoder, table = model.part("model")
     x, angles = by_tiles(begin, num_tokens, table, batch.token_ids, batch.positions)
     rotations = dict(zip(ropes, angles, strict=True))
     lens = jnp.where(is_token, batch.positions + 1, 0)
     pool = list(kv_pool)
-    for index, (layer, rope) in enumerate(zip(decoder.layers, config.ropes, strict=True)):
+    for index, rope in enumerate(config.ropes):
         group, array = layer_locations[index]
         tables = _wide(batch.block_tables[group], pool[array].shape[1])[rows_of_tokens]
-        graphdef, weights = nnx.split(layer)
-        q, k, v = by_tiles(partial(_project, graphdef), num_tokens, weights, x, *rotations[rope])
+        layer, weights = model.part(f"model.layers.{index}")
+        q, k, v = by_tiles(partial(_project, layer), num_tokens, weights, x, *rotations[rope])
         pool[array] = write_kv(pool[array], k, v, batch.slot_mappings[group])
         x = by_tiles(
-            partial(_finish, graphdef),
+            partial(_finish, layer),
             num_tokens,
             (weights, pool[array]),
             *(x, *rotations[rope], q, tables, lens),
         )
 
     def end(constants, x):
-        return nnx.merge(last, constants)(x)
+        return last(constants)(x)
 
-    last, norm = nnx.split(decoder.norm)
+    last, norm = model.part("model.norm")
     return pool, by_tiles(end, num_tokens, norm, x)
 
 
@@ -110,20 +110,20 @@ def _wide(tables: jax.Array, block_size: int) -> jax.Array:
     return jnp.pad(tables, ((0, 0), (0, max(0, missing))))
 
 
-def _project(graphdef: Any, weights: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+def _project(layer: Part, weights: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
     """q [T, H, D], k and v [T, K, D] of a layer, rotated."""
     found: list[tuple[jax.Array, ...]] = []
 
-    def record(layer, q, k, v, **options):
+    def record(index, q, k, v, **options):
         found.append((q, k, v))
         return q
 
-    nnx.merge(graphdef, weights)(x, (cos, sin), record)
+    layer(weights)(x, (cos, sin), record)
     return found[0]
 
 
 def _finish(
-    graphdef: Any,
+    layer: Part,
     constants: Any,
     x: jax.Array,
     cos: jax.Array,
@@ -136,18 +136,16 @@ def _finish(
     weights, pool = constants
     starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
 
-    def attend(layer, _q, _k, _v, **options):
+    def attend(index, _q, _k, _v, **options):
         return xla.paged_attention(q, pool, tables, lens, starts, one_query_per_row=True, **options)
 
-    return nnx.merge(graphdef, weights)(x, (cos, sin), attend)
+    return layer(weights)(x, (cos, sin), attend)
 
 
 def logits_of(model: CausalLM, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
     """float32[R, V]: logits of hidden [R, E], of which the first `num_rows`, int32[], are not padding."""
-    graphdef, weights = nnx.split(model)
-    return by_tiles(
-        lambda constants, x: nnx.merge(graphdef, constants).logits(x), num_rows, weights, hidden
-    )
+    whole, weights = model.part("")
+    return by_tiles(lambda constants, x: whole(constants).logits(x), num_rows, weights, hidden)
 
 
 def token_logprobs(

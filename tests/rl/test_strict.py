@@ -89,7 +89,35 @@ def test_one_bit_is_an_error(bound):
         sampler.check_parity(dataclasses.replace(rollout, logprobs=changed))
 
 
-def test_the_layouts_of_others_are_refused(path):
-    theirs = Holder(in_layout("tunix", make_module(path), path))
-    with pytest.raises(ValueError, match=r'numerics="strict" is for modules of jaxpage'):
-        make_sampler(theirs, path, numerics="strict")
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("tunix", "bfloat16"),
+        ("maxtext stacked", "bfloat16"),
+        ("tunix", "float32"),
+        pytest.param("maxtext", "float32", marks=pytest.mark.deep),
+    ],
+)
+def test_the_layouts_of_others_are_sampled_strictly_too(path, layout, dtype):
+    """Whatever the batches; float32 arrays are rounded to the engine's bfloat16 in the same place on both sides."""
+    ours = make_module(path)
+    theirs = Holder(in_layout(layout, ours, path))
+    sampler = make_sampler(theirs, path, numerics="strict", dtype=dtype)
+    rollout = sampler.generate(PROMPTS, PARAMS, n=4, seed=1)
+    report = sampler.check_parity(rollout)
+    assert report.token_count == 144 and report.mismatch_count == 0
+    forward = sampler.logprob_fn()
+    batch = jax.device_put(rollout.to_padded(prompt_length=60, completion_length=20))
+    sampled = batch.completion_mask
+
+    def loss(module, forward):
+        found = forward(module, batch, 0.8)
+        return (found * jnp.sin(jnp.arange(found.size)).reshape(found.shape)).sum(), found
+
+    gradient, found = nnx.jit(nnx.grad(loss, has_aux=True), static_argnums=1)(theirs, forward)
+    assert (found[sampled] == batch.logprobs[sampled]).all()
+    assert all(np.abs(each).max() > 0 for each in jax.tree.leaves(gradient))
+    alone = sampler.generate(PROMPTS[:1], PARAMS, n=4, seed=1)
+    np.testing.assert_array_equal(alone.logprobs, rollout.logprobs[:4])
+    assert sampler.stats().num_recompiles == 0
+    sampler.shutdown()
