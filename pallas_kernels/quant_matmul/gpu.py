@@ -216,7 +216,8 @@ def _parts(
         ),
         interpret=interpret,
     )
-    return kernel(x, data, *by_group)
+    with jax.named_scope("quant_matmul"):  # for whoever reads the compiled program
+        return kernel(x, data, *by_group)
 
 
 def _as_operand(a, wide_smem):
