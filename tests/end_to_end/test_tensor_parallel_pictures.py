@@ -12,6 +12,7 @@ from tests import checkpoints, picture_models
 from tests.end_to_end import test_gemma3_pictures, test_pictures
 from tests.end_to_end.test_tensor_parallel import (
     ATOL,
+    PREEMPTED,
     SIZES,
     WAYS,
     assert_happened,
@@ -25,6 +26,8 @@ FAMILIES = {
     "qwen3_vl": (picture_models.qwen3_vl_config, test_pictures),
     "gemma3": (picture_models.gemma3_config, test_gemma3_pictures),
 }
+FEW_BLOCKS = 60  # for the longest prompt, its answer and little else
+MAX_TOKENS = 64
 SLOW = {("qwen3_vl", "plain", 4)}
 
 
@@ -44,13 +47,14 @@ def path_of(tmp_path_factory):
 
 def all_answers(family: str, path: Path, way: str, **options) -> list[checkpoints.Answer]:
     """Of prompts that are answered together, and of a beam search."""
-    module, given = FAMILIES[family][1], WAYS[way] | options
-    if "num_gpu_blocks_override" in given:
-        given |= {"num_gpu_blocks_override": 60}
-    llm = module.make_llm(path, **given)
+    module, options = FAMILIES[family][1], WAYS[way] | options
+    if way in PREEMPTED:
+        options["num_gpu_blocks_override"] = FEW_BLOCKS
+    llm = module.make_llm(path, **options)
     never = dict.fromkeys(module.NEVER, -100.0)
-    chosen = [params(i, logit_bias=never) for i in range(len(module.PROMPTS))]
-    found = checkpoints.answers(llm, module.PROMPTS, chosen) + beams(llm, module.PROMPTS[:2])
+    more = {"logit_bias": never, "max_tokens": MAX_TOKENS}
+    chosen = [params(i, **more) for i in range(len(module.PROMPTS))]
+    found = checkpoints.answers(llm, module.PROMPTS, chosen) + beams(llm, module.PROMPTS[:1])
     assert_happened(way, llm.stats())
     return found
 
