@@ -311,10 +311,10 @@ Answer = tuple[list[int], list[float]]  # token ids, and the log-probability of 
 
 
 def answers(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    llm: LLM, prompts: list[Any], params: SamplingParams | list[SamplingParams]
 ) -> list[Answer]:
     """Of all sequences, those of a prompt one after the other. `params` ask for logprobs."""
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     return [
         (
             list(c.token_ids),

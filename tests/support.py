@@ -44,11 +44,7 @@ FAMILIES = {
 PICTURE_FAMILIES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "gemma3": "Gemma 3"}
 _DENSE = "tests.end_to_end.test_dense_families"
 _EXPERTS = "tests.end_to_end.test_experts"
-_SHARED = (
-    "tests.end_to_end.test_tensor_parallel:test_tokens_are_those_of_one_device",
-    f"{_DENSE}:test_tokens_of_several_devices_are_those_of_one",
-    f"{_EXPERTS}:test_tokens_of_devices_that_share_experts_are_those_of_one",
-)
+_SHARED = "tests.end_to_end.test_tensor_parallel:test_tokens_are_those_of_one_device"
 # The columns: "module:test"s, or of those with many kinds of cases only the ones with a parameter, "module:test=value".
 FEATURES: dict[str, tuple[str, ...]] = {
     "logits": (
@@ -64,14 +60,16 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "bfloat16": (
         "tests.models.test_families:test_bfloat16_logits_are_as_close_to_float32_as_those_of_torch",
         "tests.models.test_experts:test_bfloat16_logits_are_as_close_to_float32_as_those_of_torch",
+        f"{_DENSE}:test_bfloat16_logits_are_as_close_to_float32_as_those_of_torch",
     ),
     "gradients": (
         "tests.models.test_families:test_gradient_is_finite_and_equals_a_finite_difference",
         "tests.models.test_experts:test_a_trainer_can_differentiate_the_model",
+        f"{_DENSE}:test_gradient_is_finite_and_equals_a_finite_difference",
     ),
-    "several devices": tuple(f"{test}=plain" for test in _SHARED),
-    "int8 weights": tuple(f"{test}=int8 weights" for test in _SHARED),
-    "int8 KV": tuple(f"{test}=quantised pool" for test in (_SHARED[0], _SHARED[2])),
+    "several devices": (f"{_SHARED}=plain",),
+    "int8 weights": (f"{_SHARED}=int8 weights",),
+    "int8 KV": (f"{_SHARED}=quantised pool",),
 }
 _SEEN, _GEMMA_SEEN = "tests.models.test_qwen_vl", "tests.models.test_gemma3_pictures"
 _TOKENS_SEEN = (
@@ -89,6 +87,9 @@ PICTURE_FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "tokens with pictures": tuple(f"{test}=pictures" for test in _TOKENS_SEEN),
     "with videos": tuple(f"{test}=videos" for test in _TOKENS_SEEN),
+    "several devices": (
+        "tests.end_to_end.test_tensor_parallel_pictures:test_tokens_are_those_of_one_device=plain",
+    ),
 }
 
 
@@ -103,7 +104,7 @@ def picture_table() -> str:
 
 
 def _table(families: dict[str, str], features: dict[str, tuple[str, ...]]) -> str:
-    columns = {feature: _tested(tests) for feature, tests in features.items()}
+    columns = {feature: tested(tests) for feature, tests in features.items()}
     lines = [["family", *features], ["---", *[":-:"] * len(features)]]
     for family, name in families.items():
         lines.append([name, *("✓" if family in found else "" for found in columns.values())])
@@ -115,10 +116,11 @@ def _table(families: dict[str, str], features: dict[str, tuple[str, ...]]) -> st
 @functools.cache
 def tested_families(feature: str) -> frozenset[str]:
     """The families for which some test of the feature has a case."""
-    return _tested(FEATURES[feature])
+    return tested(FEATURES[feature])
 
 
-def _tested(tests: tuple[str, ...]) -> frozenset[str]:
+def tested(tests: tuple[str, ...]) -> frozenset[str]:
+    """The families that tests, written as in FEATURES, have cases of."""
     return frozenset(family for test in tests for family in _families_of(test))
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 
 import jax
 import pytest
 
-from jaxpage.composition import executable_cache, size, size_from_cache, spec_of_this_machine
+from jaxpage.composition import (
+    executable_cache,
+    size,
+    size_from_cache,
+    spec_of_this_machine,
+    specs_of_this_machine,
+)
 from jaxpage.config import EngineConfig
+from jaxpage.device import Device
 from jaxpage.engine_spec import make_engine_spec
 from pallas_kernels.paged_attention.tpu_layout import MOST_BLOCKS
 from tests import checkpoints
@@ -103,6 +111,22 @@ def test_an_unknown_architecture_is_refused_before_anything_else(tmp_path, archi
 def test_several_hosts_are_no_matter_of_one_process(path):
     with pytest.raises(ValueError, match="nnodes=2, but this process sees 1"):
         spec_of_this_machine(EngineConfig(model=str(path), nnodes=2))
+
+
+@pytest.mark.parametrize(("num_replicas", "most"), [(1, 8), (2, 4)])
+def test_weights_too_many_for_one_device_are_shared_by_all_of_a_replica(
+    num_replicas, most, path, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    weights, of = sum(make_spec(path).weight_bytes.values()), Device.of
+    options = {"model": path, "dtype": "float32", "data_parallel_size": num_replicas}
+    for memory, num_devices in ((2 * weights, 1), (weights, most)):
+        monkeypatch.setattr(
+            Device, "of", lambda device, memory=memory, **_: of(device, memory_bytes=memory)
+        )
+        specs = specs_of_this_machine(EngineConfig.from_options(**options))
+        assert [spec.num_devices for spec in specs] == [num_devices] * num_replicas
+        assert (f"too many for one device: {most} share them" in caplog.text) is (num_devices > 1)
 
 
 def test_experts_are_counted_where_there_are_some(path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpage.models.registry import REGISTRY
 from tests import checkpoints, dense_families, mixtures, support
 
 README = Path(__file__).parent.parent / "jaxpage" / "README.md"
@@ -33,5 +34,19 @@ def test_all_families_with_cases_have_a_row(feature):
 
 
 def test_cases_are_chosen_by_their_kind():
-    assert "mixtral" in support.tested_families("int8 KV")
-    assert "smollm3" not in support.tested_families("int8 KV")
+    test = "tests.end_to_end.test_gemma3_pictures:test_greedy_tokens_equal_transformers"
+    assert support.tested((test,)) == support.tested((f"{test}=pictures",)) == {"gemma3"}
+    assert support.tested((f"{test}=videos",)) == set()
+
+
+@pytest.mark.parametrize(
+    ("ending", "families"),
+    [
+        ("ForCausalLM", support.FAMILIES),
+        ("ForConditionalGeneration", support.PICTURE_FAMILIES),
+    ],
+)
+def test_every_architecture_has_a_row(ending, families):
+    names = [name.removesuffix(ending) for name in REGISTRY if name.endswith(ending)]
+    known = {name.replace("_", "").lower() for name in names}
+    assert known == {family.replace("_", "") for family in families}

@@ -251,7 +251,8 @@ def _parts(
         ),
         interpret=interpret,
     )
-    return kernel(arrays)
+    with jax.named_scope("quant_matmul"):  # for whoever reads the compiled program
+        return kernel(arrays)
 
 
 def _multiplication(

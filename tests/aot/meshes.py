@@ -55,6 +55,7 @@ CASES = (
     Case("tpu7x:2x2x1", 4, "Llama-3.1-8B"),  # each core of a chip is one
     Case("tpu7x:2x2x1", 8, "Qwen2.5-32B"),
     Case("h200:8", 4, "Llama-3.1-8B"),
+    Case("h200:8", 4, "Llama-3.1-8B", is_int8=True),
     Case("h200:8", 8, "Llama-3.3-70B"),
     Case("h200:8", 8, "Llama-3.1-8B", is_int8=True),
 )

@@ -1,4 +1,4 @@
-"""Engines of models with experts: transformers' tokens, whatever shares the batch, on one device and on several."""
+"""Engines of models with experts: transformers' tokens, whatever shares the batch, and experts on several devices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from jaxpage import SamplingParams
 from tests import checkpoints, mixtures
 from tests.end_to_end import test_invariance as invariance
 from tests.end_to_end import test_parity as parity
-from tests.end_to_end.test_tensor_parallel import WAYS, all_answers
-
-NUM_DEVICES = {  # variant, and devices that divide its experts
-    "mixtral": (0, 4),
-    "qwen2_moe": (1, 8),
-    "qwen3_moe": (1, 2),
-    "olmoe": (2, 4),
-    "gpt_oss": (0, 2),
-}
+from tests.end_to_end.test_tensor_parallel import all_answers
 
 
 def cases():
@@ -41,32 +33,6 @@ def test_greedy_tokens_equal_transformers(family, variant, tmp_path):
 )
 def test_alone_and_among_others_in_small_blocks_and_chunks_preempted(family, tmp_path):
     invariance.check_few_requests(mixtures.build(family, 1, tmp_path), num_devices=1)
-
-
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [
-        pytest.param("qwen2_moe", "plain", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "preempted", marks=pytest.mark.slow),
-        pytest.param("mixtral", "int8 weights", marks=pytest.mark.slow),
-        *(
-            pytest.param(family, way, marks=pytest.mark.deep)
-            for family in mixtures.VARIANTS
-            for way in ("plain", "quantised pool", "int8 weights", "swapped")
-            if (family, way) != ("mixtral", "int8 weights")
-        ),
-    ],
-)
-def test_tokens_of_devices_that_share_experts_are_those_of_one(family, way, tmp_path):
-    variant, num_devices = NUM_DEVICES[family]
-    path, options = mixtures.build(family, variant, tmp_path), WAYS[way]
-    if family == "qwen2_moe" and "num_gpu_blocks_override" in options:
-        options = options | {"num_gpu_blocks_override": 70}  # of four tables, where others have two
-    one = all_answers(path, **options)
-    several = all_answers(path, tensor_parallel_size=num_devices, **options)
-    # As in `test_tensor_parallel`. A number that becomes another integer is a larger part of these few.
-    atol = {"quantised pool": 3e-2, "int8 weights": 1e-1}.get(way, 1e-4)
-    checkpoints.assert_same_answers(several, one, atol=atol)
 
 
 @pytest.mark.deep

@@ -156,11 +156,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_prefix_is_found_on_the_host_and_after_a_restart_on_the_disk(folder, tmp_path):
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_prefix_is_found_on_the_host_and_after_a_restart_on_the_disk(
+    num_devices, folder, tmp_path
+):
     prompts, params = work()
     prompt = prompts[1]
     one = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     options = {"swap_space": 0.1, "kv_offload_dir": str(tmp_path)}
+    options["tensor_parallel_size"] = num_devices
     llm = make_llm(folder, 17, **options)
     (first,) = llm.generate([prompt], one, use_tqdm=False)
     llm.generate(prompts[::2], one, use_tqdm=False)

@@ -83,8 +83,9 @@ def alternates(token_ids):
         {},
         {"num_gpu_blocks_override": 18},
         {"max_num_batched_tokens": 7},
+        {"tensor_parallel_size": 4},
     ],
-    ids=["plain", "overlap", "preempted", "chunks-of-7"],
+    ids=["plain", "overlap", "preempted", "chunks-of-7", "four-devices"],
 )
 def test_masks_that_come_late_change_no_token(options, tmp_path_factory):
     path = checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model"))
