@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 from jax import lax
@@ -34,6 +35,8 @@ from pallas_kernels.paged_attention.tune import tuned_sizes
 _OPTIONS = ("scale", "window", "soft_cap", "one_query_per_row")
 _write_kv = jax.jit(write_kv)
 _paged_attention = jax.jit(xla.paged_attention, static_argnames=_OPTIONS)
+_BY_HEAD = P(None, TENSOR)
+POOL_BY_HEAD = P(None, None, TENSOR)
 
 
 @cache
@@ -197,8 +200,8 @@ class PagedAttention:
             queries = SeeingAhead(queries, batch.last_keys)
         if self._mesh is not None and self._mesh.size > 1:
             shares = share_heads(q.shape[1], k.shape[1], self._mesh.size)
-            sharded = partial(_sharded, attend, self._mesh, shares, self._spec, pool)
-            attend = sharded(has_sinks=sinks is not None)
+            place = _place_of(pool, self._spec)
+            attend = on_shares(attend, self._mesh, shares, place, has_sinks=sinks is not None)
         self.kv_pool[array], out = attend(
             pool,
             q,
@@ -237,22 +240,28 @@ def _write_and_attend(
     return pool, _paged_attention(q, pool, *rows, **options)
 
 
-def _sharded(
+def _place_of(pool: Layer, spec: KVPoolSpec) -> Any:
+    """How an array of the pool is sharded."""
+    if spec.layout == "tpu" and isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
+        return replace(pool, data=POOL_BY_HEAD, scale_zero=_BY_HEAD)
+    return POOL_BY_HEAD
+
+
+def on_shares(
     attend: Callable,
     mesh: Mesh,
     shares: HeadShares,
-    spec: KVPoolSpec,
-    pool: Layer,
+    pool_place: Any,
     *,
-    has_sinks: bool,
+    num_others: int = 4,
+    has_sinks: bool = False,
 ) -> Callable:
-    """`attend` with a share of the heads on each device. Devices exchange nothing unless some heads are padding: then
-    every device has all heads before and after.
+    """`attend(pool, q, k, v, *others)`, optionally with sinks at the end, with a share of the heads on each device. It
+    returns the pool and an array like q.
+
+    Devices exchange nothing unless some heads are padding: then every device has all heads before and after.
     """
-    by_head, pool_by_head = P(None, TENSOR), P(None, None, TENSOR)
     everywhere = NamedSharding(mesh, P())
-    if spec.layout == "tpu" and isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
-        pool_by_head = replace(pool, data=pool_by_head, scale_zero=by_head)
 
     def attend_own(pool, q, k, v, *rest):
         if not shares.owns_kv_heads:  # every device has all KV heads and reads one
@@ -263,15 +272,16 @@ def _sharded(
         out = lax.all_gather(out, TENSOR, axis=1, tiled=True) if shares.has_padding else out
         return pool, out
 
-    kv_spec = by_head if shares.owns_kv_heads else P()
+    kv_place = _BY_HEAD if shares.owns_kv_heads else P()
     on_each = jax.shard_map(
         attend_own,
         mesh=mesh,
         in_specs=(
-            *(pool_by_head, by_head, kv_spec, kv_spec, P(), P(), P(), P()),
+            *(pool_place, _BY_HEAD, kv_place, kv_place),
+            *([P()] * num_others),
             *([P(TENSOR)] * has_sinks),
         ),
-        out_specs=(pool_by_head, P() if shares.has_padding else by_head),
+        out_specs=(pool_place, P() if shares.has_padding else _BY_HEAD),
         check_vma=False,  # the loops' carries start as constants
     )
 

@@ -57,6 +57,11 @@ class Binding:
     def prepare(self, spec: EngineSpec) -> EngineSpec:
         """`spec` with a model that reads this module's arrays. Raises ValueError, naming both sides, if none fits."""
         model = spec.model
+        if spec.config.numerics == "strict" and spec.num_devices > 1:
+            raise ValueError(
+                f'a sampler with numerics="strict" uses one device, not {spec.num_devices}: its trainer\'s logprobs '
+                "are computed on one"
+            )
         described = {
             path: each
             for path, each in specs(model).items()

@@ -5,13 +5,15 @@ tiles of keys in order. Between the tiles only data moves: keys and values into 
 
 A layer is called twice for each tile: first for its queries, keys and values, then, when the keys of all tokens are in
 the pool, for the rest. XLA removes what a call does not use, so layers need not be written in two halves.
+
+On several devices the body of a loop has their exchanges in it: each tile is summed over the devices on its own. What
+enters and leaves a body has a given sharding there, so that XLA divides the work alike in every program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,9 +23,12 @@ from jax.sharding import Mesh
 
 from jaxpage.batch import StepBatch
 from jaxpage.config import ResolvedConfig
-from jaxpage.kv_pool import KVPool
+from jaxpage.kv_pool import KVPool, Layer
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
+from jaxpage.ops.attention import POOL_BY_HEAD, on_shares
+from jaxpage.parallel.heads import HeadShares, share_heads
+from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_SLOT
 from jaxpage.runner.buckets import Bucket
 from jaxpage.runner.layout import Layout
@@ -40,10 +45,9 @@ ROW_TILE = 8  # rows that are sampled together
 Part = Callable[[Any], Any]  # a module of its arrays, see `CausalLM.part`
 
 
-def check_strict(config: ResolvedConfig, model: ModelConfig, mesh: Mesh | None) -> None:
+def check_strict(config: ResolvedConfig, model: ModelConfig) -> None:
     """Raises ValueError for options and models that cannot be computed by tiles."""
     reasons = {
-        "several devices": mesh is not None and mesh.size > 1,
         f"quantization={config.quantization!r}": config.quantization is not None,
         f"kv_cache_dtype={config.kv_cache_dtype!r}": config.kv_cache_dtype != config.dtype,
         "enable_lora=True": config.enable_lora,
@@ -64,19 +68,21 @@ def hidden_states(
     rows_of_tokens: jax.Array,
     kv_pool: KVPool,
     layer_locations: Sequence[tuple[int, int]],
+    mesh: Mesh | None = None,
 ) -> tuple[KVPool, jax.Array]:
     """The hidden states [T, E] of a step's tokens, after the final norm, and the pool with their keys and values.
 
-    `rows_of_tokens`: int32[T].
+    `rows_of_tokens`: int32[T]. `mesh`: of devices that share weights and heads.
     """
     config = model.config
+    devices = Devices(mesh, config.num_heads, config.num_kv_heads)
     is_token = batch.is_token
     assert is_token is not None
     num_tokens = batch.query_starts[-1]
     ropes = tuple(dict.fromkeys(config.ropes))
 
     def begin(constants, token_ids, positions):
-        x = decoder(constants).embed(token_ids)
+        x = devices.whole(decoder(constants).embed(token_ids))
         return x, [rope.angles(positions, x.dtype) for rope in ropes]
 
     decoder, table = model.part("model")
@@ -88,10 +94,11 @@ def hidden_states(
         group, array = layer_locations[index]
         tables = _wide(batch.block_tables[group], pool[array].shape[1])[rows_of_tokens]
         layer, weights = model.part(f"model.layers.{index}")
-        q, k, v = by_tiles(partial(_project, layer), num_tokens, weights, x, *rotations[rope])
-        pool[array] = write_kv(pool[array], k, v, batch.slot_mappings[group])
+        tiled = TiledLayer(layer, devices)
+        q, k, v = by_tiles(tiled.project, num_tokens, weights, x, *rotations[rope])
+        pool[array] = devices.write(pool[array], q, k, v, batch.slot_mappings[group])
         x = by_tiles(
-            partial(_finish, layer),
+            tiled.finish,
             num_tokens,
             (weights, pool[array]),
             *(x, *rotations[rope], q, tables, lens),
@@ -110,42 +117,63 @@ def _wide(tables: jax.Array, block_size: int) -> jax.Array:
     return jnp.pad(tables, ((0, 0), (0, max(0, missing))))
 
 
-def _project(layer: Part, weights: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
-    """q [T, H, D], k and v [T, K, D] of a layer, rotated."""
-    found: list[tuple[jax.Array, ...]] = []
+@dataclass(frozen=True)
+class TiledLayer:
+    """What a layer computes of a tile of tokens, in two halves."""
 
-    def record(index, q, k, v, **options):
-        found.append((q, k, v))
-        return q
+    layer: Part
+    devices: Devices
 
-    layer(weights)(x, (cos, sin), record)
-    return found[0]
+    def project(self, weights: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+        """q [T, H, D], k and v [T, K, D] of a layer, rotated."""
+        found: list[tuple[jax.Array, ...]] = []
+
+        def record(index, q, k, v, **options):
+            found.append((q, k, v))
+            return q
+
+        self.layer(weights)(x, (cos, sin), record)
+        return self.devices.by_head(*found[0])
+
+    def finish(
+        self,
+        constants: Any,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        q: jax.Array,
+        tables: jax.Array,
+        lens: jax.Array,
+    ) -> jax.Array:
+        """The output of a layer for x [T, E], once the keys that its tokens see are in the pool."""
+        weights, pool = constants
+        starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+
+        def attend(index, _q, k, v, **options):
+            def attend_own(pool, q, k, v, *rows):
+                out = xla.paged_attention(q, pool, *rows, one_query_per_row=True, **options)
+                return pool, out
+
+            own = self.devices.on_shares(attend_own, num_others=3)
+            return own(pool, q, k, v, tables, lens, starts)[1]
+
+        return self.devices.whole(self.layer(weights)(x, (cos, sin), attend))
 
 
-def _finish(
-    layer: Part,
-    constants: Any,
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    q: jax.Array,
-    tables: jax.Array,
-    lens: jax.Array,
+def logits_of(
+    model: CausalLM, hidden: jax.Array, num_rows: jax.Array, mesh: Mesh | None = None
 ) -> jax.Array:
-    """The output of a layer for x [T, E], once the keys that its tokens see are in the pool."""
-    weights, pool = constants
-    starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-
-    def attend(index, _q, _k, _v, **options):
-        return xla.paged_attention(q, pool, tables, lens, starts, one_query_per_row=True, **options)
-
-    return layer(weights)(x, (cos, sin), attend)
-
-
-def logits_of(model: CausalLM, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
     """float32[R, V]: logits of hidden [R, E], of which the first `num_rows`, int32[], are not padding."""
     whole, weights = model.part("")
-    return by_tiles(lambda constants, x: whole(constants).logits(x), num_rows, weights, hidden)
+
+    def of_tile(constants, x):
+        logits = whole(constants).logits(x)
+        if mesh is None:
+            return logits
+        shares = sharding(mesh, ("rows", "vocab"), logits.shape)
+        return lax.with_sharding_constraint(logits, shares)
+
+    return by_tiles(of_tile, num_rows, weights, hidden)
 
 
 def token_logprobs(
@@ -161,8 +189,53 @@ def token_logprobs(
     return by_tiles(of_tile, num_rows, (), logits, token_ids, temperature, tile=ROW_TILE)
 
 
+@dataclass(frozen=True)
+class Devices:
+    """How a layer with so many heads is divided among the devices of a mesh; None: there is one."""
+
+    mesh: Mesh | None
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def _shares(self) -> HeadShares | None:
+        if self.mesh is None or self.mesh.size == 1:
+            return None
+        return share_heads(self.num_heads, self.num_kv_heads, self.mesh.size)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """x on each device."""
+        if self.mesh is None:
+            return x
+        return lax.with_sharding_constraint(x, sharding(self.mesh))
+
+    def by_head(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Arrays [T, heads, D] as the weights that they come from: each device has its heads, or all of them."""
+        if self.mesh is None:
+            return arrays
+        places = [sharding(self.mesh, ("rows", "heads", "head_dim"), x.shape) for x in arrays]
+        pairs = zip(arrays, places, strict=True)
+        return tuple(lax.with_sharding_constraint(x, place) for x, place in pairs)
+
+    def write(
+        self, pool: Layer, q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
+    ) -> Layer:
+        """The array of the pool with k and v [T, K, D] in the slots int32[T]."""
+
+        def write_own(pool, q, k, v, slots):
+            return write_kv(pool, k, v, slots), q
+
+        return self.on_shares(write_own, num_others=1)(pool, q, k, v, slots)[0]
+
+    def on_shares(self, attend: Callable, *, num_others: int) -> Callable:
+        """`attend(pool, q, k, v, *others)` with each device's heads."""
+        if self.mesh is None or self._shares is None:
+            return attend
+        return on_shares(attend, self.mesh, self._shares, POOL_BY_HEAD, num_others=num_others)
+
+
 class StrictStep(Step):
-    """The same programs, computed by tiles. For one device, and models without experts or adapters."""
+    """The same programs, computed by tiles. For models without experts or adapters."""
 
     def _hidden(
         self,
@@ -180,17 +253,17 @@ class StrictStep(Step):
             token_rows(rows["num_tokens"], bucket),
             kv_pool,
             self.spec.groups.layer_locations,
+            self.mesh,
         )
         return Computed(kv_pool, state, batch, hidden)
 
     def _by_rows(self, choose: Callable[..., Sampled]) -> Callable[..., Sampled]:
-        def choose_by_tiles(model, hidden, state, slots, positions, features):
+        def choose_by_tiles(logits, state, slots, positions, features):
             def of_tile(constants, logits, slots, positions):
                 state, features = constants
                 return choose(logits, state, slots, positions, features)
 
             num_rows = _num_rows(slots)
-            logits = logits_of(model, hidden, num_rows)
             sampled = by_tiles(
                 of_tile,
                 num_rows,
@@ -208,7 +281,11 @@ class StrictStep(Step):
             found = token_logprobs(logits, sampled.token_ids, temperature, num_rows)
             return replace(sampled, logprobs=found)
 
-        return choose_by_tiles
+        def choose_rows(model, hidden, state, slots, positions, features):
+            logits = logits_of(model, hidden, _num_rows(slots), self.mesh)
+            return self._whole(choose_by_tiles)(logits, state, slots, positions, features)
+
+        return choose_rows
 
     def score(
         self, layout: Layout, leaves: list[jax.Array], hidden: jax.Array, packed: jax.Array
@@ -217,7 +294,10 @@ class StrictStep(Step):
         token_ids = scored["token_ids"]
         # Always all of them, in a form that hides the constant from the compiler.
         num_tokens = jnp.where(token_ids[0] >= 0, token_ids.size, 0)
-        logits = logits_of(self._model(leaves), hidden[scored["rows"]], num_tokens)
+        logits = logits_of(self._model(leaves), hidden[scored["rows"]], num_tokens, self.mesh)
+        return self._whole(self._scores)(logits, token_ids, num_tokens)
+
+    def _scores(self, logits: jax.Array, token_ids: jax.Array, num_tokens: jax.Array) -> Scores:
         raw_logits = self.spec.logprobs_mode.endswith("logits")
         mode = "raw_logits" if raw_logits else "raw"
         found = by_tiles(
@@ -242,15 +322,14 @@ class StrictStep(Step):
             given = (logits, state, slots, positions, features)
             return vocabulary(*given, logprobs_mode=mode, processors=processors)
 
-        num_rows = _num_rows(rows["slots"])
-        return by_tiles(
-            say,
-            num_rows,
-            (state, rows["features"]),
-            logits_of(self._model(leaves), hidden, num_rows),
-            *(rows["slots"], rows["starts"] + rows["num_tokens"]),
-            tile=ROW_TILE,
-        )
+        def say_by_tiles(logits, state, slots, positions, features):
+            constants = (state, features)
+            given = (logits, slots, positions)
+            return by_tiles(say, _num_rows(slots), constants, *given, tile=ROW_TILE)
+
+        slots, positions = rows["slots"], rows["starts"] + rows["num_tokens"]
+        logits = logits_of(self._model(leaves), hidden, _num_rows(slots), self.mesh)
+        return self._whole(say_by_tiles)(logits, state, slots, positions, rows["features"])
 
 
 def _num_rows(slots: jax.Array) -> jax.Array:

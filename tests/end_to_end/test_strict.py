@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxpage import SamplingParams
 from tests import checkpoints, dense_families
-from tests.end_to_end.test_invariance import answers, assert_nothing_leaked, make_llm
+from tests.end_to_end.test_invariance import answers, assert_nothing_leaked, assert_same, make_llm
 from tests.end_to_end.test_invariance import workload as any_workload
 
 NUM_REQUESTS = 24
@@ -83,6 +83,17 @@ def test_families(family, tmp_path):
         assert row[token].logprob == pytest.approx(scores[token], abs=1e-4)
 
 
+def test_several_devices_compute_the_same_model(path):
+    prompts, params = workload(4)
+    found = []
+    for num_devices in (1, 2):
+        with checkpoints.few_programs():
+            sizes = {"max_num_seqs": 4, "tensor_parallel_size": num_devices}
+            llm = make_strict(path, "float32", **sizes)
+        found.append(answers(llm.generate(prompts, params, use_tqdm=False)))
+    assert_same(*found)
+
+
 # The rest is compiled as users have it.
 
 
@@ -91,16 +102,33 @@ def dtype(request, production_compiler):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def expected(dtype, path):
+def answers_alone(path, dtype, **options):
     """Of one request after another, alone in the engine: the plain loop, one token a step, no cache."""
-    options = {"enable_prefix_caching": False, "async_scheduling": False, "decode_steps": 1}
+    options |= {"enable_prefix_caching": False, "async_scheduling": False, "decode_steps": 1}
     with checkpoints.few_programs():
         llm = make_strict(path, dtype, **options, max_num_seqs=1, max_num_batched_tokens=64)
     return answers(
         llm.generate([prompt], params, use_tqdm=False)[0]
         for prompt, params in zip(*workload(), strict=True)
     )
+
+
+@pytest.fixture(scope="module")
+def expected(dtype, path):
+    return answers_alone(path, dtype)
+
+
+@pytest.fixture(
+    scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.deep) for n in (4, 8))]
+)
+def num_devices(request):
+    """Of two each has a KV head, of four and eight several have the same one; of eight some have padding only."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected_of_several(num_devices, dtype, path):
+    return answers_alone(path, dtype, tensor_parallel_size=num_devices)
 
 
 SETTINGS = {
@@ -124,8 +152,19 @@ SLOW = ("among-23-others, chunks-of-33", "preempted, chunks-of-7, blocks-of-4")
     "name", [n if n in SLOW else pytest.param(n, marks=pytest.mark.deep) for n in SETTINGS]
 )
 def test_no_bit_depends_on_settings_or_neighbours(name, dtype, path, expected):
+    check_settings(name, dtype, path, expected)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == SLOW[1] else pytest.param(n, marks=pytest.mark.deep) for n in SETTINGS]
+)
+def test_nor_on_several_devices(name, num_devices, dtype, path, expected_of_several):
+    check_settings(name, dtype, path, expected_of_several, tensor_parallel_size=num_devices)
+
+
+def check_settings(name, dtype, path, expected, **options):
     with nullcontext() if name == "all sizes of programs" else checkpoints.few_programs():
-        llm = make_strict(path, dtype, **SETTINGS[name])
+        llm = make_strict(path, dtype, **SETTINGS[name], **options)
     prompts, params = workload()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert answers(outputs) == expected
@@ -178,7 +217,6 @@ def test_no_bit_depends_on_the_order_of_arrivals(order, arrivals, shared, expect
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "several devices"),
         ({"quantization": "int8"}, "quantization='int8'"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8'"),
         ({"enable_lora": True}, "enable_lora=True"),

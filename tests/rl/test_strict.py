@@ -121,3 +121,8 @@ def test_the_layouts_of_others_are_sampled_strictly_too(path, layout, dtype):
     np.testing.assert_array_equal(alone.logprobs, rollout.logprobs[:4])
     assert sampler.stats().num_recompiles == 0
     sampler.shutdown()
+
+
+def test_several_devices_are_refused(path):
+    with pytest.raises(ValueError, match='numerics="strict" uses one device, not 2'):
+        make_sampler(make_module(path), path, numerics="strict", tensor_parallel_size=2)
