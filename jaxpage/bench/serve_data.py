@@ -24,12 +24,12 @@ class Dataset:
     tokenizer: str | None = None  # a folder; with it random prompts are texts, without it token ids
     # range of ids in random prompts: the first, and one past the last
     token_ids: tuple[int, int] = (256, 500)
-    random_input_len: int = 1024
-    random_output_len: int = 128
+    random_input_len: int = 1024  # tokens of a random prompt
+    random_output_len: int = 128  # tokens wanted for a random prompt
     random_range_ratio: float = 0.0  # by how much lengths vary up and down, as a ratio
-    num_prefixes: int = 10  # this and the next two: for `shared-prefix`
-    prefix_len: int = 256
-    suffix_len: int = 256
+    num_prefixes: int = 10  # of `shared-prefix`
+    prefix_len: int = 256  # tokens, of `shared-prefix`
+    suffix_len: int = 256  # tokens, of `shared-prefix`: what follows the prefix
     output_len: int = 128  # for `shared-prefix`, and for custom prompts without output_tokens
     timestamp_unit: float = 1.0  # of a trace's timestamps, in seconds; 0.001: milliseconds
 
