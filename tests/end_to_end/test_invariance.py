@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from itertools import count
 
 import numpy as np
 import pytest
@@ -190,17 +191,21 @@ def _run_in_any_order(data, llm):
     """The outputs of the requests that were not aborted, by number."""
     prompts, params = workload()
     waiting = data.draw(st.permutations(range(NUM_REQUESTS)))[: data.draw(st.integers(1, 40))]
-    aborted = data.draw(st.lists(st.sampled_from(waiting), max_size=5, unique=True))
+    # All is drawn before the first step: how many steps there are may depend on what the engine ran before.
+    arrivals = data.draw(st.lists(st.integers(0, 4), max_size=40))  # by step, then four in each
+    aborted = data.draw(st.dictionaries(st.integers(0, 60), st.sampled_from(waiting), max_size=5))
     finished = {}
-    while waiting or llm.has_unfinished_requests():
-        for _ in range(min(len(waiting), data.draw(st.integers(0, 4)))):
+    for step in count():
+        if not (waiting or llm.has_unfinished_requests()):
+            break
+        for _ in range(min(len(waiting), arrivals[step] if step < len(arrivals) else 4)):
             i = waiting.pop()
             llm.add_request(str(i), prompts[i], params[i], priority=i % 3)
         for output in llm.step():
             if output.finished:
                 finished[int(output.request_id)] = output
-        if aborted and data.draw(st.booleans()):
-            llm.abort_request([str(aborted.pop())])
+        if step in aborted:
+            llm.abort_request([str(aborted[step])])
     return finished
 
 
