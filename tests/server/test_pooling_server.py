@@ -153,7 +153,12 @@ def test_raw_numbers_of_texts_and_of_tokens(url):
     [
         ("/v1/embeddings", {}, 400, "input or messages must be given"),
         ("/v1/embeddings", {"input": []}, 400, "input must not be empty"),
-        ("/v1/embeddings", {"input": ["w8", ""] * 2, "dimensions": 64}, 400, "more than the 32"),
+        (
+            "/v1/embeddings",
+            {"input": ["w8", ""] * 2, "dimensions": 64},
+            400,
+            "exceeds the model's 32",
+        ),
         ("/v1/embeddings", {"input": [999]}, 400, "has 999, the vocabulary has ids 0..249"),
         ("/v1/embeddings", {"input": "w8 " * 40}, 400, "has 42 tokens, max_model_len is 32"),
         ("/v1/embeddings", {"input": "x" * 10000}, 400, "10000 characters"),
