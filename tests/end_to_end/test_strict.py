@@ -118,9 +118,7 @@ def expected(dtype, path):
     return answers_alone(path, dtype)
 
 
-@pytest.fixture(
-    scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.deep) for n in (4, 8))]
-)
+@pytest.fixture(scope="module", params=[2, 4, 8])
 def num_devices(request):
     """Of two each has a KV head, of four and eight several have the same one; of eight some have padding only."""
     return request.param
@@ -155,9 +153,8 @@ def test_no_bit_depends_on_settings_or_neighbours(name, dtype, path, expected):
     check_settings(name, dtype, path, expected)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == SLOW[1] else pytest.param(n, marks=pytest.mark.deep) for n in SETTINGS]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("name", SETTINGS)
 def test_nor_on_several_devices(name, num_devices, dtype, path, expected_of_several):
     check_settings(name, dtype, path, expected_of_several, tensor_parallel_size=num_devices)
 

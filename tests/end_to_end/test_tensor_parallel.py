@@ -142,6 +142,7 @@ def test_tokens_are_those_of_one_device(
     checkpoints.assert_same_answers(several, one, atol=ATOL.get(way, 1e-4))
 
 
+@pytest.mark.slow
 def test_a_mesh_of_the_user_is_taken_and_nothing_is_whole_on_a_device(tmp_path):
     path = checkpoints.build("llama", 0, tmp_path)
     mesh = Mesh(np.array(jax.devices()[4:8]).reshape(2, 2), ("data", "model"))

@@ -29,6 +29,7 @@ def test_xla(case):
     np.testing.assert_array_equal(jax.jit(xla.mask_and_add)(**arguments), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [case for case in CASES if tpu.unsupported_reason(logits_of(case)) is None],

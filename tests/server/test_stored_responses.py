@@ -19,6 +19,7 @@ def client(url):
         yield client
 
 
+@pytest.mark.slow
 def test_conversations_are_continued_and_shown(client):
     asked = dict(model="demo", temperature=0, max_output_tokens=8, store=True)
     first = client.responses.create(**asked, input="1 + 1 =", instructions="Count.")
