@@ -173,7 +173,7 @@ def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_order_of_arrivals_and_aborts_gives_the_same_tokens(seed, path, expected):
     llm = _shared_llm(path)

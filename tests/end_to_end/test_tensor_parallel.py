@@ -38,7 +38,10 @@ PREEMPTED = ("preempted", "swapped")
 PROMPT_LENS, MAX_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24
 
 # By the last bit of a sum over devices a number may round to another integer, and these models have few numbers.
-ATOL = {"quantised pool": 3e-2, "int8 weights": 1e-1}
+ATOL = {"quantised pool": 3e-2, "int8 weights": 3e-2}
+# Experts, and OLMo 3, of which 0.035 was seen on four devices with equal tokens.
+ATOL_OF_OTHERS = ATOL | {"int8 weights": 1e-1}
+OTHERS = {*mixtures.VARIANTS, "olmo3"}
 # Some families have these cases in tests that are not deep: each family and each way once.
 SLOW = {
     ("qwen2", 0, 2, "plain"),
@@ -139,7 +142,8 @@ def test_tokens_are_those_of_one_device(
     path = DEFINED_IN[family].build(family, variant, tmp_path)
     one = answers_of_one(family, variant, way, path)
     several = all_answers(path, way, tensor_parallel_size=num_devices)
-    checkpoints.assert_same_answers(several, one, atol=ATOL.get(way, 1e-4))
+    bounds = ATOL_OF_OTHERS if family in OTHERS else ATOL
+    checkpoints.assert_same_answers(several, one, atol=bounds.get(way, 1e-4))
 
 
 @pytest.mark.slow
