@@ -9,6 +9,6 @@ import runpy
 import sys
 
 if __name__ == "__main__":
-    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    sys.modules["torch"] = None
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
