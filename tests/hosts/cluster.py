@@ -29,7 +29,7 @@ class Host:
         flags = re.sub(rf"{flag}\d+", f"{flag}{num_devices}", os.environ["XLA_FLAGS"])
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", "tests.without_torch", module, *arguments],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags} | environment,
             stdout=self._out,

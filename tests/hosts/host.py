@@ -1,6 +1,7 @@
 """One host of an engine: `python -m tests.hosts.host JSON`, where JSON is the fields of `Job`.
 
-A leader prints a line of JSON for each batch of answers, and one of an error that ends it.
+A leader prints a line of JSON for each batch of answers, which also says where its programs are from, and one of an
+error that ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.end_to_end.test_replay import OPTIONS, work
 
 @dataclass(kw_only=True)
 class Job:
-    """What a host does: `work` once, or batches of a few requests."""
+    """What a host does: `work` once, then batches of a few requests."""
 
     model: str
     mixed_requests: int = 0  # of `work`
@@ -40,6 +41,11 @@ def answers(outputs) -> list:
     return [[list(c.token_ids), c.cumulative_logprob] for output in outputs for c in output.outputs]
 
 
+def origins(llm) -> list[str]:
+    """Of the programs so far."""
+    return sorted({program.origin for program in llm.programs() if program.origin is not None})
+
+
 def batch(number: int) -> tuple[list[dict], list[SamplingParams]]:
     rng = np.random.default_rng(number)
     prompts = [rng.integers(3, checkpoints.VOCAB_SIZE, 9).tolist() for _ in range(3)]
@@ -54,22 +60,17 @@ def main(job: Job) -> None:
     say({"ready": True})
     try:
         if job.mixed_requests:
-            say({"answers": answers(work(llm, job.mixed_requests))})
+            outputs = work(llm, job.mixed_requests)
+            say({"answers": answers(outputs), "origins": origins(llm)})
         for number in range(job.batches):
             outputs = llm.generate(*batch(number), use_tqdm=False)
-            say({"answers": answers(outputs)})
+            say({"answers": answers(outputs), "origins": origins(llm)})
     except HostLostError as error:
         say({"error": str(error)})
         raise
     stats = llm.stats()
-    llm.wait_until_warm()
-    say(
-        {
-            "preemptions": stats.num_preemptions,
-            "swapped in": stats.num_blocks_swapped_in,
-            "origins": sorted({program.origin for program in llm.programs()}),
-        }
-    )
+    llm.wait_until_warm()  # otherwise not all programs are stored
+    say({"preemptions": stats.num_preemptions, "swapped in": stats.num_blocks_swapped_in})
 
 
 def say(what: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Collectives between processes cost milliseconds on a CPU, however small, so most
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import time
@@ -24,10 +25,30 @@ def model(tmp_path_factory):
     return str(checkpoints.build("qwen2", 0, tmp_path_factory.mktemp("model")))
 
 
+# A pool of a few requests: sequences are preempted and swapped.
+PRESSURE = {"num_gpu_blocks_override": 24, "max_num_seqs": 4}
+
+
 @pytest.fixture(scope="module")
-def few_batches(model):
-    """Of an engine with two devices of one process."""
-    return run(Job(model=model, batches=3, options={"tensor_parallel_size": 2}), 1, num_devices=2)
+def one_process(model):
+    """What an engine says that has two devices of one process."""
+    options = PRESSURE | {"tensor_parallel_size": 2}
+    job = Job(model=model, mixed_requests=24, batches=3, options=options)
+    return run(job, 1, num_devices=2)
+
+
+@pytest.fixture(scope="module")
+def options_of_two(tmp_path_factory):
+    """Of two hosts whose programs are stored in a folder of their own."""
+    return PRESSURE | {"compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
+
+
+@pytest.fixture(scope="module")
+def two_processes(model, options_of_two):
+    """What an engine says that has two hosts with a device each."""
+    job = Job(model=model, mixed_requests=24, batches=3, options=options_of_two)
+    # What comes from jax's own cache is not stored.
+    return run(job, 2, JAX_ENABLE_COMPILATION_CACHE="false")
 
 
 def assert_same(got, expected):
@@ -45,35 +66,40 @@ def answered(said):
     return [line for line in said if "answers" in line]
 
 
-PRESSURE = {"num_gpu_blocks_override": 24, "max_num_seqs": 4}
+def assert_same_under_pressure(said, expected):
+    assert_same(answered(said), answered(expected))
+    for name in ("preemptions", "swapped in"):
+        assert said[-1][name] == expected[-1][name] > 0
 
 
+@pytest.mark.slow
+def test_two_processes_answer_as_one_does(two_processes, one_process):
+    """Requests preempted and swapped, with penalties, logprobs, n > 1, embeddings; and beams."""
+    assert_same_under_pressure(two_processes, one_process)
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize(
-    ("num_hosts", "num_devices", "num_requests"),
-    [
-        pytest.param(2, 1, 24, marks=pytest.mark.slow),
-        pytest.param(2, 1, 200, marks=pytest.mark.deep),
-        pytest.param(2, 2, 24, marks=pytest.mark.deep),
-        pytest.param(4, 1, 24, marks=pytest.mark.deep),
-    ],
+    ("num_hosts", "num_devices", "num_requests"), [(2, 1, 200), (2, 2, 24), (4, 1, 24)]
 )
 def test_mixed_requests_under_pressure(model, num_hosts, num_devices, num_requests):
-    """Preempted and swapped, with penalties, logprobs, n > 1, embeddings; and beams."""
     total = num_hosts * num_devices
     job = Job(model=model, mixed_requests=num_requests, options=PRESSURE)
     alone = Job(
         model=model, mixed_requests=num_requests, options=PRESSURE | {"tensor_parallel_size": total}
     )
     expected = run(alone, 1, num_devices=total)
-    said = run(job, num_hosts, num_devices=num_devices, seconds=3000)
-    assert_same(answered(said), answered(expected))
-    for name in ("preemptions", "swapped in"):
-        assert said[-1][name] == expected[-1][name] > 0
+    assert_same_under_pressure(run(job, num_hosts, num_devices=num_devices, seconds=3000), expected)
 
 
-def check_loss(model, few_batches, *, victim, signal_number, lines, pause):
-    """One of two hosts gets a signal; the other one ends soon, and says why."""
-    with cluster(Job(model=model, batches=200)) as hosts:
+@pytest.fixture
+def check_loss(model, options_of_two, two_processes):
+    return functools.partial(_check_loss, model, options_of_two, two_processes)
+
+
+def _check_loss(model, options, before, *, victim, signal_number, lines, pause):
+    """Two hosts start as `before`, with its programs. One gets a signal; the other one ends soon, and says why."""
+    with cluster(Job(model=model, batches=200, options=options)) as hosts:
         hosts[0].wait_for_lines(lines)
         time.sleep(pause)
         hosts[victim].process.send_signal(signal_number)
@@ -83,7 +109,8 @@ def check_loss(model, few_batches, *, victim, signal_number, lines, pause):
         if victim == 1:
             assert f"host {victim} is lost" in other.said()[-1]["error"]
         found = answered(hosts[0].said())[:3]
-        assert_same(found, answered(few_batches)[: len(found)])
+        assert_same(found, answered(before)[1:][: len(found)])
+        assert all(line["origins"] == ["stored"] for line in found)
 
 
 @pytest.mark.slow
@@ -95,17 +122,17 @@ def check_loss(model, few_batches, *, victim, signal_number, lines, pause):
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.deep),
     ],
 )
-def test_a_lost_host_ends_the_others(model, few_batches, victim, signal_number):
-    check_loss(model, few_batches, victim=victim, signal_number=signal_number, lines=2, pause=0.1)
+def test_a_lost_host_ends_the_others_of_an_engine_with_stored_programs(
+    check_loss, victim, signal_number
+):
+    check_loss(victim=victim, signal_number=signal_number, lines=2, pause=0.1)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("number", range(20))
-def test_a_host_is_killed_at_a_random_time(model, few_batches, number):
+def test_a_host_is_killed_at_a_random_time(check_loss, number):
     chance = random.Random(number)
     check_loss(
-        model,
-        few_batches,
         victim=number % 2,
         signal_number=signal.SIGKILL,
         lines=chance.randint(1, 4),
@@ -128,15 +155,3 @@ def test_another_secret_is_told_on_both_sides(model):
         for host in hosts:
             assert host.exit_code(120) == 1
             assert "JAXPAGE_HOSTS_SECRET" in host.errors()
-
-
-@pytest.mark.slow
-def test_two_processes_answer_as_one_does_and_an_equal_start_finds_their_programs(
-    model, few_batches, tmp_path
-):
-    job = Job(model=model, batches=3, options={"compilation_cache_dir": str(tmp_path)})
-    # What comes from jax's own cache is not stored.
-    first, second = (run(job, 2, JAX_ENABLE_COMPILATION_CACHE="false") for _ in range(2))
-    for said in (first, second):
-        assert_same(answered(said), answered(few_batches))
-    assert second[-1]["origins"] == ["stored"]

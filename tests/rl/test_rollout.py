@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpage.flat_logprobs import FlatLogprobs
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
@@ -164,12 +165,14 @@ def test_seeds_follow_from_seed_version_and_prompt():
 def test_logprobs_of_the_dense_forward_do_not_see_padding(tmp_path, rollout):
     module = make_module(write_config(tmp_path))
     right, left = rollout.to_padded(side="right"), rollout.to_padded(5, 4, pad_id=3)
-    found = [np.asarray(logprobs(module, batch, 0.7)) for batch in (right, left)]
+    jitted = nnx.jit(logprobs)
+    found = [np.asarray(jitted(module, batch, 0.7)) for batch in (right, left)]
     assert not found[0][~right.completion_mask].any()
     values = [lp[b.completion_mask] for lp, b in zip(found, (right, left), strict=True)]
     np.testing.assert_allclose(values[0], values[1], atol=1e-5)
     row = jnp.asarray([[7, 8, 9, PAD, 4, PAD]], jnp.int32)
-    dense = jax.nn.log_softmax(module(row) / 0.7, -1)[0, jnp.arange(2, 5), row[0, 3:]]
+    logits = nnx.jit(lambda module, row: module(row))(module, row)
+    dense = jax.nn.log_softmax(logits / 0.7, -1)[0, jnp.arange(2, 5), row[0, 3:]]
     np.testing.assert_allclose(found[0][0, 3:6], dense, atol=1e-5)
 
 

@@ -41,10 +41,13 @@ def bound(path):
     sampler.shutdown()
 
 
+jitted_logprobs = nnx.jit(logprobs)
+
+
 def dense_logprobs(model, rollout, temperature):
     """Of the sampled tokens, by the module's own dense forward."""
     batch = rollout.to_padded(side="right")
-    return np.asarray(logprobs(model, batch, temperature))[batch.completion_mask]
+    return np.asarray(jitted_logprobs(model, batch, temperature))[batch.completion_mask]
 
 
 def assert_same(first, second):
@@ -330,7 +333,8 @@ def test_a_trainers_module_is_sampled_from(path):
         )
         assert sampler.check_parity(rollout).max_abs < 2e-5
         batch, forward = rollout.to_padded(), sampler.logprob_fn()
-        grads = jax.grad(lambda params: forward(params, batch, 0.8).sum())(nnx.state(theirs))
+        gradient = jax.jit(jax.grad(lambda params: forward(params, batch, 0.8).sum()))
+        grads = gradient(nnx.state(theirs))
         assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
         with pytest.raises(ValueError, match="params lack"):
             forward({}, batch)
@@ -383,9 +387,11 @@ def test_given_tokens_are_scored(bound):
     scored = sampler.score(sequences, top_k=3)
     of_targets = sampler.score(sequences, targets)
     assert scored.lengths.tolist() == [100, 7, 2] and of_targets.top_logprobs.shape == (3, 100, 0)
+    # No token depends on the padding behind it.
+    batch = jnp.asarray([tokens + [0] * (100 - len(tokens)) for tokens in sequences], jnp.int32)
+    dense = nnx.jit(lambda module, batch: jax.nn.log_softmax(module(batch), -1))(module, batch)
     for row, tokens in enumerate(sequences):
-        logits = module(jnp.asarray([tokens], jnp.int32))[0, :-1]
-        expected = np.asarray(jax.nn.log_softmax(logits, -1))
+        expected = np.asarray(dense[row, : len(tokens) - 1])
         places = np.arange(len(tokens) - 1)
         found = scored.logprobs[row, 1 : len(tokens)]
         np.testing.assert_allclose(found, expected[places, tokens[1:]], atol=2e-5)

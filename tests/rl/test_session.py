@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpage import SamplingParams
 from jaxpage.rl import Session, collect, logprobs
@@ -72,7 +73,7 @@ def test_logprobs_of_a_session_are_those_of_the_trainer(bound, side):
     assert rollout.finish_reasons == ("length", "length")
     batch = rollout.to_padded(16, 40, side=side)
     np.testing.assert_array_equal(batch.completion_mask.sum(1), [27, 9])
-    found = np.asarray(logprobs(module, batch, 0.8))
+    found = np.asarray(nnx.jit(logprobs)(module, batch, 0.8))
     np.testing.assert_allclose(found, batch.logprobs, atol=2e-5)
     report = sampler.check_parity(rollout)
     assert report.token_count == 36 and report.max_abs < 2e-5

@@ -92,7 +92,7 @@ def test_one_bit_is_an_error(bound):
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        ("tunix", "bfloat16"),
+        pytest.param("tunix", "bfloat16", marks=pytest.mark.deep),
         ("maxtext stacked", "bfloat16"),
         ("tunix", "float32"),
         pytest.param("maxtext", "float32", marks=pytest.mark.deep),
