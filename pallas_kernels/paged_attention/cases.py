@@ -158,4 +158,4 @@ def _stored(pool: jax.Array, format: str | None) -> Pool:
     layer = QuantizedPool(
         data=jnp.zeros(0, jnp.uint8), scale_zero=bits if format in LEVELS else None, format=format
     )
-    return to_storage(pool, layer)
+    return jax.jit(to_storage)(pool, layer)
