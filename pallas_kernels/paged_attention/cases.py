@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_write.quantized import FORMATS, LEVELS, QuantizedPool
+from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
 from pallas_kernels.kv_write.xla import Pool, to_storage
 from pallas_kernels.paged_attention.queries import SeeingAhead
 
@@ -91,11 +91,6 @@ AHEAD = (
         dtype="bfloat16",
         format="int8",
     ),
-)
-QUANTIZED = tuple(
-    replace(case, name=f"{case.name}-{format}", format=format)
-    for case in SMALL
-    for format in FORMATS
 )
 
 
