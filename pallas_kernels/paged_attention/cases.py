@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_write.quantized import FORMATS, LEVELS, QuantizedPool
+from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
 from pallas_kernels.kv_write.xla import Pool, to_storage
 from pallas_kernels.paged_attention.queries import SeeingAhead
 
@@ -92,11 +92,6 @@ AHEAD = (
         format="int8",
     ),
 )
-QUANTIZED = tuple(
-    replace(case, name=f"{case.name}-{format}", format=format)
-    for case in SMALL
-    for format in FORMATS
-)
 
 
 def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
@@ -158,4 +153,4 @@ def _stored(pool: jax.Array, format: str | None) -> Pool:
     layer = QuantizedPool(
         data=jnp.zeros(0, jnp.uint8), scale_zero=bits if format in LEVELS else None, format=format
     )
-    return to_storage(pool, layer)
+    return jax.jit(to_storage)(pool, layer)

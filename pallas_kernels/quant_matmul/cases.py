@@ -60,8 +60,9 @@ def arguments(case: Case, *, seed: int = 0) -> tuple[jax.Array, QuantizedWeight]
     weight *= np.exp(rng.standard_normal((case.num_out, 1)))
     x = jnp.asarray(x, case.dtype)
     if not case.symmetric:
-        return x, quantize(jnp.asarray(weight, jnp.float32), case.format, case.group_size)
+        whole = jnp.asarray(weight, jnp.float32)
+        return x, jax.jit(quantize, static_argnums=(1, 2))(whole, case.format, case.group_size)
     assert case.group_size is not None
     q = rng.integers(0, 16, weight.shape, np.uint8)
     scale = np.exp(rng.standard_normal((case.num_in // case.group_size, case.num_out)))
-    return x, pack(jnp.asarray(q), jnp.asarray(scale, jnp.float32))
+    return x, jax.jit(pack)(jnp.asarray(q), jnp.asarray(scale, jnp.float32))

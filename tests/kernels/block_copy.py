@@ -34,12 +34,16 @@ class BlockCopyTests:
         self.check_copies(pool, *PAIRS)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("blocks", BLOCKS, ids=len)
-    def test_blocks_of_every_pool_leave_and_come_back(self, pool: Pool, blocks):
-        self.check_moves(pool, blocks)
+    def test_blocks_of_every_pool_leave_and_come_back(self, pool: Pool):
+        self.check_moves(pool, BLOCKS[0])
 
-    def test_blocks_leave_and_come_back(self):
-        self.check_moves(self.pools[-1], BLOCKS[0])
+    @pytest.mark.parametrize(
+        "blocks",
+        [BLOCKS[0], *(pytest.param(b, marks=pytest.mark.slow) for b in BLOCKS[1:])],
+        ids=len,
+    )
+    def test_any_number_of_blocks_leaves_and_comes_back(self, blocks):
+        self.check_moves(self.pools[-1], blocks)
 
     def check_copies(self, pool: Pool, sources, destinations) -> None:
         layers, pairs = cases.layers(pool), (ids(sources), ids(destinations))

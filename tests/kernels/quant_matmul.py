@@ -49,11 +49,13 @@ def case_of(name: str) -> Case:
     return next(case for case in cases.SMALL if case.name == name)
 
 
+@jax.jit
 def scale_of_powers_of_two(weight: QuantizedWeight) -> jax.Array:
     """XLA:CPU rounds a product before it is added or not, as it likes; with these there is nothing to round."""
     return jnp.exp2(jnp.round(jnp.log2(weight.scale)))
 
 
+@jax.jit
 def zero_of_powers_of_two(weight: QuantizedWeight) -> jax.Array | None:
     return None if weight.zero is None else jnp.uint8(1) << (weight.zero & 3)
 

@@ -49,7 +49,7 @@ class TestTPU(BlockCopyTests):
             layers, *pairs = arguments
             arguments = (
                 layers,
-                *(jnp.pad(each, (0, cases.NUM_BLOCKS - each.size)) for each in pairs),
+                *(np.pad(each, (0, cases.NUM_BLOCKS - each.size)) for each in pairs),
             )
         result = jax.block_until_ready(program(name, self.when)(*arguments))
         assert interpret_pallas_call.races is not None

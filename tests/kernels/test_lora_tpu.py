@@ -29,6 +29,9 @@ INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan
 TILES = tpu.TileSizes(tile_tokens=32, tile_out=256)  # several of each
 
 
+definition = jax.jit(reference.lora, static_argnames="num_slots")
+
+
 @cache
 def program(sizes: tpu.TileSizes):
     kernel = partial(tpu.lora, sizes=sizes, interpret=INTERPRETED)
@@ -48,32 +51,31 @@ class TestTPU(LoraTests):
         return run(**arguments)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "name", ["mixed", "ragged", "rank-256", "no-adapter", "joined-float32"]
-    )
+    @pytest.mark.parametrize("name", ["mixed", "rank-256", "no-adapter", "joined-float32"])
     def test_several_tiles_and_parts_of_tiles(self, name):
         """Of tokens and of outputs; tiles of tokens use different numbers of slots, and some of them none."""
         case = replace(case_of(name), num_tokens=77)
         self.check(case, sizes=TILES)
         arguments = cases.arguments(replace(case, slots=case.slots[:2]))
-        slots = jnp.where(jnp.arange(77) < 33, arguments["slots"], 0)
-        want = jax.jit(reference.lora, static_argnames="num_slots")(**arguments | {"slots": slots})
+        slots = np.where(np.arange(77) < 33, arguments["slots"], 0)
+        want = definition(**arguments | {"slots": slots})
         out = run(TILES, **arguments | {"slots": slots})
         np.testing.assert_allclose(out, want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixed", "mixed-float32", "rank-256"])
+@pytest.mark.parametrize("name", ["mixed", "joined-float32", "rank-256"])
 def test_a_row_is_the_same_to_the_bit_in_any_company(name):
-    """Alone, among others, and whatever adapters these have."""
-    arguments = cases.arguments(replace(case_of(name), num_tokens=64), poison=False)
+    """Alone, among others, and whatever adapters these have. As many tokens as above, so that programs are shared."""
+    arguments = cases.arguments(replace(case_of(name), num_tokens=77), poison=False)
+    arguments |= {each: np.asarray(arguments[each]) for each in ("y", "x", "slots")}
     out = run(**arguments)
     for rows in (slice(0, 1), slice(3, 11)):
         alone = arguments | {each: arguments[each][rows] for each in ("y", "x", "slots")}
         np.testing.assert_array_equal(run(**alone), out[rows])
     slots = arguments["slots"]
-    own = jnp.isin(slots, jnp.arange(0, arguments["num_slots"] + 1, 2))
-    changed = jnp.where(own, slots, slots % 2 + 1)
+    own = slots % 2 == 0
+    changed = np.where(own, slots, slots % 2 + 1)
     np.testing.assert_array_equal(run(**arguments | {"slots": changed})[own], out[own])
     np.testing.assert_array_equal(run(TILES, **arguments), out)
 

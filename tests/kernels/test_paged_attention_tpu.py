@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
+from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout, tpu_shape, tune
 from pallas_kernels.paged_attention.cases import Case
@@ -39,9 +38,13 @@ def program(interpret=INTERPRETED, **static):
 def oracle(**static):
     def run(q, k, v, pool, slot_mapping, sinks, *rows):
         pool = write_kv(pool, k, v, slot_mapping)
-        return reference.paged_attention(q, pool, *rows, sinks=sinks, **static), pool
+        out = reference.paged_attention(q, pool, *rows, sinks=sinks, **static)
+        return out, tpu_layout.to_tpu(pool)
 
     return jax.jit(run)
+
+
+to_tpu = jax.jit(tpu_layout.to_tpu)
 
 
 def fitting(case: Case, format: str | None = None) -> Case:
@@ -57,21 +60,23 @@ def fitting(case: Case, format: str | None = None) -> Case:
 
 
 def arrays_of(case: Case) -> dict:
-    """Arguments of the kernel but for the pool's layout, and the slots of its new tokens. Padding tokens: slot 0."""
+    """Arguments of the kernel but for the pool's layout, and the slots of its new tokens. Padding tokens: slot 0.
+
+    NumPy's, as JAX would compile each step of their preparation.
+    """
     arguments = cases.arguments(case)
-    arrays = {
-        name: arguments[name] for name in ("q", "pool", "block_table", "kv_lens", "query_starts")
-    }
+    names = ("q", "pool", "block_table", "kv_lens", "query_starts")
+    arrays = jax.tree.map(np.asarray, {name: arguments[name] for name in names})
     pool = arrays["pool"]
     if isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
         if pool.scale_zero.dtype == jnp.uint16:
-            bits = lax.bitcast_convert_type(pool.scale_zero, jnp.bfloat16)
-            arrays["pool"] = replace(pool, scale_zero=bits)
+            arrays["pool"] = replace(pool, scale_zero=pool.scale_zero.view(jnp.bfloat16))
     rng = np.random.default_rng(1)
     shape = (arrays["q"].shape[0], case.num_kv_heads, case.head_dim)
-    arrays["k"], arrays["v"] = (jnp.asarray(rng.standard_normal(shape), case.dtype) for _ in "kv")
-    arrays["sinks"] = jnp.asarray(rng.standard_normal(case.num_heads), jnp.float32)
-    arrays["slot_mapping"] = jnp.asarray(slots_of(case, arrays), jnp.int32)
+    dtype = jnp.dtype(case.dtype)
+    arrays["k"], arrays["v"] = (rng.standard_normal(shape).astype(dtype) for _ in "kv")
+    arrays["sinks"] = rng.standard_normal(case.num_heads).astype(np.float32)
+    arrays["slot_mapping"] = slots_of(case, arrays)
     return arrays
 
 
@@ -86,14 +91,15 @@ def slots_of(case: Case, arrays: dict) -> np.ndarray:
     return slots
 
 
-def bucketed(arrays: dict) -> dict:
+def bucketed(arrays: dict, *, num_tokens: int = TOKENS) -> dict:
     """The same in arrays of one size; padding blocks are NaN, padding rows have no tokens."""
+    arrays = jax.tree.map(np.asarray, arrays)
 
     def pad(x, *sizes, **options):
         widths = [(0, size - old) for size, old in zip(sizes, x.shape, strict=False)]
-        return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(sizes)), **options)
+        return np.pad(x, widths + [(0, 0)] * (x.ndim - len(sizes)), **options)
 
-    padded = {name: pad(arrays[name], TOKENS) for name in ("q", "k", "v", "slot_mapping")}
+    padded = {name: pad(arrays[name], num_tokens) for name in ("q", "k", "v", "slot_mapping")}
     return padded | {
         "pool": jax.tree.map(partial(pad_blocks, num_blocks=BLOCKS), arrays["pool"]),
         "block_table": pad(arrays["block_table"], ROWS, BLOCKS_PER_ROW),
@@ -105,14 +111,15 @@ def bucketed(arrays: dict) -> dict:
 
 def pad_blocks(x, *, num_blocks):
     value = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0xFF  # NaN as fp8 too
-    return jnp.pad(x, [(0, num_blocks - x.shape[0])] + [(0, 0)] * 3, constant_values=value)
+    return np.pad(x, [(0, num_blocks - x.shape[0])] + [(0, 0)] * 3, constant_values=value)
 
 
 def run(arrays: dict, *, sinks: bool = False, **static):
     """Result [T, H, D] and pool of the kernel; no race was seen."""
     names = ("q", "k", "v", "pool", "block_table", "kv_lens", "query_starts")
-    arguments = arrays | {"pool": tpu_layout.to_tpu(arrays["pool"])}
+    arguments = arrays | {"pool": to_tpu(arrays["pool"])}
     options = {"sinks": arrays["sinks"]} if sinks else {}
+    static.setdefault("one_query_per_row", False)
     static = dict(sorted(static.items()))  # to the cache their order matters
     result = program(**static)(*(arguments[name] for name in names), **options)
     out, pool = jax.block_until_ready(result)
@@ -121,9 +128,13 @@ def run(arrays: dict, *, sinks: bool = False, **static):
     return np.asarray(out, np.float32), pool
 
 
+def static_of(case: Case) -> dict:
+    return dict(scale=case.head_dim**-0.5, window=case.window, soft_cap=case.soft_cap)
+
+
 def check(case: Case, arrays: dict, *, sinks: bool = False, **options):
     """options: `one_query_per_row`, `sizes`, `interpret`."""
-    static = dict(scale=case.head_dim**-0.5, window=case.window, soft_cap=case.soft_cap)
+    static = static_of(case)
     names = ("q", "k", "v", "pool", "slot_mapping")
     rows = (arrays[name] for name in ("block_table", "kv_lens", "query_starts"))
     given = arrays["sinks"] if sinks else None
@@ -139,7 +150,7 @@ def check(case: Case, arrays: dict, *, sinks: bool = False, **options):
         atol=tolerance,
         rtol=tolerance,
     )
-    leaves = map(jax.tree.leaves, (pool, tpu_layout.to_tpu(expected_pool)))
+    leaves = map(jax.tree.leaves, (pool, expected_pool))
     for got, wanted in zip(*leaves, strict=True):  # the null block: padding is not written at all
         np.testing.assert_array_equal(
             np.asarray(got, np.float32)[1:], np.asarray(wanted, np.float32)[1:]
@@ -149,6 +160,12 @@ def check(case: Case, arrays: dict, *, sinks: bool = False, **options):
 class TestTPU(PagedAttentionTests):
     """The new keys and values are not in the pool yet, but arguments: the kernel writes them. Quantised pools below."""
 
+    # Of others there are tests below, in bfloat16: `test_heads_of_every_size`, and a soft cap has a window beside it.
+    cases = tuple(
+        case
+        for case in cases.SMALL
+        if case.name not in ("mha", "mqa", "block-size-64", "soft-cap", "bfloat16")
+    )
     fast = ("mixed",)
     test_quantised_pools_are_read_alike = None  # below
 
@@ -166,19 +183,21 @@ class TestTPU(PagedAttentionTests):
         super().test_one_query_per_row_is_the_same(name, sinks)
 
     def attend(self, case, arguments, *, one_query_per_row=False):
-        pool, num_tokens = arguments["pool"], arguments["q"].shape[0]
+        pool, num_tokens = np.asarray(arguments["pool"]), arguments["q"].shape[0]
         arrays = dict(arguments, sinks=arguments.get("sinks"))
         slots = slots_of(case, arguments)
         kv = pool.reshape(-1, case.num_kv_heads, 2, case.head_dim)
-        is_own = (jnp.arange(num_tokens) < sum(case.query_lens))[:, None, None]
-        arrays["k"], arrays["v"] = (jnp.where(is_own, kv[slots, :, i], 0) for i in (0, 1))
-        arrays["pool"] = kv.at[slots].set(jnp.nan).reshape(pool.shape)
-        arrays["slot_mapping"] = jnp.asarray(slots)
+        new = kv[slots]
+        new[sum(case.query_lens) :] = 0
+        arrays["k"], arrays["v"] = new[:, :, 0], new[:, :, 1]
+        missing = kv.copy()
+        missing[slots] = np.nan
+        arrays |= {"pool": missing.reshape(pool.shape), "slot_mapping": slots}
+        arrays = bucketed(arrays, num_tokens=ROWS if one_query_per_row else TOKENS)
         static = static_of(case) | {"one_query_per_row": one_query_per_row}
-        if not one_query_per_row:
-            arrays = bucketed(arrays)
         out, written = run(arrays, sinks=case.sinks, **static)
-        wanted = np.asarray(tpu_layout.to_tpu(pool), np.float32)
+        out = out[:num_tokens]
+        wanted = pool.reshape(*pool.shape[:2], -1).astype(np.float32)
         written = np.asarray(written, np.float32)[: len(wanted)]
         np.testing.assert_array_equal(written[1:], wanted[1:])  # the null block means nothing
         assert (out[sum(case.query_lens) :] == 0).all()
@@ -187,10 +206,11 @@ class TestTPU(PagedAttentionTests):
 
 @pytest.mark.slow
 def test_quantised_with_a_window_a_soft_cap_and_sinks():
+    """Rows that end before, with and behind a block."""
     case = Case(
         name="",
-        query_lens=(1, 0, 9, 1),
-        kv_lens=(259, 0, 140, 1),
+        query_lens=(1, 0, 9, 1, 1, 1, 1),
+        kv_lens=(259, 0, 140, 1, 127, 128, 129),
         window=30,
         soft_cap=5.0,
         num_padding_tokens=2,
@@ -200,19 +220,15 @@ def test_quantised_with_a_window_a_soft_cap_and_sinks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "format"), [("mixed", None), ("second-chunk", "int8")])
-def test_copies_may_arrive_as_soon_as_they_start(name, format):
-    """What was overwritten too early would show."""
-    case = fitting(case_of(name), format)
+def test_copies_may_arrive_as_soon_as_they_start():
+    """What was overwritten too early would show, of data and of scales."""
+    case = fitting(case_of("mixed"), "int8")
     check(case, arrays_of(case), interpret=EAGER)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "format"),
-    list(zip(["mixed", "block-edges", "window", "bfloat16"], FORMATS, strict=True)),
-)
-def test_quantised_pools(name, format):
+@pytest.mark.parametrize(("name", "format"), [*zip(["window", "bfloat16"], FLOATS, strict=True)])
+def test_pools_of_8_bit_floats(name, format):
     case = fitting(case_of(name), format)
     check(case, arrays_of(case))
 
@@ -223,34 +239,26 @@ def test_quantised_pools(name, format):
     [
         (14, 2, 64, None),
         (6, 2, 96, None),
-        (8, 4, 96, None),
-        (8, 8, 128, None),
+        (4, 4, 128, None),
         (3, 1, 192, None),
-        (7, 1, 256, None),
         (8, 4, 96, "int4"),
         (7, 1, 256, "int4"),
     ],
 )
 def test_heads_of_every_size(num_heads, num_kv_heads, head_dim, format):
-    """(6, 2, 96): a head's lanes begin within a register; (8, 4, 96): and in each period of two heads again."""
+    """(6, 2, 96): a head's lanes begin within a register; (8, 4, 96): and in each period of two heads again.
+
+    A block fills one register of slots, or several where there is one KV head.
+    """
     case = replace(
         fitting(case_of("second-chunk"), format),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype="bfloat16",
-        block_size=128 if format else 16,
+        block_size=128 if format else 64 if num_kv_heads == 1 else 16,
     )
     check(case, arrays_of(case), sinks=True)
-
-
-def static_of(case: Case) -> dict:
-    return dict(
-        scale=case.head_dim**-0.5,
-        window=case.window,
-        soft_cap=case.soft_cap,
-        one_query_per_row=False,
-    )
 
 
 @pytest.mark.slow
@@ -258,9 +266,9 @@ def test_a_row_reads_what_another_row_writes_in_the_same_call():
     """As after a prefix hit on blocks that are being computed, whatever the order of the rows."""
     case = fitting(Case(name="", query_lens=(3, 40, 9), kv_lens=(35, 40, 41), block_size=16))
     arrays = arrays_of(case)
-    table = np.array(arrays["block_table"])
+    table = arrays["block_table"].copy()
     table[0, :2] = table[2, :2] = table[1, :2]
-    arrays["block_table"] = jnp.asarray(table)
+    arrays["block_table"] = table
     check(case, bucketed(arrays))
 
 
@@ -272,15 +280,15 @@ def test_a_row_that_ended_neither_writes_nor_reads():
     before = arrays["pool"]
     out, _ = run(arrays, **static_of(case))
     assert np.isfinite(out).all()
-    lens = np.array(arrays["kv_lens"])
+    lens = arrays["kv_lens"].copy()
     lens[[1, 2]] = 0
-    arrays["kv_lens"] = jnp.asarray(lens)
+    arrays["kv_lens"] = lens
     ended, pool = run(arrays, **static_of(case))
     expected = np.where(np.isin(np.arange(TOKENS), np.arange(1, 7))[:, None, None], 0, out)
     np.testing.assert_array_equal(ended, expected)
     owned = np.asarray(arrays["block_table"])[[1, 2], :2].reshape(-1)
     kept = np.asarray(pool)[owned]
-    np.testing.assert_array_equal(kept, np.asarray(tpu_layout.to_tpu(before))[owned])
+    np.testing.assert_array_equal(kept, before[owned].reshape(kept.shape))
 
 
 @pytest.mark.slow
@@ -297,61 +305,56 @@ def test_a_row_s_result_is_the_same_to_the_bit_in_any_company():
     broken = dict(arrays)
     is_other = np.arange(TOKENS)
     is_other = ((is_other < 1) | (is_other >= 21))[:, None, None]
-    broken["k"], broken["v"] = (jnp.where(is_other, jnp.nan, arrays[name]) for name in "kv")
+    broken["k"], broken["v"] = (
+        np.where(is_other, np.float32(np.nan), arrays[name]) for name in "kv"
+    )
     in_bad_company, _ = run(broken, **static_of(case))
     np.testing.assert_array_equal(in_bad_company[tokens], out[tokens])
     assert np.isnan(in_bad_company[[0, 21, 22]]).all()
 
     alone = arrays | {
-        "block_table": jnp.roll(arrays["block_table"], 2, axis=0),
-        "kv_lens": jnp.zeros(ROWS, jnp.int32).at[3].set(150),
-        "query_starts": jnp.asarray([0, 0, 0, 7, 27, 27, 27], jnp.int32),
+        "block_table": np.roll(arrays["block_table"], 2, axis=0),
+        "kv_lens": np.where(np.arange(ROWS) == 3, 150, 0).astype(np.int32),
+        "query_starts": np.array([0, 0, 0, 7, 27, 27, 27], np.int32),
     }
-    alone |= {name: jnp.roll(arrays[name], 6, axis=0) for name in ("q", "k", "v")}
+    alone |= {name: np.roll(arrays[name], 6, axis=0) for name in ("q", "k", "v")}
     moved, _ = run(alone, **static_of(case))
     np.testing.assert_array_equal(moved[7:27], out[tokens])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["decode-long", "window"])
-def test_other_sizes_give_the_same_result(name):
-    """Tiles of one block and of few queries, so that every row has several; the larger ones are in the slow suite."""
-    case = fitting(replace(case_of(name), sinks=True))
-    sizes = tpu_layout.TileSizes(tile_rows=32, head_rows=64, tile_kv=128, tile_bytes=1 << 15)
-    check(case, bucketed(arrays_of(case)), sinks=True, sizes=sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 400])
-def test_tiles_of_which_every_query_sees_all(window):
-    """They have no mask; with the window tiles before it and at its begin have other keys."""
-    case = Case(name="", query_lens=(30, 1, 20), kv_lens=(700, 300, 530), window=window)
-    sizes = tpu_layout.TileSizes(tile_kv=128)
-    check(fitting(case), arrays_of(fitting(case)), sizes=sizes)
+SMALL_SIZES = tpu_layout.TileSizes(tile_rows=32, head_rows=64, tile_kv=128, tile_bytes=1 << 15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "format"),
-    [({"tile_kv": 2048, "tile_bytes": 4 << 20}, "int8"), ({"tile_rows": 512}, None)],
+    ("window", "sizes"), [(None, SMALL_SIZES), (400, tpu_layout.TileSizes(tile_kv=128))]
 )
-def test_larger_sizes_give_the_same_result(changes, format):
-    case = fitting(replace(case_of("mixed"), kv_lens=(700, 20, 1, 90, 100)), format)
-    check(case, arrays_of(case), sizes=tpu_layout.TileSizes(**changes))
+def test_tiles_of_which_every_query_sees_all(window, sizes):
+    """They have no mask; with the window tiles before it and at its begin have other keys.
+
+    Small sizes: tiles of one fetch and of few queries, so that every row has several, and sinks once a row.
+    """
+    case = Case(name="", query_lens=(30, 1, 20), kv_lens=(700, 300, 530), window=window)
+    check(fitting(case), arrays_of(fitting(case)), sinks=window is None, sizes=sizes)
+
+
+@pytest.mark.slow
+def test_larger_sizes_give_the_same_result():
+    case = fitting(replace(case_of("mixed"), kv_lens=(700, 20, 1, 90, 100)), "int8")
+    sizes = tpu_layout.TileSizes(tile_rows=512, tile_kv=2048, tile_bytes=4 << 20)
+    check(case, arrays_of(case), sizes=sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("format", "window"), [(None, 300), ("int8", None)])
 def test_a_fetch_of_several_tiles_cuts_the_same_sums(format, window, monkeypatch):
     """Rows that end with a fetch, behind it, and within its last tile."""
-    case = Case(name="", query_lens=(1,) * 4, kv_lens=(700, 512, 1025, 1000), window=window)
+    case = Case(name="", query_lens=(1,) * 3, kv_lens=(512, 1025, 500), window=window)
     case = replace(fitting(case, format), block_size=128 if format else 64)
     arrays = arrays_of(case)
     sizes = tpu_layout.TileSizes(tile_kv=128)
     given: dict[str, Any] = {"one_query_per_row": True, "sizes": sizes}
-    q = arrays["q"].astype(case.dtype)
-    pool = tpu_layout.to_tpu(arrays["pool"])
-    shape = tpu_layout.shape_of(q, pool, case.num_kv_heads, 18, **given)
+    shape = tpu_layout.shape_of(arrays["q"], to_tpu(arrays["pool"]), case.num_kv_heads, 18, **given)
     assert (shape.tile_kv, shape.tiles_of_fetch) == (128, 4)
     check(case, arrays, **given)
     several, _ = run(arrays, **static_of(case) | given)
@@ -368,7 +371,7 @@ def test_an_odd_number_of_heads():
     """Each has eight rows of scales and zeros, four of them unused."""
     case = fitting(replace(case_of("second-chunk"), num_heads=6, num_kv_heads=3), "int8")
     arrays = arrays_of(case)
-    pool = tpu_layout.to_tpu(arrays["pool"])
+    pool = to_tpu(arrays["pool"])
     assert isinstance(pool, QuantizedPool) and pool.scale_zero is not None
     assert pool.scale_zero.shape[1] == 3 * 8
     check(case, arrays)
@@ -378,11 +381,11 @@ def test_an_odd_number_of_heads():
 def test_one_query_per_row_is_that_whatever_the_starts_say():
     """As XLA's and the GPU's, which do not read them: a row without keys has a query too."""
     case = fitting(Case(name="", query_lens=(1,) * 4, kv_lens=(20, 1, 5, 33), block_size=16))
-    arrays = arrays_of(case)
+    arrays = bucketed(arrays_of(case), num_tokens=ROWS)
     static = static_of(case) | {"one_query_per_row": True}
-    arrays["kv_lens"] = arrays["kv_lens"].at[1].set(0)
+    arrays["kv_lens"][1] = 0
     expected, expected_pool = run(arrays, **static)
-    arrays["query_starts"] = jnp.asarray([0, 1, 1, 2, 3], jnp.int32)
+    arrays["query_starts"] = np.array([0, 1, 1, 2, 3, 3, 3], np.int32)
     out, pool = run(arrays, **static)
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(np.asarray(pool)[1:], np.asarray(expected_pool)[1:])

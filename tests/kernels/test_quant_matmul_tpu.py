@@ -128,5 +128,5 @@ def test_several_devices_share_a_product(spec):
     assert chosen.platform == "tpu"
     with pltpu.force_tpu_interpret_mode():
         got = jax.jit(partial(ops.quant_matmul, kernel=chosen))(x, weight)
-    wanted = reference.quant_matmul(x, weight, round_x=True)
+    wanted = jax.jit(partial(reference.quant_matmul, round_x=True))(x, weight)
     np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6 * np.abs(wanted).max())

@@ -16,6 +16,7 @@ from pallas_kernels.token_mask.cases import CASES, Case
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 kernel = jax.jit(partial(tpu.mask_and_add, interpret=INTERPRETED))
+definition = jax.jit(reference.mask_and_add)
 
 
 def logits_of(case: Case) -> jax.Array:
@@ -25,7 +26,7 @@ def logits_of(case: Case) -> jax.Array:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_xla(case):
     arguments = cases.arguments(case)
-    want = reference.mask_and_add(**arguments)
+    want = definition(**arguments)
     np.testing.assert_array_equal(jax.jit(xla.mask_and_add)(**arguments), want)
 
 
@@ -37,7 +38,7 @@ def test_xla(case):
 )
 def test_tpu(case):
     arguments = cases.arguments(case)
-    want = reference.mask_and_add(**arguments)
+    want = definition(**arguments)
     np.testing.assert_array_equal(kernel(**arguments), want)
     assert interpret_pallas_call.races is not None
     assert not interpret_pallas_call.races.races_found
