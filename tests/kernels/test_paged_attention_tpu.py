@@ -160,11 +160,9 @@ def check(case: Case, arrays: dict, *, sinks: bool = False, **options):
 class TestTPU(PagedAttentionTests):
     """The new keys and values are not in the pool yet, but arguments: the kernel writes them. Quantised pools below."""
 
-    # Of others there are tests below, in bfloat16: `test_heads_of_every_size`, and a soft cap has a window beside it.
+    # Of others there are tests below, in bfloat16: `test_heads_of_every_size`.
     cases = tuple(
-        case
-        for case in cases.SMALL
-        if case.name not in ("mha", "mqa", "block-size-64", "soft-cap", "bfloat16")
+        case for case in cases.SMALL if case.name not in ("mha", "mqa", "block-size-64", "bfloat16")
     )
     fast = ("mixed",)
     test_quantised_pools_are_read_alike = None  # below
