@@ -1,12 +1,13 @@
-"""Compiles the programs of a suite for a target, in a process of its own.
+"""Compiles the programs of a suite for targets of one compiler, in a process of its own.
 
-jax must not have been imported with another platform, hence the process: `python -m tests.aot.compiling SUITE TARGET
-MODE`. It judges nothing: the first line of JSON that it prints is about the compiler and the device, and each of the
-others about a program.
+jax must not have been imported with another platform, hence the process: `python -m tests.aot.compiling SUITE MODE
+TARGET,TARGET`. It judges nothing: of each target the first line of JSON that it prints is about the compiler and the
+device, and each of the others about a program.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -63,39 +64,65 @@ def missing(target: str) -> str | None:
     return missing_compiler(target_of(target).chip.platform)
 
 
-@cache
 def seen(suite_name: str, target: str) -> Seen:
     """What the tests judge. Raises RuntimeError if the process ends badly or a program does not compile that should."""
-    found = compile_suite(suite_name, target, Mode.DUE)
-    seen_so_far[suite_name, target] = found
+    return _seen_by(suite_name, target_of(target).chip.platform)[target]
+
+
+@cache
+def _seen_by(suite_name: str, platform: str) -> dict[str, Seen]:
+    """By target. One process for all, since importing jax and transformers takes seconds."""
+    all_targets = suite(suite_name).TARGETS
+    targets = [t for t in all_targets if target_of(t).chip.platform == platform]
+    found = _compile_in_one_process(suite_name, targets, Mode.DUE)
+    seen_so_far.update({(suite_name, target): found[target] for target in targets})
     return found
 
 
 def seen_on(suite_name: str, targets: Iterable[str]) -> dict[str, Seen]:
-    """By target, as far as there are compilers; two processes at a time."""
+    """By target, as far as there are compilers; TPUs and GPUs at the same time."""
     targets = [target for target in targets if missing(target) is None]
+    platforms = dict.fromkeys(target_of(target).chip.platform for target in targets)
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda target: seen(suite_name, target), targets)
-        return dict(zip(targets, found, strict=True))
+        list(pool.map(lambda platform: _seen_by(suite_name, platform), platforms))
+    return {target: seen(suite_name, target) for target in targets}
 
 
 def compile_suite(suite_name: str, target: str, mode: Mode, *more: str) -> Seen:
     """In another process. `more`: arguments of the suite's `programs`. Raises RuntimeError, see `seen`."""
-    begin = time.perf_counter()
+    return _compile_in_one_process(suite_name, [target], mode, *more)[target]
+
+
+def _compile_in_one_process(
+    suite_name: str, targets: list[str], mode: Mode, *more: str
+) -> dict[str, Seen]:
+    """By target, all of one platform."""
+    target = targets[0]
     dropped = ("JAX_COMPILATION_", "XLA_", "JAX_NUMPY_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     told = dict(each.split("=", 1) for each in environment(target_of(target)))
     more_of = getattr(suite(suite_name), "environment", None)
     told |= _NO_LOCATIONS | (more_of(target) if more_of else {})
     dumps_to = getattr(suite(suite_name), "dump_variables", None)
-    command = [sys.executable, "-m", "tests.aot.compiling", suite_name, target, mode, *more]
+    command = [sys.executable, "-m", "tests.aot.compiling", suite_name, mode, ",".join(targets)]
     with tempfile.TemporaryDirectory(prefix="jaxpage-") as folder:
         told |= dumps_to(Path(folder)) if dumps_to else {}
-        done = subprocess.run(command, cwd=ROOT, env=kept | told, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, *more], cwd=ROOT, env=kept | told, capture_output=True, text=True
+        )
     if done.returncode:
-        raise RuntimeError(f"compiling {suite_name} for {target} failed:\n{done.stderr[-4000:]}")
+        names = ", ".join(targets)
+        raise RuntimeError(f"compiling {suite_name} for {names} failed:\n{done.stderr[-4000:]}")
     lines = [line for line in done.stdout.splitlines() if line.startswith(_PREFIX)]
-    head, *programs = (json.loads(line.removeprefix(_PREFIX)) for line in lines)
+    told_of = [json.loads(line.removeprefix(_PREFIX)) for line in lines]
+    return {
+        target: _seen(suite_name, target, [each for each in told_of if each["target"] == target])
+        for target in targets
+    }
+
+
+def _seen(suite_name: str, target: str, lines: list[dict[str, Any]]) -> Seen:
+    head, *programs = lines
     for each in programs:
         if "error" in each["found"] and not each["is_refused"]:
             raise RuntimeError(
@@ -111,7 +138,7 @@ def compile_suite(suite_name: str, target: str, mode: Mode, *more: str) -> Seen:
         evidence=evidence.Evidence(compiler=head["compiler"], records=records),
         num_compiled=sum(each["is_compiled"] for each in programs),
         num_changed=sum(each["has_changed"] for each in programs),
-        seconds=time.perf_counter() - begin,
+        seconds=sum(each["seconds"] for each in programs),
     )
 
 
@@ -123,17 +150,30 @@ def ptxas_environment(target: str) -> dict[str, str]:
     return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 
-def main(suite_name: str, target: str, mode: str, *more: str) -> None:
+def main(suite_name: str, mode: str, targets: str, *more: str) -> None:
+    import jax
+
+    # Or the garbage collector scans all of jax's modules again and again.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    for target in targets.split(","):
+        _examine_all(suite_name, target, mode, *more)
+        # What was traced for one target must not be lowered for another.
+        jax.clear_caches()
+
+
+def _examine_all(suite_name: str, target: str, mode: str, *more: str) -> None:
     device = mesh_of(target_of(target), 1).devices.flat[0]
     capability = getattr(device, "compute_capability", None)
     compiler = _compiler(target_of(target).chip.platform)
     about = {"kind": device.device_kind, "capability": capability}
-    _print({"compiler": compiler, "device": about})
+    _print({"target": target, "compiler": compiler, "device": about})
     kept = evidence.read(suite_name, target)
     for program in suite(suite_name).programs(target, *more):
         due = mode == Mode.DUE and evidence.is_due(suite_name, target, program.name, date.today())
         found = _examine(program, compiler, kept, due or mode == Mode.ALL)
-        _print({"name": program.name, "is_refused": program.is_refused} | found)
+        about = {"target": target, "name": program.name, "is_refused": program.is_refused}
+        _print(about | found)
 
 
 def _compiler(platform: str) -> str:
@@ -145,6 +185,7 @@ def _examine(
     program: Program, compiler: str, kept: evidence.Evidence, anew: bool
 ) -> dict[str, Any]:
     """`anew`: also what has a record."""
+    begin = time.perf_counter()
     observer = hash_of_observer(program.look, *program.observers)
     try:
         lowered = program.lower()
@@ -161,6 +202,7 @@ def _examine(
         "observer": observer,
         "has_changed": record is None,
         "is_compiled": record is None or anew,
+        "seconds": time.perf_counter() - begin,
         "found": found,
     }
 

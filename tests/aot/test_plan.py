@@ -6,19 +6,37 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from jaxpage.aot.plan import Plan, main
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import environment
+from jaxpage.aot.worker import Memory, largest_step_bytes
+from jaxpage.runner.programs import step_bytes
+from tests.aot import tiny
 from tests.aot.models import EXPERTS, QWEN2_5_VL_3B
-from tests.aot.tiny import CONFIG
 
 pytestmark = pytest.mark.aot
 
-NUM_LAYERS = 2
+NUM_LAYERS, NUM_ROWS = 3, 16
+# The logits of all rows are 4 MiB.
+CONFIG = tiny.CONFIG | {"vocab_size": 65536, "num_hidden_layers": NUM_LAYERS}
+SIZES: dict[str, Any] = {"max_num_seqs": NUM_ROWS, "max_num_batched_tokens": 64}
 BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 64 * 2  # of a token: K and V of two KV heads, head dim, bfloat16
+INT8_BLOCK_BYTES = BLOCK_BYTES * 68 // 128  # a byte each, and scale and zero for 64 of them
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture(autouse=True)
+def planned_once(plans, monkeypatch):
+    """Tests of the same plan compile it once."""
+    monkeypatch.setenv("JAXPAGE_COMPILATION_CACHE_DIR", str(plans))
 
 
 @pytest.fixture
@@ -30,14 +48,13 @@ def config(tmp_path):
 
 def run(config, **options) -> tuple[int, list[dict]]:
     report = config.parent / "report.json"
-    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | options
-    code = main(Plan(model=str(config), json=report, **options))
+    code = main(Plan(model=str(config), json=report, **SIZES | options))
     return code, json.loads(report.read_text())
 
 
 def check_programs(found: dict) -> None:
     names = [program["name"] for program in found["programs"]]
-    assert names == ["layers R=8", "forward T=64", "sample R=8"]
+    assert names == [f"layers R={NUM_ROWS}", "forward T=64", f"sample R={NUM_ROWS}"]
     for program in found["programs"]:
         pool_bytes = 0 if program["name"].startswith("sample") else found["pool_bytes"]
         assert program["alias_bytes"] >= found["state_bytes"] + pool_bytes, program
@@ -45,17 +62,14 @@ def check_programs(found: dict) -> None:
         assert program["pool_copies"] == [], program
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_one_device_of_two_kinds(config, kv_cache_dtype, capsys):
-    code, found = run(config, target="v6e:2x2", compare=("h200",), kv_cache_dtype=kv_cache_dtype)
+def test_one_device_of_two_kinds(config, capsys):
+    code, found = run(config, target="v6e:2x2", compare=("h200",))
     assert code == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("v6e:2x2") and lines[2].startswith("h200")
     assert [each["attention"] for each in found] == ["kernel", "kernel"]
     for each, block_size in zip(found, (128, 64), strict=True):
-        quantised = kv_cache_dtype == "int8"  # a byte each, and scale and zero for 64 of them
-        of_block = block_size * BLOCK_BYTES
-        assert each["block_bytes"] == (of_block * 68 // 128 if quantised else of_block)
+        assert each["block_bytes"] == block_size * BLOCK_BYTES
         assert all(program["exchanges"] == [] for program in each["programs"])
         check_programs(each)
 
@@ -72,28 +86,31 @@ def test_four_devices_exchange_what_tensor_parallelism_needs_and_no_more(config)
     embed, vocab, number = CONFIG["hidden_size"], CONFIG["vocab_size"], 2 * NUM_LAYERS + 1
 
     exchanges = {program["name"]: program["exchanges"] for program in found["programs"]}
-    assert exchanges["layers R=8"] == [["all-reduce", number, 8 * embed * 2]]
+    assert exchanges[f"layers R={NUM_ROWS}"] == [["all-reduce", number, NUM_ROWS * embed * 2]]
     assert exchanges["forward T=64"] == [["all-reduce", number, 64 * embed * 2]]
-    logits, *sampled = exchanges["sample R=8"]
-    assert logits == ["all-to-all", 1, 8 * vocab // 4 * 4]
+    logits, *sampled = exchanges[f"sample R={NUM_ROWS}"]
+    assert logits == ["all-to-all", 1, NUM_ROWS * vocab // 4 * 4]
     # Token, logprob, rank and the top logprobs of each row.
-    assert sum(count * num_bytes for _, count, num_bytes in sampled) == 8 * (3 + 2 * 20) * 4
+    assert sum(count * num_bytes for _, count, num_bytes in sampled) == NUM_ROWS * (3 + 2 * 20) * 4
     reckoned = sum(count * num_bytes for _, count, num_bytes in found["exchange"])
-    assert 8 * reckoned == sum(
+    assert NUM_ROWS * reckoned == sum(
         count * num_bytes
-        for name in ("layers R=8", "sample R=8")
+        for name in (f"layers R={NUM_ROWS}", f"sample R={NUM_ROWS}")
         for _, count, num_bytes in exchanges[name]
     )
 
 
 def test_divisions_of_a_target_are_compared_without_a_compiler_at_work(config, capsys):
-    code, found = run(config, target="v5e:2x4", tp="auto", compare=("h200:2",))
+    options = {"tp": "auto", "kv_cache_dtype": "int8"}
+    code, found = run(config, target="v5e:2x4", compare=("h200:2",), **options)
     assert code == 0
     assert [(each["target"], each["num_devices"]) for each in found] == [
         *(("v5e:2x4", n) for n in (1, 2, 4, 8)),
         *(("h200:2", n) for n in (1, 2)),
     ]
     assert all(each["programs"] == [] and each["temp_bytes"] > 64 << 20 for each in found)
+    assert found[0]["block_bytes"] == 128 * INT8_BLOCK_BYTES
+    assert found[4]["block_bytes"] == 64 * INT8_BLOCK_BYTES
     printed = capsys.readouterr()
     assert printed.out.count("Best: --tp ") == 2 and "compil" not in printed.err
 
@@ -101,7 +118,7 @@ def test_divisions_of_a_target_are_compared_without_a_compiler_at_work(config, c
 def test_a_model_with_pictures_and_one_with_experts_are_planned(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN2_5_VL_3B))
-    code, (found, *_) = run(path, target="v6e:2x2", tp="auto", max_model_len="16384")
+    code, (found,) = run(path, target="h200", tp="auto", max_model_len="16384")
     assert code == 0 and found["encoder"]["largest"] == 65_536
     assert (
         found["temp_bytes"] == 100_000_000 + 60_000 * 65_536
@@ -124,14 +141,16 @@ def test_more_devices_than_there_are_is_refused(config):
         run(config, target="v6e:2x2", tp=8)
 
 
-def test_an_equal_plan_is_read_from_disk(config, capsys, monkeypatch):
-    monkeypatch.setenv("JAXPAGE_COMPILATION_CACHE_DIR", str(config.parent / "cache"))
-    _, first = run(config, target="v6e:2x2")
-    assert "sample R=8 compiled in" in capsys.readouterr().err
-    _, second = run(config, target="v6e:2x2")
+def test_an_equal_plan_is_read_from_disk_and_another_is_compiled(config, capsys):
+    _, (first,) = run(config, target="v6e:2x2")
+    capsys.readouterr()
+    _, (second,) = run(config, target="v6e:2x2")
     assert "compil" not in capsys.readouterr().err and second == first
-    run(config, target="v6e:2x2", max_num_batched_tokens=32)
-    assert "forward T=32 compiled in" in capsys.readouterr().err
+    code, (found,) = run(config, target="v6e:2x2", kv_cache_dtype="int8")
+    assert f"sample R={NUM_ROWS} compiled in" in capsys.readouterr().err
+    assert code == 0 and found["attention"] == "kernel"
+    assert found["block_bytes"] == 128 * INT8_BLOCK_BYTES
+    check_programs(found)
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_compiled(config, capsys):
@@ -144,21 +163,12 @@ def test_what_cannot_be_served_is_refused_before_anything_is_compiled(config, ca
 WHOLE = """
 import json, sys
 from jaxpage.aot.targets import parse_target
-from jaxpage.aot.worker import compile_and_inspect, largest_step_bytes, make_job, measure
-from jaxpage.runner.programs import step_bytes
-from jaxpage.aot.worker import Memory
+from jaxpage.aot.worker import compile_and_inspect, make_job
 
-options, target, num_devices = json.load(sys.stdin)
-target = parse_target(target)
-programs = measure(options, target, num_devices)["programs"]
-decode = compile_and_inspect(make_job(options, target, num_devices), "decode R=16")
-whole = step_bytes([Memory(decode["temp_bytes"], decode["result_bytes"])])
-print(json.dumps([largest_step_bytes(programs, 8), whole]))
+options, name, target, num_devices = json.load(sys.stdin)
+job = make_job(options, parse_target(target), num_devices)
+print(json.dumps(compile_and_inspect(job, name)))
 """
-
-
-# The logits of 16 rows are 4 MiB.
-WIDE = CONFIG | {"vocab_size": 65536, "num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize(
@@ -172,15 +182,17 @@ WIDE = CONFIG | {"vocab_size": 65536, "num_hidden_layers": 3}
 )
 def test_a_plan_covers_the_decode_step_compiled_whole(config, target, num_devices):
     """It adds up two parts of a decode step: never less than the whole needs, and little more."""
-    config.write_text(json.dumps(WIDE))
-    options = {"model": str(config), "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    _, (plan,) = run(config, target=target, tp=num_devices)
+    options = {"model": str(config)} | SIZES
     told = dict(each.split("=", 1) for each in environment(parse_target(target)))
     done = subprocess.run(
         [sys.executable, "-c", WHOLE],
-        input=json.dumps([options, target, num_devices]),
+        input=json.dumps([options, f"decode R={NUM_ROWS}", target, num_devices]),
         env=os.environ | told,
         stdout=subprocess.PIPE,
         text=True,
     )
-    planned, whole = json.loads(done.stdout.splitlines()[-1])
+    decode = json.loads(done.stdout.splitlines()[-1])
+    whole = step_bytes([Memory(decode["temp_bytes"], decode["result_bytes"])])
+    planned = largest_step_bytes(plan["programs"], 8)
     assert whole <= planned <= 1.1 * whole + (32 << 20)
