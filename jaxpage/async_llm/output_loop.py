@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -78,7 +78,7 @@ class OutputLoop:
         """Run until `stop`."""
         while not self._is_stopped:
             self._mailbox.run(wait=True)
-            self._deliver([(output.request_id, output) for output in self._processor.take()])
+            self._deliver_outputs()
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -100,7 +100,7 @@ class OutputLoop:
             self._engine.abort(list(processed.errors))
             for request_id, error in processed.errors.items():
                 logger.error("request %s cannot be detokenised: %r", request_id, error)
-                self.fail([request_id], error)
+                self._fail([request_id], error)
         self._tell(lambda observer: observer.took_step(step))
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -112,15 +112,22 @@ class OutputLoop:
         self._processor.discard(request_id)
         self._drop(request_id, None)
 
-    def fail(self, request_ids: Iterable[str], error: Exception) -> None:
-        """End requests with an exception instead of an output."""
-        for request_id in request_ids:
-            self._processor.discard(request_id)
-        self._deliver([(request_id, error) for request_id in request_ids])
+    def fail(self, request_ids: Collection[str], error: Exception) -> None:
+        """End requests with an exception, after the tokens that they have."""
+        self._deliver_outputs()
+        self._fail(request_ids, error)
 
     def fail_all(self, error: Exception) -> None:
         """`fail` for all requests."""
         self.fail(list(self._requests), error)
+
+    def _fail(self, request_ids: Collection[str], error: Exception) -> None:
+        for request_id in request_ids:
+            self._processor.discard(request_id)
+        self._deliver([(request_id, error) for request_id in request_ids])
+
+    def _deliver_outputs(self) -> None:
+        self._deliver([(output.request_id, output) for output in self._processor.take()])
 
     def _deliver(self, updates: list[tuple[str, Update]]) -> None:
         """Wakes each event loop once, however many of its requests have updates."""

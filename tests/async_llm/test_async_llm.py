@@ -396,6 +396,35 @@ def test_a_step_that_fails_ends_its_requests_and_others_go_on(make_one, overlap,
     assert "a step has failed" in caplog.text
 
 
+def test_tokens_that_are_known_before_a_step_fails_are_delivered(make_one, caplog):
+    """The output thread is late: when it goes on, it finds a step and the failure of the next one."""
+    llm = make_one(fail_collect=(2,), async_scheduling=False)
+
+    def wait_for_the_failure(step):
+        while "a step has failed" not in caplog.text:
+            time.sleep(0.001)
+        # The failure is logged just before it is posted.
+        time.sleep(0.05)
+
+    params = long(RequestOutputKind.DELTA)
+    observer = SimpleNamespace(
+        added=lambda request: None,
+        took_step=wait_for_the_failure,
+        finished=lambda request, output: None,
+        dropped=lambda request, error: None,
+    )
+    llm.observe(observer)
+    found = []
+
+    async def run():
+        async for output in await llm.start([5, 6], params):
+            found.extend(output.outputs[0].token_ids)
+
+    with pytest.raises(StepFailedError):
+        asyncio.run(run())
+    assert found == expected([5, 6], params)[0][:2]
+
+
 class FakeHosts:
     """Other hosts of an engine, one of which is lost when the test says so."""
 
