@@ -97,7 +97,7 @@ def _compile_in_one_process(
     suite_name: str, targets: list[str], mode: Mode, *more: str
 ) -> dict[str, Seen]:
     """By target, all of one platform."""
-    target = targets[0]
+    target = targets[0]  # the environment depends on the platform only
     dropped = ("JAX_COMPILATION_", "XLA_", "JAX_NUMPY_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     told = dict(each.split("=", 1) for each in environment(target_of(target)))
@@ -172,8 +172,8 @@ def _examine_all(suite_name: str, target: str, mode: str, *more: str) -> None:
     for program in suite(suite_name).programs(target, *more):
         due = mode == Mode.DUE and evidence.is_due(suite_name, target, program.name, date.today())
         found = _examine(program, compiler, kept, due or mode == Mode.ALL)
-        about = {"target": target, "name": program.name, "is_refused": program.is_refused}
-        _print(about | found)
+        named = {"target": target, "name": program.name, "is_refused": program.is_refused}
+        _print(named | found)
 
 
 def _compiler(platform: str) -> str:

@@ -401,7 +401,8 @@ def test_tokens_that_are_known_before_a_step_fails_are_delivered(make_one, caplo
     llm = make_one(fail_collect=(2,), async_scheduling=False)
 
     def wait_for_the_failure(step):
-        while "a step has failed" not in caplog.text:
+        deadline = time.monotonic() + 10
+        while "a step has failed" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.001)
         # The failure is logged just before it is posted.
         time.sleep(0.05)

@@ -35,7 +35,7 @@ from pallas_kernels.paged_attention import (
 )
 from tests.kernels.paged_attention import PagedAttentionTests, case_of, dense_attention, run
 
-# Tiles of a pool in other sizes and numbers. Cases that differ in their rows alone have no other tiles.
+# Cases whose pools differ in shape, or that mask keys. Those that differ only in their rows read the same tiles.
 _QUANTIZED = [
     replace(case_of(name), name=f"{name}-{format}", format=format)
     for name, format in zip(

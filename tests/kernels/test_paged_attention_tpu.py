@@ -330,7 +330,7 @@ SMALL_SIZES = tpu_layout.TileSizes(tile_rows=32, head_rows=64, tile_kv=128, tile
 def test_tiles_of_which_every_query_sees_all(window, sizes):
     """They have no mask; with the window tiles before it and at its begin have other keys.
 
-    Small sizes: tiles of one fetch and of few queries, so that every row has several, and sinks once a row.
+    With small sizes every row has several tiles; its sinks must still count once.
     """
     case = Case(name="", query_lens=(30, 1, 20), kv_lens=(700, 300, 530), window=window)
     check(fitting(case), arrays_of(fitting(case)), sinks=window is None, sizes=sizes)
