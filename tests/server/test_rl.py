@@ -63,6 +63,12 @@ def get(url, path):
     return json.loads(text)
 
 
+def test_operation_ids_of_the_schema_are_unique(url):
+    methods = get(url, "/openapi.json")["paths"].values()
+    ids = [operation["operationId"] for path in methods for operation in path.values()]
+    assert len(ids) == len(set(ids)) > 45
+
+
 def greedy(url):
     return post(url, "/generate/", {"prompts": TEXTS, "temperature": 0, "max_tokens": 8})
 
