@@ -65,8 +65,9 @@ def expected() -> dict[int, list]:
         {"num_gpu_blocks_override": 24},
         {"num_gpu_blocks_override": 24, "swap_space": 0.01, "preemption_mode": "swap"},
         {"max_num_seqs": 3, "scheduling_policy": "priority"},
+        {"tensor_parallel_size": 2},
     ],
-    ids=["all", "plain", "chunks", "recomputed", "swapped", "few slots"],
+    ids=["all", "plain", "chunks", "recomputed", "swapped", "few slots", "two devices"],
 )
 def test_together_they_have_the_tokens_that_they_have_alone(expected, options):
     llm = make_llm(**options)
