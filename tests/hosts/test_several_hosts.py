@@ -80,7 +80,7 @@ def test_two_processes_answer_as_one_does(two_processes, one_process):
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("num_hosts", "num_devices", "num_requests"), [(2, 1, 200), (2, 2, 24), (4, 1, 24)]
+    ("num_hosts", "num_devices", "num_requests"), [(2, 1, 200), (2, 2, 24), (4, 1, 200)]
 )
 def test_mixed_requests_under_pressure(model, num_hosts, num_devices, num_requests):
     total = num_hosts * num_devices
