@@ -32,7 +32,7 @@ def router(server: Server) -> APIRouter:
         """Whether to send requests here: 503 during compilation and shutdown."""
         return Response(status_code=200 if server.is_ready else 503)
 
-    # One decorator a method: each has an operation id of its own in the OpenAPI schema.
+    # Two decorators: one for both methods would give them the same operation id in the OpenAPI schema.
     @routes.get("/ping")
     @routes.post("/ping")
     async def ping() -> Response:
