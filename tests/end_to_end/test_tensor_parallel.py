@@ -35,13 +35,12 @@ WAYS = {
     "swapped": {"preemption_mode": "swap", "swap_space": 0.01},
 }
 PREEMPTED = ("preempted", "swapped")
-PROMPT_LENS, MAX_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24
+PROMPT_LENS, MAX_TOKENS, BEAM_TOKENS = (1, 30, 7, 64, 90, 30, 11), 24, 9
 
-# By the last bit of a sum over devices a number may round to another integer, and these models have few numbers.
-ATOL = {"quantised pool": 3e-2, "int8 weights": 3e-2}
-# Experts, and OLMo 3, of which 0.035 was seen on four devices with equal tokens.
-ATOL_OF_OTHERS = ATOL | {"int8 weights": 1e-1}
-OTHERS = {*mixtures.VARIANTS, "olmo3"}
+# By the last bit of a sum over devices a number may round to another integer, and these models have few numbers: 0.092
+# was seen of Mistral with int8 weights on eight devices. Two tokens that are as likely within these bounds may change
+# places, see `assert_same_until_ties`.
+ATOL = {"quantised pool": 3e-2, "int8 weights": 1e-1}
 # Some families have these cases in tests that are not deep: each family and each way once.
 SLOW = {
     ("qwen2", 0, 2, "plain"),
@@ -93,7 +92,7 @@ def few_blocks(path) -> int:
 
 def beams(llm: LLM, prompts: list) -> list[checkpoints.Answer]:
     """Of searches with three beams, the sum of each's log-probabilities."""
-    searches = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=9))
+    searches = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=BEAM_TOKENS))
     return [(s.tokens, [s.cum_logprob]) for search in searches for s in search.sequences]
 
 
@@ -103,6 +102,38 @@ def assert_happened(way: str, stats: EngineStats) -> None:
         assert (stats.prefix_cache_hits > 0) is (way != "no prefix cache")
     assert (stats.num_preemptions > 0) is (way in PREEMPTED)
     assert (stats.num_blocks_swapped_in > 0) is (way == "swapped")
+
+
+def assert_same_until_ties(
+    got: list[checkpoints.Answer], expected: list[checkpoints.Answer], *, atol: float
+) -> None:
+    """Most answers have the same tokens, and log-probabilities that differ by no more than `atol`.
+
+    The others do so up to the first different token, and the two tokens there are as likely within `atol`. Beams have
+    one sum of log-probabilities, which may differ by `atol` for each token.
+    """
+    num_parted = 0
+    for (ours, our_logprobs), (theirs, their_logprobs) in zip(got, expected, strict=True):
+        end = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours)
+        )
+        is_beam = len(our_logprobs) < len(ours)
+        bound = atol * BEAM_TOKENS if is_beam and end < len(ours) else atol
+        num_parted += end < len(ours)
+        np.testing.assert_allclose(
+            our_logprobs[: end + 1], their_logprobs[: end + 1], atol=bound, rtol=0
+        )
+    assert num_parted <= len(got) // 3
+
+
+def assert_same_answers(
+    got: list[checkpoints.Answer], expected: list[checkpoints.Answer], way: str
+) -> None:
+    """Exactly the same tokens, unless the way rounds numbers to integers."""
+    if way in ATOL:
+        assert_same_until_ties(got, expected, atol=ATOL[way])
+    else:
+        checkpoints.assert_same_answers(got, expected, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +173,7 @@ def test_tokens_are_those_of_one_device(
     path = DEFINED_IN[family].build(family, variant, tmp_path)
     one = answers_of_one(family, variant, way, path)
     several = all_answers(path, way, tensor_parallel_size=num_devices)
-    bounds = ATOL_OF_OTHERS if family in OTHERS else ATOL
-    checkpoints.assert_same_answers(several, one, atol=bounds.get(way, 1e-4))
+    assert_same_answers(several, one, way)
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ import pytest
 from tests import checkpoints, picture_models
 from tests.end_to_end import test_gemma3_pictures, test_pictures
 from tests.end_to_end.test_tensor_parallel import (
-    ATOL,
     PREEMPTED,
     SIZES,
     WAYS,
     assert_happened,
+    assert_same_answers,
     beams,
     params,
 )
@@ -76,4 +76,4 @@ def test_tokens_are_those_of_one_device(family, way, num_devices, path_of):
     path = path_of(family)
     several = all_answers(family, path, way, tensor_parallel_size=num_devices)
     one = answers_of_one(family, path, way)
-    checkpoints.assert_same_answers(several, one, atol=ATOL.get(way, 1e-4))
+    assert_same_answers(several, one, way)
