@@ -11,7 +11,7 @@ from jaxpage import SamplingParams
 from jaxpage.kv_groups import most_blocks
 from tests import checkpoints
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("production_compiler")]
+pytestmark = pytest.mark.slow
 
 BLOCK_SIZE, NUM_TOKENS = 16, 512  # the second: of a step
 
