@@ -21,6 +21,7 @@ from jaxpage.demo import checkpoint
 from jaxpage.server.options import ServerOptions
 from tests import fake_vision
 from tests.adapters import save_adapter
+from tests.checkpoints import few_programs
 from tests.server.conftest import serving
 
 ROOT = Path(__file__).parent.parent
@@ -193,7 +194,7 @@ SMALL = {
 @pytest.mark.slow  # whole engines
 @pytest.mark.parametrize("block", code())
 def test_code_runs(block, tmp_path, monkeypatch):
-    """What is quoted instead, because it needs what surrounds it, stands so in the code."""
+    """With programs of few sizes. What is quoted instead, because it needs what surrounds it, stands so in the code."""
     if "import" not in block:
         quoted = "".join(block.split()).rstrip(",")
         sources = [*ROOT.glob("jaxpage/models/*.py"), *ROOT.glob("jaxpage/sampling/*.py")]
@@ -204,7 +205,7 @@ def test_code_runs(block, tmp_path, monkeypatch):
         save_adapter(tmp_path / name, checkpoint(), seed=0)
     for theirs, ours in SMALL.items():
         block = block.replace(theirs, ours)
-    with running_server(block) as block, fake_vision.registered():
+    with running_server(block) as block, fake_vision.registered(), few_programs():
         exec(compile(ast.parse(block), "README.md", "exec"), {"__name__": "__main__"})
     for recording in tmp_path.glob("*.calls"):
         assert cli.main(["replay", recording.name]) == 0
