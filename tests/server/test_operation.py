@@ -306,8 +306,10 @@ def test_a_full_queue_says_when_to_come_back(llm):
 def test_a_client_that_does_not_read_is_given_up(llm):
     with serving(llm, write_timeout=0.5) as url:
         parts = urlsplit(url)
-        stalled = socket.create_connection((parts.hostname, parts.port))
+        stalled = socket.socket()
+        # Before it connects: the system would otherwise take megabytes in the client's place.
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect((parts.hostname, parts.port))
         body = json.dumps(LONG | {"n": 16, "logprobs": 20, "max_tokens": 2000}).encode()
         head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         stalled.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
