@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import transformers
 
-from jaxpage import LLM, SamplingParams, engine_spec
-from jaxpage.runner.buckets import Bucket, make_buckets
+from jaxpage import LLM, SamplingParams
+from tests.few_programs import few_programs
 
 _DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 _LLAMA3 = {
@@ -275,22 +273,6 @@ def torch_logits(path: str | Path, token_ids: np.ndarray, *, dtype: str = "float
     ).eval()
     with torch.no_grad():
         return model(torch.tensor(token_ids)).logits.float().numpy()
-
-
-def few_buckets(**limits: int) -> tuple[Bucket, ...]:
-    """The largest bucket of decode steps and the largest of others."""
-    buckets = make_buckets(**limits)
-    return max(b for b in buckets if b.decode), max(b for b in buckets if not b.decode)
-
-
-@contextmanager
-def few_programs() -> Iterator[None]:
-    """Engines that are built meanwhile have `few_buckets`, so fewer programs are compiled.
-
-    For tests of what does not depend on sizes; that nothing does is tested in `end_to_end/test_invariance.py`.
-    """
-    with mock.patch.object(engine_spec, "make_buckets", few_buckets):
-        yield
 
 
 def make_llm(path: str | Path, *, all_programs: bool = False, **options: Any) -> LLM:

@@ -21,7 +21,7 @@ from jaxpage.demo import checkpoint
 from jaxpage.server.options import ServerOptions
 from tests import fake_vision
 from tests.adapters import save_adapter
-from tests.checkpoints import few_programs
+from tests.few_programs import few_programs
 from tests.server.conftest import serving
 
 ROOT = Path(__file__).parent.parent

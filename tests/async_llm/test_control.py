@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpage import SamplingParams, tiny
 from jaxpage.async_llm import AsyncLLM, EngineAsleepError
-from tests import checkpoints
+from tests.few_programs import few_programs
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
@@ -30,7 +30,7 @@ def folders(tmp_path_factory):
 
 def make(folder, **options) -> AsyncLLM:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 8}
-    with checkpoints.few_programs():
+    with few_programs():
         return AsyncLLM(
             str(folder),
             dtype="float32",

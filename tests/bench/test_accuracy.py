@@ -12,7 +12,7 @@ import pytest
 from jaxpage.bench import accuracy
 from jaxpage.bench.accuracy import KV_DTYPES, AccuracyBench
 from jaxpage.outputs import Logprob
-from tests.checkpoints import few_programs
+from tests.few_programs import few_programs
 
 VOCAB = 4
 

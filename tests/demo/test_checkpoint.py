@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jaxpage import LLM, SamplingParams
 from jaxpage.demo import checkpoint, evaluate, save, text
 from jaxpage.tiny import CHAT_TEMPLATE
-from tests.checkpoints import few_programs
+from tests.few_programs import few_programs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 

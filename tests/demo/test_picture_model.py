@@ -24,7 +24,7 @@ from jaxpage.demo.pictures import (
     show,
 )
 from jaxpage.demo.pictures.scenes import Scene, Thing
-from tests.checkpoints import few_programs
+from tests.few_programs import few_programs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=56)
 SUITES = tuple(questions.ASKING)

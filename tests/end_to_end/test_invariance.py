@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
 from tests import checkpoints
+from tests.few_programs import few_programs
 
 VOCAB = checkpoints.VOCAB_SIZE
 NUM_REQUESTS = 64
@@ -105,7 +106,7 @@ def check_few_requests(path, num_devices):
     prompts, params = workload(10)
     sizes = dict(max_num_seqs=8, block_size=4, num_gpu_blocks_override=64)
     sizes["tensor_parallel_size"] = num_devices
-    with checkpoints.few_programs():
+    with few_programs():
         llm = make_llm(path, **sizes, max_num_batched_tokens=16, max_model_len=192)
     alone = [
         llm.generate([prompt], param, use_tqdm=False)[0]
@@ -157,7 +158,7 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_do_not_depend_on_settings_or_neighbours(name, path, expected):
-    with nullcontext() if name == "among-63-others" else checkpoints.few_programs():
+    with nullcontext() if name == "among-63-others" else few_programs():
         llm = make_llm(path, **SETTINGS[name])
     prompts, params = workload()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -209,7 +210,7 @@ _cached = {}
 
 def _shared_llm(path):
     if path not in _cached:
-        with checkpoints.few_programs():
+        with few_programs():
             _cached[path] = make_llm(
                 path, num_gpu_blocks_override=40, max_num_seqs=16, scheduling_policy="priority"
             )

@@ -12,6 +12,7 @@ from jaxpage.replay import replay
 from tests import checkpoints
 from tests.adapters import lora, merged, save_adapter
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
+from tests.few_programs import few_programs
 
 NUM_TOKENS = 16
 # Of the adapters of a checkpoint. Numbers count from 1, as ids do.
@@ -304,7 +305,7 @@ def test_recorded_calls_bring_the_adapters(adapted, tmp_path):
     llm = checkpoints.make_llm(adapted.base, record_calls=str(file), **options)
     generate(llm, adapted, prompts_of((20, 9, 5)), [1, 2, 0])
     del llm
-    with checkpoints.few_programs(), file.open("rb") as recording:
+    with few_programs(), file.open("rb") as recording:
         found = replay(recording)
     assert found.num_results > 0 and found.different == ()
 

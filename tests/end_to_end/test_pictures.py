@@ -17,6 +17,7 @@ from jaxpage.models.registry import picture_processor
 from jaxpage.replay import replay
 from jaxpage.tokenizer import load_tokenizer
 from tests import checkpoints, picture_models
+from tests.few_programs import few_programs
 from tests.picture_models import (
     END,
     IMAGE,
@@ -270,6 +271,6 @@ def test_programs_are_compiled_before_copy_no_cache_and_a_recorded_run_repeats(
     assert answers(llm, PROMPTS[:2]) == alone[:2]
     assert llm.stats().num_recompiles == 0
     del llm
-    with checkpoints.few_programs(), file.open("rb") as stream:
+    with few_programs(), file.open("rb") as stream:
         found = replay(stream)
     assert found.num_results > 0 and found.different == ()

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
 from tests import checkpoints
+from tests.few_programs import few_programs
 
 TEMP_BOUND = 8 << 20  # bytes, for 8 rows and 64 tokens; far below the pool
 
@@ -40,7 +41,7 @@ def make_llm(path, **options):
 def llm(request, path, as_users_compile):
     """Compiled quickly, which decides nothing that is promised, or all programs as for users."""
     quickly = request.param == "two step sizes"
-    with checkpoints.few_programs() if quickly else as_users_compile():
+    with few_programs() if quickly else as_users_compile():
         return make_llm(path, num_gpu_blocks_override=40_000)
 
 
@@ -86,7 +87,7 @@ def test_no_step_copies_the_pool(runner):
 @pytest.mark.slow
 def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path, as_users_compile):
     path = checkpoints.build("gemma3", 0, tmp_path)  # two layers with a window, one without
-    with checkpoints.few_programs(), as_users_compile():
+    with few_programs(), as_users_compile():
         runner = make_llm(path, num_gpu_blocks_override=60_000)._engine.runner
     assert (
         runner.groups.layer_locations == ((0, 0), (1, 0), (2, 0))
@@ -102,7 +103,7 @@ def test_layers_of_several_groups_share_the_arrays_of_the_pool_in_place(tmp_path
 def test_every_program_updates_a_quantised_pool_in_place(kv_cache_dtype, path, as_users_compile):
     """int4 as users have it: XLA fuses most around it."""
     compiler = as_users_compile() if kv_cache_dtype == "int4" else nullcontext()
-    with checkpoints.few_programs(), compiler:
+    with few_programs(), compiler:
         llm = make_llm(path, kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=60_000)
     runner = llm._engine.runner
     assert runner.pool_spec.num_bytes > 10 * TEMP_BOUND

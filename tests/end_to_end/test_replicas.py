@@ -15,6 +15,7 @@ from jaxpage.demo import checkpoint
 from tests import checkpoints
 from tests.end_to_end.test_parity import prompts_of
 from tests.end_to_end.test_tensor_parallel import params
+from tests.few_programs import few_programs
 from tests.server.conftest import serving
 from tests.server.stubs import Scrape
 
@@ -151,7 +152,7 @@ def test_what_replicas_cannot_do_is_refused(folder):
 @pytest.mark.slow
 def test_a_server_of_two_replicas():
     """Its metrics and its view tell of both; it is healthy until the last one has failed."""
-    with checkpoints.few_programs():
+    with few_programs():
         llm = AsyncLLM(
             str(checkpoint()),
             data_parallel_size=2,

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxpage import LLM, EngineAsleepError, SamplingParams, tiny
-from tests import checkpoints
+from tests.few_programs import few_programs
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, detokenize=False)
 PROMPTS = [{"prompt_token_ids": ids} for ids in (list(range(5, 30)), [7, 8, 9])]
@@ -23,7 +23,7 @@ def folders(tmp_path_factory):
 
 def make(folder, **options) -> LLM:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 8}
-    with checkpoints.few_programs():
+    with few_programs():
         return LLM(
             folder,
             dtype="float32",

@@ -13,6 +13,7 @@ from jaxpage import SamplingParams
 from tests import checkpoints, dense_families
 from tests.end_to_end.test_invariance import answers, assert_nothing_leaked, assert_same, make_llm
 from tests.end_to_end.test_invariance import workload as any_workload
+from tests.few_programs import few_programs
 
 NUM_REQUESTS = 24
 DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.deep)]
@@ -38,7 +39,7 @@ def test_the_scores_of_a_prompt_do_not_depend_on_chunks(path):
     prompt = workload()[0][3]
     found = []
     for chunk in (64, 7):
-        with checkpoints.few_programs():
+        with few_programs():
             llm = make_strict(path, "float32", max_num_batched_tokens=chunk, max_num_seqs=5)
         params = SamplingParams(max_tokens=12, temperature=0, logprobs=0, prompt_logprobs=2)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
@@ -67,7 +68,7 @@ def test_families(family, tmp_path):
     prompts, params = workload(6)
     expected = None
     for options in ({"max_num_seqs": 1}, {"max_num_seqs": 6, "max_num_batched_tokens": 17}):
-        with checkpoints.few_programs():
+        with few_programs():
             llm = make_strict(path, "float32", **options)
         found = answers(llm.generate(prompts, params, use_tqdm=False))
         assert found == (expected or found)
@@ -87,7 +88,7 @@ def test_several_devices_compute_the_same_model(path):
     prompts, params = workload(4)
     found = []
     for num_devices in (1, 2):
-        with checkpoints.few_programs():
+        with few_programs():
             sizes = {"max_num_seqs": 4, "tensor_parallel_size": num_devices}
             llm = make_strict(path, "float32", **sizes)
         found.append(answers(llm.generate(prompts, params, use_tqdm=False)))
@@ -105,7 +106,7 @@ def dtype(request, production_compiler):
 def answers_alone(path, dtype, **options):
     """Of one request after another, alone in the engine: the plain loop, one token a step, no cache."""
     options |= {"enable_prefix_caching": False, "async_scheduling": False, "decode_steps": 1}
-    with checkpoints.few_programs():
+    with few_programs():
         llm = make_strict(path, dtype, **options, max_num_seqs=1, max_num_batched_tokens=64)
     return answers(
         llm.generate([prompt], params, use_tqdm=False)[0]
@@ -160,7 +161,7 @@ def test_nor_on_several_devices(name, num_devices, dtype, path, expected_of_seve
 
 
 def check_settings(name, dtype, path, expected, **options):
-    with nullcontext() if name == "all sizes of programs" else checkpoints.few_programs():
+    with nullcontext() if name == "all sizes of programs" else few_programs():
         llm = make_strict(path, dtype, **SETTINGS[name], **options)
     prompts, params = workload()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -178,7 +179,7 @@ def check_settings(name, dtype, path, expected, **options):
 
 @pytest.fixture(scope="module")
 def shared(dtype, path):
-    with checkpoints.few_programs():
+    with few_programs():
         sizes = {"max_num_seqs": 9, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 60}
         return make_strict(path, dtype, scheduling_policy="priority", **sizes)
 

@@ -19,6 +19,7 @@ from jaxpage.research import (
 )
 from jaxpage.rl import load_module
 from tests import checkpoints
+from tests.few_programs import few_programs
 
 SIZE = 32  # of the model's hidden states
 RNG = np.random.default_rng(1)
@@ -58,7 +59,7 @@ def make_llm(path, **options):
         max_num_batched_tokens=16, num_gpu_blocks_override=48, decode_steps=4,
         research=ResearchConfig(captures=CAPTURES),
     )  # fmt: skip
-    with checkpoints.few_programs():
+    with few_programs():
         return LLM(path, **(defaults | options))
 
 
@@ -156,7 +157,7 @@ def test_recorded_calls_capture_the_same(path, dense, tmp_path):
     for output, name in zip(answers(llm, names), names, strict=True):
         assert_captured(output, name, dense)
     del llm
-    with checkpoints.few_programs(), file.open("rb") as recording:
+    with few_programs(), file.open("rb") as recording:
         found = replay(recording)
     assert found.num_results > 0 and found.different == ()
 

@@ -22,6 +22,7 @@ from jaxpage.research import (
 )
 from jaxpage.rl import load_module
 from tests import checkpoints
+from tests.few_programs import few_programs
 
 SIZE = 32  # of the model's hidden states
 RNG = np.random.default_rng(0)
@@ -60,7 +61,7 @@ def make_llm(path, **options):
         max_num_batched_tokens=16, num_gpu_blocks_override=48, decode_steps=4,
         research=ResearchConfig(points=POINTS, max_interventions=2),
     )  # fmt: skip
-    with checkpoints.few_programs():
+    with few_programs():
         return LLM(path, **(defaults | options))
 
 
@@ -194,7 +195,7 @@ def test_recorded_calls_have_the_vectors(path, expected, tmp_path):
     llm = make_llm(path, record_calls=str(file), enforce_eager=True)
     assert_expected(answers(llm, names), names, expected)
     del llm
-    with checkpoints.few_programs(), file.open("rb") as recording:
+    with few_programs(), file.open("rb") as recording:
         found = replay(recording)
     assert found.num_results > 0 and found.different == ()
 

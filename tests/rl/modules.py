@@ -16,6 +16,7 @@ from jaxpage.rl import Sampler
 from jaxpage.weights.dummy import initialise
 from jaxpage.weights.spec import variables
 from tests import checkpoints
+from tests.few_programs import few_programs
 from tests.weights import trees
 
 VOCAB_SIZE = checkpoints.VOCAB_SIZE
@@ -64,7 +65,7 @@ def make_module(path: Path, seed: int = 0, dtype: str = "float32") -> CausalLM:
 
 def make_sampler(module: nnx.Module, path: Path, **options: Any) -> Sampler:
     """With two step sizes."""
-    with checkpoints.few_programs():
+    with few_programs():
         sampler = Sampler(module, str(path), **(OPTIONS | options))
     sampler.wait_until_warm()
     return sampler

@@ -19,7 +19,7 @@ import transformers
 from flax import nnx
 from jax.sharding import Mesh
 
-from tests import checkpoints
+from tests.few_programs import few_programs
 from tests.rl.modules import OPTIONS
 
 with warnings.catch_warnings():
@@ -129,7 +129,7 @@ def make_actor(seed: int = 0) -> Qwen3:
 
 
 def make_rollout(actor, path, config=CONFIG, **options):
-    with checkpoints.few_programs():
+    with few_programs():
         rollout = JaxpageRollout(
             rollout_actor=actor,
             tokenizer=Words(),
@@ -288,7 +288,7 @@ def params_of(model):
 
 def test_grpo_with_jaxpage_as_rollout(path):
     """Tunix's learner, unchanged: its own metrics say that sampler and trainer agree after each of its steps."""
-    with checkpoints.few_programs():
+    with few_programs():
         cluster = make_cluster(path)
     metrics: dict[str, list[float]] = {}
     learner = agentic_grpo_learner.GRPOLearner(
@@ -322,7 +322,7 @@ def test_grpo_with_jaxpage_as_rollout(path):
 
 def test_a_rollout_on_other_devices_has_a_copy_that_is_renewed(path):
     away = Mesh(np.array(jax.devices()[2:4]).reshape(1, 2), ("fsdp", "tp"))
-    with checkpoints.few_programs():
+    with few_programs():
         cluster = make_cluster(path, away)
     assert cluster.r2m[rl_cluster.Role.ROLLOUT] == cluster.rollout.mesh == away
     actor = cluster.actor_trainer.model

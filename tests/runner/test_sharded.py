@@ -26,7 +26,7 @@ from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import features_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.weights.dummy import initialise
-from tests import checkpoints
+from tests.few_programs import few_buckets
 
 NUM_ROWS, NUM_TOKENS, BLOCK_SIZE, LENGTH, VOCAB_SIZE = 4, 32, 4, 64, 96
 
@@ -81,7 +81,7 @@ def answers(model: nnx.Module, mesh: Mesh | None, kv_format: str | None) -> list
         logprobs_mode="raw",
         num_scored=4,
     )
-    buckets = checkpoints.few_buckets(max_num_seqs=NUM_ROWS, max_num_batched_tokens=NUM_TOKENS)
+    buckets = few_buckets(max_num_seqs=NUM_ROWS, max_num_batched_tokens=NUM_TOKENS)
     if mesh is not None:
         place(model, mesh)
     runner = Runner(

@@ -14,12 +14,12 @@ from jaxpage.async_llm import AsyncLLM
 from jaxpage.demo import checkpoint
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.run import bind, make_http
-from tests import checkpoints
+from tests.few_programs import few_programs
 
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[AsyncLLM]:
-    with checkpoints.few_programs():
+    with few_programs():
         llm = AsyncLLM(
             str(checkpoint()),
             max_num_seqs=16,

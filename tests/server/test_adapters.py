@@ -11,8 +11,8 @@ from jaxpage.async_llm import AsyncLLM
 from jaxpage.demo import checkpoint
 from jaxpage.server.adapters import ServedAdapters
 from jaxpage.server.errors import ApiError
-from tests import checkpoints
 from tests.adapters import save_adapter
+from tests.few_programs import few_programs
 from tests.server.conftest import serving
 from tests.server.test_operation import ask, error_of
 
@@ -99,7 +99,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.slow
 def test_adapters_over_http(folders):
-    with checkpoints.few_programs():
+    with few_programs():
         llm = AsyncLLM(
             str(checkpoint()),
             max_num_seqs=4,

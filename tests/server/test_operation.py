@@ -17,6 +17,7 @@ import pytest
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.run import bind, make_http
+from tests.few_programs import few_programs
 from tests.server.conftest import Lasting, serving
 
 pytestmark = pytest.mark.slow  # a server
@@ -374,9 +375,8 @@ def test_draining_lets_running_requests_end(llm):
 @pytest.mark.parametrize("how", ["second signal", "time is over"])
 def test_what_does_not_end_in_time_gets_an_error(how):
     from jaxpage.demo import checkpoint
-    from tests import checkpoints
 
-    with checkpoints.few_programs():
+    with few_programs():
         llm = AsyncLLM(str(checkpoint()), max_num_seqs=4, kv_cache_memory_bytes="64M")
     timeout = 60.0 if how == "second signal" else 0.2
     url, server, thread = run_in_thread(llm, shutdown_timeout=timeout)

@@ -11,8 +11,9 @@ import pytest
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.demo import checkpoint
 from jaxpage.server.options import ServerOptions
-from tests import checkpoints, fake_vision
+from tests import fake_vision
 from tests.fake_vision import pixels
+from tests.few_programs import few_programs
 from tests.pictures.test_reader import data_url
 from tests.server.conftest import serving
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def seeing():
-    with checkpoints.few_programs(), fake_vision.registered():
+    with few_programs(), fake_vision.registered():
         llm = AsyncLLM(
             str(checkpoint()),
             max_model_len=256,

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpage import SamplingParams, tiny
 from jaxpage.async_llm import AsyncLLM
-from tests import checkpoints
+from tests.few_programs import few_programs
 from tests.server.conftest import serving
 from tests.server.test_operation import ask, error_of
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with checkpoints.few_programs():
+    with few_programs():
         llm = AsyncLLM(
             str(folder),
             dtype="float32",

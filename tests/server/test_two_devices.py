@@ -12,6 +12,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.demo import checkpoint
 from tests import checkpoints
+from tests.few_programs import few_programs
 from tests.server.conftest import serving
 from tests.server.test_completions import joined
 from tests.server.test_operation import is_idle, wait_until
@@ -30,7 +31,7 @@ def one() -> LLM:
 
 @pytest.fixture(scope="module")
 def two():
-    with checkpoints.few_programs():
+    with few_programs():
         llm = AsyncLLM(
             str(checkpoint()),
             tensor_parallel_size=2,
