@@ -10,8 +10,8 @@ Two kernels share the contract of `reference.paged_attention`:
 
 Blocks come by TMA straight from the pool, found through the block table (`gpu_tiles.py`). What is no key of the row
 (slots beyond its length, blocks that a tile has no use for) is masked out of the scores and overwritten by zeros in V,
-since 0 x NaN is NaN. Quantised blocks are copied as they are; a program dequantises a tile in registers and leaves it
-for wgmma in shared memory.
+since 0 x NaN is NaN. Quantised blocks are copied as they are; a program widens a tile in registers and leaves it for
+wgmma in shared memory. Products are of the stored integers: scales and zeros go into scores and weights.
 
 Under `interpret` the probabilities of prompts go through shared memory and products are added (`wgmma.py` says why).
 All else, every copy, barrier and mask, is the same.
@@ -54,8 +54,8 @@ def paged_attention(
 ) -> Float[Array, "T H D"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
 
-    q and the pool are both bfloat16 or both float16, or the pool is quantised: its keys and values are rounded to q's
-    dtype where wgmma reads them. Products are summed in float32. `sinks` are logits that take part in the softmax of
+    q and the pool are both bfloat16 or both float16, or the pool is quantised: wgmma reads its stored values in q's
+    dtype, which is exact. Products are summed in float32. `sinks` are logits that take part in the softmax of
     each head and have no value. `scale` is positive. `sizes` are the device's, the same in all calls of an engine.
     Raises NotImplementedError with the reason of `gpu_layout.unsupported_reason`. `interpret` takes
     `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.

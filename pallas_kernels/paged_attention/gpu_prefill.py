@@ -30,8 +30,8 @@ arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half 
     2 i + 1 and 2 i + 2         softmax of step i                     computes PV of i - 1, starts QK of i
     2 i + 2 and 2 i + 3         computes PV of i, starts QK of i + 1  softmax of step i
 
-Of quantised pools there are no turns: WG 0 dequantises the keys and WG 1 the values of each step, so `done` has one
-arrival. They meet before QK, when both are written (`wide`), and after PV, when both are read.
+Of quantised pools there are no turns: WG 0 widens the keys and WG 1 the values of each step, so `done` has one arrival.
+They meet before QK, when both are written (`wide`, `factors`), and after PV, when both are read.
 """
 
 from __future__ import annotations
@@ -209,15 +209,23 @@ class _Program:
             filled((64, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
             filled((64,), MASKED, by_row),
             filled((64,), 0.0, by_row),
+            None,
         )
+        query_sums = None
+        if plan.source.has_scales:
+            queries = load(memory.queries.at[self.half], layout=plgpu.Layout.WGMMA)
+            query_sums = queries.astype(jnp.float32).sum(axis=1)
+            carry = (*carry[:3], carry[2])
         edge, whole = at.unmasked(plan)
-        step = partial(self._step, at=at, used=used)
+        step = partial(self._step, at=at, used=used, query_sums=query_sums)
         if plan.plain:  # the second lets the first go ahead
             pl.when(self.warpgroup == 1)(lambda: _meet(memory.in_turn))
         if plan.options.window is not None:
             carry = lax.fori_loop(0, edge, partial(step, masked=True), carry)
         carry = lax.fori_loop(edge, whole, partial(step, masked=False), carry)
-        acc, m, total = lax.fori_loop(whole, at.num_keys, partial(step, masked=True), carry)
+        acc, m, total, zeros = lax.fori_loop(whole, at.num_keys, partial(step, masked=True), carry)
+        if zeros is not None:
+            acc = acc - lax.broadcast_in_dim(zeros, acc.shape, [0])
         if plan.plain:
             pl.when(self.warpgroup == 0)(lambda: _meet(memory.in_turn))
         sink = self.inputs.sinks
@@ -226,8 +234,9 @@ class _Program:
         self._finish(normalised(acc, m, total, sink, axis=0), at)
         return used + at.num_keys
 
-    def _step(self, i, carry, *, at: Tile, used, masked: bool):
-        plan, memory, (acc, m, total) = self.plan, self.memory, carry
+    def _step(self, i, carry, *, at: Tile, used, query_sums, masked: bool):
+        """carry: O, maxima, totals, and zeros as in `gpu_decode._Sums`, which are taken from O in the end."""
+        plan, memory, (acc, m, total, zeros) = self.plan, self.memory, carry
         number, start = used + i, (at.first + i) * plan.tile
         if plan.plain:
             memory.keys.wait(number)
@@ -239,10 +248,18 @@ class _Program:
         s = product(memory.queries.at[self.half], keys.transpose((1, 0)), started=started)
         if plan.plain:
             memory.keys.release(number)
+        by_query = partial(lax.broadcast_in_dim, shape=s.shape, broadcast_dimensions=[0])
+        if query_sums is not None:
+            scale, zero = self._factors(0)
+            s = (s - zero * by_query(query_sums)) * scale
         s, unit = scores(s, self._visible(at, start) if masked else None, plan.options)
         m, rescale, p = weights(s, unit, m, axis=1)
         total = total * rescale + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+        if zeros is not None:
+            scale, zero = self._factors(1)
+            p = p * scale
+            zeros = zeros * rescale + (p * zero).sum(axis=1)
         p = p.astype(self.out.dtype)
         if plan.plain:
             # All of the above belongs before the other's turn.
@@ -257,7 +274,13 @@ class _Program:
             memory.values.release(number)
         else:
             _meet(memory.met)  # before another tile is written over this one
-        return acc, m, total
+        return acc, m, total, zeros
+
+    def _factors(self, which: int):
+        """Scale and zero of the keys (0) or values (1) of the tile in `wide`, as their scores are."""
+        shape, by_key = (64, self.plan.tile), plgpu.Layout.WGMMA.reduce(0)
+        rows = (load(self.memory.factors.at[which, i], layout=by_key) for i in (0, 1))
+        return tuple(lax.broadcast_in_dim(row, shape, [1]) for row in rows)
 
     def _visible(self, at: Tile, start):
         """Which of the keys from `start` on this half's queries may see."""
@@ -281,19 +304,19 @@ class _Program:
             plgpu.commit_smem()
 
     def _widen(self, number, start, at: Tile):
-        """One warpgroup dequantises the keys, the other the values."""
-        memory, inside = self.memory, (None, (at.begin, at.end))
+        """One warpgroup widens the keys, the other the values."""
+        plan, memory, bounds = self.plan, self.memory, (at.begin, at.end)
 
         def widen(which, ring):
             ring.wait(number)
-            self.plan.source.widen(
-                ring.stages,
-                ring.stage(number),
-                2 * at.head + which,
-                memory.wide[which],
-                start,
-                inside[which],
-            )
+            stages, stage = ring.stages, ring.stage(number)
+            plan.source.widen(stages, stage, memory.wide[which], start, bounds if which else None)
+            if plan.source.has_scales:
+                for row in range(0, plan.tile, 64):
+                    column = 2 * at.head + which
+                    found = plan.source.factors(stages, stage, row, column, start, bounds)
+                    for i, factor in enumerate(found):
+                        store(memory.factors.at[which, i, pl.ds(row, 64)], factor)
             plgpu.commit_smem()
             ring.release(number)
 

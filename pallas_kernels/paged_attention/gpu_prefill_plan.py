@@ -73,6 +73,7 @@ def memory_of(plan: Plan, columns: int, dtype) -> dict[str, Any]:
         "queries": as_wgmma(ROWS, plan.head_dim),
         "weights": as_wgmma(ROWS, tile) if interpreted else None,
         "wide": [] if plan.plain else [as_wgmma(tile, plan.head_dim)] * 2,
+        "factors": plgpu.SMEM((2, 2, tile), jnp.float32) if plan.source.has_scales else None,
         "rings": [
             (plan.source.stages(num, tile), plgpu.Barrier(num_arrivals=readers, num_barriers=num))
             for num in num_stages
@@ -93,7 +94,8 @@ class Memory:
     arrived: Ref  # likewise: queries as TMA copies them; `output` unless `plan.early`
     queries: Ref  # [ROWS, D], in wgmma's layout, like the next two
     weights: Ref | None  # [ROWS, tile], only for the interpreter: see `as_operand`
-    wide: Sequence[Ref]  # [tile, D] each: dequantised tiles of K and V; none if `plan.plain`
+    wide: Sequence[Ref]  # [tile, D] each: widened tiles of K and V; none if `plan.plain`
+    factors: Ref | None  # float32[2, 2, tile]: their scales and zeros; None if the pool has none
     keys: Ring
     values: Ring
     queries_ready: Ref  # G arrivals: a copy for each head

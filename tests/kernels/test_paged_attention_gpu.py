@@ -82,14 +82,15 @@ MIXED = (
 )
 QUANTISED = tuple(
     SMALL(
-        name=format,
+        name=f"{format}-{dtype}",
         query_lens=(1, 20, 0),
         kv_lens=(80, 140, 0),
         window=100,
         format=format,
         head_dim=128 if format == "int4" else 64,
+        dtype=dtype,
     )
-    for format in FORMATS
+    for format, dtype in (*((each, "bfloat16") for each in FORMATS), ("int8", "float16"))
 )
 
 
