@@ -21,7 +21,9 @@ their own. QK is S = Q K', PV is O += P V.
     output               WG 0, 1             WG 0: TMA       written, 2 arrivals          both halves
     output, free         WG 0: TMA           WG 0, 1         wait_smem_to_gmem, met       the last copy to have left
 
-(*) Where there is no room for `arrived`, it is `output`, and free when that has been sent.
+(*) Where there is no room for `arrived`, it is `output`, and free when that has been sent. At head dim 256 it has half
+the columns: it goes through all of the above for one half of them, then for the other. Its first half is free when
+read.
 
 WG 0 and 1 take turns: one has the tensor cores while the other computes exponentials (Shah et al., FlashAttention-3,
 arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half a step behind. For step i of a tile:
@@ -76,8 +78,8 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
     num_tokens, num_heads, head_dim = q.shape
     source, num_kv_heads = Source.of(pool), pool.shape[2] // 2
     group, sinks = num_heads // num_kv_heads, options.sinks
-    tile_q, columns = ROWS // group // 2 * 2, pl.cdiv(head_dim, 64) * 64
-    q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, columns - head_dim)))
+    tile_q = ROWS // group // 2 * 2
+    q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, -head_dim % 64)))
     tiles = gpu_layout.query_tiles(query_starts, kv_lens, num_tokens, tile_q, options.window)
     plan = Plan(
         options=options,
@@ -105,7 +107,7 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=memory_of(plan, columns, q.dtype),
+        scratch_types=memory_of(plan, q.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=options.interpret,
     )
@@ -167,10 +169,14 @@ class _Program:
         """`copied` tiles of keys came before; returns how many came till now."""
         plan, inputs, memory, at = self.plan, self.inputs, self.memory, self._tile_of(turn)
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(memory.queries_done))
-        for g in range(plan.group):
-            queries = inputs.queries.at[pl.ds(at.token, plan.tile_q), at.head * plan.group + g]
-            into = memory.arrived.at[pl.ds(g * plan.tile_q, plan.tile_q)]
-            plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
+        tokens = pl.ds(at.token, plan.tile_q)
+        for columns in plan.pieces:
+            if columns.start > 0:
+                plgpu.barrier_wait(memory.queries_done)
+            for g in range(plan.group):
+                queries = inputs.queries.at[tokens, at.head * plan.group + g, columns]
+                into = memory.arrived.at[pl.ds(g * plan.tile_q, plan.tile_q)]
+                plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
 
         def block_of(position):
             inside = jnp.clip(position, at.begin, at.end - 1)
@@ -198,13 +204,16 @@ class _Program:
         """`used` tiles of keys came before; returns how many came till now."""
         plan, memory, at = self.plan, self.memory, self._tile_of(turn)
         by_row = plgpu.Layout.WGMMA.reduce(1)
-        plgpu.barrier_wait(memory.queries_ready)
-        for part, by_line in self._parts():
-            arrived = load(memory.arrived.at[part], layout=by_line, optimized=False)
-            _put(memory.queries, part, arrived)
-        plgpu.commit_smem()
-        if plan.early:
-            plgpu.barrier_arrive(memory.queries_done)
+        for columns in plan.pieces:
+            plgpu.barrier_wait(memory.queries_ready)
+            for part, of_piece, by_line in self._parts(columns):
+                arrived = load(memory.arrived.at[of_piece], layout=by_line, optimized=False)
+                _put(memory.queries, part, arrived)
+            if plan.early or columns != plan.pieces[-1]:
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(memory.queries_done)
+        if not plan.early:
+            plgpu.commit_smem()
         carry = (
             filled((64, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
             filled((64,), MASKED, by_row),
@@ -327,28 +336,30 @@ class _Program:
     def _finish(self, out, at: Tile):
         plan, memory, out = self.plan, self.memory, out.astype(self.out.dtype)
         first = self.warpgroup == 0
-        for part, _ in self._parts():  # where nobody reads queries any more
-            _put(memory.queries, part, out[:, part[1]])
-        # The output before, which the first has sent, must have left.
-        pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-        _meet(memory.met)
-        for part, by_line in self._parts():
-            _put(memory.output, part, load(memory.queries.at[part], layout=by_line))
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(memory.written)
+        for columns in plan.pieces:
+            for part, _, _ in self._parts(columns):  # where nobody reads queries any more
+                _put(memory.queries, part, out[:, part[1]])
+        for columns in plan.pieces:
+            # The output before, which the first has sent, must have left.
+            pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+            _meet(memory.met)
+            for part, of_piece, by_line in self._parts(columns):
+                _put(memory.output, of_piece, load(memory.queries.at[part], layout=by_line))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(memory.written)
 
-        @pl.when(first)
-        def _():
-            plgpu.barrier_wait(memory.written)
-            self._write(at)
-            if not plan.early:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            @pl.when(first)
+            def _(columns=columns):
+                plgpu.barrier_wait(memory.written)
+                self._write(at, columns)
 
         if not plan.early:
+            pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             plgpu.barrier_arrive(memory.queries_done)
 
-    def _parts(self):
-        """This half's rows, in as many columns as wgmma's tiles have; and the registers to copy them by way of.
+    def _parts(self, columns: slice):
+        """This half's rows of a piece, in as many columns as wgmma's tiles have: where they are in `queries`, and in
+        `arrived` and `output`; and the registers to copy them by way of.
 
         There a few threads have a whole line. As wgmma has them, 8 rows would meet in the same banks of `arrived` and
         `output`, which are not swizzled.
@@ -357,17 +368,24 @@ class _Program:
         swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
         width = swizzle // dtype.itemsize
         by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
-        columns = range(0, self.plan.head_dim, width)
-        return [((self.half, slice(i, i + width)), by_line) for i in columns]
+        begin, end = columns.start, min(columns.stop, self.plan.head_dim)
+        return [
+            (
+                (self.half, slice(i, i + width)),
+                (self.half, slice(i - begin, i - begin + width)),
+                by_line,
+            )
+            for i in range(begin, end, width)
+        ]
 
-    def _write(self, at: Tile):
+    def _write(self, at: Tile, columns: slice):
         """Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
         plan = self.plan
 
         def write(i, num_queries):
             for g in range(plan.group):
                 head = at.head * plan.group + g
-                to = self.out.at[pl.ds(at.token + i, num_queries), head]
+                to = self.out.at[pl.ds(at.token + i, num_queries), head, columns]
                 part = self.memory.output.at[pl.ds(g * plan.tile_q + i, num_queries)]
                 plgpu.copy_smem_to_gmem(part, to)
 

@@ -158,7 +158,9 @@ def decoding(case: Case) -> Case:
     return replace(case, query_lens=lens, num_padding_tokens=len(lens) - sum(lens))
 
 
-@pytest.mark.parametrize("pool", [{}, {"format": "int8"}, {"head_dim": 192}], ids=str)
+@pytest.mark.parametrize(
+    "pool", [{}, {"format": "int8"}, {"head_dim": 192}, {"head_dim": 256}], ids=str
+)
 def test_no_two_warpgroups_touch_the_same_memory_unordered(pool, monkeypatch, capsys):
     """More tiles than stages, all three kernels, much for one program. wgmma reads as a load would."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
