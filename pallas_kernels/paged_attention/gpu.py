@@ -6,7 +6,8 @@ Two kernels share the contract of `reference.paged_attention`:
   whatever shares the batch, so its result never depends on the batch; a third kernel adds the parts in their order
   (`gpu_combine.py`). A grid of as many programs as the chip holds walks a list of (row, split, KV head).
 - **Rows with more queries** (`gpu_prefill.py`) are bound by the tensor cores. There a tile of queries times heads is
-  the rows of wgmma, and as many programs as there are SMs walk a list of tiles.
+  the rows of wgmma, and as many programs as there are SMs walk a list of tiles. Few queries over many keys are too few
+  tiles for that: their keys are cut too, by the row's lengths, in a launch of their own, and the third kernel adds up.
 
 Blocks come by TMA straight from the pool, found through the block table (`gpu_tiles.py`). What is no key of the row
 (slots beyond its length, blocks that a tile has no use for) is masked out of the scores and overwritten by zeros in V,

@@ -170,7 +170,11 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
     )
     query_sums = jnp.sum(queries, axis=3, dtype=jnp.float32) if source.has_scales else None
     (parts,) = kernel(_Inputs(queries, query_sums, block_table, kv_lens, items, source.arrays))
-    out = combine(parts, items.starts, q.dtype, options)
+    sinks, number = options.sinks, jnp.full(1, num_rows, jnp.int32)
+    if sinks is not None:
+        sinks = sinks.reshape(num_kv_heads, group)
+        sinks = jnp.pad(sinks, ((0, 0), (0, columns - group)))
+    out = combine(parts, number, items.starts, sinks, q.dtype, options.interpret)
     if len(_pieces(head_dim)) > 1:  # without what the second has in common with the first
         out = jnp.concatenate([out[..., :64], out[..., 64 - head_dim :]], axis=-1)
     return out[:, :, :group].reshape(q.shape)

@@ -32,12 +32,16 @@ arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half 
     2 i + 1 and 2 i + 2         softmax of step i                     computes PV of i - 1, starts QK of i
     2 i + 2 and 2 i + 3         computes PV of i, starts QK of i + 1  softmax of step i
 
+Where keys are cut (`gpu_layout.Cuts`) a tile is one part of its keys. Each warpgroup stores its own sums straight into
+memory, for the kernel that adds them up, and `output` is not written.
+
 Of quantised pools there are no turns: WG 0 widens the keys and WG 1 the values of each step, so `done` has one arrival.
 They meet before QK, when both are written (`wide`, `factors`), and after PV, when both are read.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,6 +53,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
+from pallas_kernels.paged_attention.gpu_combine import Parts, combine
+from pallas_kernels.paged_attention.gpu_layout import Cuts, CutTiles
 from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Memory, Plan, Tile, memory_of
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
@@ -74,13 +80,20 @@ from pallas_kernels.wgmma import (
 
 
 def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
-    """All rows but those with one query, whose output is left as it was in memory; zeros for tokens of no row."""
+    """All rows but those with one query, whose output is undefined; zeros for tokens of no row."""
     num_tokens, num_heads, head_dim = q.shape
     source, num_kv_heads = Source.of(pool), pool.shape[2] // 2
     group, sinks = num_heads // num_kv_heads, options.sinks
+    num_keys = block_table.shape[1] * pool.shape[1]
     tile_q = ROWS // group // 2 * 2
     q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, -head_dim % 64)))
-    tiles = gpu_layout.query_tiles(query_starts, kv_lens, num_tokens, tile_q, options.window)
+    sizes = (kv_lens.shape[0], num_tokens, num_keys, tile_q, num_kv_heads, head_dim)
+    cuts = gpu_layout.Cuts.of(*sizes, options.window)
+    num_parts = None if cuts is None else cuts.parts(query_starts[1:] - query_starts[:-1], kv_lens)
+    is_cut = None if num_parts is None else num_parts > 0
+    tiles = gpu_layout.query_tiles(
+        query_starts, kv_lens, num_tokens, tile_q, options.window, is_cut
+    )
     plan = Plan(
         options=options,
         source=source,
@@ -90,29 +103,85 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
         tile_q=tile_q,
         last_token=q.shape[0] - tile_q,
         num_programs=min(hopper.num_sms(), num_kv_heads * tiles.row.shape[0]),
+        in_parts=False,
     )
     if sinks is not None:  # of each row of wgmma
         row = jnp.minimum(jnp.arange(ROWS) // tile_q, group - 1)
         sinks = sinks.reshape(num_kv_heads, group)[:, row]
+    inputs = _Inputs(q, block_table, tiles, source.arrays, sinks)
+    out = _kernel(plan, inputs, q)(inputs)
+    if cuts is not None and num_parts is not None:
+        out = _with_cut_rows(plan, inputs, cuts, num_parts, query_starts, kv_lens, out)
+    return out[:num_tokens, :, :head_dim]
 
-    def paged_prefill(inputs: _Inputs, out_ref: Ref, **memory):
+
+def _kernel(plan: Plan, inputs: _Inputs, out_type):
+    def paged_prefill(inputs: _Inputs, out_ref: Any, **memory):
         program = _Program(plan, inputs, out_ref, Memory.of(plan, **memory))
         pl.when(program.warpgroup == 2)(program.copy)
         pl.when(program.warpgroup < 2)(program.compute)
 
-    kernel = plgpu.kernel(
+    return plgpu.kernel(
         paged_prefill,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out_type),
         grid=(plan.num_programs,),
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=memory_of(plan, q.dtype),
+        scratch_types=memory_of(plan, inputs.queries.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=options.interpret,
+        interpret=plan.options.interpret,
     )
-    out = kernel(_Inputs(q, block_table, tiles, source.arrays, sinks))
-    return out[:num_tokens, :, :head_dim]
+
+
+def _with_cut_rows(plan: Plan, inputs: _Inputs, cuts: Cuts, num_parts, query_starts, kv_lens, out):
+    """`out` with the rows whose keys are cut. They take turns, if their sums are more than PARTS_BYTES."""
+    at_once = cuts.rows_at_once(4 * plan.num_kv_heads * ROWS * plan.head_dim)
+    num_turns = pl.cdiv(cuts.max_rows, at_once)
+    num_rows = kv_lens.shape[0]
+    (rows,) = jnp.nonzero(num_parts > 0, size=num_turns * at_once, fill_value=num_rows)
+
+    def turn(out, rows):
+        tiles = gpu_layout.cut_tiles(cuts, rows.astype(jnp.int32), num_parts, query_starts, kv_lens)
+        found = _in_parts(plan, inputs, tiles)
+        # Where each token's output is, if it is there.
+        token, count = tiles.token[:, None], tiles.count[:, None]
+        queries = jnp.minimum(token, plan.last_token) + jnp.arange(plan.tile_q)[None]
+        own = (queries >= token) & (queries < token + count)
+        where = jnp.full(out.shape[0], -1, jnp.int32)
+        queries, place = jnp.where(own, queries, out.shape[0]).reshape(-1), jnp.arange(own.size)
+        where = where.at[queries].set(place.astype(jnp.int32), mode="drop")
+        mine = found[where // plan.tile_q, :, :, where % plan.tile_q].reshape(out.shape)
+        return jnp.where((where >= 0)[:, None, None], mine, out), None
+
+    if num_turns == 1:
+        return turn(out, rows)[0]
+    return lax.scan(turn, out, rows.reshape(num_turns, at_once))[0]
+
+
+def _in_parts(plan: Plan, inputs: _Inputs, tiles: CutTiles):
+    """[tiles, K, G, tile_q, D], of the queries that `Tile.of` reads."""
+    num_heads, num_items = 2 * plan.num_kv_heads, tiles.parts.row.shape[0]
+    parts = Parts(
+        sums=jax.ShapeDtypeStruct((num_heads, num_items, plan.head_dim, 64), jnp.float32),
+        stats=jax.ShapeDtypeStruct((num_heads, num_items, 4, 64), jnp.float32),
+    )
+    sinks, num_programs = inputs.sinks, min(hopper.num_sms(), plan.num_kv_heads * num_items)
+    plan = replace(plan, in_parts=True, num_programs=num_programs)
+    inputs = inputs._replace(tiles=tiles.parts, sinks=None)
+    (sums,) = _kernel(plan, inputs, (parts,))(inputs)
+    out = combine(
+        sums,
+        tiles.number,
+        tiles.starts,
+        None if sinks is None else sinks.reshape(num_heads, 64),
+        inputs.queries.dtype,
+        plan.options.interpret,
+        rows_of_piece=64,
+    )
+    own = plan.group * plan.tile_q
+    out = out.reshape(-1, plan.num_kv_heads, ROWS, plan.head_dim)[:, :, :own]
+    return out.reshape(-1, plan.num_kv_heads, plan.group, plan.tile_q, plan.head_dim)
 
 
 class _Inputs(NamedTuple):
@@ -122,7 +191,7 @@ class _Inputs(NamedTuple):
     block_table: Any  # int32[R, M]
     tiles: gpu_layout.QueryTiles
     pool: PoolArrays
-    sinks: Any  # float32[K, ROWS], or None
+    sinks: Any  # float32[K, ROWS], or None; also for parts, to whose sum they are added
 
 
 class _Program:
@@ -130,7 +199,8 @@ class _Program:
 
     def __init__(self, plan: Plan, inputs: _Inputs, out_ref: Ref, memory: Memory) -> None:
         self.plan, self.inputs, self.memory = plan, inputs, memory
-        self.out = out_ref  # [T, H, columns], like the queries
+        self.out = out_ref  # [T, H, columns], like the queries; or `Parts`
+        self.dtype = inputs.queries.dtype
         self.warpgroup, self.number = lax.axis_index("warpgroup"), lax.axis_index("program")
         self.half = piece(self.warpgroup, 64)  # of the rows
         # Only these two differ in the interpreter.
@@ -237,6 +307,9 @@ class _Program:
             acc = acc - lax.broadcast_in_dim(zeros, acc.shape, [0])
         if plan.plain:
             pl.when(self.warpgroup == 0)(lambda: _meet(memory.in_turn))
+        if plan.in_parts:
+            self._finish_part(turn, at, acc, m, total)
+            return used + at.num_keys
         sink = self.inputs.sinks
         if sink is not None:
             sink = load(sink.at[at.head, self.half], layout=by_row, optimized=False)
@@ -269,7 +342,7 @@ class _Program:
             scale, zero = self._factors(1)
             p = p * scale
             zeros = zeros * rescale + (p * zero).sum(axis=1)
-        p = p.astype(self.out.dtype)
+        p = p.astype(self.dtype)
         if plan.plain:
             # All of the above belongs before the other's turn.
             acc, m, total, p = lax.optimization_barrier((acc, m, total, p))
@@ -287,8 +360,10 @@ class _Program:
 
     def _factors(self, which: int):
         """Scale and zero of the keys (0) or values (1) of the tile in `wide`, as their scores are."""
-        shape, by_key = (64, self.plan.tile), plgpu.Layout.WGMMA.reduce(0)
-        rows = (load(self.memory.factors.at[which, i], layout=by_key) for i in (0, 1))
+        factors, by_key = self.memory.factors, plgpu.Layout.WGMMA.reduce(0)
+        assert factors is not None
+        shape = 64, self.plan.tile
+        rows = (load(factors.at[which, i], layout=by_key) for i in (0, 1))
         return tuple(lax.broadcast_in_dim(row, shape, [1]) for row in rows)
 
     def _visible(self, at: Tile, start):
@@ -320,7 +395,7 @@ class _Program:
             ring.wait(number)
             stages, stage = ring.stages, ring.stage(number)
             plan.source.widen(stages, stage, memory.wide[which], start, bounds if which else None)
-            if plan.source.has_scales:
+            if memory.factors is not None:
                 for row in range(0, plan.tile, 64):
                     column = 2 * at.head + which
                     found = plan.source.factors(stages, stage, row, column, start, bounds)
@@ -334,10 +409,10 @@ class _Program:
         _meet(memory.met)
 
     def _finish(self, out, at: Tile):
-        plan, memory, out = self.plan, self.memory, out.astype(self.out.dtype)
+        plan, memory, out = self.plan, self.memory, out.astype(self.dtype)
         first = self.warpgroup == 0
         for columns in plan.pieces:
-            for part, _, _ in self._parts(columns):  # where nobody reads queries any more
+            for part, *_ in self._parts(columns):  # where nobody reads queries any more
                 _put(memory.queries, part, out[:, part[1]])
         for columns in plan.pieces:
             # The output before, which the first has sent, must have left.
@@ -348,14 +423,21 @@ class _Program:
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory.written)
 
-            @pl.when(first)
-            def _(columns=columns):
-                plgpu.barrier_wait(memory.written)
-                self._write(at, columns)
-
+            pl.when(first)(partial(self._write, at, columns))
         if not plan.early:
             pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             plgpu.barrier_arrive(memory.queries_done)
+
+    def _finish_part(self, turn, at: Tile, acc, m, total):
+        heads, half = jnp.int32(self.plan.num_kv_heads), 2 * at.head + self.warpgroup
+        item = lax.div(turn * self.plan.num_programs + self._place(turn), heads)
+        # In the transposed layout a thread's pairs of values lie along rows, as they do in memory.
+        acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
+        store(self.out.sums.at[half, item].transpose((1, 0)), acc)
+        store(self.out.stats.at[half, item, 0], m)
+        store(self.out.stats.at[half, item, 1], total)
+        if not self.plan.early:
+            plgpu.barrier_arrive(self.memory.queries_done)
 
     def _parts(self, columns: slice):
         """This half's rows of a piece, in as many columns as wgmma's tiles have: where they are in `queries`, and in
@@ -364,7 +446,7 @@ class _Program:
         There a few threads have a whole line. As wgmma has them, 8 rows would meet in the same banks of `arrived` and
         `output`, which are not swizzled.
         """
-        dtype = self.out.dtype
+        dtype = self.dtype
         swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
         width = swizzle // dtype.itemsize
         by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
@@ -379,8 +461,9 @@ class _Program:
         ]
 
     def _write(self, at: Tile, columns: slice):
-        """Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
+        """When both halves are there. Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
         plan = self.plan
+        plgpu.barrier_wait(self.memory.written)
 
         def write(i, num_queries):
             for g in range(plan.group):

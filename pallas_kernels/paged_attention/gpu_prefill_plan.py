@@ -37,6 +37,7 @@ class Plan:
     tile_q: int
     last_token: int  # where a tile may begin
     num_programs: int
+    in_parts: bool  # keys of a tile are cut, and sums of its parts are the output
 
     @property
     def plain(self) -> bool:
@@ -170,6 +171,8 @@ class Tile:
         start = jnp.minimum(token, plan.last_token)
         high = jnp.maximum(bottom + count, 0)
         low = jnp.int32(0) if window is None else jnp.maximum(bottom - (window - 1), 0)
+        if tiles.low is not None:
+            low, high = tiles.low[item], jnp.minimum(high, tiles.high[item])
         first = lax.div(low, jnp.int32(tile))
         num_keys = jnp.where(low < high, lax.div(high + (tile - 1), jnp.int32(tile)) - first, 0)
         return cls(row, head, start, token - start, count, bottom, begin, end, first, num_keys)
