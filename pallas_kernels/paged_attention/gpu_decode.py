@@ -3,8 +3,8 @@
 Knows how a row's keys are cut into items, each read by one program. Letters and principles stand in `gpu.py`.
 
 **Tile.** A program is one warpgroup. The *keys* are wgmma's 64 rows and the G query heads of a KV head its columns:
-S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items: up to
-`gpu_layout.SPLIT` keys of a row, for one KV head. What it adds up for an item is a part; `gpu_combine.py` adds a row's
+S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items: some keys
+of a row (`gpu_layout.Splits`), for one KV head. What it adds up for an item is a part; `gpu_combine.py` adds a row's
 parts. All parts together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come after others. (Split
 keys: Dao et al., Flash-Decoding.)
 
@@ -230,7 +230,7 @@ class _Program:
         head = lax.rem(index, plan.num_kv_heads)
         row, low = inputs.items.row[item], inputs.items.first[item]
         kv_len = inputs.kv_lens[row]
-        high = jnp.minimum(low + gpu_layout.SPLIT, kv_len)
+        high = jnp.minimum(low + inputs.items.size[row], kv_len)
         if (window := plan.options.window) is not None:
             low = jnp.minimum(jnp.maximum(low, kv_len - window), high)
         first = lax.div(low, tile) * TILE

@@ -18,7 +18,9 @@ from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
 
-SPLIT = 512  # keys of a row that one program reads; sums are cut there, so it is never tuned
+# A row with one query is cut at multiples of SPLIT keys, times a power of two where that were more than MAX_SPLITS
+# parts. Never tuned, since sums are cut there.
+SPLIT, MAX_SPLITS = 512, 128
 # A row with few queries is cut into so many tiles of queries, times KV heads, times parts of their keys, and a part has
 # at least so many keys. Sums are cut there, so neither is tuned.
 CUT_ITEMS, CUT_KEYS = 128, 1024
@@ -67,9 +69,10 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str |
 
 
 def most_splits(num_keys: int, window: int | None) -> int:
-    """Of a row of `num_keys` keys, of which the last `window` are seen: pieces of SPLIT with a key that is seen."""
-    splits = -(-num_keys // SPLIT)
-    return splits if window is None else min(splits, -(-(window - 1) // SPLIT) + 1)
+    """Of a row of up to `num_keys` keys, of which the last `window` are seen: parts with a key that is seen."""
+    if window is None:
+        return min(-(-num_keys // SPLIT), MAX_SPLITS)
+    return min(-(-num_keys // SPLIT), -(-(window - 1) // SPLIT) + 1)
 
 
 def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
@@ -79,28 +82,33 @@ def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
 
 
 class Splits(NamedTuple):
-    """What rows with one query have to read, in items of up to SPLIT keys. Arrays, or in a kernel refs: int32 each.
+    """What rows with one query have to read, in items of some keys. Arrays, or in a kernel refs: int32 each.
 
     A row without keys has one item, that has nothing to read. What lies behind a window is no item.
     """
 
     starts: Any  # [R + 1]: row r's items are those from starts[r] to before starts[r + 1]
+    size: Any  # [R]: keys of the row's items
     row: Any  # [items]
-    first: Any  # [items]: position of the first key, a multiple of SPLIT
+    first: Any  # [items]: position of the first key, a multiple of the row's size
 
 
 def splits(kv_lens: Int[Array, " R"], num_keys: int, window: int | None) -> Splits:
     """`num_keys`: the most that a row can have."""
     num_rows = kv_lens.shape[0]
-    first = jnp.zeros_like(kv_lens)
+    first, size = jnp.zeros_like(kv_lens), jnp.full_like(kv_lens, SPLIT)
     if window is not None:
         first = jnp.maximum(kv_lens - window, 0) // SPLIT
-    counts = jnp.maximum(-(-kv_lens // SPLIT) - first, 1)
+    limit = SPLIT * MAX_SPLITS
+    while window is None and limit < num_keys:
+        size, limit = jnp.where(kv_lens > limit, 2 * size, size), 2 * limit
+    counts = jnp.maximum(-(-kv_lens // size) - first, 1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     item = jnp.arange(num_rows * most_splits(num_keys, window), dtype=jnp.int32)
     row = jnp.searchsorted(starts[1:], item, side="right", method="compare_all")
     row = jnp.minimum(row, num_rows - 1).astype(jnp.int32)
-    return Splits(starts, row, ((item - starts[row] + first[row]) * SPLIT).astype(jnp.int32))
+    position = (item - starts[row] + first[row]) * size[row]
+    return Splits(starts, size.astype(jnp.int32), row, position.astype(jnp.int32))
 
 
 class QueryTiles(NamedTuple):
