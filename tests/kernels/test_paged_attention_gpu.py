@@ -422,6 +422,11 @@ ON_GPU: dict[str, Callable[[], None]] = {
         SMALL(name="", query_lens=(1, 1), kv_lens=(LONG, 8193), head_dim=128, block_size=64),
         one_query_per_row=True,
     ),
+    "longest-row": partial(
+        check_on_gpu,
+        SMALL(name="", query_lens=(1, 1), kv_lens=(70_001, 700), block_size=64),
+        one_query_per_row=True,
+    ),
     "long-rows-and-prompts": partial(
         check_on_gpu, SMALL(name="", query_lens=(1, 9, 1), kv_lens=(LONG, 9000, 40), sinks=True)
     ),
