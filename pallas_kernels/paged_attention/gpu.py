@@ -32,7 +32,7 @@ from pallas_kernels.kv_write.xla import Pool
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_decode import decode
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
-from pallas_kernels.paged_attention.gpu_prefill import prefill
+from pallas_kernels.paged_attention.gpu_prompts import prefill
 from pallas_kernels.paged_attention.gpu_tiles import LOG2E, Options
 
 DEFAULT = TileSizes()

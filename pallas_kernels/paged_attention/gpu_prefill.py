@@ -22,8 +22,7 @@ their own. QK is S = Q K', PV is O += P V.
     output, free         WG 0: TMA           WG 0, 1         wait_smem_to_gmem, met       the last copy to have left
 
 (*) Where there is no room for `arrived`, it is `output`, and free when that has been sent. At head dim 256 it has half
-the columns: it goes through all of the above for one half of them, then for the other. Its first half is free when
-read.
+the columns and goes through the above for one half, then for the other; the first half is free when read.
 
 WG 0 and 1 take turns: one has the tensor cores while the other computes exponentials (Shah et al., FlashAttention-3,
 arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half a step behind. For step i of a tile:
@@ -41,7 +40,6 @@ They meet before QK, when both are written (`wide`, `factors`), and after PV, wh
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,16 +49,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
-from pallas_kernels.paged_attention.gpu_combine import Parts, combine
-from pallas_kernels.paged_attention.gpu_layout import Cuts, CutTiles
-from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Memory, Plan, Tile, memory_of
+from pallas_kernels.paged_attention.gpu_prefill_plan import Memory, Plan, Tile, memory_of
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
-    Options,
     PoolArrays,
-    Source,
     clear_outside,
     normalised,
     scores,
@@ -79,44 +72,20 @@ from pallas_kernels.wgmma import (
 )
 
 
-def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
-    """All rows but those with one query, whose output is undefined; zeros for tokens of no row."""
-    num_tokens, num_heads, head_dim = q.shape
-    source, num_kv_heads = Source.of(pool), pool.shape[2] // 2
-    group, sinks = num_heads // num_kv_heads, options.sinks
-    num_keys = block_table.shape[1] * pool.shape[1]
-    tile_q = ROWS // group // 2 * 2
-    q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, -head_dim % 64)))
-    sizes = (kv_lens.shape[0], num_tokens, num_keys, tile_q, num_kv_heads, head_dim)
-    cuts = gpu_layout.Cuts.of(*sizes, options.window)
-    num_parts = None if cuts is None else cuts.parts(query_starts[1:] - query_starts[:-1], kv_lens)
-    is_cut = None if num_parts is None else num_parts > 0
-    tiles = gpu_layout.query_tiles(
-        query_starts, kv_lens, num_tokens, tile_q, options.window, is_cut
-    )
-    plan = Plan(
-        options=options,
-        source=source,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        tile_q=tile_q,
-        last_token=q.shape[0] - tile_q,
-        num_programs=min(hopper.num_sms(), num_kv_heads * tiles.row.shape[0]),
-        in_parts=False,
-    )
-    if sinks is not None:  # of each row of wgmma
-        row = jnp.minimum(jnp.arange(ROWS) // tile_q, group - 1)
-        sinks = sinks.reshape(num_kv_heads, group)[:, row]
-    inputs = _Inputs(q, block_table, tiles, source.arrays, sinks)
-    out = _kernel(plan, inputs, q)(inputs)
-    if cuts is not None and num_parts is not None:
-        out = _with_cut_rows(plan, inputs, cuts, num_parts, query_starts, kv_lens, out)
-    return out[:num_tokens, :, :head_dim]
+class Inputs(NamedTuple):
+    """What the kernel reads, or in the kernel refs to it."""
+
+    queries: Any  # [T, H, columns], bfloat16 or float16
+    block_table: Any  # int32[R, M]
+    tiles: gpu_layout.QueryTiles
+    pool: PoolArrays
+    sinks: Any  # float32[K, ROWS], or None; also for parts, which `combine` adds them to
 
 
-def _kernel(plan: Plan, inputs: _Inputs, out_type):
-    def paged_prefill(inputs: _Inputs, out_ref: Any, **memory):
+def kernel(plan: Plan, inputs: Inputs, out_type):
+    """With outputs of the shapes of `out_type`: like the queries, or `Parts` if `plan.in_parts`."""
+
+    def paged_prefill(inputs: Inputs, out_ref: Any, **memory):
         program = _Program(plan, inputs, out_ref, Memory.of(plan, **memory))
         pl.when(program.warpgroup == 2)(program.copy)
         pl.when(program.warpgroup < 2)(program.compute)
@@ -134,70 +103,10 @@ def _kernel(plan: Plan, inputs: _Inputs, out_type):
     )
 
 
-def _with_cut_rows(plan: Plan, inputs: _Inputs, cuts: Cuts, num_parts, query_starts, kv_lens, out):
-    """`out` with the rows whose keys are cut. They take turns, if their sums are more than PARTS_BYTES."""
-    at_once = cuts.rows_at_once(4 * plan.num_kv_heads * ROWS * plan.head_dim)
-    num_turns = pl.cdiv(cuts.max_rows, at_once)
-    num_rows = kv_lens.shape[0]
-    (rows,) = jnp.nonzero(num_parts > 0, size=num_turns * at_once, fill_value=num_rows)
-
-    def turn(out, rows):
-        tiles = gpu_layout.cut_tiles(cuts, rows.astype(jnp.int32), num_parts, query_starts, kv_lens)
-        found = _in_parts(plan, inputs, tiles)
-        # Where each token's output is, if it is there.
-        token, count = tiles.token[:, None], tiles.count[:, None]
-        queries = jnp.minimum(token, plan.last_token) + jnp.arange(plan.tile_q)[None]
-        own = (queries >= token) & (queries < token + count)
-        where = jnp.full(out.shape[0], -1, jnp.int32)
-        queries, place = jnp.where(own, queries, out.shape[0]).reshape(-1), jnp.arange(own.size)
-        where = where.at[queries].set(place.astype(jnp.int32), mode="drop")
-        mine = found[where // plan.tile_q, :, :, where % plan.tile_q].reshape(out.shape)
-        return jnp.where((where >= 0)[:, None, None], mine, out), None
-
-    if num_turns == 1:
-        return turn(out, rows)[0]
-    return lax.scan(turn, out, rows.reshape(num_turns, at_once))[0]
-
-
-def _in_parts(plan: Plan, inputs: _Inputs, tiles: CutTiles):
-    """[tiles, K, G, tile_q, D], of the queries that `Tile.of` reads."""
-    num_heads, num_items = 2 * plan.num_kv_heads, tiles.parts.row.shape[0]
-    parts = Parts(
-        sums=jax.ShapeDtypeStruct((num_heads, num_items, plan.head_dim, 64), jnp.float32),
-        stats=jax.ShapeDtypeStruct((num_heads, num_items, 4, 64), jnp.float32),
-    )
-    sinks, num_programs = inputs.sinks, min(hopper.num_sms(), plan.num_kv_heads * num_items)
-    plan = replace(plan, in_parts=True, num_programs=num_programs)
-    inputs = inputs._replace(tiles=tiles.parts, sinks=None)
-    (sums,) = _kernel(plan, inputs, (parts,))(inputs)
-    out = combine(
-        sums,
-        tiles.number,
-        tiles.starts,
-        None if sinks is None else sinks.reshape(num_heads, 64),
-        inputs.queries.dtype,
-        plan.options.interpret,
-        rows_of_piece=64,
-    )
-    own = plan.group * plan.tile_q
-    out = out.reshape(-1, plan.num_kv_heads, ROWS, plan.head_dim)[:, :, :own]
-    return out.reshape(-1, plan.num_kv_heads, plan.group, plan.tile_q, plan.head_dim)
-
-
-class _Inputs(NamedTuple):
-    """What the kernel reads, or in the kernel refs to it."""
-
-    queries: Any  # [T, H, columns], bfloat16 or float16
-    block_table: Any  # int32[R, M]
-    tiles: gpu_layout.QueryTiles
-    pool: PoolArrays
-    sinks: Any  # float32[K, ROWS], or None; also for parts, to whose sum they are added
-
-
 class _Program:
     """One of `num_programs`, traced for each of its three warpgroups."""
 
-    def __init__(self, plan: Plan, inputs: _Inputs, out_ref: Ref, memory: Memory) -> None:
+    def __init__(self, plan: Plan, inputs: Inputs, out_ref: Ref, memory: Memory) -> None:
         self.plan, self.inputs, self.memory = plan, inputs, memory
         self.out = out_ref  # [T, H, columns], like the queries; or `Parts`
         self.dtype = inputs.queries.dtype
@@ -362,9 +271,8 @@ class _Program:
         """Scale and zero of the keys (0) or values (1) of the tile in `wide`, as their scores are."""
         factors, by_key = self.memory.factors, plgpu.Layout.WGMMA.reduce(0)
         assert factors is not None
-        shape = 64, self.plan.tile
         rows = (load(factors.at[which, i], layout=by_key) for i in (0, 1))
-        return tuple(lax.broadcast_in_dim(row, shape, [1]) for row in rows)
+        return tuple(lax.broadcast_in_dim(row, (64, self.plan.tile), [1]) for row in rows)
 
     def _visible(self, at: Tile, start):
         """Which of the keys from `start` on this half's queries may see."""
