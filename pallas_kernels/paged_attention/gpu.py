@@ -2,16 +2,17 @@
 
 Two kernels share the contract of `reference.paged_attention`:
 
-- **Rows with one query** (`gpu_decode.py`) are bound by the pool's bytes. A row's keys are cut at multiples of `SPLIT`,
-  whatever shares the batch, so its result never depends on the batch; a third kernel adds the parts in their order
+- **Rows with one query** (`gpu_decode.py`) are bound by the pool's bytes. Where a row's keys are cut depends on the
+  row's length alone, so its result never depends on the batch; a third kernel adds the parts in their order
   (`gpu_combine.py`). A grid of as many programs as the chip holds walks a list of (row, split, KV head).
 - **Rows with more queries** (`gpu_prefill.py`) are bound by the tensor cores. There a tile of queries times heads is
-  the rows of wgmma, and as many programs as there are SMs walk a list of tiles.
+  the rows of wgmma, and as many programs as there are SMs walk a list of tiles. Few queries over many keys are too few
+  tiles for that: their keys are cut too, by the row's lengths, in a launch of their own, and the third kernel adds up.
 
 Blocks come by TMA straight from the pool, found through the block table (`gpu_tiles.py`). What is no key of the row
 (slots beyond its length, blocks that a tile has no use for) is masked out of the scores and overwritten by zeros in V,
-since 0 x NaN is NaN. Quantised blocks are copied as they are; a program dequantises a tile in registers and leaves it
-for wgmma in shared memory.
+since 0 x NaN is NaN. Quantised blocks are copied as they are; a program widens a tile in registers and leaves it for
+wgmma in shared memory. Products are of the stored integers: scales and zeros go into scores and weights.
 
 Under `interpret` the probabilities of prompts go through shared memory and products are added (`wgmma.py` says why).
 All else, every copy, barrier and mask, is the same.
@@ -31,7 +32,7 @@ from pallas_kernels.kv_write.xla import Pool
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_decode import decode
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
-from pallas_kernels.paged_attention.gpu_prefill import prefill
+from pallas_kernels.paged_attention.gpu_prompts import prefill
 from pallas_kernels.paged_attention.gpu_tiles import LOG2E, Options
 
 DEFAULT = TileSizes()
@@ -54,8 +55,8 @@ def paged_attention(
 ) -> Float[Array, "T H D"]:
     """Same contract as `reference.paged_attention`. T = R and query r is row r's if `one_query_per_row`.
 
-    q and the pool are both bfloat16 or both float16, or the pool is quantised: its keys and values are rounded to q's
-    dtype where wgmma reads them. Products are summed in float32. `sinks` are logits that take part in the softmax of
+    q and the pool are both bfloat16 or both float16, or the pool is quantised: wgmma reads its stored values in q's
+    dtype, which is exact. Products are summed in float32. `sinks` are logits that take part in the softmax of
     each head and have no value. `scale` is positive. `sizes` are the device's, the same in all calls of an engine.
     Raises NotImplementedError with the reason of `gpu_layout.unsupported_reason`. `interpret` takes
     `plgpu.InterpretGPUParams` (jax >= 0.11.2), None compiles.

@@ -1,6 +1,7 @@
-"""Adds up the parts of rows with one query, for Hopper; the last kernel of a decode step. Letters are in `gpu.py`.
+"""Adds up the parts that the keys of a row were cut into, for Hopper. Letters are in `gpu.py`.
 
-**Tile.** A program is one warpgroup, with all parts of a row and a KV head. It adds them in their order.
+**Tile.** A program is one warpgroup. It walks rows with one query, or tiles of queries, times KV heads, times pieces of
+D, and adds all parts of each in their order.
 
 **Stages.** A chunk of parts arrives at once, each in a stage of its own, while the first of them are added.
 
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,14 +23,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_tiles import MASKED, Options, normalised
-from pallas_kernels.wgmma import Ref, filled, load, store
+from pallas_kernels import hopper
+from pallas_kernels.paged_attention.gpu_tiles import MASKED, normalised
+from pallas_kernels.wgmma import Ref, filled, load, piece, store
+
+PROGRAMS_PER_SM = 3  # with 64 KB of parts each
 
 
 class Parts(NamedTuple):
     """What is added up for each item and KV head: arrays or their types, or in a kernel refs.
 
-    `columns` is G as wgmma pads it; `rows` is D, or 128 for D = 96 (`gpu_decode._pieces`).
+    For rows with one query `columns` is G as wgmma pads it, and `rows` is D, or 128 for D = 96 (`gpu_decode._pieces`).
+    A tile of queries is two KV heads here, of 64 columns each.
     """
 
     sums: Any  # float32[K, items, rows, columns]: weights times V, not divided by their total
@@ -46,85 +52,121 @@ class _Inputs(NamedTuple):
     """What the kernel reads, or in the kernel refs to it."""
 
     parts: Parts
-    starts: Any  # int32[R + 1], of `Splits`
+    number: Any  # int32[1]: of rows
+    starts: Any  # int32[R + 1]: row r's parts are those from starts[r] to before starts[r + 1]
     sinks: Any  # float32[K, columns], or None
 
 
 class _Memory(NamedTuple):
     """A program's shared memory and barriers: their types, or in the kernel refs."""
 
-    parts: Parts  # a chunk of one KV head's: [chunk, rows, columns] and [chunk, 4, columns]
+    parts: (
+        Parts  # a chunk of one KV head's: [chunk, rows of a piece, columns] and [chunk, 4, columns]
+    )
     ready: Any  # a barrier per part of a chunk
 
 
-def combine(parts: Parts, starts, dtype, options: Options):
-    """Row r's parts are those from starts[r] to before starts[r + 1] → [R, K, columns, rows]."""
+def combine(parts: Parts, number, starts, sinks, dtype, interpret, *, rows_of_piece: int = 0):
+    """→ [R, K, columns, rows], of which the first `number` are written. Otherwise as in `_Inputs`.
+
+    A program adds `rows_of_piece` rows at once, by default all.
+    """
     num_kv_heads, _, rows, columns = parts.sums.shape
-    num_rows = starts.shape[0] - 1
-    chunk, sinks = _chunk(rows, columns), options.sinks
-    if sinks is not None:
-        sinks = sinks.reshape(num_kv_heads, -1)
-        sinks = jnp.pad(sinks, ((0, 0), (0, columns - sinks.shape[1])))
-    by_head = plgpu.Layout.WGMMA.reduce(0)
+    height = rows_of_piece or rows
+    chunk, num_rows = _chunk(height, columns), starts.shape[0] - 1
+    num_programs = min(
+        PROGRAMS_PER_SM * hopper.num_sms(), num_rows * num_kv_heads * (rows // height)
+    )
 
     def paged_combine(inputs: _Inputs, out_ref: Ref, memory: _Memory):
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        begin, end = inputs.starts[row], inputs.starts[row + 1]
-
-        def add_chunk(turn, carry):
-            item = begin + turn * chunk
-            num_parts = jnp.minimum(end - item, chunk)
-
-            def fetch(i, _):
-                for ref, smem in zip(inputs.parts, memory.parts, strict=True):
-                    plgpu.copy_gmem_to_smem(ref.at[head, item + i], smem.at[i], memory.ready.at[i])
-
-            def add(i, carry):
-                acc, m, total = carry
-                plgpu.barrier_wait(memory.ready.at[i])
-                stats = memory.parts.stats
-                part = load(memory.parts.sums.at[i], layout=plgpu.Layout.WGMMA)
-                part_m = load(stats.at[i, 0], layout=by_head)
-                part_total = load(stats.at[i, 1], layout=by_head)
-                m_new = jnp.maximum(m, part_m)
-                old, new = jnp.exp2(m - m_new), jnp.exp2(part_m - m_new)
-                acc = acc * lax.broadcast_in_dim(old, acc.shape, [1])
-                acc = acc + part * lax.broadcast_in_dim(new, acc.shape, [1])
-                return acc, m_new, total * old + part_total * new
-
-            plgpu.commit_smem()  # what was read before is copied over
-            lax.fori_loop(0, num_parts, fetch, None)
-            return lax.fori_loop(0, num_parts, add, carry)
-
-        nothing = (
-            filled((rows, columns), 0.0, plgpu.Layout.WGMMA),
-            filled((columns,), MASKED, by_head),
-            filled((columns,), 0.0, by_head),
-        )
-        acc, m, total = lax.fori_loop(0, pl.cdiv(end - begin, chunk), add_chunk, nothing)
-        sink = inputs.sinks
-        if sink is not None:
-            sink = load(sink.at[head], layout=by_head, optimized=False)
-        out = normalised(acc, m, total, sink, axis=1).astype(dtype)
-        # In the transposed layout a thread's pairs of values lie along D, as they do in memory.
-        out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        store(out_ref.at[row, head].transpose((1, 0)), out)
+        _Program(inputs, out_ref, memory, num_programs).run()
 
     kernel = plgpu.kernel(
         paged_combine,
         out_type=jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns, rows), dtype),
-        grid=(num_kv_heads, num_rows),
-        grid_names=("head", "row"),
+        grid=(num_programs,),
+        grid_names=("program",),
         scratch_types=(
             _Memory(
                 parts=Parts(
-                    sums=plgpu.SMEM((chunk, rows, columns), jnp.float32),
+                    sums=plgpu.SMEM((chunk, height, columns), jnp.float32),
                     stats=plgpu.SMEM((chunk, 4, columns), jnp.float32),
                 ),
                 ready=plgpu.Barrier(num_arrivals=2, num_barriers=chunk),
             ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=options.interpret,
+        interpret=interpret,
     )
-    return kernel(_Inputs(parts, starts, sinks))
+    return kernel(_Inputs(parts, number, starts, sinks))
+
+
+class _Program:
+    """One of `num_programs`. It takes every `num_programs`-th piece of a row and a KV head."""
+
+    def __init__(self, inputs: _Inputs, out_ref: Ref, memory: _Memory, num_programs: int) -> None:
+        self.inputs, self.memory, self.num_programs = inputs, memory, num_programs
+        self.out = out_ref  # [R, K, columns, rows]
+        self.number = lax.axis_index("program")
+
+    def run(self):
+        num_kv_heads, _, rows, _ = self.inputs.parts.sums.shape
+        num_pieces = rows // self.memory.parts.sums.shape[1]
+        of_row = num_kv_heads * num_pieces
+
+        def turn(i, _):
+            index = self.number + i * self.num_programs
+            row, place = lax.div(index, jnp.int32(of_row)), lax.rem(index, jnp.int32(of_row))
+            self._add_up(row, lax.div(place, jnp.int32(num_pieces)), lax.rem(place, num_pieces))
+
+        num_turns = pl.cdiv(self.inputs.number[0] * of_row - self.number, self.num_programs)
+        lax.fori_loop(0, num_turns, turn, None)
+
+    def _add_up(self, row, head, number):
+        """The parts of piece `number` of a row."""
+        chunk, height, columns = self.memory.parts.sums.shape
+        by_head, inputs = plgpu.Layout.WGMMA.reduce(0), self.inputs
+        begin, end = inputs.starts[row], inputs.starts[row + 1]
+        of_piece = piece(number, height)
+        nothing = (
+            filled((height, columns), 0.0, plgpu.Layout.WGMMA),
+            filled((columns,), MASKED, by_head),
+            filled((columns,), 0.0, by_head),
+        )
+        add_chunk = partial(self._add_chunk, head, of_piece, begin, end)
+        acc, m, total = lax.fori_loop(0, pl.cdiv(end - begin, chunk), add_chunk, nothing)
+        sink = inputs.sinks
+        if sink is not None:
+            sink = load(sink.at[head], layout=by_head, optimized=False)
+        out = normalised(acc, m, total, sink, axis=1).astype(self.out.dtype)
+        # In the transposed layout a thread's pairs of values lie along D, as they do in memory.
+        out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        store(self.out.at[row, head, :, of_piece].transpose((1, 0)), out)
+
+    def _add_chunk(self, head, of_piece, begin, end, turn, carry):
+        memory, parts, chunk = self.memory, self.inputs.parts, self.memory.parts.sums.shape[0]
+        item, by_head = begin + turn * chunk, plgpu.Layout.WGMMA.reduce(0)
+        num_parts = jnp.minimum(end - item, chunk)
+
+        def fetch(i, _):
+            ready = memory.ready.at[i]
+            sums, stats = parts.sums.at[head, item + i, of_piece], parts.stats.at[head, item + i]
+            plgpu.copy_gmem_to_smem(sums, memory.parts.sums.at[i], ready)
+            plgpu.copy_gmem_to_smem(stats, memory.parts.stats.at[i], ready)
+
+        def add(i, carry):
+            acc, m, total = carry
+            plgpu.barrier_wait(memory.ready.at[i])
+            stats = memory.parts.stats
+            part = load(memory.parts.sums.at[i], layout=plgpu.Layout.WGMMA)
+            part_m = load(stats.at[i, 0], layout=by_head)
+            part_total = load(stats.at[i, 1], layout=by_head)
+            m_new = jnp.maximum(m, part_m)
+            old, new = jnp.exp2(m - m_new), jnp.exp2(part_m - m_new)
+            acc = acc * lax.broadcast_in_dim(old, acc.shape, [1])
+            acc = acc + part * lax.broadcast_in_dim(new, acc.shape, [1])
+            return acc, m_new, total * old + part_total * new
+
+        plgpu.commit_smem()  # what was read before is copied over
+        lax.fori_loop(0, num_parts, fetch, None)
+        return lax.fori_loop(0, num_parts, add, carry)

@@ -3,8 +3,8 @@
 Knows how a row's keys are cut into items, each read by one program. Letters and principles stand in `gpu.py`.
 
 **Tile.** A program is one warpgroup. The *keys* are wgmma's 64 rows and the G query heads of a KV head its columns:
-S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items: up to
-`gpu_layout.SPLIT` keys of a row, for one KV head. What it adds up for an item is a part; `gpu_combine.py` adds a row's
+S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items: some keys
+of a row (`gpu_layout.Splits`), for one KV head. What it adds up for an item is a part; `gpu_combine.py` adds a row's
 parts. All parts together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come after others. (Split
 keys: Dao et al., Flash-Decoding.)
 
@@ -49,7 +49,7 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     scores,
     weights,
 )
-from pallas_kernels.wgmma import Ref, filled, product, store, swizzle_of, tiled
+from pallas_kernels.wgmma import Ref, filled, load, product, store, swizzle_of, tiled
 
 TILE = 64  # keys: the rows of one wgmma
 
@@ -102,6 +102,7 @@ class _Inputs(NamedTuple):
     """What the kernel reads, or in the kernel refs to it."""
 
     queries: Any  # [R, K, columns, D], bfloat16 or float16
+    query_sums: Any  # float32[R, K, columns], of each query; None if the pool has no scales
     block_table: Any  # int32[R, M]
     kv_lens: Any  # int32[R]
     items: gpu_layout.Splits
@@ -113,7 +114,7 @@ class _Memory(NamedTuple):
 
     queries: Any  # [columns, D]
     weights: Any  # [columns, TILE], in q's dtype
-    wide: Any  # [TILE, D]: a tile of K or V, dequantised; None if the pool is not quantised
+    wide: Any  # [TILE, D]: a tile of K or V, widened; None if the pool is not quantised
     queries_ready: Any
     keys: Stages
     values: Stages
@@ -167,8 +168,13 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=options.interpret,
     )
-    (parts,) = kernel(_Inputs(queries, block_table, kv_lens, items, source.arrays))
-    out = combine(parts, items.starts, q.dtype, options)
+    query_sums = jnp.sum(queries, axis=3, dtype=jnp.float32) if source.has_scales else None
+    (parts,) = kernel(_Inputs(queries, query_sums, block_table, kv_lens, items, source.arrays))
+    sinks, number = options.sinks, jnp.full(1, num_rows, jnp.int32)
+    if sinks is not None:
+        sinks = sinks.reshape(num_kv_heads, group)
+        sinks = jnp.pad(sinks, ((0, 0), (0, columns - group)))
+    out = combine(parts, number, items.starts, sinks, q.dtype, options.interpret)
     if len(_pieces(head_dim)) > 1:  # without what the second has in common with the first
         out = jnp.concatenate([out[..., :64], out[..., 64 - head_dim :]], axis=-1)
     return out[:, :, :group].reshape(q.shape)
@@ -191,6 +197,19 @@ class _Item:
     num_tiles: jax.Array
 
 
+class _Sums(NamedTuple):
+    """Of the tiles so far, in registers.
+
+    With k = (n - z) s for stored n, zero z and scale s, q.k = s (q.n - z sum(q)). Likewise p v = p s n - p s z, whose
+    two parts are summed apart. n is centred (`Source.widen`), so that rounding p s costs no more than rounding p.
+    """
+
+    accs: tuple  # float32[columns of a piece, G]: weights times V, of quantised pools n
+    m: Any  # float32[G]: the maximum score, in units of log2
+    total: Any  # float32[TILE, G]: weights, not yet summed over keys
+    zeros: Any  # likewise: weights times zeros; None if the pool has no scales
+
+
 class _Program:
     """One of `num_programs`. It takes every `num_programs`-th pair of an item and a KV head."""
 
@@ -211,7 +230,7 @@ class _Program:
         head = lax.rem(index, plan.num_kv_heads)
         row, low = inputs.items.row[item], inputs.items.first[item]
         kv_len = inputs.kv_lens[row]
-        high = jnp.minimum(low + gpu_layout.SPLIT, kv_len)
+        high = jnp.minimum(low + inputs.items.size[row], kv_len)
         if (window := plan.options.window) is not None:
             low = jnp.minimum(jnp.maximum(low, kv_len - window), high)
         first = lax.div(low, tile) * TILE
@@ -227,16 +246,25 @@ class _Program:
             pl.when(stage < at.num_tiles)(partial(self._fetch, at, jnp.int32(stage), stage))
         plgpu.barrier_wait(memory.queries_ready)
         by_key, by_head = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
-        begin = (
-            tuple(
+        begin = _Sums(
+            accs=tuple(
                 filled((width, plan.columns), 0.0, by_key) for _, width in _pieces(plan.head_dim)
             ),
-            filled((plan.columns,), MASKED, by_head),
-            filled((TILE, plan.columns), 0.0, by_key),
+            m=filled((plan.columns,), MASKED, by_head),
+            total=filled((TILE, plan.columns), 0.0, by_key),
+            zeros=None,
         )
-        step = partial(self._step, at)
-        accs, m, total = lax.fori_loop(0, at.num_tiles, step, begin)
+        query_sums = None
+        if plan.source.has_scales:
+            begin = begin._replace(zeros=begin.total)
+            query_sums = load(
+                self.inputs.query_sums.at[at.row, at.head], layout=by_head, optimized=False
+            )
+        step = partial(self._step, at, query_sums)
+        accs, m, total, zeros = lax.fori_loop(0, at.num_tiles, step, begin)
         for i, acc in enumerate(accs):
+            if zeros is not None:
+                acc = acc - lax.broadcast_in_dim(zeros.sum(axis=0), acc.shape, [1])
             store(self.parts.sums.at[at.head, at.number, pl.ds(i * 64, acc.shape[0])], acc)
         store(self.parts.stats.at[at.head, at.number, 0], m)
         store(self.parts.stats.at[at.head, at.number, 1], total.sum(axis=0))
@@ -258,42 +286,56 @@ class _Program:
         ):
             source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
 
-    def _step(self, at: _Item, i, carry):
-        plan, memory, (accs, m, total) = self.plan, self.memory, carry
+    def _step(self, at: _Item, query_sums, i, carry: _Sums):
+        plan, memory, source = self.plan, self.memory, self.plan.source
         stage, start = lax.rem(i, jnp.int32(plan.num_stages)), at.first + i * TILE
-        s = product(self._keys(at, stage), memory.queries.transpose((1, 0)))
+        by_key = partial(lax.broadcast_in_dim, shape=carry.total.shape, broadcast_dimensions=[0])
+        by_head = partial(lax.broadcast_in_dim, shape=carry.total.shape, broadcast_dimensions=[1])
+
+        def factors(stages: Stages, column):
+            found = source.factors(stages, stage, 0, column, start, (at.low, at.high))
+            return tuple(by_key(each) for each in found)
+
+        s = product(self._keys(stage), memory.queries.transpose((1, 0)))
+        if query_sums is not None:
+            scale, zero = factors(memory.keys, 2 * at.head)
+            s = (s - zero * by_head(query_sums)) * scale
         position = start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
         s, unit = scores(s, (position >= at.low) & (position < at.high), plan.options)
-        m_new, rescale, p = weights(s, unit, m, axis=0)
+        m, rescale, p = weights(s, unit, carry.m, axis=0)
+        total, zeros = carry.total * by_head(rescale) + p, carry.zeros
+        plgpu.barrier_wait(memory.values.ready.at[stage])
+        if zeros is not None:
+            scale, zero = factors(memory.values, 2 * at.head + 1)
+            p = p * scale
+            zeros = zeros * by_head(rescale) + p * zero
         memory.weights.transpose((1, 0))[...] = p.astype(memory.queries.dtype)
         v = self._values(at, stage, start)
         plgpu.commit_smem()
         accs = tuple(
             acc * lax.broadcast_in_dim(rescale, acc.shape, [1])
             + product(v.at[:, pl.ds(*piece)].transpose((1, 0)), memory.weights.transpose((1, 0)))
-            for acc, piece in zip(accs, _pieces(plan.head_dim), strict=True)
+            for acc, piece in zip(carry.accs, _pieces(plan.head_dim), strict=True)
         )
         later = i + plan.num_stages
         pl.when(later < at.num_tiles)(lambda: self._fetch(at, later, stage))
-        return accs, m_new, total * lax.broadcast_in_dim(rescale, total.shape, [1]) + p
+        return _Sums(accs, m, total, zeros)
 
-    def _keys(self, at: _Item, stage) -> Ref:
+    def _keys(self, stage) -> Ref:
         """[TILE, D] as wgmma reads them."""
         source, memory = self.plan.source, self.memory
         plgpu.barrier_wait(memory.keys.ready.at[stage])
         if source.format is None:
             return memory.keys.data.at[stage]
-        source.widen(memory.keys, stage, 2 * at.head, memory.wide, 0, None)
+        source.widen(memory.keys, stage, memory.wide, 0, None)
         plgpu.commit_smem()
         return memory.wide
 
     def _values(self, at: _Item, stage, start) -> Ref:
-        """Likewise, with zeros for what is no key; the caller commits."""
+        """Likewise, when they have arrived; zeros for what is no key and might be NaN. The caller commits."""
         source, memory = self.plan.source, self.memory
-        plgpu.barrier_wait(memory.values.ready.at[stage])
         if source.format is not None:
-            inside = (at.low, at.high)
-            source.widen(memory.values, stage, 2 * at.head + 1, memory.wide, start, inside)
+            source.widen(memory.values, stage, memory.wide, start, (at.low, at.high))
             return memory.wide
         smem = memory.values.data.at[stage]
         pl.when((start < at.low) | (start + TILE > at.high))(

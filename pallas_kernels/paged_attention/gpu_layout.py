@@ -12,13 +12,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
 
-SPLIT = 512  # keys of a row that one program reads; sums are cut there, so it is never tuned
+# A row with one query is cut at multiples of SPLIT keys, times a power of two where that were more than MAX_SPLITS
+# parts. Never tuned, since sums are cut there.
+SPLIT, MAX_SPLITS = 512, 128
+# A row with few queries is cut into so many tiles of queries, times KV heads, times parts of their keys, and a part has
+# at least so many keys. Sums are cut there, so neither is tuned.
+CUT_ITEMS, CUT_KEYS = 128, 1024
 PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
@@ -64,9 +69,10 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str |
 
 
 def most_splits(num_keys: int, window: int | None) -> int:
-    """Of a row of `num_keys` keys, of which the last `window` are seen: pieces of SPLIT with a key that is seen."""
-    splits = -(-num_keys // SPLIT)
-    return splits if window is None else min(splits, -(-(window - 1) // SPLIT) + 1)
+    """Of a row of up to `num_keys` keys, of which the last `window` are seen: parts with a key that is seen."""
+    if window is None:
+        return min(-(-num_keys // SPLIT), MAX_SPLITS)
+    return min(-(-num_keys // SPLIT), -(-(window - 1) // SPLIT) + 1)
 
 
 def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
@@ -76,28 +82,33 @@ def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
 
 
 class Splits(NamedTuple):
-    """What rows with one query have to read, in items of up to SPLIT keys. Arrays, or in a kernel refs: int32 each.
+    """What rows with one query have to read, in items of some keys. Arrays, or in a kernel refs: int32 each.
 
     A row without keys has one item, that has nothing to read. What lies behind a window is no item.
     """
 
     starts: Any  # [R + 1]: row r's items are those from starts[r] to before starts[r + 1]
+    size: Any  # [R]: keys of the row's items
     row: Any  # [items]
-    first: Any  # [items]: position of the first key, a multiple of SPLIT
+    first: Any  # [items]: position of the first key, a multiple of the row's size
 
 
 def splits(kv_lens: Int[Array, " R"], num_keys: int, window: int | None) -> Splits:
     """`num_keys`: the most that a row can have."""
     num_rows = kv_lens.shape[0]
-    first = jnp.zeros_like(kv_lens)
+    first, size = jnp.zeros_like(kv_lens), jnp.full_like(kv_lens, SPLIT)
     if window is not None:
         first = jnp.maximum(kv_lens - window, 0) // SPLIT
-    counts = jnp.maximum(-(-kv_lens // SPLIT) - first, 1)
+    limit = SPLIT * MAX_SPLITS
+    while window is None and limit < num_keys:
+        size, limit = jnp.where(kv_lens > limit, 2 * size, size), 2 * limit
+    counts = jnp.maximum(-(-kv_lens // size) - first, 1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     item = jnp.arange(num_rows * most_splits(num_keys, window), dtype=jnp.int32)
     row = jnp.searchsorted(starts[1:], item, side="right", method="compare_all")
     row = jnp.minimum(row, num_rows - 1).astype(jnp.int32)
-    return Splits(starts, row, ((item - starts[row] + first[row]) * SPLIT).astype(jnp.int32))
+    position = (item - starts[row] + first[row]) * size[row]
+    return Splits(starts, size.astype(jnp.int32), row, position.astype(jnp.int32))
 
 
 class QueryTiles(NamedTuple):
@@ -113,6 +124,8 @@ class QueryTiles(NamedTuple):
     position: Any  # of the first query in its row; negative for padding
     begin: Any  # positions of the row that one of the row's queries sees, from here
     end: Any  # to before here
+    low: Any = None  # of a tile whose keys are cut: its part begins here, at a multiple of 128,
+    high: Any = None  # and ends before here
 
 
 def query_tiles(
@@ -121,12 +134,14 @@ def query_tiles(
     num_tokens: int,
     tile_q: int,
     window: int | None,
+    cut: Bool[Array, " R"] | None = None,
 ) -> QueryTiles:
-    """`tile_q`: the most queries of a tile."""
+    """`tile_q`: the most queries of a tile. Rows that are `cut` have none here."""
     num_rows = kv_lens.shape[0]
     lens = query_starts[1:] - query_starts[:-1]
     padding = jnp.maximum(num_tokens - query_starts[-1:], 0)
-    lens = jnp.append(jnp.where(lens == 1, 0, lens), padding).astype(jnp.int32)
+    elsewhere = lens == 1 if cut is None else (lens == 1) | cut
+    lens = jnp.append(jnp.where(elsewhere, 0, lens), padding).astype(jnp.int32)
     ends = jnp.cumsum(-(-lens // tile_q), dtype=jnp.int32)
     item = jnp.arange(num_tokens // tile_q + num_rows + 1, dtype=jnp.int32)
     row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
@@ -144,3 +159,118 @@ def query_tiles(
     token = query_starts[row].astype(jnp.int32) + first
     lists = (row, token, count, position, begin, ends_at)
     return QueryTiles(ends[-1:], *(x[order].astype(jnp.int32) for x in lists))
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How the keys of rows with few queries and long contexts are cut, so that a few tiles keep all SMs busy."""
+
+    tile_q: int
+    num_kv_heads: int
+    num_tokens: int
+    max_rows: int  # that may be cut,
+    max_tiles: int  # a row's tiles of queries,
+    max_parts: int  # and a tile's parts
+
+    @classmethod
+    def of(
+        cls,
+        num_rows: int,
+        num_tokens: int,
+        num_keys: int,
+        tile_q: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None,
+    ) -> Cuts | None:
+        """`num_keys`: the most that a row can have. None if no row is ever cut: windows leave long contexts behind."""
+        items = CUT_ITEMS // num_kv_heads
+        parts, tiles = min(items, num_keys // CUT_KEYS), min(items // 2, -(-num_tokens // tile_q))
+        if window is not None or head_dim % 64 or parts < 2 or tiles < 1 or num_tokens < 2:
+            return None
+        rows = min(num_rows, num_tokens // 2)
+        return cls(tile_q, num_kv_heads, num_tokens, rows, tiles, parts)
+
+    def tiles_of(self, num_rows: int) -> int:
+        """The most that so many rows have."""
+        return min(num_rows * self.max_tiles, self.num_tokens // self.tile_q + num_rows)
+
+    def items_of(self, num_rows: int) -> int:
+        """Parts of tiles likewise."""
+        of_row = min(CUT_ITEMS // self.num_kv_heads, self.max_tiles * self.max_parts)
+        return min(num_rows * of_row, self.tiles_of(num_rows) * self.max_parts)
+
+    def rows_at_once(self, item_bytes: int) -> int:
+        """Of `max_rows`, in turns of equally many: rows whose parts fit into PARTS_BYTES."""
+        if self.items_of(self.max_rows) * item_bytes <= PARTS_BYTES:
+            return self.max_rows
+        return rows_at_once(self.max_rows, self.items_of(1) * item_bytes)
+
+    def parts(self, query_lens: Int[Array, " R"], kv_lens: Int[Array, " R"]) -> Int[Array, " R"]:
+        """Of each tile of each row, which depend on the row alone; 0 if it is not cut."""
+        items = jnp.maximum(-(-query_lens // self.tile_q), 1) * self.num_kv_heads
+        parts = jnp.minimum(CUT_ITEMS // items, kv_lens // CUT_KEYS)
+        return jnp.where((query_lens > 1) & (parts > 1), parts, 0)
+
+
+class CutTiles(NamedTuple):
+    """The tiles of some rows that are cut, and their parts."""
+
+    number: Int[Array, " 1"]  # of tiles
+    # [tiles + 1]: tile i's parts are those from starts[i] to before starts[i + 1]
+    starts: Int[Array, " tiles+1"]
+    token: Int[Array, " tiles"]  # a tile's first query
+    count: Int[Array, " tiles"]  # its queries; 0 beyond `number`
+    parts: QueryTiles
+
+
+def cut_tiles(
+    cuts: Cuts,
+    row: Int[Array, " r"],
+    parts: Int[Array, " R"],
+    query_starts: Int[Array, " R+1"],
+    kv_lens: Int[Array, " R"],
+) -> CutTiles:
+    """Of the rows `row`; R for none."""
+    lens, kv_lens, token, parts = (
+        x.at[row].get(mode="fill", fill_value=0)
+        for x in (query_starts[1:] - query_starts[:-1], kv_lens, query_starts[:-1], parts)
+    )
+    lens = jnp.where(parts > 0, lens, 0)
+    ends = jnp.cumsum(-(-lens // cuts.tile_q), dtype=jnp.int32)
+    tile = jnp.arange(cuts.tiles_of(row.shape[0]), dtype=jnp.int32)
+    i = _place(ends, tile)
+    first = (tile - ends[i] + -(-lens[i] // cuts.tile_q)) * cuts.tile_q
+    count = jnp.where(tile < ends[-1], jnp.minimum(lens[i] - first, cuts.tile_q), 0)
+    num_parts = jnp.where(tile < ends[-1], parts[i], 0)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_parts, dtype=jnp.int32)])
+    item = jnp.arange(cuts.items_of(row.shape[0]), dtype=jnp.int32)
+    j = _place(starts[1:], item)
+    num_keys = kv_lens[i[j]]
+    size = -(-num_keys // jnp.maximum(num_parts[j] * 128, 1)) * 128
+    low = (item - starts[j]) * size
+    position = num_keys - lens[i[j]] + first[j]
+    first_token = token[i] + first
+    lists = (
+        row[i[j]],
+        first_token[j],
+        count[j],
+        position,
+        jnp.zeros_like(low),
+        num_keys,
+        low,
+        low + size,
+    )
+    return CutTiles(
+        ends[-1:],
+        starts,
+        first_token.astype(jnp.int32),
+        count.astype(jnp.int32),
+        QueryTiles(starts[-1:], *(x.astype(jnp.int32) for x in lists)),
+    )
+
+
+def _place(ends: Int[Array, " n"], item: Int[Array, " m"]) -> Int[Array, " m"]:
+    """Whose piece holds each item, if i's ends before item ends[i]; the last one's beyond them all."""
+    found = jnp.searchsorted(ends, item, side="right", method="compare_all")
+    return jnp.minimum(found, ends.shape[0] - 1).astype(jnp.int32)

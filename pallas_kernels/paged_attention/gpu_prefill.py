@@ -21,7 +21,8 @@ their own. QK is S = Q K', PV is O += P V.
     output               WG 0, 1             WG 0: TMA       written, 2 arrivals          both halves
     output, free         WG 0: TMA           WG 0, 1         wait_smem_to_gmem, met       the last copy to have left
 
-(*) Where there is no room for `arrived`, it is `output`, and free when that has been sent.
+(*) Where there is no room for `arrived`, it is `output`, and free when that has been sent. At head dim 256 it has half
+the columns and goes through the above for one half, then for the other; the first half is free when read.
 
 WG 0 and 1 take turns: one has the tensor cores while the other computes exponentials (Shah et al., FlashAttention-3,
 arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half a step behind. For step i of a tile:
@@ -30,8 +31,11 @@ arXiv:2407.08608). `in_turn` (2 arrivals) ends each half step, and WG 1 is half 
     2 i + 1 and 2 i + 2         softmax of step i                     computes PV of i - 1, starts QK of i
     2 i + 2 and 2 i + 3         computes PV of i, starts QK of i + 1  softmax of step i
 
-Of quantised pools there are no turns: WG 0 dequantises the keys and WG 1 the values of each step, so `done` has one
-arrival. They meet before QK, when both are written (`wide`), and after PV, when both are read.
+Where keys are cut (`gpu_layout.Cuts`) a tile is one part of its keys. Each warpgroup stores its own sums straight into
+memory, for the kernel that adds them up, and `output` is not written.
+
+Of quantised pools there are no turns: WG 0 widens the keys and WG 1 the values of each step, so `done` has one arrival.
+They meet before QK, when both are written (`wide`, `factors`), and after PV, when both are read.
 """
 
 from __future__ import annotations
@@ -45,14 +49,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
-from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Memory, Plan, Tile, memory_of
+from pallas_kernels.paged_attention.gpu_prefill_plan import Memory, Plan, Tile, memory_of
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
-    Options,
     PoolArrays,
-    Source,
     clear_outside,
     normalised,
     scores,
@@ -71,64 +72,44 @@ from pallas_kernels.wgmma import (
 )
 
 
-def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
-    """All rows but those with one query, whose output is left as it was in memory; zeros for tokens of no row."""
-    num_tokens, num_heads, head_dim = q.shape
-    source, num_kv_heads = Source.of(pool), pool.shape[2] // 2
-    group, sinks = num_heads // num_kv_heads, options.sinks
-    tile_q, columns = ROWS // group // 2 * 2, pl.cdiv(head_dim, 64) * 64
-    q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, columns - head_dim)))
-    tiles = gpu_layout.query_tiles(query_starts, kv_lens, num_tokens, tile_q, options.window)
-    plan = Plan(
-        options=options,
-        source=source,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        tile_q=tile_q,
-        last_token=q.shape[0] - tile_q,
-        num_programs=min(hopper.num_sms(), num_kv_heads * tiles.row.shape[0]),
-    )
-    if sinks is not None:  # of each row of wgmma
-        row = jnp.minimum(jnp.arange(ROWS) // tile_q, group - 1)
-        sinks = sinks.reshape(num_kv_heads, group)[:, row]
-
-    def paged_prefill(inputs: _Inputs, out_ref: Ref, **memory):
-        program = _Program(plan, inputs, out_ref, Memory.of(plan, **memory))
-        pl.when(program.warpgroup == 2)(program.copy)
-        pl.when(program.warpgroup < 2)(program.compute)
-
-    kernel = plgpu.kernel(
-        paged_prefill,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(plan.num_programs,),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=memory_of(plan, columns, q.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=options.interpret,
-    )
-    out = kernel(_Inputs(q, block_table, tiles, source.arrays, sinks))
-    return out[:num_tokens, :, :head_dim]
-
-
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """What the kernel reads, or in the kernel refs to it."""
 
     queries: Any  # [T, H, columns], bfloat16 or float16
     block_table: Any  # int32[R, M]
     tiles: gpu_layout.QueryTiles
     pool: PoolArrays
-    sinks: Any  # float32[K, ROWS], or None
+    sinks: Any  # float32[K, ROWS], or None; also for parts, which `combine` adds them to
+
+
+def kernel(plan: Plan, inputs: Inputs, out_type):
+    """With outputs of the shapes of `out_type`: like the queries, or `Parts` if `plan.in_parts`."""
+
+    def paged_prefill(inputs: Inputs, out_ref: Any, **memory):
+        program = _Program(plan, inputs, out_ref, Memory.of(plan, **memory))
+        pl.when(program.warpgroup == 2)(program.copy)
+        pl.when(program.warpgroup < 2)(program.compute)
+
+    return plgpu.kernel(
+        paged_prefill,
+        out_type=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out_type),
+        grid=(plan.num_programs,),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=memory_of(plan, inputs.queries.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plan.options.interpret,
+    )
 
 
 class _Program:
     """One of `num_programs`, traced for each of its three warpgroups."""
 
-    def __init__(self, plan: Plan, inputs: _Inputs, out_ref: Ref, memory: Memory) -> None:
+    def __init__(self, plan: Plan, inputs: Inputs, out_ref: Ref, memory: Memory) -> None:
         self.plan, self.inputs, self.memory = plan, inputs, memory
-        self.out = out_ref  # [T, H, columns], like the queries
+        self.out = out_ref  # [T, H, columns], like the queries; or `Parts`
+        self.dtype = inputs.queries.dtype
         self.warpgroup, self.number = lax.axis_index("warpgroup"), lax.axis_index("program")
         self.half = piece(self.warpgroup, 64)  # of the rows
         # Only these two differ in the interpreter.
@@ -167,10 +148,14 @@ class _Program:
         """`copied` tiles of keys came before; returns how many came till now."""
         plan, inputs, memory, at = self.plan, self.inputs, self.memory, self._tile_of(turn)
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(memory.queries_done))
-        for g in range(plan.group):
-            queries = inputs.queries.at[pl.ds(at.token, plan.tile_q), at.head * plan.group + g]
-            into = memory.arrived.at[pl.ds(g * plan.tile_q, plan.tile_q)]
-            plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
+        tokens = pl.ds(at.token, plan.tile_q)
+        for columns in plan.pieces:
+            if columns.start > 0:
+                plgpu.barrier_wait(memory.queries_done)
+            for g in range(plan.group):
+                queries = inputs.queries.at[tokens, at.head * plan.group + g, columns]
+                into = memory.arrived.at[pl.ds(g * plan.tile_q, plan.tile_q)]
+                plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
 
         def block_of(position):
             inside = jnp.clip(position, at.begin, at.end - 1)
@@ -198,36 +183,51 @@ class _Program:
         """`used` tiles of keys came before; returns how many came till now."""
         plan, memory, at = self.plan, self.memory, self._tile_of(turn)
         by_row = plgpu.Layout.WGMMA.reduce(1)
-        plgpu.barrier_wait(memory.queries_ready)
-        for part, by_line in self._parts():
-            arrived = load(memory.arrived.at[part], layout=by_line, optimized=False)
-            _put(memory.queries, part, arrived)
-        plgpu.commit_smem()
-        if plan.early:
-            plgpu.barrier_arrive(memory.queries_done)
+        for columns in plan.pieces:
+            plgpu.barrier_wait(memory.queries_ready)
+            for part, of_piece, by_line in self._parts(columns):
+                arrived = load(memory.arrived.at[of_piece], layout=by_line, optimized=False)
+                _put(memory.queries, part, arrived)
+            if plan.early or columns != plan.pieces[-1]:
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(memory.queries_done)
+        if not plan.early:
+            plgpu.commit_smem()
         carry = (
             filled((64, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
             filled((64,), MASKED, by_row),
             filled((64,), 0.0, by_row),
+            None,
         )
+        query_sums = None
+        if plan.source.has_scales:
+            queries = load(memory.queries.at[self.half], layout=plgpu.Layout.WGMMA)
+            query_sums = queries.astype(jnp.float32).sum(axis=1)
+            carry = (*carry[:3], carry[2])
         edge, whole = at.unmasked(plan)
-        step = partial(self._step, at=at, used=used)
+        step = partial(self._step, at=at, used=used, query_sums=query_sums)
         if plan.plain:  # the second lets the first go ahead
             pl.when(self.warpgroup == 1)(lambda: _meet(memory.in_turn))
         if plan.options.window is not None:
             carry = lax.fori_loop(0, edge, partial(step, masked=True), carry)
         carry = lax.fori_loop(edge, whole, partial(step, masked=False), carry)
-        acc, m, total = lax.fori_loop(whole, at.num_keys, partial(step, masked=True), carry)
+        acc, m, total, zeros = lax.fori_loop(whole, at.num_keys, partial(step, masked=True), carry)
+        if zeros is not None:
+            acc = acc - lax.broadcast_in_dim(zeros, acc.shape, [0])
         if plan.plain:
             pl.when(self.warpgroup == 0)(lambda: _meet(memory.in_turn))
+        if plan.in_parts:
+            self._finish_part(turn, at, acc, m, total)
+            return used + at.num_keys
         sink = self.inputs.sinks
         if sink is not None:
             sink = load(sink.at[at.head, self.half], layout=by_row, optimized=False)
         self._finish(normalised(acc, m, total, sink, axis=0), at)
         return used + at.num_keys
 
-    def _step(self, i, carry, *, at: Tile, used, masked: bool):
-        plan, memory, (acc, m, total) = self.plan, self.memory, carry
+    def _step(self, i, carry, *, at: Tile, used, query_sums, masked: bool):
+        """carry: O, maxima, totals, and zeros as in `gpu_decode._Sums`, which are taken from O in the end."""
+        plan, memory, (acc, m, total, zeros) = self.plan, self.memory, carry
         number, start = used + i, (at.first + i) * plan.tile
         if plan.plain:
             memory.keys.wait(number)
@@ -239,11 +239,19 @@ class _Program:
         s = product(memory.queries.at[self.half], keys.transpose((1, 0)), started=started)
         if plan.plain:
             memory.keys.release(number)
+        by_query = partial(lax.broadcast_in_dim, shape=s.shape, broadcast_dimensions=[0])
+        if query_sums is not None:
+            scale, zero = self._factors(0)
+            s = (s - zero * by_query(query_sums)) * scale
         s, unit = scores(s, self._visible(at, start) if masked else None, plan.options)
         m, rescale, p = weights(s, unit, m, axis=1)
         total = total * rescale + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
-        p = p.astype(self.out.dtype)
+        if zeros is not None:
+            scale, zero = self._factors(1)
+            p = p * scale
+            zeros = zeros * rescale + (p * zero).sum(axis=1)
+        p = p.astype(self.dtype)
         if plan.plain:
             # All of the above belongs before the other's turn.
             acc, m, total, p = lax.optimization_barrier((acc, m, total, p))
@@ -257,7 +265,14 @@ class _Program:
             memory.values.release(number)
         else:
             _meet(memory.met)  # before another tile is written over this one
-        return acc, m, total
+        return acc, m, total, zeros
+
+    def _factors(self, which: int):
+        """Scale and zero of the keys (0) or values (1) of the tile in `wide`, as their scores are."""
+        factors, by_key = self.memory.factors, plgpu.Layout.WGMMA.reduce(0)
+        assert factors is not None
+        rows = (load(factors.at[which, i], layout=by_key) for i in (0, 1))
+        return tuple(lax.broadcast_in_dim(row, (64, self.plan.tile), [1]) for row in rows)
 
     def _visible(self, at: Tile, start):
         """Which of the keys from `start` on this half's queries may see."""
@@ -281,19 +296,19 @@ class _Program:
             plgpu.commit_smem()
 
     def _widen(self, number, start, at: Tile):
-        """One warpgroup dequantises the keys, the other the values."""
-        memory, inside = self.memory, (None, (at.begin, at.end))
+        """One warpgroup widens the keys, the other the values."""
+        plan, memory, bounds = self.plan, self.memory, (at.begin, at.end)
 
         def widen(which, ring):
             ring.wait(number)
-            self.plan.source.widen(
-                ring.stages,
-                ring.stage(number),
-                2 * at.head + which,
-                memory.wide[which],
-                start,
-                inside[which],
-            )
+            stages, stage = ring.stages, ring.stage(number)
+            plan.source.widen(stages, stage, memory.wide[which], start, bounds if which else None)
+            if memory.factors is not None:
+                for row in range(0, plan.tile, 64):
+                    column = 2 * at.head + which
+                    found = plan.source.factors(stages, stage, row, column, start, bounds)
+                    for i, factor in enumerate(found):
+                        store(memory.factors.at[which, i, pl.ds(row, 64)], factor)
             plgpu.commit_smem()
             ring.release(number)
 
@@ -302,49 +317,66 @@ class _Program:
         _meet(memory.met)
 
     def _finish(self, out, at: Tile):
-        plan, memory, out = self.plan, self.memory, out.astype(self.out.dtype)
+        plan, memory, out = self.plan, self.memory, out.astype(self.dtype)
         first = self.warpgroup == 0
-        for part, _ in self._parts():  # where nobody reads queries any more
-            _put(memory.queries, part, out[:, part[1]])
-        # The output before, which the first has sent, must have left.
-        pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-        _meet(memory.met)
-        for part, by_line in self._parts():
-            _put(memory.output, part, load(memory.queries.at[part], layout=by_line))
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(memory.written)
+        for columns in plan.pieces:
+            for part, *_ in self._parts(columns):  # where nobody reads queries any more
+                _put(memory.queries, part, out[:, part[1]])
+        for columns in plan.pieces:
+            # The output before, which the first has sent, must have left.
+            pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+            _meet(memory.met)
+            for part, of_piece, by_line in self._parts(columns):
+                _put(memory.output, of_piece, load(memory.queries.at[part], layout=by_line))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(memory.written)
 
-        @pl.when(first)
-        def _():
-            plgpu.barrier_wait(memory.written)
-            self._write(at)
-            if not plan.early:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
+            pl.when(first)(partial(self._write, at, columns))
         if not plan.early:
+            pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             plgpu.barrier_arrive(memory.queries_done)
 
-    def _parts(self):
-        """This half's rows, in as many columns as wgmma's tiles have; and the registers to copy them by way of.
+    def _finish_part(self, turn, at: Tile, acc, m, total):
+        heads, half = jnp.int32(self.plan.num_kv_heads), 2 * at.head + self.warpgroup
+        item = lax.div(turn * self.plan.num_programs + self._place(turn), heads)
+        # In the transposed layout a thread's pairs of values lie along rows, as they do in memory.
+        acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
+        store(self.out.sums.at[half, item].transpose((1, 0)), acc)
+        store(self.out.stats.at[half, item, 0], m)
+        store(self.out.stats.at[half, item, 1], total)
+        if not self.plan.early:
+            plgpu.barrier_arrive(self.memory.queries_done)
+
+    def _parts(self, columns: slice):
+        """This half's rows of a piece, in as many columns as wgmma's tiles have: where they are in `queries`, and in
+        `arrived` and `output`; and the registers to copy them by way of.
 
         There a few threads have a whole line. As wgmma has them, 8 rows would meet in the same banks of `arrived` and
         `output`, which are not swizzled.
         """
-        dtype = self.out.dtype
+        dtype = self.dtype
         swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
         width = swizzle // dtype.itemsize
         by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
-        columns = range(0, self.plan.head_dim, width)
-        return [((self.half, slice(i, i + width)), by_line) for i in columns]
+        begin, end = columns.start, min(columns.stop, self.plan.head_dim)
+        return [
+            (
+                (self.half, slice(i, i + width)),
+                (self.half, slice(i - begin, i - begin + width)),
+                by_line,
+            )
+            for i in range(begin, end, width)
+        ]
 
-    def _write(self, at: Tile):
-        """Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
+    def _write(self, at: Tile, columns: slice):
+        """When both halves are there. Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
         plan = self.plan
+        plgpu.barrier_wait(self.memory.written)
 
         def write(i, num_queries):
             for g in range(plan.group):
                 head = at.head * plan.group + g
-                to = self.out.at[pl.ds(at.token + i, num_queries), head]
+                to = self.out.at[pl.ds(at.token + i, num_queries), head, columns]
                 part = self.memory.output.at[pl.ds(g * plan.tile_q + i, num_queries)]
                 plgpu.copy_smem_to_gmem(part, to)
 

@@ -37,6 +37,7 @@ class Plan:
     tile_q: int
     last_token: int  # where a tile may begin
     num_programs: int
+    in_parts: bool  # keys of a tile are cut, and sums of its parts are the output
 
     @property
     def plain(self) -> bool:
@@ -49,34 +50,44 @@ class Plan:
         return self.plain and self.head_dim <= 128
 
     @property
-    def tile_and_stages(self) -> tuple[int, int, int]:
-        """Keys of a tile, stages of K and of V: what fits into shared memory beside queries and output."""
+    def pieces(self) -> list[slice]:
+        """Columns of queries and of output that are copied at once, D of them padded to a multiple of 64."""
+        columns = pl.cdiv(self.head_dim, 64) * 64
+        width = columns if columns <= 192 else 128  # or there is no room for two stages of V
+        return [slice(i, i + width) for i in range(0, columns, width)]
+
+    @property
+    def tile_and_stages(self) -> tuple[int, int]:
+        """Keys of a tile, stages of K as of V: what fits into shared memory beside queries and output."""
         sizes = self.options.sizes
-        if self.head_dim > 128:
-            return 64, 2, 2 if self.head_dim <= 192 else 1
-        return sizes.tile_kv, sizes.stages, sizes.stages
+        return (64, 2) if self.head_dim > 128 else (sizes.tile_kv, sizes.stages)
 
     @property
     def tile(self) -> int:
         return self.tile_and_stages[0]
 
 
-def memory_of(plan: Plan, columns: int, dtype) -> dict[str, Any]:
-    """Types of the shared memory and barriers of a program, for `Memory.of`. columns: D, padded to a multiple of 64."""
-    tile, *num_stages = plan.tile_and_stages
+def memory_of(plan: Plan, dtype) -> dict[str, Any]:
+    """Types of the shared memory and barriers of a program, for `Memory.of`."""
+    tile, num_stages = plan.tile_and_stages
+    by_row = plgpu.SMEM((ROWS, plan.pieces[0].stop), dtype)
     as_wgmma = partial(tiled, dtype=dtype, swizzle=swizzle_of(plan.head_dim * dtype.itemsize))
     interpreted = plan.options.interpret is not None
     readers = 2 if plan.plain else 1
     return {
-        "output": plgpu.SMEM((ROWS, columns), dtype),
-        "arrived": plgpu.SMEM((ROWS, columns), dtype) if plan.early else None,
+        "output": by_row,
+        "arrived": by_row if plan.early else None,
         "queries": as_wgmma(ROWS, plan.head_dim),
         "weights": as_wgmma(ROWS, tile) if interpreted else None,
         "wide": [] if plan.plain else [as_wgmma(tile, plan.head_dim)] * 2,
+        "factors": plgpu.SMEM((2, 2, tile), jnp.float32) if plan.source.has_scales else None,
         "rings": [
-            (plan.source.stages(num, tile), plgpu.Barrier(num_arrivals=readers, num_barriers=num))
-            for num in num_stages
-        ],
+            (
+                plan.source.stages(num_stages, tile),
+                plgpu.Barrier(num_arrivals=readers, num_barriers=num_stages),
+            )
+        ]
+        * 2,
         "queries_ready": plgpu.Barrier(num_arrivals=plan.group),
         **{
             name: plgpu.Barrier(num_arrivals=2)
@@ -89,11 +100,12 @@ def memory_of(plan: Plan, columns: int, dtype) -> dict[str, Any]:
 class Memory:
     """Shared memory and barriers of a program. Arrays are in q's dtype; `gpu_prefill.py` says who waits for what."""
 
-    output: Ref  # [ROWS, columns], row-major
+    output: Ref  # [ROWS, columns of a piece], row-major
     arrived: Ref  # likewise: queries as TMA copies them; `output` unless `plan.early`
     queries: Ref  # [ROWS, D], in wgmma's layout, like the next two
     weights: Ref | None  # [ROWS, tile], only for the interpreter: see `as_operand`
-    wide: Sequence[Ref]  # [tile, D] each: dequantised tiles of K and V; none if `plan.plain`
+    wide: Sequence[Ref]  # [tile, D] each: widened tiles of K and V; none if `plan.plain`
+    factors: Ref | None  # float32[2, 2, tile]: their scales and zeros; None if the pool has none
     keys: Ring
     values: Ring
     queries_ready: Ref  # G arrivals: a copy for each head
@@ -104,10 +116,8 @@ class Memory:
 
     @classmethod
     def of(cls, plan: Plan, *, rings, arrived, output, **others) -> Memory:
-        tile, *nums = plan.tile_and_stages
-        keys, values = (
-            Ring(num, stages, done) for num, (stages, done) in zip(nums, rings, strict=True)
-        )
+        num_stages = plan.tile_and_stages[1]
+        keys, values = (Ring(num_stages, stages, done) for stages, done in rings)
         arrived = output if arrived is None else arrived
         return cls(output=output, arrived=arrived, keys=keys, values=values, **others)
 
@@ -161,6 +171,8 @@ class Tile:
         start = jnp.minimum(token, plan.last_token)
         high = jnp.maximum(bottom + count, 0)
         low = jnp.int32(0) if window is None else jnp.maximum(bottom - (window - 1), 0)
+        if tiles.low is not None:
+            low, high = tiles.low[item], jnp.minimum(high, tiles.high[item])
         first = lax.div(low, jnp.int32(tile))
         num_keys = jnp.where(low < high, lax.div(high + (tile - 1), jnp.int32(tile)) - first, 0)
         return cls(row, head, start, token - start, count, bottom, begin, end, first, num_keys)

@@ -159,48 +159,58 @@ class Source:
                 scale_zero = stages.scale_zero.at[stage, into]
                 plgpu.copy_gmem_to_smem(refs.scale_zero.at[slots, of_heads], scale_zero, ready)
 
-    def widen(self, stages: Stages, stage, column, into, start, inside):
-        """Dequantise a stage into `into` [tile, D]; zeros where its positions, from `start` on, are not `inside`.
+    def widen(self, stages: Stages, stage, into, start, inside):
+        """A stage into `into` [tile, D]; of int8 and int4 the integers n - 128 or n - 8, whose `factors` come later.
 
-        `inside` is a pair of bounds, or None for keys, whose scores are masked.
+        Of fp8 zeros where positions, from `start` on, are not `inside`, a pair of bounds or None: what is no key may be
+        NaN. Integers are finite, and their weights are 0.
         """
-        rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA_UPCAST_2X
+        columns = plgpu.Layout.WGMMA_UPCAST_2X
         step = swizzle_of(self.width)  # columns are bytes
         for row in range(0, into.shape[0], 64):
-            some = pl.ds(row, 64)
-            scale, zero, kept = None, None, None
-            if inside is not None:
-                position = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=rows) + (start + row)
-                kept = (position >= inside[0]) & (position < inside[1])
-            if self.has_scales:
-                scale, zero = _scale_zero(stages.scale_zero.at[stage, some], column)
-                if kept is not None:
-                    scale, zero = jnp.where(kept, scale, 0.0), jnp.where(kept, zero, 0.0)
+            some, kept = pl.ds(row, 64), None
+            if inside is not None and not self.has_scales:
+                kept = _inside(start + row, inside)
             for first in range(0, self.width, step):
-                x = load(stages.data.at[stage, some, pl.ds(first, step)], layout=columns)
-                parts = [x]
-                if self.format == "int4":
-                    x = x.astype(jnp.int32)
-                    parts = [(x & 15).astype(jnp.float32), (x >> 4).astype(jnp.float32)]
-                for i, x in enumerate(parts):
-                    # Exact in 16 bits, and only those change their layout at no great cost.
-                    x = x.astype(jnp.float16 if self.format in FLOATS else jnp.bfloat16)
-                    x = plgpu.layout_cast(x, plgpu.Layout.WGMMA).astype(jnp.float32)
-                    if scale is not None and zero is not None:
-                        x = x - lax.broadcast_in_dim(zero, x.shape, [0])
-                        x = x * lax.broadcast_in_dim(scale, x.shape, [0])
-                    elif kept is not None:
+                stored = load(stages.data.at[stage, some, pl.ds(first, step)], layout=columns)
+                for i, x in enumerate(self._values(stored)):
+                    if kept is not None:
+                        x = x.astype(jnp.float32)
                         x = jnp.where(lax.broadcast_in_dim(kept, x.shape, [0]), x, 0.0)
-                    to = pl.ds(i * self.width + first, step)
-                    into[some, to] = x.astype(into.dtype)
+                    into[some, pl.ds(i * self.width + first, step)] = x.astype(into.dtype)
+
+    def _values(self, x) -> list:
+        """Stored bytes, as they are loaded, in 16 bits and wgmma's layout; of int4 the lower halves, then the upper."""
+        if self.format in FLOATS:
+            # Exact in 16 bits, and only those change their layout at no great cost.
+            return [plgpu.layout_cast(x.astype(jnp.float16), plgpu.Layout.WGMMA)]
+
+        def wide(x):  # only signed bytes become bfloat16 at no great cost
+            return plgpu.layout_cast(x.astype(jnp.int8), plgpu.Layout.WGMMA).astype(jnp.bfloat16)
+
+        if self.format == "int8":
+            return [wide(x ^ jnp.uint8(128))]
+        upper = wide((x & jnp.uint8(0xF0)) ^ jnp.uint8(128))  # 16 n - 128
+        return [wide(x & jnp.uint8(15)) - jnp.bfloat16(8), upper * jnp.bfloat16(1 / 16)]
+
+    def factors(self, stages: Stages, stage, row: int, column, start, inside):
+        """Scale and zero, float32[64] each, of what `widen` left from `row` on; 0 for what is not `inside`."""
+        # wgmma's layout has sums, but no columns.
+        table = load(
+            stages.scale_zero.at[stage, pl.ds(row, 64)], layout=plgpu.Layout.WGMMA, optimized=False
+        ).astype(jnp.float32)
+        at = plgpu.broadcasted_iota(jnp.int32, table.shape, 1, layout=plgpu.Layout.WGMMA)
+        first = lax.rem(column, jnp.int32(4)) * 2
+        scale, zero = (jnp.where(at == first + i, table, 0.0).sum(axis=1) for i in (0, 1))
+        kept, offset = _inside(start + row, inside), 128.0 if self.format == "int8" else 8.0
+        return jnp.where(kept, scale, 0.0), jnp.where(kept, zero - offset, 0.0)
 
 
-def _scale_zero(smem, column):
-    """Each [64]: those of one head's K or V, from [64, 8] of two heads. wgmma's layout has sums, but no columns."""
-    table = load(smem, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-    at = plgpu.broadcasted_iota(jnp.int32, table.shape, 1, layout=plgpu.Layout.WGMMA)
-    first = lax.rem(column, jnp.int32(4)) * 2
-    return tuple(jnp.where(at == first + i, table, 0.0).sum(axis=1) for i in (0, 1))
+def _inside(start, bounds: tuple):
+    """bool[64]: which positions from `start` on are in [bounds[0], bounds[1])."""
+    position = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+    position = position + start
+    return (position >= bounds[0]) & (position < bounds[1])
 
 
 def clear_outside(v_smem, start, low, high):

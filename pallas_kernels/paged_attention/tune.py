@@ -5,7 +5,7 @@ what was measured. The folder is empty as long as nobody has. For a TPU that is 
 fills it from compiled schedules.
 
 Tuned is what changes the speed and, from one kind of device to another, the order of sums. Never tuned is what would
-make a result depend on its batch: `gpu_layout.SPLIT`, where the sums of a row are cut, is one number for all; a TPU's
+make a result depend on its batch: `gpu_layout.SPLIT` and others, which cut the sums of a row, are constants; a TPU's
 `tile_kv`, which cuts them too, is one number for an engine, whatever it computes. No size lets a TPU's kernel take more
 VMEM than it may have (`tpu_layout.shape_of`).
 """

@@ -21,6 +21,8 @@ PROGRAMS = [
 # More than `SPILLED` where accumulators are wide (at head dim 256 a loop reads 13 addresses) or tiles dequantised.
 WIDE = ("head-dim-192", "head-dim-256", "int8", "int4", "fp8", "int8-head-dim-192")
 SPILLED_WIDE = 300
+# Shapes whose keys are not cut for few queries.
+UNCUT = ("head-dim-96", "window-soft-cap-sinks")
 
 
 @pytest.fixture
@@ -42,21 +44,26 @@ def test_attention_compiles_and_copies_no_pool(compiled, name):
     """More shared memory than the chip has is an error of the compiler's, as the next test shows."""
     program = compiled[name]
     ptxas = program["ptxas"]
-    assert len(ptxas["spilled"]) == (2 if name.endswith("decode") else 3)
+    shape, kind = name.rsplit("-", 1)
+    in_parts = kind == "mixed" and shape not in UNCUT
+    assert len(ptxas["spilled"]) == (2 if kind == "decode" else 5 if in_parts else 3)
     assert ptxas["for_hopper"] == len(ptxas["spilled"])
     assert not ptxas["waits"]  # wgmma that waits for itself
-    shape, kind = name.rsplit("-", 1)
     most = SPILLED_WIDE if kind == "mixed" and shape in WIDE else paged_attention_gpu.SPILLED[kind]
     assert max(ptxas["spilled"]) <= most
-    # The parts of long rows, and at head dim 96 padded queries; the pool is nearly all of the arguments.
-    assert program["temp_bytes"] < 0.2 * program["argument_bytes"]
+    # The parts of long rows, and at head dim 96 padded queries; the pool is nearly all of the arguments. The parts of
+    # rows with few queries have bytes of their own.
+    parts = 1.1 * gpu_layout.PARTS_BYTES if in_parts else 0
+    assert program["temp_bytes"] < parts + 0.2 * program["argument_bytes"]
 
 
-@pytest.mark.parametrize("kind", ["decode", "mixed"])
-def test_the_parts_of_long_rows_stay_within_their_bytes(compiled, kind):
-    """Of 64 rows that may have 131,072 keys, with 8 KV heads: in two turns."""
+@pytest.mark.parametrize(("kind", "most"), [("decode", 1.1), ("mixed", 1.3)])
+def test_the_parts_of_long_rows_stay_within_their_bytes(compiled, kind, most):
+    """Of 64 rows that may have 131,072 keys, with 8 KV heads: just as many. Rows with few queries take turns with
+    theirs, whose sums are a copy of the output besides.
+    """
     program = compiled[f"long-table-{kind}"]
-    assert gpu_layout.PARTS_BYTES < program["temp_bytes"] < 1.1 * gpu_layout.PARTS_BYTES
+    assert gpu_layout.PARTS_BYTES < program["temp_bytes"] < most * gpu_layout.PARTS_BYTES
 
 
 def test_devices_that_share_the_heads_exchange_nothing(compiled):

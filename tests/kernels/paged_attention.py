@@ -97,7 +97,9 @@ def as_floats(pool) -> np.ndarray:
     if scale_zero.dtype == np.uint16:
         scale_zero = scale_zero.view(jnp.bfloat16)
     scale, zero = np.split(scale_zero.astype(np.float64), 2, axis=-1)
-    return (data - zero) * scale
+    # Where NaN stands, float16 has a scale of 0 and an infinite zero.
+    with np.errstate(invalid="ignore"):
+        return (data - zero) * scale
 
 
 def dense_attention(case: Case, arguments: dict) -> np.ndarray:

@@ -282,7 +282,8 @@ splits = jax.jit(gpu_layout.splits, static_argnums=(1, 2))
 def test_the_splits_of_rows_are_all_that_a_query_sees_and_within_their_number(kv_lens, window):
     """Cut where nothing but the row says: every seen key once, and each item of a row in its own place."""
     num_keys = 5120
-    starts, rows, firsts = map(np.asarray, splits(jnp.asarray(kv_lens), num_keys, window))
+    starts, sizes, rows, firsts = map(np.asarray, splits(jnp.asarray(kv_lens), num_keys, window))
+    assert (sizes == gpu_layout.SPLIT).all()
     assert starts[-1] <= rows.size == len(kv_lens) * gpu_layout.most_splits(num_keys, window)
     for row, kv_len in enumerate(kv_lens):
         items = slice(starts[row], starts[row + 1])
@@ -290,6 +291,17 @@ def test_the_splits_of_rows_are_all_that_a_query_sees_and_within_their_number(kv
         low = max(0, kv_len - (window or kv_len))
         seen = range(low // gpu_layout.SPLIT * gpu_layout.SPLIT, max(kv_len, 1), gpu_layout.SPLIT)
         assert list(firsts[items]) == list(seen)
+
+
+@pytest.mark.parametrize("num_keys", [200_000, 262_144])
+def test_long_rows_have_longer_splits_by_their_own_length(num_keys):
+    kv_lens = jnp.asarray([0, 65_536, 65_537, 131_072, 131_073, 200_000], jnp.int32)
+    found = splits(kv_lens, num_keys, None)
+    assert found.size.tolist() == [512, 512, 1024, 1024, 2048, 2048]
+    assert np.diff(found.starts).tolist() == [1, 128, 65, 128, 65, 98]
+    assert found.row.size == 6 * gpu_layout.most_splits(num_keys, None) == 6 * 128
+    last = found.starts[1:] - 1
+    assert found.first[last].tolist() == [0, 65_024, 65_536, 130_048, 131_072, 198_656]
 
 
 KINDS = {

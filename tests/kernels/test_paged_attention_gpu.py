@@ -82,14 +82,15 @@ MIXED = (
 )
 QUANTISED = tuple(
     SMALL(
-        name=format,
+        name=f"{format}-{dtype}",
         query_lens=(1, 20, 0),
         kv_lens=(80, 140, 0),
         window=100,
         format=format,
         head_dim=128 if format == "int4" else 64,
+        dtype=dtype,
     )
-    for format in FORMATS
+    for format, dtype in (*((each, "bfloat16") for each in FORMATS), ("int8", "float16"))
 )
 
 
@@ -157,9 +158,13 @@ def decoding(case: Case) -> Case:
     return replace(case, query_lens=lens, num_padding_tokens=len(lens) - sum(lens))
 
 
-@pytest.mark.parametrize("pool", [{}, {"format": "int8"}, {"head_dim": 192}], ids=str)
-def test_no_two_warpgroups_touch_the_same_memory_unordered(pool, monkeypatch, capsys):
-    """More tiles than stages, all three kernels, much for one program. wgmma reads as a load would."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"format": "int8"}, {"head_dim": 192}, {"head_dim": 256}, {"window": None}],
+    ids=str,
+)
+def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch, capsys):
+    """More tiles than stages, all kernels, much for one program. wgmma reads as a load would."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     wgmma = gpu_callbacks.wgmma
@@ -178,8 +183,10 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(pool, monkeypatch, ca
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
     monkeypatch.setattr(gpu_layout, "SPLIT", 384)
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
+    monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
     monkeypatch.setattr(gpu_combine, "_chunk", lambda rows, columns: 1)
-    case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450, **pool)
+    case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450)
+    case = replace(case, **options)
     sizes = gpu_layout.TileSizes(programs_per_sm=4)  # and so fewer stages
     TestInterpreted().check(case, sizes=sizes, interpret=interpreter(detect_races=True))
     # Not `get_races().races_found`, which knows the last kernel only.
@@ -207,15 +214,87 @@ def test_a_row_does_not_depend_on_its_batch_or_the_number_of_sms(monkeypatch):
         np.testing.assert_array_equal(result, together[queries])
 
 
+# Rows of 5, 3 and no parts, two of one part, and padding.
+FEW_QUERIES = SMALL(
+    name="",
+    query_lens=(3, 1, 70, 0, 20),
+    kv_lens=(700, 300, 400, 0, 100),
+    num_padding_tokens=5,
+    sinks=True,
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "int8"}, {"head_dim": 256}], ids=str)
+def test_few_queries_see_all_parts_of_their_keys(options, monkeypatch):
+    monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
+    TestInterpreted().check(replace(FEW_QUERIES, **options))
+
+
+def test_a_row_that_is_cut_does_not_depend_on_its_batch(monkeypatch):
+    """Bit for bit: alone, and among others when rows take turns and one SM does everything."""
+    monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
+    arguments = cases.arguments(FEW_QUERIES)
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "num_sms", lambda: 1)
+        patch.setattr(gpu_layout, "PARTS_BYTES", 1)
+        together = run(gpu.paged_attention, arguments, interpret=interpreter())
+    for row, first, last in ((0, 0, 3), (2, 4, 74)):
+        width = -(-FEW_QUERIES.kv_lens[row] // FEW_QUERIES.block_size)
+        alone = arguments | {
+            "q": arguments["q"][first:last],
+            "block_table": arguments["block_table"][row : row + 1, :width],
+            "kv_lens": arguments["kv_lens"][row : row + 1],
+            "query_starts": jnp.asarray([0, last - first], jnp.int32),
+        }
+        result = run(gpu.paged_attention, alone, interpret=interpreter())
+        np.testing.assert_array_equal(result, together[first:last])
+
+
+def test_parts_of_cut_tiles_are_all_their_keys_once_and_depend_on_the_row_alone():
+    tile_q, num_kv_heads = 32, 8
+    query_lens = np.asarray((100, 1, 0, 20, 2000, 9, 33), np.int32)
+    kv_lens = np.asarray((32768, 9000, 0, 1500, 9000, 2048, 5001), np.int32)
+    starts = np.cumsum((0, *query_lens)).astype(np.int32)
+    sizes = (int(starts[-1]), 32768, tile_q, num_kv_heads, 128, None)
+    cuts = gpu_layout.Cuts.of(len(kv_lens), *sizes)
+    assert cuts is not None
+    parts = cuts.parts(jnp.asarray(query_lens), jnp.asarray(kv_lens))
+    # 128 / (4 tiles * 8 heads), one query, nothing, too few keys, too many tiles, keys for two, for four
+    assert parts.tolist() == [4, 0, 0, 0, 0, 2, 4]
+    row = jnp.asarray([0, 5, 6, 7], jnp.int32)  # and none
+    tiles = gpu_layout.cut_tiles(cuts, row, parts, jnp.asarray(starts), jnp.asarray(kv_lens))
+    number = int(tiles.number[0])
+    assert tiles.count[:number].tolist() == [32, 32, 32, 4, 9, 32, 1]
+    assert not tiles.count[number:].any()
+    assert tiles.parts.number.tolist() == [tiles.starts[-1]] == [4 * 4 + 2 + 2 * 4]
+    for tile in range(number):
+        mine = slice(int(tiles.starts[tile]), int(tiles.starts[tile + 1]))
+        (r,) = set(tiles.parts.row[mine].tolist())
+        assert set(tiles.parts.token[mine].tolist()) == {int(tiles.token[tile])}
+        assert set(tiles.parts.count[mine].tolist()) == {int(tiles.count[tile])}
+        position = int(kv_lens[r] - query_lens[r] + tiles.token[tile] - starts[r])
+        assert set(tiles.parts.position[mine].tolist()) == {position}
+        low, high = tiles.parts.low[mine].tolist(), tiles.parts.high[mine].tolist()
+        assert low == [0, *high[:-1]] and high[-1] >= kv_lens[r]
+        assert not any(each % 128 for each in low)
+
+
+def test_no_row_is_cut_where_tables_are_short_or_windows_leave_keys_behind():
+    for num_keys, head_dim, window in ((2047, 128, None), (9000, 96, None), (9000, 128, 4096)):
+        assert gpu_layout.Cuts.of(4, 100, num_keys, 32, 8, head_dim, window) is None
+    assert gpu_layout.Cuts.of(4, 100, 2048, 32, 8, 128, None) is not None
+
+
 @pytest.mark.parametrize("window", [None, 1, 100])
 def test_query_tiles_are_all_queries_but_single_ones_and_the_longest_come_first(window):
     query_lens, padding, tile_q = (1, 70, 0, 32, 3), 5, 32
     kv_lens = np.asarray((33, 200, 0, 32, 90), np.int32)
     starts = np.cumsum((0, *query_lens)).astype(np.int32)
     num_tokens = starts[-1] + padding
-    number, *lists = gpu_layout.query_tiles(
+    number, *lists, low, high = gpu_layout.query_tiles(
         jnp.asarray(starts), jnp.asarray(kv_lens), int(num_tokens), tile_q, window
     )
+    assert low is None and high is None  # nothing is cut
     tiles = np.stack([np.asarray(x) for x in lists], axis=1)[: int(number[0])]
     assert lists[0].size >= len(tiles) == 3 + 1 + 1 + 1
     covered, lengths = [], []
@@ -286,7 +365,8 @@ LONG = 20_000
 
 def check_repeats_on_gpu() -> None:
     """The same bits 200 times, of long rows and short ones, with more or fewer other launches just before."""
-    case = SMALL(name="", query_lens=(1, 1, 40, 1), kv_lens=(LONG, 30, 900, 513), head_dim=128)
+    lens = (LONG, 30, 900, 513, LONG)
+    case = SMALL(name="", query_lens=(1, 1, 40, 1, 25), kv_lens=lens, head_dim=128)
     arguments, others = (cases.arguments(each) for each in (case, of_a_model(1, 16, 2)))
     static = ("scale", "window", "soft_cap", "one_query_per_row")
     attend = jax.jit(gpu.paged_attention, static_argnames=static)
@@ -300,7 +380,7 @@ def check_repeats_on_gpu() -> None:
 
 def check_alone_on_gpu() -> None:
     """Each row alone in a narrow table gives what it gives among the others."""
-    case = SMALL(name="", query_lens=(1, 1, 20, 1), kv_lens=(LONG, 30, 90, 513))
+    case = SMALL(name="", query_lens=(1, 1, 20, 1, 25), kv_lens=(LONG, 30, 90, 513, LONG))
     arguments = cases.arguments(case)
     together = run(gpu.paged_attention, arguments)
     starts = np.cumsum((0, *case.query_lens))
@@ -342,9 +422,25 @@ ON_GPU: dict[str, Callable[[], None]] = {
         SMALL(name="", query_lens=(1, 1), kv_lens=(LONG, 8193), head_dim=128, block_size=64),
         one_query_per_row=True,
     ),
+    "longest-row": partial(
+        check_on_gpu,
+        SMALL(name="", query_lens=(1, 1), kv_lens=(70_001, 700), block_size=64),
+        one_query_per_row=True,
+    ),
     "long-rows-and-prompts": partial(
         check_on_gpu, SMALL(name="", query_lens=(1, 9, 1), kv_lens=(LONG, 9000, 40), sinks=True)
     ),
+    **{
+        f"few-queries-{name}": partial(
+            check_on_gpu,
+            SMALL(name="", query_lens=(100, 1, 9), kv_lens=(LONG, 40, 5000), **options),
+        )
+        for name, options in {
+            "128": dict(head_dim=128, num_heads=8),
+            "256": dict(head_dim=256, sinks=True),
+            "int8": dict(format="int8"),
+        }.items()
+    },
     "repeats": check_repeats_on_gpu,
     "turns": check_turns_on_gpu,
     "other-sizes": partial(check_on_gpu, MIXED[0], sizes=SIZES),

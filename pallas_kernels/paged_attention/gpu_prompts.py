@@ -1,0 +1,107 @@
+"""Which rows with several queries are computed how on Hopper: launches `gpu_prefill.py`, and again for cut rows.
+
+Knows lists of tiles and turns; must not know what a program does. Letters and principles are in `gpu.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import hopper
+from pallas_kernels.paged_attention import gpu_layout
+from pallas_kernels.paged_attention.gpu_combine import Parts, combine
+from pallas_kernels.paged_attention.gpu_layout import Cuts, CutTiles
+from pallas_kernels.paged_attention.gpu_prefill import Inputs, kernel
+from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Plan
+from pallas_kernels.paged_attention.gpu_tiles import Options, Source
+
+
+def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
+    """All rows but those with one query, whose output is undefined; zeros for tokens of no row."""
+    num_tokens, num_heads, head_dim = q.shape
+    source, num_kv_heads = Source.of(pool), pool.shape[2] // 2
+    group, sinks = num_heads // num_kv_heads, options.sinks
+    num_keys = block_table.shape[1] * pool.shape[1]
+    tile_q = ROWS // group // 2 * 2
+    q = jnp.pad(q, ((0, max(0, tile_q - num_tokens)), (0, 0), (0, -head_dim % 64)))
+    sizes = (kv_lens.shape[0], num_tokens, num_keys, tile_q, num_kv_heads, head_dim)
+    cuts = gpu_layout.Cuts.of(*sizes, options.window)
+    num_parts = None if cuts is None else cuts.parts(query_starts[1:] - query_starts[:-1], kv_lens)
+    is_cut = None if num_parts is None else num_parts > 0
+    tiles = gpu_layout.query_tiles(
+        query_starts, kv_lens, num_tokens, tile_q, options.window, is_cut
+    )
+    plan = Plan(
+        options=options,
+        source=source,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        tile_q=tile_q,
+        last_token=q.shape[0] - tile_q,
+        num_programs=min(hopper.num_sms(), num_kv_heads * tiles.row.shape[0]),
+        in_parts=False,
+    )
+    if sinks is not None:  # of each row of wgmma
+        row = jnp.minimum(jnp.arange(ROWS) // tile_q, group - 1)
+        sinks = sinks.reshape(num_kv_heads, group)[:, row]
+    inputs = Inputs(q, block_table, tiles, source.arrays, sinks)
+    out = kernel(plan, inputs, q)(inputs)
+    if cuts is not None and num_parts is not None:
+        out = _with_cut_rows(plan, inputs, cuts, num_parts, query_starts, kv_lens, out)
+    return out[:num_tokens, :, :head_dim]
+
+
+def _with_cut_rows(plan: Plan, inputs: Inputs, cuts: Cuts, num_parts, query_starts, kv_lens, out):
+    """`out` with the rows whose keys are cut. They take turns, if their sums are more than PARTS_BYTES."""
+    at_once = cuts.rows_at_once(4 * plan.num_kv_heads * ROWS * plan.head_dim)
+    num_turns = pl.cdiv(cuts.max_rows, at_once)
+    num_rows = kv_lens.shape[0]
+    (rows,) = jnp.nonzero(num_parts > 0, size=num_turns * at_once, fill_value=num_rows)
+
+    def turn(out, rows):
+        tiles = gpu_layout.cut_tiles(cuts, rows.astype(jnp.int32), num_parts, query_starts, kv_lens)
+        found = _in_parts(plan, inputs, tiles)
+        # Where each token's output is, if it is there.
+        token, count = tiles.token[:, None], tiles.count[:, None]
+        queries = jnp.minimum(token, plan.last_token) + jnp.arange(plan.tile_q)[None]
+        own = (queries >= token) & (queries < token + count)
+        where = jnp.full(out.shape[0], -1, jnp.int32)
+        queries, place = jnp.where(own, queries, out.shape[0]).reshape(-1), jnp.arange(own.size)
+        where = where.at[queries].set(place.astype(jnp.int32), mode="drop")
+        mine = found[where // plan.tile_q, :, :, where % plan.tile_q].reshape(out.shape)
+        return jnp.where((where >= 0)[:, None, None], mine, out), None
+
+    if num_turns == 1:
+        return turn(out, rows)[0]
+    return lax.scan(turn, out, rows.reshape(num_turns, at_once))[0]
+
+
+def _in_parts(plan: Plan, inputs: Inputs, tiles: CutTiles):
+    """[tiles, K, G, tile_q, D], of the queries that `Tile.of` reads."""
+    num_heads, num_items = 2 * plan.num_kv_heads, tiles.parts.row.shape[0]
+    parts = Parts(
+        sums=jax.ShapeDtypeStruct((num_heads, num_items, plan.head_dim, 64), jnp.float32),
+        stats=jax.ShapeDtypeStruct((num_heads, num_items, 4, 64), jnp.float32),
+    )
+    sinks, num_programs = inputs.sinks, min(hopper.num_sms(), plan.num_kv_heads * num_items)
+    plan = replace(plan, in_parts=True, num_programs=num_programs)
+    inputs = inputs._replace(tiles=tiles.parts, sinks=None)
+    (sums,) = kernel(plan, inputs, (parts,))(inputs)
+    out = combine(
+        sums,
+        tiles.number,
+        tiles.starts,
+        None if sinks is None else sinks.reshape(num_heads, 64),
+        inputs.queries.dtype,
+        plan.options.interpret,
+        rows_of_piece=64,
+    )
+    own = plan.group * plan.tile_q
+    out = out.reshape(-1, plan.num_kv_heads, ROWS, plan.head_dim)[:, :, :own]
+    return out.reshape(-1, plan.num_kv_heads, plan.group, plan.tile_q, plan.head_dim)
