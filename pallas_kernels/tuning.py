@@ -93,7 +93,8 @@ def fastest(
     them, all combinations; each stage starts with the best sizes of the previous ones, so that the number of candidates
     is a sum, not a product. seconds: of a call with these sizes and this work; a candidate for which it raises
     RuntimeError or ValueError (too much shared memory, no such tile) is left out. A candidate's time is the geometric
-    mean over the works, so that short ones count as much as long ones. Raises RuntimeError if no candidate is left.
+    mean over the works, so that short ones count as much as long ones; of equally fast ones the initial sizes stay.
+    Raises RuntimeError if no candidate is left.
     """
     best, found = start, {}
     for works, values in stages:
@@ -114,7 +115,8 @@ def fastest(
             raise RuntimeError(
                 f"no candidate of {dict(values)} could be run; the reasons stand above"
             )
-        best = min(times, key=times.__getitem__)
+        so_far = best
+        best = min(times, key=lambda sizes: (times[sizes], sizes != so_far))
     return best, found
 
 

@@ -50,14 +50,23 @@ class Rows:
 
 
 def bundles(program: Loop, rows: Rows) -> float:
-    """Bundles of one call."""
+    """Bundles of one launch. One that writes nothing is for rows with one query among rows with several, of which there
+    are none here.
+    """
+    if not any(_writes(loop) for loop in program.inner):
+        return program.own
     total: float = program.own
     for loop in program.inner:
         if loop.multiplies:
             total += rows.num_turns * _turn(loop, rows) + rows.num_units * _unit(loop)
-        elif _moves(loop):
+        elif _writes(loop):
             total += rows.num_chunks * loop.bundles
     return total
+
+
+def _writes(loop: Loop) -> bool:
+    """Of an outermost loop."""
+    return _moves(loop) and not loop.multiplies
 
 
 def _moves(loop: Loop) -> bool:

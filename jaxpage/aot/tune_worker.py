@@ -36,7 +36,7 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: t
     attend = partial(tpu.paged_attention, scale=128**-0.5, one_query_per_row=one_query, sizes=sizes)
     with jax.set_mesh(mesh):  # tells Pallas which chip to lower for
         jax.jit(attend, donate_argnames="pool").lower(**arrays).compile()
-    (schedule,) = take_schedules(dumped, ["paged_attention"])
+    launches = take_schedules(dumped, ["paged_attention"])
     pool: Any = arrays["pool"]
     shape = tpu_shape.shape_of(
         q,
@@ -57,7 +57,8 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: t
     )
     num_bytes = rows.num_turns * shape.fetch_kv * shape.width * shape.pool_dtype.itemsize
     chip = target.chip
-    return max(bundles(schedule.program, rows) / chip.clock, num_bytes / chip.bytes_per_second)
+    total = sum(bundles(each.program, rows) for each in launches)
+    return max(total / chip.clock, num_bytes / chip.bytes_per_second)
 
 
 def _work(request: dict[str, Any], report: Report) -> dict[str, Any]:

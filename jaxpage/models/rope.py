@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,9 +69,18 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = 
     """x [..., T, heads, D] rotated in pairs (d, d + half), the Hugging Face convention; dimensions
     after 2*half pass. `interleaved`: in pairs (2 d, 2 d + 1), as transformers' GLM and Cohere.
     """
-    half = cos.shape[-1]
-    if half == 0:
+    if cos.shape[-1] == 0:
         return x
+    # Halves of a head are halves of a TPU's registers, which XLA would pad, merge and copy.
+    return lax.platform_dependent(
+        *(x, cos, sin),
+        tpu=partial(_rotate_by_product, interleaved=interleaved),
+        default=partial(_rotate_pairs, interleaved=interleaved),
+    )
+
+
+def _rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
+    half = cos.shape[-1]
     if interleaved:
         pairs = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
         first, second, rest = pairs[..., 0], pairs[..., 1], x[..., 2 * half :]
@@ -79,6 +90,27 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = 
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*rotated, rest] if rest.shape[-1] else rotated, axis=-1)
+
+
+def _rotate_by_product(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool
+) -> jax.Array:
+    """The same; each dimension's partner comes from a product with a matrix of 0, 1 and -1, which is exact."""
+    half, size = cos.shape[-1], x.shape[-1]
+    first = 2 * np.arange(half) if interleaved else np.arange(half)
+    second = first + (1 if interleaved else half)
+    partner = np.zeros((size, size), np.float32)
+    partner[second, first], partner[first, second] = -1, 1
+    widths = [(0, 0)] * (cos.ndim - 1) + [(0, size - 2 * half)]
+
+    def of_all(values, of_rest):
+        both = jnp.repeat(values, 2, axis=-1) if interleaved else jnp.tile(values, 2)
+        return jnp.pad(both, widths, constant_values=of_rest)
+
+    # float32 in one pass would be rounded to bfloat16.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    turned = jnp.matmul(x, jnp.asarray(partner, x.dtype), precision=precision)
+    return x * of_all(cos, 1) + turned * of_all(sin, 0)
 
 
 def interleaved(ropes: Sequence[Rope]) -> tuple[Rope, ...]:

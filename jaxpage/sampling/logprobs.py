@@ -36,10 +36,11 @@ class Scores:
 def score(logits: jax.Array, ids: jax.Array, *, num_top: int, logprobs_mode: str) -> Scores:
     """Log-probabilities of ids, int32[N], from logits, float32[N, V], normalised as the mode says."""
     scored = logits - offset(logits, logits.max(-1), logprobs_mode)[:, None]
+    own = logits_of(scored, ids)
     top, top_ids = find_best(scored, num_top)
     return Scores(
-        logprobs=jnp.take_along_axis(scored, ids[:, None], axis=1)[:, 0],
-        ranks=ranks(scored, ids),
+        logprobs=own,
+        ranks=ranks(scored, own),
         top_token_ids=top_ids,
         top_logprobs=top,
         vocabulary=scored,
@@ -58,11 +59,15 @@ def log_normaliser(logits: jax.Array) -> jax.Array:
     return offset(logits, logits.max(-1), "raw")
 
 
-def ranks(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """int32[R]: how many tokens have a logit at least as large as that of ids[r]; 1 = it is the only best."""
-    own = jnp.take_along_axis(logits, ids[:, None], axis=1)
+def logits_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """float32[R]: logits[r, ids[r]]."""
+    return jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
+
+
+def ranks(logits: jax.Array, own: jax.Array) -> jax.Array:
+    """int32[R]: how many tokens have a logit at least as large as own[r]; 1 = it is that of the only best."""
     # A float sum is exact up to 2**24 and vectorises better on a CPU than an integer one.
-    return jnp.where(logits >= own, 1.0, 0.0).sum(-1).astype(jnp.int32)
+    return jnp.where(logits >= own[:, None], 1.0, 0.0).sum(-1).astype(jnp.int32)
 
 
 def _wants_best(request: Request) -> bool:

@@ -20,8 +20,8 @@ from jaxpage.sampling.constraints import is_set
 from jaxpage.sampling.features import ASKED, BEFORE_ARGMAX, bits, processor_bits
 from jaxpage.sampling.fields import Processors, RequestState, SamplerFeature
 from jaxpage.sampling.keys import RANDOM, gumbel_noise, row_keys
-from jaxpage.sampling.logprobs import LOGPROBS_MODES, TOP_LOGPROBS, offset, ranks
-from jaxpage.sampling.truncation import TRUNCATION, find_best
+from jaxpage.sampling.logprobs import LOGPROBS_MODES, TOP_LOGPROBS, logits_of, offset, ranks
+from jaxpage.sampling.truncation import TRUNCATION, find_best, lowest_kept_of_rows
 
 
 @jax.tree_util.register_dataclass
@@ -77,13 +77,30 @@ def sample(
     if logprobs_mode.startswith("processed"):
         token_ids, scored = choose()
         best = scored.max(-1)
+        own = logits_of(scored, token_ids)
+        rank = ranks(scored, own)
     else:
         scored = _unprocessed(logits, state, slots, logprobs_mode)
         best = scored.max(-1)
-        # The processed logits die within the branch, and a plain greedy step does not even copy its logits.
+
+        def ranked(token_ids):
+            own = logits_of(scored, token_ids)
+            return token_ids, own, ranks(scored, own)
+
+        # On a TPU this is one pass with the normaliser if it is in no branch; on a CPU each part is one.
+        zeros = jnp.zeros(best.shape, jnp.int32)
+        early = lax.platform_dependent(
+            tpu=lambda: (_first_of(scored, best), best, ranks(scored, best)),
+            default=lambda: (zeros, best, zeros),
+        )
+        # The processed logits die within the branch.
         asked = bits(*BEFORE_ARGMAX, RANDOM) | sum(processor_bits(processors))
-        token_ids = lax.cond(
-            (features & asked) != 0, lambda: choose()[0], lambda: _first_of(scored, best)
+        token_ids, own, rank = lax.cond(
+            (features & asked) != 0,
+            lambda: ranked(choose()[0]),
+            lambda: lax.platform_dependent(
+                tpu=lambda: early, default=lambda: ranked(_first_of(scored, best))
+            ),
         )
     normaliser = offset(scored, best, logprobs_mode)
     shape = (logits.shape[0], num_top_logprobs)
@@ -97,8 +114,8 @@ def sample(
         top = top - normaliser[:, None]
     return Sampled(
         token_ids=token_ids,
-        logprobs=jnp.take_along_axis(scored, token_ids[:, None], axis=1)[:, 0] - normaliser,
-        ranks=ranks(scored, token_ids),
+        logprobs=own - normaliser,
+        ranks=rank,
         top_token_ids=top_ids,
         top_logprobs=top,
     )
@@ -137,38 +154,63 @@ def _choose(
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[R] tokens, float32[R, V] the processed logits they were chosen by)."""
 
-    def apply(feature, bit, logits):
-        return lax.cond(
-            (features & bit) != 0,
-            lambda x: feature.apply(x, state, slots, positions),
-            lambda x: x,
-            logits,
+    def apply(feature, bit, work, *, is_own=False):
+        def change():
+            changed = feature.apply(work.logits, state, slots, positions)
+            if not is_own:
+                return changed
+            # Its function need not know that there are rows which do not ask for it.
+            asks = (state[ASKED][slots] & bit) != 0
+            return jnp.where(asks[:, None], changed, work.logits)
+
+        asked = (features & bit) != 0
+        made = lax.cond(asked, change, lambda: work.made)
+        return _Work(given=logits, made=made, is_made=work.is_made | asked)
+
+    def draw():
+        lowest = lax.cond(
+            _any(features, TRUNCATION),
+            lambda: lowest_kept_of_rows(work.logits, state, slots),
+            lambda: jnp.full(logits.shape[0], -jnp.inf),
         )
-
-    def apply_own(processor, bit, logits):
-        """Its function need not know that there are rows which do not ask for it."""
-        adjusted = apply(processor, bit, logits)
-        asks = (state[ASKED][slots] & bit) != 0
-        return jnp.where(asks[:, None], adjusted, logits)
-
-    def adjust(logits):
-        for feature in BEFORE_ARGMAX:
-            logits = apply(feature, bits(feature), logits)
-        for processor, bit in own:
-            logits = apply_own(processor, bit, logits)
-        return logits
-
-    def draw(logits):
-        logits = apply(TRUNCATION, bits(TRUNCATION), logits / _temperature(state, slots))
+        kept = work.logits >= lowest[:, None]
+        kept = jnp.where(kept, work.logits / _temperature(state, slots), -jnp.inf)
         keys = row_keys(state["seed"][slots], state["sequence_index"][slots])
         noise = gumbel_noise(keys, positions, logits.shape[1])
         random = (state["temperature"][slots] > 0)[:, None]
-        return _argmax(jnp.where(random, logits + noise, logits)), logits
+        return _argmax(jnp.where(random, kept + noise, kept)), kept
 
-    own = list(zip(processors, processor_bits(processors), strict=True))
-    asked = bits(*BEFORE_ARGMAX) | sum(bit for _, bit in own)
-    logits = lax.cond((features & asked) != 0, adjust, lambda x: x, logits)
-    return lax.cond(_any(features, RANDOM), draw, lambda x: (_argmax(x), x), logits)
+    made = lax.platform_dependent(
+        logits, tpu=lambda x: lax.empty(x.shape, x.dtype), default=lambda x: x
+    )
+    work = _Work(given=logits, made=made, is_made=jnp.bool_(False))
+    for feature in BEFORE_ARGMAX:
+        work = apply(feature, bits(feature), work)
+    for processor, bit in zip(processors, processor_bits(processors), strict=True):
+        work = apply(processor, bit, work, is_own=True)
+    return lax.cond(_any(features, RANDOM), draw, lambda: (_argmax(work.logits), work.logits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Logits that features may change.
+
+    On a TPU what they make has an array of its own, because a branch that passed on the given logits, which are needed
+    afterwards, would copy them. Elsewhere they are copied: on a CPU that costs less than a choice in each pass.
+    """
+
+    given: jax.Array  # float32[R, V]
+    made: jax.Array  # float32[R, V], on a TPU anything if nothing is made
+    is_made: jax.Array  # bool[]
+
+    @property
+    def logits(self) -> jax.Array:
+        """Chosen anew by each user, so that no pass over the logits does nothing else."""
+        return lax.platform_dependent(
+            *(self.is_made, self.made, self.given),
+            tpu=jnp.where,
+            default=lambda is_made, made, given: made,
+        )
 
 
 def _unprocessed(
@@ -189,8 +231,13 @@ def _any(features: jax.Array, *wanted: SamplerFeature) -> jax.Array:
 
 
 def _argmax(logits: jax.Array) -> jax.Array:
-    """int32[R]: the first of the largest; with NaN in the row, the last id."""
-    return _first_of(logits, logits.max(-1))
+    """int32[R]: the first of the largest; with NaN in the row, any id."""
+    return lax.platform_dependent(
+        logits,
+        # In one pass, which also makes the logits.
+        tpu=lambda x: lax.argmax(x, 1, jnp.int32),
+        default=lambda x: _first_of(x, x.max(-1)),
+    )
 
 
 def _first_of(logits: jax.Array, best: jax.Array) -> jax.Array:

@@ -76,15 +76,18 @@ def paged_attention(
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     first = query_starts[None, :-1]
     in_row = ((token >= first) & (token < first + query_lens[None])).any(axis=1)
-    out = jnp.where(in_row[:, None, None], out, 0)
+    # Rows of [T, H * D]: those of [T, H, D] XLA would gather and scatter in another layout.
+    out = jnp.where(in_row[:, None], out.reshape(num_tokens, -1), 0)
     if not one_query_per_row:
         is_single = query_lens == 1
         index = jnp.where(is_single, query_starts[:-1], num_tokens)
         starts = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32)
         rows = Rows(shape_of(one_query_per_row=True), rows.table, kv_lens, starts)
-        singles, _ = _attend(rows, q.at[index].get(mode="clip"), pool, is_single, **options)
-        out = out.at[index].set(singles, mode="drop")
-    return out, pool
+        q_of_singles = q.reshape(num_tokens, -1).at[index].get(mode="clip")
+        q_of_singles = q_of_singles.reshape(-1, *q.shape[1:])
+        singles, _ = _attend(rows, q_of_singles, pool, is_single, **options)
+        out = out.at[index].set(singles.reshape(singles.shape[0], -1), mode="drop")
+    return out.reshape(q.shape), pool
 
 
 class _New(NamedTuple):

@@ -37,6 +37,12 @@ def test_queries_of_a_chunk_see_the_keys_before_them():
     assert rows.num_turns == 16 * 3 + 16 * 4
 
 
+def test_a_launch_that_writes_nothing_has_no_rows():
+    """That of the rows with one query, in a step with prompts."""
+    rows = Rows(count=1, query_len=1024, kv_len=2048, **TILES)
+    assert bundles(dataclasses.replace(PROGRAM, inner=(TURN,)), rows) == 300
+
+
 def of_tpu(**time) -> dict:
     kernel = {"name": "paged_attention", "count": 28, "program": dataclasses.asdict(PROGRAM)}
     parts = [{"what": "dot", "count": 28, "cycles": 900_000}]

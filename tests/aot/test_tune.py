@@ -19,9 +19,10 @@ def test_the_better_of_two_candidates_is_written(tmp_path):
     if reason := missing_compiler("tpu"):
         pytest.skip(reason)
     target = parse_target("v6e:2x2")
-    path = tune_for(target, tmp_path, {"decode": {"tile_kv": [128, 512]}})
+    candidates = {"decode": {"tile_kv": [128, 512]}, "prefill": {"tile_rows": [256]}}
+    path = tune_for(target, tmp_path, candidates)
     content = json.loads(path.read_text())
-    assert list(content["seconds"]) == ["tile_kv=128", "tile_kv=512"]
+    assert list(content["seconds"]) == ["tile_kv=128", "tile_kv=512", "tile_rows=256"]
     # A turn has work of its own, whatever its tile: four times as many take longer.
     assert content["seconds"]["tile_kv=512"] < content["seconds"]["tile_kv=128"]
     assert content["source"].startswith("compiled schedules, libtpu ")

@@ -109,6 +109,13 @@ def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
     )
 
 
+def test_of_equally_fast_sizes_the_defaults_stay():
+    default = tpu.TileSizes()
+    values = {"tile_out": (default.tile_out // 2, default.tile_out, 2 * default.tile_out)}
+    sizes, _ = tuning.fastest(default, [((None,), values)], lambda sizes, work: 1.0)
+    assert sizes == default
+
+
 def test_short_works_count_as_much_as_long_ones(capsys):
     times = {256: (1.0, 100.0), 512: (2.0, 90.0)}
     best, seconds = tuning.fastest(

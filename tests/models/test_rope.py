@@ -4,13 +4,14 @@ complex numbers.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jaxpage.models.rope import Rope, layer_ropes, rotate
+from jaxpage.models.rope import Rope, _rotate_by_product, _rotate_pairs, layer_ropes, rotate
 
 _TRAINED = {"original_max_position_embeddings": 4096}
 _FACTORS = {"short_factor": [1.0] * 31 + [1.5], "long_factor": [1.0 + i for i in range(32)]}
@@ -72,6 +73,20 @@ def test_three_positions_turn_their_own_frequencies_as_in_transformers(interleav
     rotated = rotate(jnp.asarray(x), *rope.angles(jnp.asarray(positions), jnp.float32, three=True))
     expected = rotated_by_transformers(x, positions, config, interleaved)
     np.testing.assert_allclose(rotated, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("half", [8, 32])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_tpu_rotates_by_a_product_to_the_bit(dtype, half, interleaved):
+    x = jax.random.normal(jax.random.key(0), (5, 3, 64), dtype)
+    angles = jnp.linspace(0, 6, 5 * half).reshape(5, 1, half)
+    cos, sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    by_product, in_pairs = (
+        rotate_by(x, cos, sin, interleaved=interleaved)
+        for rotate_by in (_rotate_by_product, _rotate_pairs)
+    )
+    np.testing.assert_array_equal(by_product, in_pairs)
 
 
 def rotated_by_transformers(x, positions, config, interleaved):

@@ -109,6 +109,13 @@ any_row = st.builds(
 )
 
 
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}])
+def test_the_best_token_stays_at_any_temperature(limit):
+    rows = [Row(temperature=t, **limit) for t in np.linspace(0.1, 2, 32).tolist()]
+    logits = logits_for(32, scale=2)
+    np.testing.assert_array_equal(run(rows, logits).token_ids, logits.argmax(-1))
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(any_row, min_size=3, max_size=3))
 def test_a_token_is_drawn_from_what_the_plain_definition_leaves(rows):
