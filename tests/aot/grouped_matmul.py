@@ -18,7 +18,7 @@ from tests.aot.shapes import spec
 TARGETS = ("v5e:2x2", "tpu7x:2x2x1", "h200")
 OTHER_SIZES = {
     "gpu": dict(few_columns=256, few_stages=3, many_stages=2),
-    "tpu": dict(few_tile=64, outputs=512),
+    "tpu": dict(least_tile=64, most_tile=128, outputs=512),
 }
 environment = compiling.ptxas_environment
 

@@ -1,4 +1,4 @@
-"""The grouped product in XLA, and JAX's TPU kernel as we call it, interpreted, against the definition."""
+"""The grouped product in XLA, and the TPU kernel, interpreted, against the definition."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul import cases, gpu, reference, tpu, tune, xla
 from tests.kernels.grouped_matmul import GroupedMatmulTests, case_of
+
+INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 class XLAAndTPU(GroupedMatmulTests):
@@ -47,10 +51,15 @@ def test_integers_are_summed_exactly():
 
 @pytest.mark.slow
 class TestTPU(XLAAndTPU):
-    program = staticmethod(jax.jit(partial(tpu.grouped_matmul, interpret=True)))
+    """The interpreter fills uninitialised memory with NaN, and finds races."""
+
+    program = staticmethod(jax.jit(partial(tpu.grouped_matmul, interpret=INTERPRETED)))
 
     def multiply(self, **arguments):
-        return np.asarray(self.program(**arguments))
+        out = np.asarray(self.program(**arguments))
+        assert interpret_pallas_call.races is not None
+        assert not interpret_pallas_call.races.races_found
+        return out
 
 
 @pytest.mark.slow
@@ -59,20 +68,24 @@ def test_sizes_of_the_tpu_kernel_change_no_bit(name):
     arguments = cases.arguments(case_of(name))
     expected = TestTPU().multiply(**arguments)
     for sizes in (
-        tpu.TileSizes(few_tile=64, outputs=256),
-        tpu.TileSizes(few_rows=8, many_tile=256),
+        tpu.TileSizes(least_tile=64, outputs=256),
+        tpu.TileSizes(least_tile=256),
+        tpu.TileSizes(most_tile=32),
     ):
-        multiply = jax.jit(partial(tpu.grouped_matmul, sizes=sizes, interpret=True))
+        multiply = jax.jit(partial(tpu.grouped_matmul, sizes=sizes, interpret=INTERPRETED))
         np.testing.assert_array_equal(multiply(**arguments), expected)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_sizes_are_those_that_were_measured_on_a_kind_of_device(platform, tmp_path):
-    sizes = {"gpu": gpu.TileSizes(few_stages=6, few_columns=256), "tpu": tpu.TileSizes(few_tile=64)}
+    sizes = {
+        "gpu": gpu.TileSizes(few_stages=6, few_columns=256),
+        "tpu": tpu.TileSizes(least_tile=64),
+    }
     path = tuning.write("a kind", sizes[platform], {}, tmp_path)
     assert tune.tuned_sizes(platform, "a kind", tmp_path) == sizes[platform]
     assert tune.tuned_sizes(platform, "another", tmp_path) == type(sizes[platform])()
-    path.write_text(path.read_text().replace("few_", "new_"))
+    path.write_text(path.read_text().replace("few_", "new_").replace("least_", "new_"))
     with pytest.raises(ValueError, match="a_kind.json: sizes are"):
         tune.tuned_sizes(platform, "a kind", tmp_path)
     for path in tune.FOLDER.glob("*.json"):  # what was really measured, if anything
