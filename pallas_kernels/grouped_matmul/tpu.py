@@ -13,14 +13,14 @@ Letters: T rows, G groups (experts), E inputs, F outputs, V visits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 LANES = 128
 CHUNK = 8192  # bytes of inputs multiplied at once. Sums are divided there, so it is never tuned
@@ -46,21 +46,29 @@ DEFAULT = TileSizes()
 
 
 def grouped_matmul(
-    x: Float[Array, "T E"],
-    weights: Float[Array, "G F E"],
+    x: Real[Array, "T E"],
+    weights: Real[Array, "G F E"],
     group_sizes: Int[Array, " G"],
     *,
+    row_scale: Float[Array, "T 1"] | None = None,
+    scale: Float[Array, "G F"] | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "T F"]:
-    """`reference.grouped_matmul`; sums in float32. Products of float32 have the precision of
+    """`reference.grouped_matmul`; sums in float32, or of integers in int32. Products of float32 have the precision of
     `jax.default_matmul_precision`.
     """
     num_rows = x.shape[0]
     tile, num_columns = tiles_of(x, weights, sizes)
-    x = jnp.pad(x, ((0, -num_rows % tile), (0, 0)))
-    visits, num_visits = _visits(group_sizes, x.shape[0] // tile, tile)
-    return _call(x, weights, visits, num_visits, (tile, num_columns), interpret)[:num_rows]
+    padding = ((0, -num_rows % tile), (0, 0))
+    arrays = _Arrays(
+        x=jnp.pad(x, padding),
+        weights=weights,
+        row_scale=None if row_scale is None else jnp.pad(row_scale, padding),
+        scale=None if scale is None else scale[:, None],
+    )
+    visits, num_visits = _visits(group_sizes, arrays.x.shape[0] // tile, tile)
+    return _call(arrays, visits, num_visits, (tile, num_columns), interpret)[:num_rows]
 
 
 def tiles_of(x: jax.Array, weights: jax.Array, sizes: TileSizes) -> tuple[int, int]:
@@ -121,46 +129,70 @@ def _visits(group_sizes: jax.Array, num_tiles: int, tile: int) -> tuple[_Visits,
     return visits, counts.sum(dtype=jnp.int32) + num_tiles - num_used
 
 
-def _call(x, weights, visits: _Visits, num_visits, shape: tuple[int, int], interpret) -> jax.Array:
-    (tile, num_columns), (_, num_outputs, num_inputs) = shape, weights.shape
+class _Arrays(NamedTuple):
+    """What is multiplied, or in the kernel refs to tiles of it. Only integers have scales."""
+
+    x: Any  # [T, E]; T is a multiple of the tile
+    weights: Any  # [G, F, E]
+    row_scale: Any  # float32[T, 1]
+    scale: Any  # float32[G, 1, F]
+
+
+def _call(
+    arrays: _Arrays, visits: _Visits, num_visits, shape: tuple[int, int], interpret
+) -> jax.Array:
+    (tile, num_columns), (_, num_outputs, num_inputs) = shape, arrays.weights.shape
+    is_scaled = arrays.scale is not None
+
+    def of_rows(width):
+        return pl.BlockSpec((tile, width), lambda o, v, visits: (visits.tile[v], 0))
+
+    specs = _Arrays(
+        x=of_rows(num_inputs),
+        weights=pl.BlockSpec(
+            (None, num_columns, num_inputs), lambda o, v, visits: (visits.group[v], o, 0)
+        ),
+        row_scale=of_rows(1) if is_scaled else None,
+        scale=pl.BlockSpec((None, 1, num_columns), lambda o, v, visits: (visits.group[v], 0, o))
+        if is_scaled
+        else None,
+    )
     return pl.pallas_call(
         _body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(visits),
+            num_scalar_prefetch=1,
             grid=(pl.cdiv(num_outputs, num_columns), num_visits),
-            in_specs=[
-                pl.BlockSpec((tile, num_inputs), lambda o, v, group, at, *_: (at[v], 0)),
-                pl.BlockSpec(
-                    (None, num_columns, num_inputs), lambda o, v, group, *_: (group[v], o, 0)
-                ),
-            ],
-            out_specs=pl.BlockSpec((tile, num_columns), lambda o, v, group, at, *_: (at[v], o)),
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32)],
+            in_specs=(specs,),
+            out_specs=pl.BlockSpec((tile, num_columns), lambda o, v, visits: (visits.tile[v], o)),
+            scratch_shapes=[pltpu.VMEM(shape, jnp.int32 if is_scaled else jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], num_outputs), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((arrays.x.shape[0], num_outputs), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpret,
         name="grouped_matmul",
-    )(*visits, x, weights)
+    )(visits, arrays)
 
 
-def _body(group_ref, tile_ref, first_ref, end_ref, x_ref, w_ref, out_ref, sum_ref):
+def _body(visits: _Visits, refs: _Arrays, out_ref, sum_ref):
     visit = pl.program_id(1)
-    first, end = first_ref[visit], end_ref[visit]
+    first, end = visits.first[visit], visits.end[visit]
 
-    @pl.when((visit == 0) | (tile_ref[visit] != tile_ref[jnp.maximum(visit - 1, 0)]))
+    @pl.when((visit == 0) | (visits.tile[visit] != visits.tile[jnp.maximum(visit - 1, 0)]))
     def _():
         out_ref[...] = jnp.zeros(out_ref.shape, out_ref.dtype)
 
     @pl.when(first < end)
     def _():
         sum_ref[...] = jnp.zeros(sum_ref.shape, sum_ref.dtype)
-        _add_products(x_ref, w_ref, sum_ref)
+        _add_products(refs.x, refs.weights, sum_ref)
+        out = sum_ref[...].astype(jnp.float32)
+        if refs.scale is not None:
+            out = out * refs.row_scale[...] * refs.scale[...]
         row = lax.broadcasted_iota(jnp.int32, out_ref.shape, 0)
         own = (row >= first) & (row < end)
-        out_ref[...] = jnp.where(own, sum_ref[...], out_ref[...])
+        out_ref[...] = jnp.where(own, out, out_ref[...])
 
 
 def _add_products(x_ref, w_ref, sum_ref):

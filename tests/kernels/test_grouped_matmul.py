@@ -28,25 +28,32 @@ class XLAAndTPU(GroupedMatmulTests):
         rows = (6, 1), (74, 1), (127, 3), (0, 0)
         self.check_rows_alone(dtype, rows, before=(0, 1, 31, 40))
 
+    def test_integers_are_summed_exactly_and_then_scaled(self):
+        rng = np.random.default_rng(0)
+        x, weights = (rng.integers(-127, 128, n).astype(np.int8) for n in ((70, 256), (4, 40, 256)))
+        row_scale, scale = (
+            np.exp(rng.standard_normal(n), dtype=np.float32) for n in ((70, 1), (4, 40))
+        )
+        row_scale[54:] = np.nan
+        group_sizes = np.array([33, 0, 20, 1], np.int32)
+        given = dict(
+            x=x, weights=weights, group_sizes=group_sizes, row_scale=row_scale, scale=scale
+        )
+        out = self.multiply(**given)
+        assert out.dtype == np.float32 and not out[54:].any()
+        np.testing.assert_array_equal(
+            out, reference.grouped_matmul(**jax.tree.map(jnp.asarray, given))
+        )
+        sums = x[33:53].astype(int) @ weights[2].astype(int).T
+        expected = sums.astype(np.float32) * row_scale[33:53] * scale[2]
+        np.testing.assert_array_equal(out[33:53], expected)
+
 
 class TestXLA(XLAAndTPU):
     program = staticmethod(jax.jit(xla.grouped_matmul))
 
     def multiply(self, **arguments):
         return np.asarray(self.program(**arguments))
-
-
-def test_integers_are_summed_exactly():
-    rng = np.random.default_rng(0)
-    x = rng.integers(-127, 128, (70, 96)).astype(np.int8)
-    weights = rng.integers(-127, 128, (4, 40, 96)).astype(np.int8)
-    group_sizes = np.array([33, 0, 20, 1])
-    out = TestXLA().multiply(x=x, weights=weights, group_sizes=group_sizes)
-    assert out.dtype == np.int32 and not out[54:].any()
-    np.testing.assert_array_equal(
-        out, reference.grouped_matmul(*map(jnp.asarray, (x, weights, group_sizes)))
-    )
-    np.testing.assert_array_equal(out[:33], x[:33].astype(int) @ weights[0].astype(int).T)
 
 
 @pytest.mark.slow
