@@ -6,7 +6,7 @@
 | kv_write | new K and V into their slots of the pool | XLA | in the kernel above | XLA |
 | block_copy | whole blocks onto blocks, to and from the host | XLA | kernel | XLA |
 | quant_matmul | products with weights in int8, int4, fp8 | XLA | kernel | kernel |
-| grouped_matmul | rows with the weights of their experts | XLA | JAX's megablox | kernel |
+| grouped_matmul | rows with the weights of their experts | XLA | kernel | kernel |
 
 Each also has a reference, which is its definition.
 

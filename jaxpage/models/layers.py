@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -105,16 +105,24 @@ class Linear(nnx.Module):
         """x W^T, float32, without the bias."""
         if self.scale is None:
             return matmul(x, self.weight[...])
-        weight = QuantizedWeight(data=self.weight[...], scale=self.scale[...])
-        return quant_matmul(x, weight, kernel=self.matmul_kernel)
+        return self._quantized(x, self.scale)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        adapters = self.adapters if self.adapters and self.adapters.slots is not None else None
+        bias = None if self.bias is None else self.bias[...]
+        if self.scale is not None and adapters is None:  # bias and cast are the kernel's
+            return self._quantized(x, self.scale, bias=bias, dtype=x.dtype)
         y = self.product(x)
-        if self.adapters is not None and self.adapters.slots is not None:
-            y = self.adapters(y, x)
-        if self.bias is not None:
-            y += _like(self.bias[...], y).astype(y.dtype)
+        if adapters is not None:
+            y = adapters(y, x)
+        if bias is not None:
+            y += _like(bias, y).astype(y.dtype)
         return y.astype(x.dtype)
+
+    def _quantized(self, x: jax.Array, scale: nnx.Param, **last: Any) -> jax.Array:
+        """last: the bias, and the dtype of the result."""
+        weight = QuantizedWeight(data=self.weight[...], scale=scale[...])
+        return quant_matmul(x, weight, kernel=self.matmul_kernel, **last)
 
 
 class Embedding(nnx.Module):

@@ -79,13 +79,7 @@ class _Request:
     device: Device
 
 
-def _refuse_int8(request: _Request) -> None:
-    if request.gate_up.dtype == jnp.int8:
-        raise Unsupported("experts in int8; the kernel takes the dtype of the model")
-
-
 def _accept_tpu(request: _Request) -> ExpertsKernel:
-    _refuse_int8(request)
     if request.dtype not in (jnp.bfloat16, jnp.float32):
         raise Unsupported(f"experts in {request.dtype}; the kernel takes bfloat16 and float32")
     return ExpertsKernel("tpu", tuned_sizes("tpu", request.device.kind))
@@ -93,7 +87,8 @@ def _accept_tpu(request: _Request) -> ExpertsKernel:
 
 def _accept_hopper(request: _Request) -> ExpertsKernel:
     require(hopper.unsupported_reason_on(request.device.compute_capability))
-    _refuse_int8(request)
+    if request.gate_up.dtype == jnp.int8:
+        raise Unsupported("experts in int8; the kernel takes the dtype of the model")
     for weights in (request.gate_up, request.down):
         rows = jax.ShapeDtypeStruct((1, weights.shape[2]), request.dtype)
         require(kernel_of("gpu").unsupported_reason(rows, weights))
@@ -183,7 +178,7 @@ def _apply(
         axis=0, dtype=jnp.int32
     )
     expert = expert[order]
-    product = partial(_product, expert=expert, group_sizes=group_sizes, kernel=kernel)
+    product = partial(_product, group_sizes=group_sizes, kernel=kernel)
     hidden = product(x[order // num_chosen], weights.gate_up, weights.gate_up_scale)
     hidden = activation(_with_bias(hidden, weights.gate_up_bias, expert)).astype(x.dtype)
     out = _with_bias(product(hidden, weights.down, weights.down_scale), weights.down_bias, expert)
@@ -208,29 +203,27 @@ def _product(
     weights: jax.Array,
     scale: jax.Array | None,
     *,
-    expert: jax.Array,
     group_sizes: jax.Array,
     kernel: ExpertsKernel,
 ) -> jax.Array:
     """float32[T, F] for rows sorted by expert; int8 weights have a scale. Rows without an expert are 0."""
+    product = xla.grouped_matmul
+    if kernel.platform is not None:
+        product = partial(kernel_of(kernel.platform).grouped_matmul, sizes=kernel.sizes)
     if scale is None:
-        return _multiply(x, weights, group_sizes, kernel)
+        return _multiply(x, weights, group_sizes, product)
     integers, row_scale = round_rows(x)
-    total = xla.grouped_matmul(integers, weights, group_sizes).astype(jnp.float32)
-    return total * row_scale * scale.at[expert].get(mode="fill", fill_value=0)
+    return product(integers, weights, group_sizes, row_scale=row_scale, scale=scale)
 
 
 def _multiply(
-    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, kernel: ExpertsKernel
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, product: Callable[..., jax.Array]
 ) -> jax.Array:
     """The grouped matmul, differentiable; see `pallas_kernels/grouped_matmul/reference.py`."""
 
     @jax.custom_vjp
     def multiply(x, weights, group_sizes):
-        if kernel.platform is None:
-            return xla.grouped_matmul(x, weights, group_sizes)
-        product = kernel_of(kernel.platform).grouped_matmul
-        return product(x, weights, group_sizes, sizes=kernel.sizes)
+        return product(x, weights, group_sizes)
 
     def forward(x, weights, group_sizes):
         return multiply(x, weights, group_sizes), (x, weights, group_sizes)

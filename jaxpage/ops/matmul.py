@@ -24,7 +24,7 @@ from jaxpage.device import Device
 from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
 from pallas_kernels import hopper, tuning
 from pallas_kernels.quant_matmul import xla
-from pallas_kernels.quant_matmul.quantized import QuantizedWeight
+from pallas_kernels.quant_matmul.quantized import QuantizedWeight, with_bias
 from pallas_kernels.quant_matmul.tune import kernel_of, tuned_sizes
 
 
@@ -106,38 +106,56 @@ def choose(
     return first_supported("quant_matmul", IMPLEMENTATIONS, request, device.platform)
 
 
-def quant_matmul(x: jax.Array, weight: QuantizedWeight, *, kernel: MatmulKernel) -> jax.Array:
-    """x [..., E] times a weight [F, E] -> float32[..., F]. `kernel` is the result of `choose`."""
-    rows, rounds = x.reshape(-1, x.shape[-1]), _rounds_x(weight)
-    if kernel.platform is None:
-        out = xla.quant_matmul(rows, weight, round_x=rounds)
-    else:
-        product = partial(
-            kernel_of(kernel.platform).quant_matmul, round_x=rounds, sizes=kernel.sizes
-        )
+def quant_matmul(
+    x: jax.Array,
+    weight: QuantizedWeight,
+    *,
+    kernel: MatmulKernel,
+    bias: jax.Array | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> jax.Array:
+    """x [..., E] times a weight [F, E], plus bias [F]: a float32 sum, rounded to `dtype` [..., F].
+
+    `kernel` is the result of `choose`.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    product = partial(xla.quant_matmul, round_x=_rounds_x(weight))
+    if kernel.platform is not None:
+        of_kernel = kernel_of(kernel.platform).quant_matmul
+        product = partial(of_kernel, round_x=_rounds_x(weight), sizes=kernel.sizes)
         if kernel.mesh is not None and kernel.mesh.size > 1:
-            product = _divided(product, kernel.mesh, kernel.spec)
-        out = product(rows, weight)
+            product = partial(_divided, product, kernel.mesh, kernel.spec)
+    out = product(rows, weight, bias=bias, dtype=dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _divided(product: Callable[..., jax.Array], mesh: Mesh, spec: P) -> Callable[..., jax.Array]:
+def _divided(
+    product: Callable[..., jax.Array],
+    mesh: Mesh,
+    spec: P,
+    rows: jax.Array,
+    weight: QuantizedWeight,
+    *,
+    bias: jax.Array | None,
+    dtype: DTypeLike,
+) -> jax.Array:
     """`product` with a share of the weight on each device."""
     outputs, inputs = (*spec, None, None)[:2]
 
-    def of_share(rows: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    def of_share(rows: jax.Array, weight: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
         if inputs is None:
-            return product(rows, weight)
-        return lax.psum(product(rows, weight, axis_name=inputs), inputs)
+            return product(rows, weight, bias=bias, dtype=dtype)
+        out = lax.psum(product(rows, weight, axis_name=inputs), inputs)
+        return with_bias(out, bias, dtype)
 
     parts: dict[str, Any] = {"data": P(outputs, inputs), "scale": P(outputs)}
     return jax.shard_map(
         of_share,
         mesh=mesh,
-        in_specs=(P(None, inputs), QuantizedWeight(**parts)),
+        in_specs=(P(None, inputs), QuantizedWeight(**parts), P(outputs)),
         out_specs=P(None, outputs),
         check_vma=False,
-    )
+    )(rows, weight, bias)
 
 
 def _rounds_x(weight: QuantizedWeight) -> bool:

@@ -26,6 +26,7 @@ three stages ahead have 96.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ from pallas_kernels.wgmma import Ref, piece, tiled
 COLUMNS = 128  # outputs of a program, or twice as many
 DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
 STORED = 32  # outputs stored at once
+BAND = 16  # most tiles of columns that are multiplied with all rows before the next ones
 ALIGNED = 8  # rows: tiles begin at multiples of it, as the swizzled tiles in shared memory do
 
 
@@ -89,7 +91,8 @@ def grouped_matmul(
     sizes: TileSizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
-    """`reference.grouped_matmul`; sums in float32. Raises NotImplementedError with `unsupported_reason`'s reason.
+    """`reference.grouped_matmul` without its scales, which only integers have; sums in float32. Raises
+    NotImplementedError with `unsupported_reason`'s reason.
 
     `interpret`: `plgpu.InterpretGPUParams` (jax >= 0.11.2), or None to compile.
     """
@@ -158,9 +161,12 @@ def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: A
     (num_rows, num_inputs), num_outputs = x.shape, arrays.weights.shape[1]
     num_steps = num_inputs // DEPTH
     num_stages = min(num_stages, num_steps)
+    num_tiles = num_outputs // num_columns
+    band = max(n for n in range(1, BAND + 1) if num_tiles % n == 0)
 
     def body(refs: _Arrays, out_ref: Ref, memory: _Memory):
-        index, column = lax.axis_index("tile"), lax.axis_index("column") * num_columns
+        index = lax.axis_index("tile")
+        column = (lax.axis_index("band") * band + lax.axis_index("column")) * num_columns
         tiles = refs.tiles
         group, first, end = tiles.group[index], tiles.first[index], tiles.end[index]
         # A tile that would end after the last row begins earlier, with rows that are not its own.
@@ -204,9 +210,10 @@ def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: A
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
-        # Programs with the same weights run at about the same time: the second reads them from L2.
-        grid=(num_outputs // num_columns, arrays.tiles.group.shape[0]),
-        grid_names=("column", "tile"),
+        # Programs run at about the same time if they have the same rows, or tiles of the same expert: the first reads
+        # both from memory, the others from L2.
+        grid=(num_outputs // (num_columns * band), arrays.tiles.group.shape[0], band),
+        grid_names=("band", "tile", "column"),
         scratch_types=(
             _Memory(
                 x=tiled(num_stages, tile, DEPTH, dtype=x.dtype, swizzle=128),
@@ -216,23 +223,23 @@ def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: A
             ),
         ),
         interpret=interpret,
+        kernel_name="grouped_matmul",
     )
     return kernel(arrays)
 
 
 def _store(smem, out_ref, rows, columns):
-    """`rows`: where the tile begins, and which rows are its own, [first, end)."""
+    """`rows`: where the tile begins, and which rows are its own, [first, end): a copy for each power of two in their
+    number, the largest first.
+    """
     row, first, end = rows
-    tile = smem.shape[0]
+    at, num_rows, size = first - row, end - first, smem.shape[0]
 
-    def store(first, num_rows):
-        out = out_ref.at[pl.ds(row + first, num_rows), columns]
-        plgpu.copy_smem_to_gmem(smem.at[pl.ds(first, num_rows)], out)
+    def store(at, size):
+        out = out_ref.at[pl.ds(row + at, size), columns]
+        plgpu.copy_smem_to_gmem(smem.at[pl.ds(at, size)], out)
 
-    pl.when(end - first == tile)(lambda: store(0, tile))
-
-    @pl.when(end - first < tile)
-    def _():
-        lax.fori_loop(first - row, end - row, lambda i, _: store(i, 1), None)
-
+    while size:
+        pl.when((num_rows & size) != 0)(partial(store, at, size))
+        at, size = at + (num_rows & size), size // 2
     plgpu.wait_smem_to_gmem(0)

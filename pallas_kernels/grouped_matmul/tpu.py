@@ -1,32 +1,44 @@
-"""The grouped product on TPUs: JAX's megablox kernel, which supports our weight layout, with tiles for these sizes.
+"""The grouped product on TPUs (Mosaic).
 
-(Gale et al., MegaBlocks, arXiv:2211.15841.) A tile of rows is multiplied with each expert that has rows in it, so an
-expert's weights are read once per tile that includes its rows: with few rows once, whatever the tile; with many rows
-larger tiles read them less often.
+(Gale et al., MegaBlocks, arXiv:2211.15841.) A grid of (tile of outputs, visit): a visit multiplies a tile of rows with
+the expert of some of them, and stores those. Visits are in the order of rows, and a tile of weights has all inputs: so
+it is read once for all tiles of its expert, and a tile of rows once for all experts in it. With few rows in a tile, few
+are multiplied in vain.
+
+JAX's megablox, the origin of this, divides inputs over the grid as well: each visit reads its weights again.
+
+Letters: T rows, G groups (experts), E inputs, F outputs, V visits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Real
 
 LANES = 128
-WIDEST = 2048  # bytes of inputs in a tile. Sums are divided there, so it is never tuned
+CHUNK = 8192  # bytes of inputs multiplied at once. Sums are divided there, so it is never tuned
+X_BYTES = 8 << 20  # per tile of rows, at most
+TILE_BYTES = 8 << 20  # per tile of weights, at most; two of both and of the result: at most 44 MB
+VMEM_BYTES = 48 << 20  # of at least 64 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileSizes:
     """What may depend on the kind of device (`tune.py`); no result depends on it.
 
-    few_rows: with up to so many rows in all, tiles have few_tile rows, with more many_tile, both a multiple of 16.
-    outputs: most outputs in a tile of weights, which by default has 2 MB and two buffers; half as many for float32.
+    least_tile, most_tile: rows of a tile, powers of two, at least 32. Between them a tile has as many as a group has on
+    average. outputs: most outputs in a tile of weights.
     """
 
-    few_rows: int = 2048
-    few_tile: int = 128
-    many_tile: int = 512
+    least_tile: int = 32
+    most_tile: int = 256
     outputs: int = 1024
 
 
@@ -34,36 +46,172 @@ DEFAULT = TileSizes()
 
 
 def grouped_matmul(
-    x: Float[Array, "T E"],
-    weights: Float[Array, "G F E"],
+    x: Real[Array, "T E"],
+    weights: Real[Array, "G F E"],
     group_sizes: Int[Array, " G"],
     *,
+    row_scale: Float[Array, "T 1"] | None = None,
+    scale: Float[Array, "G F"] | None = None,
     sizes: TileSizes = DEFAULT,
-    interpret: bool = False,
+    interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "T F"]:
-    """`reference.grouped_matmul`; sums in float32. Products of float32 have the precision of
+    """`reference.grouped_matmul`; sums in float32, or of integers in int32. Products of float32 have the precision of
     `jax.default_matmul_precision`.
     """
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+    num_rows = x.shape[0]
+    tile, num_columns = tiles_of(x, weights, sizes)
+    padding = ((0, -num_rows % tile), (0, 0))
+    arrays = _Arrays(
+        x=jnp.pad(x, padding),
+        weights=weights,
+        row_scale=None if row_scale is None else jnp.pad(row_scale, padding),
+        scale=None if scale is None else scale[:, None],
+    )
+    visits, num_visits = _visits(group_sizes, arrays.x.shape[0] // tile, tile)
+    return _call(arrays, visits, num_visits, (tile, num_columns), interpret)[:num_rows]
 
-    num_rows, (_, num_outputs, num_inputs) = x.shape[0], weights.shape
-    tile = sizes.few_tile if num_rows <= sizes.few_rows else sizes.many_tile
-    inputs = _width(num_inputs, WIDEST // x.dtype.itemsize)
-    outputs = _width(num_outputs, sizes.outputs * 2 // x.dtype.itemsize)
-    out = gmm(
-        jnp.pad(x, ((0, -num_rows % tile), (0, 0))),
-        weights,
-        group_sizes,
-        preferred_element_type=jnp.float32,
-        tiling=(tile, inputs, outputs),
-        transpose_rhs=True,
+
+def tiles_of(x: jax.Array, weights: jax.Array, sizes: TileSizes) -> tuple[int, int]:
+    """Rows and outputs of a tile."""
+    num_rows, (num_groups, num_outputs, num_inputs) = x.shape[0], weights.shape
+    row_bytes = num_inputs * x.dtype.itemsize
+    tile = sizes.least_tile
+    while tile < sizes.most_tile and tile * num_groups < num_rows:
+        tile *= 2
+    while tile > 32 and tile * row_bytes > X_BYTES:
+        tile //= 2
+    most = max(LANES, min(sizes.outputs, TILE_BYTES // row_bytes) // LANES * LANES)
+    num_tiles = -(-num_outputs // most)
+    return tile, -(-num_outputs // (num_tiles * LANES)) * LANES
+
+
+class _Visits(NamedTuple):
+    """int32[V] each, in a kernel refs. Every tile has one or more, also those without a group."""
+
+    group: jax.Array
+    tile: jax.Array
+    first: jax.Array  # the rows of the tile that belong to the group, from here
+    end: jax.Array  # to before here; none: not more than `first`
+
+
+def _visits(group_sizes: jax.Array, num_tiles: int, tile: int) -> tuple[_Visits, jax.Array]:
+    """And how many there are. Masked sums, because XLA fuses them; each gather or cumsum would be an operation of its
+    own, which takes longer than such arithmetic.
+    """
+    num_groups = group_sizes.shape[0]
+    groups = jnp.arange(num_groups, dtype=jnp.int32)
+    index = jnp.arange(num_tiles + num_groups - 1, dtype=jnp.int32)
+
+    def up_to(values):
+        return jnp.where(groups[None] <= groups[:, None], values[None], 0).sum(1, dtype=jnp.int32)
+
+    ends = up_to(group_sizes)
+    firsts = ends - group_sizes
+    counts = jnp.where(group_sizes > 0, pl.cdiv(ends, tile) - firsts // tile, 0)
+    visit_ends = up_to(counts)
+    of_group = (index[:, None] >= (visit_ends - counts)[None]) & (index[:, None] < visit_ends[None])
+
+    def of_visit(values):
+        return jnp.where(of_group, values[None], 0).sum(1, dtype=jnp.int32)
+
+    # After the last row come tiles without a group: for these no other weights are read.
+    rest = index - counts.sum(dtype=jnp.int32)
+    num_used = pl.cdiv(group_sizes.sum(dtype=jnp.int32), tile)
+    last = jnp.where(group_sizes > 0, groups, 0).max()
+    at = of_visit(firsts // tile - (visit_ends - counts)) + index
+    at = jnp.minimum(jnp.where(rest < 0, at, num_used + rest), num_tiles - 1)
+    visits = _Visits(
+        group=jnp.where(rest < 0, of_visit(groups), last),
+        tile=at,
+        first=of_visit(firsts) - at * tile,
+        end=of_visit(ends) - at * tile,
+    )
+    return visits, counts.sum(dtype=jnp.int32) + num_tiles - num_used
+
+
+class _Arrays(NamedTuple):
+    """What is multiplied, or in the kernel refs to tiles of it. Only integers have scales."""
+
+    x: Any  # [T, E]; T is a multiple of the tile
+    weights: Any  # [G, F, E]
+    row_scale: Any  # float32[T, 1]
+    scale: Any  # float32[G, 1, F]
+
+
+def _call(
+    arrays: _Arrays, visits: _Visits, num_visits, shape: tuple[int, int], interpret
+) -> jax.Array:
+    (tile, num_columns), (_, num_outputs, num_inputs) = shape, arrays.weights.shape
+    is_scaled = arrays.scale is not None
+
+    def of_rows(width):
+        return pl.BlockSpec((tile, width), lambda o, v, visits: (visits.tile[v], 0))
+
+    specs = _Arrays(
+        x=of_rows(num_inputs),
+        weights=pl.BlockSpec(
+            (None, num_columns, num_inputs), lambda o, v, visits: (visits.group[v], o, 0)
+        ),
+        row_scale=of_rows(1) if is_scaled else None,
+        scale=pl.BlockSpec((None, 1, num_columns), lambda o, v, visits: (visits.group[v], 0, o))
+        if is_scaled
+        else None,
+    )
+    return pl.pallas_call(
+        _body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(num_outputs, num_columns), num_visits),
+            in_specs=(specs,),
+            out_specs=pl.BlockSpec((tile, num_columns), lambda o, v, visits: (visits.tile[v], o)),
+            scratch_shapes=[pltpu.VMEM(shape, jnp.int32 if is_scaled else jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((arrays.x.shape[0], num_outputs), jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
         interpret=interpret,
-    )[:num_rows]
-    is_row = jnp.arange(num_rows, dtype=jnp.int32) < group_sizes.sum(dtype=jnp.int32)
-    return jnp.where(is_row[:, None], out, 0.0)  # tiles without a group are not written
+        name="grouped_matmul",
+    )(visits, arrays)
 
 
-def _width(size: int, most: int) -> int:
-    """The narrowest multiple of LANES with the least number of tiles."""
-    num_tiles = -(-size // most)
-    return -(-size // (num_tiles * LANES)) * LANES
+def _body(visits: _Visits, refs: _Arrays, out_ref, sum_ref):
+    visit = pl.program_id(1)
+    first, end = visits.first[visit], visits.end[visit]
+
+    @pl.when((visit == 0) | (visits.tile[visit] != visits.tile[jnp.maximum(visit - 1, 0)]))
+    def _():
+        out_ref[...] = jnp.zeros(out_ref.shape, out_ref.dtype)
+
+    @pl.when(first < end)
+    def _():
+        sum_ref[...] = jnp.zeros(sum_ref.shape, sum_ref.dtype)
+        _add_products(refs.x, refs.weights, sum_ref)
+        out = sum_ref[...].astype(jnp.float32)
+        if refs.scale is not None:
+            out = out * refs.row_scale[...] * refs.scale[...]
+        row = lax.broadcasted_iota(jnp.int32, out_ref.shape, 0)
+        own = (row >= first) & (row < end)
+        out_ref[...] = jnp.where(own, out, out_ref[...])
+
+
+def _add_products(x_ref, w_ref, sum_ref):
+    """Over chunks of inputs, in order."""
+    num_inputs = x_ref.shape[1]
+    size = CHUNK // x_ref.dtype.itemsize
+
+    def add(chunk):
+        sum_ref[...] += lax.dot_general(
+            x_ref[:, chunk],
+            w_ref[:, chunk],
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=sum_ref.dtype,
+        )
+
+    def add_next(index, _):
+        add(pl.ds(pl.multiple_of(index * size, LANES), size))
+
+    if num_inputs >= size:
+        lax.fori_loop(0, num_inputs // size, add_next, None)
+    if rest := num_inputs % size:
+        add(pl.ds(num_inputs - rest, rest))

@@ -35,12 +35,8 @@ CANDIDATES = {
         (_works(64, 128), {"few_rows": (32, 64, 128)}),
     ),
     "tpu": (
-        (FEW, {"few_tile": (64, 128, 256), "outputs": (512, 1024, 2048)}),
-        (MANY, {"many_tile": (256, 512, 1024)}),
-        (
-            [(model, rows) for model in MODELS for rows in (2048, 4096)],
-            {"few_rows": (1024, 2048, 4096)},
-        ),
+        (FEW, {"least_tile": (32, 64, 128), "outputs": (512, 1024, 2048)}),
+        (MANY, {"most_tile": (128, 256, 512)}),
     ),
 }
 

@@ -11,22 +11,30 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Real
+from jaxtyping import Array, Float, Int, Real
 
 # In decode steps an expert has a few rows; larger tiles help only for long prompts.
 TILE_ROWS = 32
 
 
 def grouped_matmul(
-    x: Real[Array, "T E"], weights: Real[Array, "G F E"], group_sizes: Int[Array, " G"]
-) -> Real[Array, "T F"]:
+    x: Real[Array, "T E"],
+    weights: Real[Array, "G F E"],
+    group_sizes: Int[Array, " G"],
+    *,
+    row_scale: Float[Array, "T 1"] | None = None,
+    scale: Float[Array, "G F"] | None = None,
+) -> Float[Array, "T F"]:
     num_rows, tile = x.shape[0], TILE_ROWS
     group_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     tile_ends = jnp.cumsum(-(-group_sizes // tile), dtype=jnp.int32)
     # Padding, so that no slice would reach past the end, where its start would be clamped.
-    x = jnp.pad(x, ((0, tile), (0, 0)))
+    padding = ((0, tile), (0, 0))
+    x = jnp.pad(x, padding)
+    if row_scale is not None:
+        row_scale = jnp.pad(row_scale, padding)
     dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    out = jnp.zeros((x.shape[0], weights.shape[1]), dtype)
+    out = jnp.zeros((x.shape[0], weights.shape[1]), jnp.float32)
 
     def turn(index: jax.Array, out: jax.Array) -> jax.Array:
         group = jnp.searchsorted(tile_ends, index, side="right", method="compare_all")
@@ -37,6 +45,9 @@ def grouped_matmul(
         product = lax.dot_general(
             rows, weights[group], (((1,), (1,)), ((), ())), preferred_element_type=dtype
         )
+        if row_scale is not None and scale is not None:
+            scale_of_rows = lax.dynamic_slice_in_dim(row_scale, first, tile)
+            product = product.astype(jnp.float32) * scale_of_rows * scale[group][None]
         inside = first + jnp.arange(tile, dtype=jnp.int32) < end
         old = lax.dynamic_slice_in_dim(out, first, tile)
         product = jnp.where(inside[:, None], product, old)

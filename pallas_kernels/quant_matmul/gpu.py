@@ -4,12 +4,12 @@ wgmma takes its left operand from registers, so that is the weight: a program co
 
 **Tile.** A program is one warpgroup, with ROWS outputs, wgmma's rows, and a tile of tokens, padded to a multiple of 8,
 not of 64. Weights are converted in registers to integers that bfloat16 represents exactly, or to fp8's values: they are
-never rounded. int4's groups are separate products, whose float32 sums are multiplied by the scale; other formats'
-scales are left to XLA, which fuses the multiplication into the consumer of the result.
+never rounded. int4's groups are separate products, whose float32 sums are multiplied by the scale; other formats' scale
+multiplies the sum of all inputs, before bias and cast. A result in bfloat16 is half the bytes of the sums.
 
-**Splits.** Layers with few outputs have fewer tiles than the chip has SMs: their inputs are split, and the parts are
-added in order. The number of parts, and so the order of all sums, depends only on the weight's shape: a row's result
-does not depend on the number of rows.
+**Splits.** Layers with few outputs have fewer tiles than the chip has SMs: their inputs are split. XLA adds the parts
+in order, then scales, adds the bias and casts. The number of parts, and so the order of all sums, depends only on the
+weight's shape: a row's result does not depend on the number of rows.
 
 **Stages.** Step i multiplies a chunk: CHUNK bytes of each output and x's values for them, which lie in stage i % S of S
 stages of shared memory, with int4's scales and zeros.
@@ -38,10 +38,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import unsupported_jax
-from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
+from pallas_kernels.quant_matmul.quantized import (
+    MIDDLE,
+    QuantizedWeight,
+    padded,
+    round_rows,
+    with_bias,
+)
 from pallas_kernels.wgmma import (
     Ref,
     added_product,
@@ -105,6 +112,8 @@ def quant_matmul(
     weight: QuantizedWeight,
     *,
     round_x: bool = False,
+    bias: Float[Array, " F"] | None = None,
+    dtype: DTypeLike = jnp.float32,
     axis_name: str | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: Any = None,
@@ -122,15 +131,30 @@ def quant_matmul(
         x, row_scale = round_rows(x, axis_name)
     most = 64 if weight.format == "int4" else 128  # columns of float32 sums that fit in registers
     tile = next(n for n in (8, 16, 32, 64, 128) if n >= min(num_tokens, most))
-    x = jnp.pad(x, ((0, -num_tokens % tile), (0, 0)))
-    parts = _parts(x, weight, tile, sizes, interpret)[:, :num_tokens]
+    fill = ((0, -num_tokens % tile), (0, 0))
+    x = jnp.pad(x, fill)
+    last = _Last(
+        row_scale=None if row_scale is None else jnp.pad(row_scale, fill)[:, 0],
+        scale=None if weight.format == "int4" else weight.scale,
+        bias=bias,
+    )
+    parts = _parts(x, weight, last, jnp.dtype(dtype), tile, sizes, interpret)[:, :num_tokens]
+    if _num_splits(weight) == 1:
+        return parts[0]
     out = parts[0]
     for part in parts[1:]:
         out = out + part
-    if weight.format == "int4":
-        return out
     out = out.astype(jnp.float32)
-    return (out if row_scale is None else out * row_scale) * weight.scale[None]
+    if row_scale is not None:
+        out = out * row_scale
+    if last.scale is not None:
+        out = out * last.scale[None]
+    return with_bias(out, bias, dtype)
+
+
+def _num_splits(weight: QuantizedWeight) -> int:
+    num_out, width = weight.data.shape
+    return max(1, min(WANTED_PROGRAMS // (num_out // ROWS), MOST_SPLITS, width // CHUNK // 4))
 
 
 class _Operands(NamedTuple):
@@ -148,6 +172,14 @@ class _Operands(NamedTuple):
         return _Operands(*(None if ref is None else ref.at[i] for ref in self))
 
 
+class _Last(NamedTuple):
+    """What is done with the sum of all inputs before the cast, in this order. Arrays, or in a kernel refs, or None."""
+
+    row_scale: Any  # float32[T]: only of rounded x
+    scale: Any  # float32[F]: of int8 and fp8
+    bias: Any  # [F]
+
+
 class _Memory(NamedTuple):
     """A program's shared memory and barriers: their types, or in the kernel refs."""
 
@@ -157,12 +189,20 @@ class _Memory(NamedTuple):
 
 
 def _parts(
-    x: jax.Array, weight: QuantizedWeight, tile: int, sizes: TileSizes, interpret: Any
+    x: jax.Array,
+    weight: QuantizedWeight,
+    last: _Last,
+    dtype: jnp.dtype,
+    tile: int,
+    sizes: TileSizes,
+    interpret: Any,
 ) -> jax.Array:
-    """x [T, E], T a multiple of `tile` -> float32 or, for integers, int32 [parts, T, F], to be added in order."""
+    """x [T, E], T a multiple of `tile` -> [1, T, F], the result; or if inputs are split float32 or, for integers, int32
+    [parts, T, F], to be added in order.
+    """
     num_out, width = weight.data.shape
     num_chunks, group = width // CHUNK, weight.group_size
-    num_splits = max(1, min(WANTED_PROGRAMS // (num_out // ROWS), MOST_SPLITS, num_chunks // 4))
+    num_splits = _num_splits(weight)
     num_programs = num_out // ROWS * (x.shape[0] // tile)
     num_parts = num_splits if num_programs < sizes.enough_programs else 1
     is_int4, sum_dtype = weight.format == "int4", jnp.int32 if x.dtype == jnp.int8 else jnp.float32
@@ -177,7 +217,7 @@ def _parts(
     stage_bytes = ROWS * CHUNK + tile * inputs * x.dtype.itemsize + group_bytes
     num_stages = max(1, min(sizes.most_stages, sizes.smem_kib * 1024 // stage_bytes))
 
-    def body(refs: _Operands, out_ref: Ref, memory: _Memory):
+    def body(refs: _Operands, last_refs: _Last, out_ref: Ref, memory: _Memory):
         rows = piece(lax.axis_index("rows"), ROWS)
         tokens = piece(lax.axis_index("tile"), tile)
         multiply = _multiplication(weight.format, x.dtype, group, memory.wide, interpret)
@@ -204,9 +244,11 @@ def _parts(
                 pl.when(stage < num_steps)(partial(fetch, first + stage, stage))
             zeros = filled((ROWS, tile), 0, plgpu.Layout.WGMMA, sum_dtype)
             add = partial(add_chunk, first=first, num_steps=num_steps)
+            out = lax.fori_loop(0, num_steps, add, zeros)
+            if num_splits == 1:
+                out = _finished(out, last_refs, rows, tokens).astype(dtype)
             # In the transposed layout a thread's pairs of values are along outputs, as in memory.
-            transposed = plgpu.Layout.WGMMA_TRANSPOSED
-            return plgpu.layout_cast(lax.fori_loop(0, num_steps, add, zeros), transposed)
+            return plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
 
         def to_memory(split):
             return out_ref.at[split, tokens, rows].transpose((1, 0))
@@ -239,7 +281,9 @@ def _parts(
     )
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_parts, x.shape[0], num_out), sum_dtype),
+        out_type=jax.ShapeDtypeStruct(
+            (num_parts, x.shape[0], num_out), dtype if num_splits == 1 else sum_dtype
+        ),
         grid=(num_parts, num_out // ROWS, x.shape[0] // tile),
         grid_names=("split", "rows", "tile"),
         scratch_types=(
@@ -250,9 +294,29 @@ def _parts(
             ),
         ),
         interpret=interpret,
+        kernel_name="quant_matmul",
     )
     with jax.named_scope("quant_matmul"):  # for whoever reads the compiled program
-        return kernel(arrays)
+        return kernel(arrays, last)
+
+
+def _finished(sums, last: _Last, rows, tokens):
+    """float32 of sums [ROWS, tile of T], with what is done before the cast."""
+
+    def along(ref, place, axis: int):
+        """Spread over the other axis."""
+        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        values = load(ref.at[place], layout=layout, optimized=False).astype(jnp.float32)
+        return lax.broadcast_in_dim(values, sums.shape, [axis])
+
+    out = sums.astype(jnp.float32)
+    if last.row_scale is not None:
+        out = out * along(last.row_scale, tokens, 1)
+    if last.scale is not None:
+        out = out * along(last.scale, rows, 0)
+    if last.bias is not None:
+        out = out + along(last.bias, rows, 0)
+    return out
 
 
 def _multiplication(

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.quant_matmul.quantized import QuantizedWeight, padded, round_rows, unpack
+from pallas_kernels.quant_matmul.quantized import (
+    QuantizedWeight,
+    padded,
+    round_rows,
+    unpack,
+    with_bias,
+)
 
 
 def dequantize(weight: QuantizedWeight) -> Float[Array, "F E"]:
@@ -18,9 +25,14 @@ def dequantize(weight: QuantizedWeight) -> Float[Array, "F E"]:
 
 
 def quant_matmul(
-    x: Float[Array, "T E"], weight: QuantizedWeight, *, round_x: bool = False
+    x: Float[Array, "T E"],
+    weight: QuantizedWeight,
+    *,
+    round_x: bool = False,
+    bias: Float[Array, " F"] | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "T F"]:
-    """x times the transposed weight, float32[T, F].
+    """x times the transposed weight, plus bias: a float32 sum, rounded to `dtype`.
 
     With `round_x` x is quantized to int8 first, with one scale per row: x = integers * scale, scale = max |x| / 127
     (vector-wise quantization, LLM.int8(), arXiv:2208.07339, section 3.1). It is meant for int8 weights. Raises
@@ -30,4 +42,5 @@ def quant_matmul(
     if round_x:
         integers, scale = round_rows(x)
         x = integers.astype(jnp.float32) * scale
-    return jnp.matmul(x, w.T, precision=jax.lax.Precision.HIGHEST)
+    out = jnp.matmul(x, w.T, precision=jax.lax.Precision.HIGHEST)
+    return with_bias(out, bias, dtype)

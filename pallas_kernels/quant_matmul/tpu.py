@@ -1,9 +1,11 @@
 """Products with quantized weights on TPUs (Mosaic): the weight is read from HBM in 8 or 4 bits and converted in VMEM.
 
-A grid of (tile of tokens, tile of outputs); a tile of tokens stays in VMEM while the weight streams through, two tiles
-of outputs at a time, each with all its inputs. Weights are converted to integers that bfloat16 represents exactly, or
-to fp8's values, so they are never rounded, and scales multiply float32 sums: of an output (int8, fp8), or of a group
-(int4), minus its zero times the sum of the group's x.
+A grid of (tile of tokens, tile of outputs). A tile of tokens stays in VMEM while the weight streams through, two tiles
+of outputs at a time, each with all its inputs: tiles of tokens are large, since the weight is read once for each.
+
+Weights are converted to integers that bfloat16 represents exactly, or to fp8's values, so they are never rounded, and
+scales multiply float32 sums: of an output (int8, fp8), or of a group (int4), minus its zero times the sum of the
+group's x. Bias and cast come last, in the kernel: a result in bfloat16 is half the bytes of the sums.
 
 The sum of an output is over chunks of inputs in an order that depends only on the weight's shape: a row's result does
 not depend on the number of rows, as long as the MXU's does not.
@@ -13,24 +15,27 @@ Letters: T tokens, E inputs, F outputs, J groups of int4, G = E / J.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
 
 LANES = 128
-X_BYTES = 12 << 20  # per tile of x, at most
-TILE_BYTES = 5 << 20  # per weight tile, at most; two of both and of the result: at most 40 MB
-CHUNK = 1024  # inputs converted at a time. Sums are divided there, so it is never tuned
-VMEM_BYTES = 48 << 20  # of at least 64 MB
+X_BYTES = 14 << 20  # per tile of x, at most
+TILE_BYTES = (
+    7 << 20
+)  # per weight tile, at most; two of both and of the result, and sums: at most 48 MB
+CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
+VMEM_BYTES = 52 << 20  # of at least 64 MB
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -38,11 +43,11 @@ GROUP_SIZES = (32, 64, 128)
 class TileSizes:
     """What may depend on the kind of device (`tune.py`); no result depends on it.
 
-    tile_tokens, tile_out: tokens and outputs per tile, LANES times a power of two; halved until they fit. several: with
-    fewer tokens than LANES, the least number of tiles of outputs.
+    tile_tokens, tile_out: most tokens and outputs per tile, LANES times a power of two; halved until they fit. several:
+    with fewer tokens than LANES, the least number of tiles of outputs.
     """
 
-    tile_tokens: int = 256
+    tile_tokens: int = 1024
     tile_out: int = 512
     several: int = 8
 
@@ -76,6 +81,8 @@ def quant_matmul(
     weight: QuantizedWeight,
     *,
     round_x: bool = False,
+    bias: Float[Array, " F"] | None = None,
+    dtype: DTypeLike = jnp.float32,
     axis_name: str | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: pltpu.InterpretParams | bool = False,
@@ -87,100 +94,150 @@ def quant_matmul(
     if reason := unsupported_reason(x.dtype, weight, round_x=round_x):
         raise NotImplementedError(reason)
     num_tokens, x = x.shape[0], padded(x, weight)
-    by_token: list[jax.Array] = []
+    row_scale = None
     if round_x:
         x, row_scale = round_rows(x, axis_name)
-        by_token = [row_scale]
-    sublanes = 32 // x.dtype.itemsize
-    tile_tokens = _tile(sizes.tile_tokens, X_BYTES // (2 * x.shape[1]))
-    tile_tokens = min(tile_tokens, pl.cdiv(num_tokens, sublanes) * sublanes)
-    fill = (0, -num_tokens % tile_tokens)
-    x, *by_token = (jnp.pad(array, (fill, (0, 0))) for array in (x, *by_token))
-    by_out = [weight.scale.reshape(-1, weight.shape[0])]
-    if weight.zero is not None:
-        by_out.append(weight.zero)
-    tiles = tile_tokens, _tile_out(weight, tile_tokens, sizes)
-    return _call(x, by_token, weight, by_out, tiles, interpret)[:num_tokens]
+    fill = ((0, max(0, _sublanes(x) - num_tokens)), (0, 0))  # one register
+    x = jnp.pad(x, fill)
+    arrays = _Arrays(
+        x=x,
+        data=weight.data,
+        scale=weight.scale.reshape(-1, weight.shape[0]),
+        row_scale=None if row_scale is None else jnp.pad(row_scale, fill),
+        zero=weight.zero,
+        bias=None if bias is None else bias[None],
+    )
+    tiles = tiles_of(x, weight, sizes)
+    return _call(arrays, weight, tiles, jnp.dtype(dtype), interpret)[:num_tokens]
 
 
-def _call(x, by_token, weight: QuantizedWeight, by_out, tiles: tuple[int, int], interpret):
-    """x [T, E] and [T, 1] with T a multiple of the tile; arrays per output: [1 or J, F]."""
-    (num_out, width), (tile_tokens, tile_out) = weight.data.shape, tiles
-    body, scratch = _body(x, weight, tile_tokens, tile_out)
-    return pl.pallas_call(
-        body,
-        grid=(x.shape[0] // tile_tokens, pl.cdiv(num_out, tile_out)),
-        in_specs=[
-            pl.BlockSpec((tile_tokens, x.shape[1]), lambda t, o: (t, 0)),
-            *(pl.BlockSpec((tile_tokens, 1), lambda t, o: (t, 0)) for _ in by_token),
-            pl.BlockSpec((tile_out, width), lambda t, o: (o, 0)),
-            *(pl.BlockSpec((each.shape[0], tile_out), lambda t, o: (0, o)) for each in by_out),
-        ],
-        out_specs=pl.BlockSpec((tile_tokens, tile_out), lambda t, o: (t, o)),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], num_out), jnp.float32),
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES
-        ),
-        interpret=interpret,
-        name="quant_matmul",
-    )(x, *by_token, weight.data, *by_out)
+def tiles_of(x: jax.Array, weight: QuantizedWeight, sizes: TileSizes) -> tuple[int, int]:
+    """Tokens and outputs of a tile. x as the kernel reads it: padded, and rounded if it is to be.
 
-
-def _tile_out(weight: QuantizedWeight, tile_tokens: int, sizes: TileSizes) -> int:
-    """Outputs per tile: many if the MXU is the bound. With few tokens the weight's bytes are the bound, and the first
-    tile's load overlaps with nothing: then there should be several tiles.
+    Tiles of tokens are about equally large, so few rows are multiplied in vain. Of outputs there are many if the MXU is
+    the bound. With few tokens the weight's bytes are the bound, and the first tile's load overlaps with nothing: then
+    there should be several tiles.
     """
-    num_out, width = weight.data.shape
+    (num_tokens, num_in), (num_out, width) = x.shape, weight.data.shape
+    num_tiles = pl.cdiv(
+        num_tokens, _halved(sizes.tile_tokens, X_BYTES // (num_in * x.dtype.itemsize))
+    )
+    sublanes = _sublanes(x)
+    tile_tokens = pl.cdiv(pl.cdiv(num_tokens, num_tiles), sublanes) * sublanes
     fitting = TILE_BYTES // width
     if tile_tokens < LANES:
         fitting = min(fitting, num_out // sizes.several)
-    return min(_tile(sizes.tile_out, fitting), pl.cdiv(num_out, LANES) * LANES)
+    return tile_tokens, min(_halved(sizes.tile_out, fitting), pl.cdiv(num_out, LANES) * LANES)
 
 
-def _tile(most: int, fitting: int) -> int:
+def _sublanes(x: jax.Array) -> int:
+    """Rows of a register."""
+    return 32 // x.dtype.itemsize
+
+
+def _halved(most: int, fitting: int) -> int:
     """`most`, halved until it fits; at least LANES."""
     while most > max(LANES, fitting):
         most //= 2
     return most
 
 
-def _body(x, weight: QuantizedWeight, tile_tokens: int, tile_out: int) -> tuple[Callable, list]:
-    """The kernel for the format, and its scratch buffers."""
-    if weight.format == "int4":
-        body = partial(_int4, group_size=weight.group_size)
-        zeros = pltpu.VMEM((weight.scale.shape[0], tile_out), jnp.float32)
-        return body, [] if weight.zero is None else [zeros]
-    if x.dtype == jnp.int8:
-        return _int8_product, [pltpu.VMEM((tile_tokens, tile_out), jnp.int32)]
-    return _weight_only, []
+class _Arrays(NamedTuple):
+    """What the kernel reads, or in the kernel refs to tiles of it; what there is not is None."""
+
+    x: Any  # [T, E]: bfloat16, or int8 if rounded; the last tile may have fewer tokens
+    data: Any  # [F, bytes of E]: int8 or fp8; int4 as pairs in uint8
+    scale: Any  # float32[1 or J, F]
+    row_scale: Any = None  # float32[T, 1]: only of rounded x
+    zero: Any = None  # uint8[J, F]: only of int4
+    bias: Any = None  # [1, F]
 
 
-def _for_chunks(num_in: int, act: Callable) -> None:
-    """Calls `act` on slices of inputs, all of one size and in order."""
-    size = max(n for n in range(LANES, CHUNK + 1, LANES) if num_in % n == 0)
+class _Scratch(NamedTuple):
+    """VMEM, or in the kernel refs to it."""
 
-    def one(index, _):
-        act(pl.ds(pl.multiple_of(index * size, LANES), size))
-        return 0
+    sums: Any  # [tile of T, tile of F]: float32, or int32 of integers
+    zero: Any = None  # float32[J, tile of F]: single rows of bytes are not addressable
 
-    lax.fori_loop(0, num_in // size, one, 0)
+
+def _call(
+    arrays: _Arrays, weight: QuantizedWeight, tiles: tuple[int, int], dtype: jnp.dtype, interpret
+) -> jax.Array:
+    x, num_out, (tile_tokens, tile_out) = arrays.x, weight.shape[0], tiles
+
+    def of_tokens(array):
+        if array is not None:
+            return pl.BlockSpec((tile_tokens, array.shape[1]), lambda t, o: (t, 0))
+
+    def of_outputs(array):
+        if array is not None:
+            return pl.BlockSpec((array.shape[0], tile_out), lambda t, o: (0, o))
+
+    specs = _Arrays(
+        x=of_tokens(x),
+        data=pl.BlockSpec((tile_out, arrays.data.shape[1]), lambda t, o: (o, 0)),
+        scale=of_outputs(arrays.scale),
+        row_scale=of_tokens(arrays.row_scale),
+        zero=of_outputs(arrays.zero),
+        bias=of_outputs(arrays.bias),
+    )
+    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    zero = None
+    if arrays.zero is not None:
+        zero = pltpu.VMEM((arrays.zero.shape[0], tile_out), jnp.float32)
+    return pl.pallas_call(
+        partial(_body, group_size=weight.group_size if weight.format == "int4" else None),
+        grid=(pl.cdiv(x.shape[0], tile_tokens), pl.cdiv(num_out, tile_out)),
+        in_specs=(specs,),
+        out_specs=pl.BlockSpec((tile_tokens, tile_out), lambda t, o: (t, o)),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], num_out), dtype),
+        scratch_shapes=(_Scratch(pltpu.VMEM((tile_tokens, tile_out), sum_dtype), zero),),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        interpret=interpret,
+        name="quant_matmul",
+    )(arrays)
+
+
+def _body(refs: _Arrays, out_ref, scratch: _Scratch, *, group_size: int | None):
+    """group_size: of int4."""
+    sums = scratch.sums
+    sums[...] = jnp.zeros(sums.shape, sums.dtype)
+    if group_size is not None:
+        _add_groups(refs, scratch, group_size)
+        out = sums[...]
+    else:
+        _add_chunks(refs, sums)
+        out = sums[...].astype(jnp.float32)
+        if refs.row_scale is not None:
+            out = out * refs.row_scale[...]
+        out = out * refs.scale[...]
+    if refs.bias is not None:
+        out = out + refs.bias[...].astype(jnp.float32)
+    out_ref[...] = out.astype(out_ref.dtype)
+
+
+def _add_chunks(refs: _Arrays, sums) -> None:
+    """int8 and fp8: chunks of inputs, in order."""
+    num_in = refs.x.shape[1]
+
+    def add(chunk):
+        x, w = refs.x[:, chunk], refs.data[:, chunk]
+        sums[...] += _dot(x, w if x.dtype == jnp.int8 else _widen(w), sums.dtype)
+
+    def add_next(index, _):
+        add(pl.ds(pl.multiple_of(index * CHUNK, CHUNK), CHUNK))
+
+    if num_in >= CHUNK:
+        lax.fori_loop(0, num_in // CHUNK, add_next, None)
+    if rest := num_in % CHUNK:
+        add(pl.ds(num_in - rest, rest))
 
 
 def _dot(x, w, dtype):
     """x [T, E] times w [F, E] transposed."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-
-
-def _weight_only(x_ref, w_ref, scale_ref, out_ref):
-    """int8 and fp8."""
-    out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
-
-    def add(chunk):
-        out_ref[...] += _dot(x_ref[:, chunk], _widen(w_ref[:, chunk]), jnp.float32)
-
-    _for_chunks(x_ref.shape[1], add)
-    out_ref[...] *= scale_ref[...]
 
 
 def _widen(w):
@@ -189,44 +246,28 @@ def _widen(w):
     return w.astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
 
 
-def _int8_product(x_ref, row_scale_ref, w_ref, scale_ref, out_ref, sum_ref):
-    sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.int32)
-
-    def add(chunk):
-        sum_ref[...] += _dot(x_ref[:, chunk], w_ref[:, chunk], jnp.int32)
-
-    _for_chunks(x_ref.shape[1], add)
-    out_ref[...] = sum_ref[...].astype(jnp.float32) * row_scale_ref[...] * scale_ref[...]
-
-
-def _int4(x_ref, w_ref, scale_ref, *refs, group_size: int):
-    """128 bytes of an output at a time: one pair of groups, or several smaller ones.
-
-    refs: the result; or zeros, the result, and scratch for zeros.
-    """
-    out_ref = refs[len(refs) // 2]
-    if len(refs) == 3:  # single rows of bytes are not addressable
-        refs[2][...] = refs[0][...].astype(jnp.int32).astype(jnp.float32)
-    out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
+def _add_groups(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
+    """int4: 128 bytes of an output at a time: one pair of groups, or several smaller ones."""
+    if refs.zero is not None:
+        scratch.zero[...] = refs.zero[...].astype(jnp.int32).astype(jnp.float32)
     pairs = LANES // group_size
 
     def add(index, _):
-        planes = _planes(w_ref[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)])
-        x = x_ref[:, pl.ds(pl.multiple_of(index * 2 * LANES, LANES), 2 * LANES)]
-        total = out_ref[...]
+        planes = _planes(refs.data[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)])
+        x = refs.x[:, pl.ds(pl.multiple_of(index * 2 * LANES, LANES), 2 * LANES)]
+        total = scratch.sums[...]
         for number in range(2 * pairs):
             first = number // 2 * group_size
             x_group = x[:, number * group_size : (number + 1) * group_size]
             w_group = planes[number % 2][:, first : first + group_size]
             row = pl.ds(index * 2 * pairs + number, 1)
             sums = x_group.astype(jnp.float32).sum(axis=1, keepdims=True)
-            zero = refs[2][row, :] if len(refs) == 3 else float(MIDDLE)
+            zero = float(MIDDLE) if refs.zero is None else scratch.zero[row, :]
             part = _dot(x_group, w_group, jnp.float32) - sums * zero
-            total += part * scale_ref[row, :]
-        out_ref[...] = total
-        return 0
+            total += part * refs.scale[row, :]
+        scratch.sums[...] = total
 
-    lax.fori_loop(0, w_ref.shape[1] // LANES, add, 0)
+    lax.fori_loop(0, refs.data.shape[1] // LANES, add, None)
 
 
 def _planes(data: jax.Array) -> list[jax.Array]:

@@ -48,7 +48,7 @@ CANDIDATES = {
     "tpu": (
         (DECODE + PREFILL, {"tile_out": (256, 512, 1024)}),
         (DECODE, {"several": (4, 8, 16)}),
-        (PREFILL, {"tile_tokens": (128, 256, 512)}),
+        (PREFILL, {"tile_tokens": (512, 1024, 2048)}),
     ),
 }
 
@@ -74,7 +74,8 @@ def tune(platform: str) -> tuple[Any, dict[str, float]]:
 
 
 def _seconds(platform: str, sizes: Any, case: Case) -> float:
-    product = jax.jit(partial(kernel_of(platform).quant_matmul, round_x=case.round_x, sizes=sizes))
+    options = dict(round_x=case.round_x, dtype=case.dtype, sizes=sizes)
+    product = jax.jit(partial(kernel_of(platform).quant_matmul, **options))
     x, weights = _arguments(case)
     turns = itertools.cycle(weights)
     return tuning.seconds_of(lambda: product(x, next(turns)))

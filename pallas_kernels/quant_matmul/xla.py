@@ -9,22 +9,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.quant_matmul.quantized import QuantizedWeight, padded, round_rows, unpack
+from pallas_kernels.quant_matmul.quantized import (
+    QuantizedWeight,
+    padded,
+    round_rows,
+    unpack,
+    with_bias,
+)
 
 _LAST = (((1,), (1,)), ((), ()))
 
 
 def quant_matmul(
-    x: Float[Array, "T E"], weight: QuantizedWeight, *, round_x: bool = False
+    x: Float[Array, "T E"],
+    weight: QuantizedWeight,
+    *,
+    round_x: bool = False,
+    bias: Float[Array, " F"] | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "T F"]:
     """Same contract as `reference.quant_matmul`. Weights are converted to x's dtype, sums are float32.
 
     int8 and fp8 are exact in bfloat16, and their scale is applied last; an int4 weight is rounded after scaling.
     """
-    if round_x:
-        return _int8_product(x, weight)
+    product = _int8_product if round_x else _weight_only
+    return with_bias(product(x, weight), bias, dtype)
+
+
+def _weight_only(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     x = padded(x, weight)
     if weight.format == "int4":
         w = unpack(weight).astype(jnp.float32) * weight.scale.T[:, :, None]

@@ -18,7 +18,7 @@ from tests.aot.shapes import spec
 TARGETS = ("v5e:2x2", "tpu7x:2x2x1", "h200")
 OTHER_SIZES = {
     "gpu": dict(few_columns=256, few_stages=3, many_stages=2),
-    "tpu": dict(few_tile=64, outputs=512),
+    "tpu": dict(least_tile=64, most_tile=128, outputs=512),
 }
 environment = compiling.ptxas_environment
 
@@ -73,10 +73,22 @@ def _products(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
         yield f"{name}-other", partial(kernel.grouped_matmul, sizes=sizes), arguments()
         if platform == "tpu":
             yield f"{name}-float32", kernel.grouped_matmul, arguments(jnp.float32)
+            scales = (
+                spec((rows, 1), jnp.float32),
+                spec((model.num_groups, model.num_outputs), jnp.float32),
+            )
+            yield f"{name}-int8", _of_integers, (*arguments(jnp.int8), *scales)
+
+
+def _of_integers(x, weights, group_sizes, row_scale, scale):
+    from pallas_kernels.grouped_matmul import tpu
+
+    return tpu.grouped_matmul(x, weights, group_sizes, row_scale=row_scale, scale=scale)
 
 
 def _look(arguments: tuple, compiled: Any, log: str) -> dict[str, Any]:
-    (x, weights, _), text = arguments, compiled.as_text() or ""
+    x, weights, *_ = arguments
+    text = compiled.as_text() or ""
     kernels = re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text)
     return {
         "weight_bytes": weights.size * weights.dtype.itemsize,

@@ -18,7 +18,7 @@ TARGETS = ("v5e:2x2", "tpu7x:2x2x1", "h200")
 FORMATS = ("int8", "int8-rounded-x", "int4", "int4-symmetric", "fp8_e4m3")
 OTHER_SIZES = {
     "gpu": dict(smem_kib=200, most_stages=8, enough_programs=264),
-    "tpu": dict(tile_tokens=512, tile_out=1024, several=4),
+    "tpu": dict(tile_tokens=256, tile_out=1024, several=4),
 }
 environment = compiling.ptxas_environment
 
@@ -102,8 +102,11 @@ def _lower(product: Product, platform: str) -> Any:
     else:
         from pallas_kernels.quant_matmul import tpu as kernel
     sizes = kernel.TileSizes(**OTHER_SIZES[platform]) if product.other_sizes else kernel.DEFAULT
-    options = dict(round_x=product.format == "int8-rounded-x", sizes=sizes)
-    return jax.jit(partial(kernel.quant_matmul, **options)).lower(*_arguments(product))
+    rounds = product.format == "int8-rounded-x"
+    multiply = partial(kernel.quant_matmul, round_x=rounds, dtype="bfloat16", sizes=sizes)
+    # As in the layers of a model, whose weights are int8.
+    bias = spec((product.num_out,), "bfloat16") if rounds else None
+    return jax.jit(multiply).lower(*_arguments(product), bias=bias)
 
 
 def _look(product: Product, compiled: Any, log: str) -> dict[str, Any]:

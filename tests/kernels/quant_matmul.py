@@ -35,6 +35,18 @@ class QuantMatmulTests:
         assert out.shape == want.shape and out.dtype == np.float32
         assert distance(out, want) < self.bound
 
+    def check_what_comes_last(self, case: Case, **options) -> None:
+        """Bias and cast, of a result of which nothing else has to be rounded."""
+        x, weight = cases.arguments(case)
+        scale, zero = scale_of_powers_of_two(weight), zero_of_powers_of_two(weight)
+        weight = replace(weight, scale=scale, zero=zero)
+        bias = jnp.asarray(np.random.default_rng(1).standard_normal(case.num_out), "bfloat16")
+        plain = self.product(x, weight, round_x=case.round_x, **options)
+        last = dict(bias=bias, dtype=jnp.bfloat16)
+        out = self.product(x, weight, round_x=case.round_x, **last, **options)
+        want = plain + np.asarray(bias, np.float32)
+        np.testing.assert_array_equal(out, want.astype(jnp.bfloat16))
+
     def check_rows_alone(self, case: Case, **changes) -> None:
         """A row is the same to the bit among any number of rows. changes: of the weight."""
         x, weight = cases.arguments(replace(case, num_tokens=64))

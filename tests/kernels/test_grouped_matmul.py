@@ -1,4 +1,4 @@
-"""The grouped product in XLA, and JAX's TPU kernel as we call it, interpreted, against the definition."""
+"""The grouped product in XLA, and the TPU kernel, interpreted, against the definition."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul import cases, gpu, reference, tpu, tune, xla
 from tests.kernels.grouped_matmul import GroupedMatmulTests, case_of
+
+INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 class XLAAndTPU(GroupedMatmulTests):
@@ -24,6 +28,26 @@ class XLAAndTPU(GroupedMatmulTests):
         rows = (6, 1), (74, 1), (127, 3), (0, 0)
         self.check_rows_alone(dtype, rows, before=(0, 1, 31, 40))
 
+    def test_integers_are_summed_exactly_and_then_scaled(self):
+        rng = np.random.default_rng(0)
+        x, weights = (rng.integers(-127, 128, n).astype(np.int8) for n in ((70, 256), (4, 40, 256)))
+        row_scale, scale = (
+            np.exp(rng.standard_normal(n), dtype=np.float32) for n in ((70, 1), (4, 40))
+        )
+        row_scale[54:] = np.nan
+        group_sizes = np.array([33, 0, 20, 1], np.int32)
+        given = dict(
+            x=x, weights=weights, group_sizes=group_sizes, row_scale=row_scale, scale=scale
+        )
+        out = self.multiply(**given)
+        assert out.dtype == np.float32 and not out[54:].any()
+        np.testing.assert_array_equal(
+            out, reference.grouped_matmul(**jax.tree.map(jnp.asarray, given))
+        )
+        sums = x[33:53].astype(int) @ weights[2].astype(int).T
+        expected = sums.astype(np.float32) * row_scale[33:53] * scale[2]
+        np.testing.assert_array_equal(out[33:53], expected)
+
 
 class TestXLA(XLAAndTPU):
     program = staticmethod(jax.jit(xla.grouped_matmul))
@@ -32,25 +56,17 @@ class TestXLA(XLAAndTPU):
         return np.asarray(self.program(**arguments))
 
 
-def test_integers_are_summed_exactly():
-    rng = np.random.default_rng(0)
-    x = rng.integers(-127, 128, (70, 96)).astype(np.int8)
-    weights = rng.integers(-127, 128, (4, 40, 96)).astype(np.int8)
-    group_sizes = np.array([33, 0, 20, 1])
-    out = TestXLA().multiply(x=x, weights=weights, group_sizes=group_sizes)
-    assert out.dtype == np.int32 and not out[54:].any()
-    np.testing.assert_array_equal(
-        out, reference.grouped_matmul(*map(jnp.asarray, (x, weights, group_sizes)))
-    )
-    np.testing.assert_array_equal(out[:33], x[:33].astype(int) @ weights[0].astype(int).T)
-
-
 @pytest.mark.slow
 class TestTPU(XLAAndTPU):
-    program = staticmethod(jax.jit(partial(tpu.grouped_matmul, interpret=True)))
+    """The interpreter fills uninitialised memory with NaN, and finds races."""
+
+    program = staticmethod(jax.jit(partial(tpu.grouped_matmul, interpret=INTERPRETED)))
 
     def multiply(self, **arguments):
-        return np.asarray(self.program(**arguments))
+        out = np.asarray(self.program(**arguments))
+        assert interpret_pallas_call.races is not None
+        assert not interpret_pallas_call.races.races_found
+        return out
 
 
 @pytest.mark.slow
@@ -59,20 +75,24 @@ def test_sizes_of_the_tpu_kernel_change_no_bit(name):
     arguments = cases.arguments(case_of(name))
     expected = TestTPU().multiply(**arguments)
     for sizes in (
-        tpu.TileSizes(few_tile=64, outputs=256),
-        tpu.TileSizes(few_rows=8, many_tile=256),
+        tpu.TileSizes(least_tile=64, outputs=256),
+        tpu.TileSizes(least_tile=256),
+        tpu.TileSizes(most_tile=32),
     ):
-        multiply = jax.jit(partial(tpu.grouped_matmul, sizes=sizes, interpret=True))
+        multiply = jax.jit(partial(tpu.grouped_matmul, sizes=sizes, interpret=INTERPRETED))
         np.testing.assert_array_equal(multiply(**arguments), expected)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_sizes_are_those_that_were_measured_on_a_kind_of_device(platform, tmp_path):
-    sizes = {"gpu": gpu.TileSizes(few_stages=6, few_columns=256), "tpu": tpu.TileSizes(few_tile=64)}
+    sizes = {
+        "gpu": gpu.TileSizes(few_stages=6, few_columns=256),
+        "tpu": tpu.TileSizes(least_tile=64),
+    }
     path = tuning.write("a kind", sizes[platform], {}, tmp_path)
     assert tune.tuned_sizes(platform, "a kind", tmp_path) == sizes[platform]
     assert tune.tuned_sizes(platform, "another", tmp_path) == type(sizes[platform])()
-    path.write_text(path.read_text().replace("few_", "new_"))
+    path.write_text(path.read_text().replace("few_", "new_").replace("least_", "new_"))
     with pytest.raises(ValueError, match="a_kind.json: sizes are"):
         tune.tuned_sizes(platform, "a kind", tmp_path)
     for path in tune.FOLDER.glob("*.json"):  # what was really measured, if anything

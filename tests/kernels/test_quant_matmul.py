@@ -25,7 +25,13 @@ from pallas_kernels.quant_matmul.quantized import (
     quantize,
     round_rows,
 )
-from tests.kernels.quant_matmul import QuantMatmulTests, distance, numpy_product, numpy_weight
+from tests.kernels.quant_matmul import (
+    QuantMatmulTests,
+    case_of,
+    distance,
+    numpy_product,
+    numpy_weight,
+)
 
 FAST = ("int8", "int8-rounded-x", "int4-odd-number-of-groups", "fp8")  # one case of each kind
 
@@ -33,8 +39,9 @@ FAST = ("int8", "int8-rounded-x", "int4-odd-number-of-groups", "fp8")  # one cas
 class TestReference(QuantMatmulTests):
     fast, bound = ("int8-rounded-x", "int4-odd-number-of-groups"), 1e-6
 
-    def product(self, x, weight, *, round_x):
-        return np.asarray(jax.jit(partial(reference.quant_matmul, round_x=round_x))(x, weight))
+    def product(self, x, weight, *, round_x, **options):
+        options = dict(round_x=round_x, **options)
+        return np.asarray(jax.jit(partial(reference.quant_matmul, **options))(x, weight))
 
 
 class TestXLA(QuantMatmulTests):
@@ -42,8 +49,13 @@ class TestXLA(QuantMatmulTests):
 
     fast, bound = FAST, 3e-3
 
-    def product(self, x, weight, *, round_x):
-        return np.asarray(jax.jit(partial(xla.quant_matmul, round_x=round_x))(x, weight))
+    def product(self, x, weight, *, round_x, **options):
+        options = dict(round_x=round_x, **options)
+        return np.asarray(jax.jit(partial(xla.quant_matmul, **options))(x, weight))
+
+    @pytest.mark.parametrize("name", ["int8", "int8-rounded-x"])
+    def test_bias_and_cast_come_last(self, name):
+        self.check_what_comes_last(case_of(name))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ class Hopper(QuantMatmulTests):
 
     cases, bound = cases.SMALL + SPLIT, 5e-6
 
+    @pytest.mark.parametrize("name", [*ONE_OF_EACH, "int8-rounded-x-split"])
+    def test_bias_and_cast_come_last(self, name):
+        """In the kernel, or after the sum of parts."""
+        (case,) = (case for case in self.cases if case.name == name)
+        self.check_what_comes_last(case)
+
     def product(self, x, weight, *, round_x, **options):
         return run(x, weight, round_x=round_x, **options)
 

@@ -34,14 +34,13 @@ INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan
 
 
 @cache
-def program(round_x: bool, sizes: tpu.TileSizes):
-    options = dict(round_x=round_x, sizes=sizes, interpret=INTERPRETED)
-    return jax.jit(partial(tpu.quant_matmul, **options))
+def program(**options):
+    return jax.jit(partial(tpu.quant_matmul, interpret=INTERPRETED, **options))
 
 
-def run(x, weight, round_x: bool = False, sizes: tpu.TileSizes = tpu.DEFAULT) -> np.ndarray:
+def run(x, weight, bias=None, **options) -> np.ndarray:
     """The kernel's result; no race was seen."""
-    out = np.asarray(program(round_x, sizes)(x, weight))
+    out = np.asarray(program(**options)(x, weight, bias=bias))
     assert interpret_pallas_call.races is not None
     assert not interpret_pallas_call.races.races_found
     return out
@@ -53,13 +52,20 @@ class TestTPU(QuantMatmulTests):
     fast, bound = ("int8", "int4"), 2e-6
 
     def product(self, x, weight, *, round_x, **options):
-        return run(x, weight, round_x, **options)
+        return run(x, weight, round_x=round_x, **options)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ONE_OF_EACH)
     def test_several_tiles_and_parts_of_tiles(self, name):
-        """Two tiles of tokens and of outputs, the last ones with less than a tile in them."""
-        self.check(replace(case_of(name), num_tokens=300, num_out=700, num_in=1280))
+        """Two tiles of tokens and of outputs, the last ones with less than a tile in them, and two chunks."""
+        sizes = tpu.TileSizes(tile_tokens=256)
+        case = replace(case_of(name), num_tokens=300, num_out=700, num_in=tpu.CHUNK + 256)
+        self.check(case, sizes=sizes)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ONE_OF_EACH)
+    def test_bias_and_cast_come_last(self, name):
+        self.check_what_comes_last(case_of(name))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -72,31 +78,39 @@ class TestTPU(QuantMatmulTests):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_sizes_change_no_bit(name):
-    """With scales and zeros that are powers of two, as above. 300 tokens: a whole tile and a part, or three tiles."""
+    """With scales and zeros that are powers of two, as above. 300 tokens are one tile, two or three."""
     x, weight = cases.arguments(replace(case_of(name), num_tokens=300, num_out=1100))
     scale, zero = scale_of_powers_of_two(weight), zero_of_powers_of_two(weight)
     weight = replace(weight, scale=scale, zero=zero)
     out = run(x, weight)
     for sizes in (
         tpu.TileSizes(tile_tokens=128, tile_out=1024),
-        tpu.TileSizes(tile_out=128, several=1),
+        tpu.TileSizes(tile_tokens=256, tile_out=128, several=1),
     ):
         np.testing.assert_array_equal(run(x, weight, sizes=sizes), out)
 
 
-def test_of_few_tokens_there_are_several_tiles_of_outputs_and_all_fit():
+def test_tiles_fit_are_equally_large_and_of_few_tokens_there_are_several():
     """Where one tile of 128 outputs is all that fits, it is."""
-    for num_in, num_out, num_tokens, wanted in (
-        (3584, 37888, 8, 512),
-        (3584, 3584, 8, 256),
-        (3584, 896, 8, 128),
-        (3584, 896, 128, 512),
-        (18944, 3584, 2048, 256),
-        (28672, 8192, 2048, 128),
+
+    def tiles_of(num_tokens, num_in, num_out, sizes=tpu.DEFAULT, dtype=jnp.int8):
+        weight = jax.eval_shape(lambda: quantize(jnp.zeros((num_out, num_in)), "int8"))
+        return tpu.tiles_of(jax.ShapeDtypeStruct((num_tokens, num_in), dtype), weight, sizes)
+
+    for given, wanted in (
+        ((32, 3584, 37888), (32, 512)),
+        ((32, 3584, 3584), (32, 256)),
+        ((32, 3584, 896), (32, 128)),
+        ((128, 3584, 896), (128, 512)),
+        ((1100, 3584, 37888), (576, 512)),
+        ((2048, 3584, 37888), (1024, 512)),
+        ((2048, 18944, 3584), (512, 256)),
+        ((2048, 28672, 8192), (512, 256)),
+        ((2048, 49152, 8192), (256, 128)),
     ):
-        weight = jax.eval_shape(lambda shape=(num_out, num_in): quantize(jnp.zeros(shape), "int8"))
-        assert tpu._tile_out(weight, num_tokens, tpu.DEFAULT) == wanted
-    assert tpu._tile_out(weight, 2048, tpu.TileSizes(tile_out=1024)) == 128
+        assert tiles_of(*given) == wanted
+    assert tiles_of(2048, 18944, 3584, dtype=jnp.bfloat16) == (256, 256)
+    assert tiles_of(2048, 28672, 8192, tpu.TileSizes(tile_tokens=256, tile_out=1024)) == (256, 256)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +120,7 @@ def test_of_few_tokens_there_are_several_tiles_of_outputs_and_all_fit():
         (dict(num_in=448), "448 inputs are no multiple of 128"),
         (dict(num_in=384, format="int4", group_size=64), "384 inputs are no multiple of 256"),
         (dict(format="int4", group_size=256), "groups have 256 inputs, none of"),
-        (dict(num_in=49152, num_out=8), "49152 inputs of a tile do not fit into VMEM"),
+        (dict(num_in=65536, num_out=8), "65536 inputs of a tile do not fit into VMEM"),
         (dict(format="fp8_e4m3", round_x=True), "x is rounded for int8 weights"),
     ],
     ids=lambda x: str(x)[:20],
@@ -121,12 +135,15 @@ def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
 
 @pytest.mark.parametrize("spec", [P("tensor"), P(None, "tensor"), P()])
 def test_several_devices_share_a_product(spec):
-    """Over outputs, over inputs, of which rows are rounded as wholes, or not at all."""
+    """Over outputs, over inputs, of which rows are rounded as wholes, or not at all. A bias is added once."""
     x, weight = cases.arguments(Case(name="", num_tokens=5, num_in=512, num_out=256, round_x=True))
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
     chosen = ops.choose(weight, Device(platform="tpu"), mesh=mesh, spec=spec).chosen
     assert chosen.platform == "tpu"
-    with pltpu.force_tpu_interpret_mode():
-        got = jax.jit(partial(ops.quant_matmul, kernel=chosen))(x, weight)
-    wanted = jax.jit(partial(reference.quant_matmul, round_x=True))(x, weight)
-    np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6 * np.abs(wanted).max())
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal(256), "bfloat16")
+    for dtype, error in ((jnp.float32, 2e-6), (jnp.bfloat16, 2e-6 + 2.0**-8)):
+        with pltpu.force_tpu_interpret_mode():
+            product = partial(ops.quant_matmul, kernel=chosen, bias=bias, dtype=dtype)
+            got = np.asarray(jax.jit(product)(x, weight), np.float32)
+        wanted = jax.jit(partial(reference.quant_matmul, round_x=True, bias=bias))(x, weight)
+        np.testing.assert_allclose(got, wanted, rtol=error, atol=2e-6 * np.abs(wanted).max())

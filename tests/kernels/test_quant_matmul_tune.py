@@ -93,7 +93,7 @@ def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
         name: values[2] for _, stage in tune.CANDIDATES[platform] for name, values in stage.items()
     }
 
-    def product(x, weight, *, round_x, sizes):
+    def product(x, weight, *, round_x, dtype, sizes):
         if any(getattr(sizes, name) == value for name, value in most.items()):
             raise ValueError("too much shared memory")
         wrong = sum(getattr(sizes, name) != value for name, value in best.items())

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 from jaxpage.aot.collectives import exchanges
@@ -18,7 +19,7 @@ from jaxpage.models.decoder import mlp_or_experts
 from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, choose, experts
 from jaxpage.parallel.sharding import TENSOR
 from jaxpage.weights.dummy import initialise
-from pallas_kernels.grouped_matmul import gradient
+from pallas_kernels.grouped_matmul import gradient, tpu
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, quantize
 from pallas_kernels.quant_matmul.reference import quant_matmul
 from tests import checkpoints, mixtures
@@ -175,6 +176,22 @@ def test_int8_experts_are_what_products_with_int8_weights_say():
     assert 1e-4 * scale < np.sqrt(np.mean((out - exact) ** 2)) < 2e-2 * scale
 
 
+@pytest.mark.slow
+def test_int8_experts_on_a_tpu_are_those_on_a_cpu():
+    """The kernel interpreted, on one device and with experts shared by two."""
+    given = arguments(bias=False)
+    given["weights"] = in_int8(given["weights"])
+    expected = np.asarray(compute()(**given))
+    mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
+    for kernel in (
+        ExpertsKernel("tpu", tpu.DEFAULT),
+        ExpertsKernel("tpu", tpu.DEFAULT, mesh, True),
+    ):
+        with pltpu.force_tpu_interpret_mode():
+            out = compute(kernel)(**given)
+        np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
+
+
 def test_rows_of_no_group_have_no_gradient():
     """Whatever stands there and comes back."""
     x, slopes = (jnp.full((6, 4), jnp.nan).at[:3].set(1.0) for _ in range(2))
@@ -218,10 +235,11 @@ def test_an_implementation_is_chosen_by_platform_dtype_and_sizes():
     assert chosen(Device(platform="cpu")).chosen == XLA
     tpu = Device(platform="tpu", kind="TPU v6 lite")
     assert chosen(tpu).chosen.platform == "tpu"
-    for platform in (tpu, Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")):
-        rounded = [jax.ShapeDtypeStruct((8, 256, 256), jnp.int8)] * 2
-        refused = choose(*rounded, platform)
-        assert refused.chosen == XLA and "experts in int8" in str(refused.reason)
+    rounded = [jax.ShapeDtypeStruct((8, 256, 256), jnp.int8)] * 2
+    assert choose(*rounded, tpu).chosen.platform == "tpu"
+    gpu = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
+    refused = choose(*rounded, gpu)
+    assert refused.chosen == XLA and "experts in int8" in str(refused.reason)
     refused = chosen(tpu, "float16")
     assert refused.chosen == XLA and "experts in float16" in str(refused.reason)
     old = chosen(Device(platform="gpu", kind="NVIDIA A100", compute_capability="8.0"))
