@@ -103,7 +103,21 @@ def sample(
             ),
         )
     normaliser = offset(scored, best, logprobs_mode)
-    shape = (logits.shape[0], num_top_logprobs)
+    top_ids, top = _top(scored, normaliser, features, num_top_logprobs)
+    return Sampled(
+        token_ids=token_ids,
+        logprobs=own - normaliser,
+        ranks=rank,
+        top_token_ids=top_ids,
+        top_logprobs=top,
+    )
+
+
+def _top(
+    scored: jax.Array, normaliser: jax.Array, features: jax.Array, num_top_logprobs: int
+) -> tuple[jax.Array, jax.Array]:
+    """(int32[R, W] the most likely tokens, float32[R, W] their log-probabilities), if the step asks for them."""
+    shape = (scored.shape[0], num_top_logprobs)
     top_ids, top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     if num_top_logprobs:
         top, top_ids = lax.cond(
@@ -112,13 +126,7 @@ def sample(
             lambda: (top, top_ids),
         )
         top = top - normaliser[:, None]
-    return Sampled(
-        token_ids=token_ids,
-        logprobs=own - normaliser,
-        ranks=rank,
-        top_token_ids=top_ids,
-        top_logprobs=top,
-    )
+    return top_ids, top
 
 
 def vocabulary(
