@@ -162,62 +162,64 @@ def _choose(
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[R] tokens, float32[R, V] the processed logits they were chosen by)."""
 
-    def apply(feature, bit, work, *, is_own=False):
+    def apply(feature, bit, current, *, is_own=False):
         def change():
-            changed = feature.apply(work.logits, state, slots, positions)
+            changed = feature.apply(current.logits, state, slots, positions)
             if not is_own:
                 return changed
             # Its function need not know that there are rows which do not ask for it.
             asks = (state[ASKED][slots] & bit) != 0
-            return jnp.where(asks[:, None], changed, work.logits)
+            return jnp.where(asks[:, None], changed, current.logits)
 
         asked = (features & bit) != 0
-        made = lax.cond(asked, change, lambda: work.made)
-        return _Work(given=logits, made=made, is_made=work.is_made | asked)
+        adjusted = lax.cond(asked, change, lambda: current.adjusted)
+        return _AdjustedLogits(
+            original=logits, adjusted=adjusted, is_adjusted=current.is_adjusted | asked
+        )
 
     def draw():
         lowest = lax.cond(
             _any(features, TRUNCATION),
-            lambda: lowest_kept_of_rows(work.logits, state, slots),
+            lambda: lowest_kept_of_rows(current.logits, state, slots),
             lambda: jnp.full(logits.shape[0], -jnp.inf),
         )
-        kept = work.logits >= lowest[:, None]
-        kept = jnp.where(kept, work.logits / _temperature(state, slots), -jnp.inf)
+        kept = current.logits >= lowest[:, None]
+        kept = jnp.where(kept, current.logits / _temperature(state, slots), -jnp.inf)
         keys = row_keys(state["seed"][slots], state["sequence_index"][slots])
         noise = gumbel_noise(keys, positions, logits.shape[1])
         random = (state["temperature"][slots] > 0)[:, None]
         return _argmax(jnp.where(random, kept + noise, kept)), kept
 
-    made = lax.platform_dependent(
+    adjusted = lax.platform_dependent(
         logits, tpu=lambda x: lax.empty(x.shape, x.dtype), default=lambda x: x
     )
-    work = _Work(given=logits, made=made, is_made=jnp.bool_(False))
+    current = _AdjustedLogits(original=logits, adjusted=adjusted, is_adjusted=jnp.bool_(False))
     for feature in BEFORE_ARGMAX:
-        work = apply(feature, bits(feature), work)
+        current = apply(feature, bits(feature), current)
     for processor, bit in zip(processors, processor_bits(processors), strict=True):
-        work = apply(processor, bit, work, is_own=True)
-    return lax.cond(_any(features, RANDOM), draw, lambda: (_argmax(work.logits), work.logits))
+        current = apply(processor, bit, current, is_own=True)
+    return lax.cond(_any(features, RANDOM), draw, lambda: (_argmax(current.logits), current.logits))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _AdjustedLogits:
     """Logits that features may change.
 
-    On a TPU what they make has an array of its own, because a branch that passed on the given logits, which are needed
-    afterwards, would copy them. Elsewhere they are copied: on a CPU that costs less than a choice in each pass.
+    On a TPU the adjusted logits have an array of their own: a branch that passed on the original ones, which are needed
+    afterwards, would copy them. Elsewhere they are copied, because on a CPU that costs less than a choice in each pass.
     """
 
-    given: jax.Array  # float32[R, V]
-    made: jax.Array  # float32[R, V], on a TPU anything if nothing is made
-    is_made: jax.Array  # bool[]
+    original: jax.Array  # float32[R, V]
+    adjusted: jax.Array  # float32[R, V], on a TPU undefined unless is_adjusted
+    is_adjusted: jax.Array  # bool[]
 
     @property
     def logits(self) -> jax.Array:
         """Chosen anew by each user, so that no pass over the logits does nothing else."""
         return lax.platform_dependent(
-            *(self.is_made, self.made, self.given),
+            *(self.is_adjusted, self.adjusted, self.original),
             tpu=jnp.where,
-            default=lambda is_made, made, given: made,
+            default=lambda is_adjusted, adjusted, original: adjusted,
         )
 
 

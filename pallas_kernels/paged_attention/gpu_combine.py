@@ -60,9 +60,8 @@ class _Inputs(NamedTuple):
 class _Memory(NamedTuple):
     """A program's shared memory and barriers: their types, or in the kernel refs."""
 
-    parts: (
-        Parts  # a chunk of one KV head's: [chunk, rows of a piece, columns] and [chunk, 4, columns]
-    )
+    # a chunk of one KV head's: [chunk, rows of a piece, columns] and [chunk, 4, columns]
+    parts: Parts
     ready: Any  # a barrier per part of a chunk
 
 

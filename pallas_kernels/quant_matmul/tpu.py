@@ -31,9 +31,8 @@ from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padde
 
 LANES = 128
 X_BYTES = 14 << 20  # per tile of x, at most
-TILE_BYTES = (
-    7 << 20
-)  # per weight tile, at most; two of both and of the result, and sums: at most 48 MB
+# Per weight tile, at most. Two of both and of the result, and sums: at most 48 MB.
+TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
 VMEM_BYTES = 52 << 20  # of at least 64 MB
 GROUP_SIZES = (32, 64, 128)

@@ -193,6 +193,17 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch,
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
+def alone_in(arguments: dict, case: Case, row: int, first: int, last: int) -> dict:
+    """The arguments of a row with the queries from first to before last, in a table no wider than its keys."""
+    width = -(-case.kv_lens[row] // case.block_size)
+    return arguments | {
+        "q": arguments["q"][first:last],
+        "block_table": arguments["block_table"][row : row + 1, :width],
+        "kv_lens": arguments["kv_lens"][row : row + 1],
+        "query_starts": jnp.asarray([0, last - first], jnp.int32),
+    }
+
+
 def test_a_row_does_not_depend_on_its_batch_or_the_number_of_sms(monkeypatch):
     """Bit for bit: alone in a narrow table with a program for each tile, and among others in a wide one, by programs
     with several rows each.
@@ -202,16 +213,10 @@ def test_a_row_does_not_depend_on_its_batch_or_the_number_of_sms(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "num_sms", lambda: 1)
         together = run(gpu.paged_attention, arguments, interpret=interpreter())
-    for row, queries in ((0, slice(0, 1)), (2, slice(2, 22))):
-        width = -(-case.kv_lens[row] // case.block_size)
-        alone = arguments | {
-            "q": arguments["q"][queries],
-            "block_table": arguments["block_table"][row : row + 1, :width],
-            "kv_lens": arguments["kv_lens"][row : row + 1],
-            "query_starts": jnp.asarray([0, queries.stop - queries.start], jnp.int32),
-        }
+    for row, first, last in ((0, 0, 1), (2, 2, 22)):
+        alone = alone_in(arguments, case, row, first, last)
         result = run(gpu.paged_attention, alone, interpret=interpreter())
-        np.testing.assert_array_equal(result, together[queries])
+        np.testing.assert_array_equal(result, together[first:last])
 
 
 # Rows of 5, 3 and no parts, two of one part, and padding.
@@ -239,13 +244,7 @@ def test_a_row_that_is_cut_does_not_depend_on_its_batch(monkeypatch):
         patch.setattr(gpu_layout, "PARTS_BYTES", 1)
         together = run(gpu.paged_attention, arguments, interpret=interpreter())
     for row, first, last in ((0, 0, 3), (2, 4, 74)):
-        width = -(-FEW_QUERIES.kv_lens[row] // FEW_QUERIES.block_size)
-        alone = arguments | {
-            "q": arguments["q"][first:last],
-            "block_table": arguments["block_table"][row : row + 1, :width],
-            "kv_lens": arguments["kv_lens"][row : row + 1],
-            "query_starts": jnp.asarray([0, last - first], jnp.int32),
-        }
+        alone = alone_in(arguments, FEW_QUERIES, row, first, last)
         result = run(gpu.paged_attention, alone, interpret=interpreter())
         np.testing.assert_array_equal(result, together[first:last])
 
@@ -385,13 +384,7 @@ def check_alone_on_gpu() -> None:
     together = run(gpu.paged_attention, arguments)
     starts = np.cumsum((0, *case.query_lens))
     for row, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
-        width = -(-case.kv_lens[row] // case.block_size)
-        alone = arguments | {
-            "q": arguments["q"][first:last],
-            "block_table": arguments["block_table"][row : row + 1, :width],
-            "kv_lens": arguments["kv_lens"][row : row + 1],
-            "query_starts": jnp.asarray([0, last - first], jnp.int32),
-        }
+        alone = alone_in(arguments, case, row, first, last)
         np.testing.assert_array_equal(run(gpu.paged_attention, alone), together[first:last])
 
 
