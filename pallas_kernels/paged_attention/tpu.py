@@ -125,10 +125,11 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
     pools, structure = jax.tree.flatten(pool)
     anywhere, num_pools = pl.BlockSpec(memory_space=pl.ANY), len(pools)
     num_written = len(new)
-    # Left to itself XLA may bring a small pool, or its scales, to VMEM as a whole, in each layer.
-    of_pool = anywhere if new else pl.BlockSpec(memory_space=pltpu.HBM)
+    if not new and not interpret:
+        # Otherwise XLA may bring a small pool, or its scales, to VMEM as a whole, in each layer.
+        pools = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools]
     inputs = [q, *new, *pools]
-    in_specs = [anywhere] * (1 + num_written) + [of_pool] * num_pools
+    in_specs = [anywhere] * (1 + num_written + num_pools)
     if sinks is not None:
         per_row = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
         per_row = jnp.repeat(per_row, shape.tile_q, axis=1).reshape(shape.num_stacks, -1)
