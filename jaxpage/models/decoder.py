@@ -34,9 +34,7 @@ from jaxpage.models.layers import (
     matmul,
 )
 from jaxpage.models.lora import with_adapters
-from jaxpage.models.rope import rotate
-
-Rotation = tuple[jax.Array, jax.Array]  # cos and sin, each [..., T, 1, half]
+from jaxpage.models.rope import Rotation, rotate
 
 
 class SelfAttention(nnx.Module):
@@ -87,11 +85,17 @@ class SelfAttention(nnx.Module):
         if config.qk_norm is True and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        interleaved = config.ropes[self.index].interleaved
+        turn = partial(
+            rotate,
+            cos=rotation.cos,
+            sin=rotation.sin,
+            one_device=rotation.one_device,
+            interleaved=config.ropes[self.index].interleaved,
+        )
         out = attention(
             self.index,
-            rotate(q, *rotation, interleaved=interleaved),
-            rotate(k, *rotation, interleaved=interleaved),
+            turn(q),
+            turn(k),
             v,
             scale=config.attention_scale,
             window=config.windows[self.index],
@@ -207,7 +211,10 @@ class Decoder(nnx.Module):
         ropes = dict.fromkeys(config.ropes)
         positions = inputs.positions
         three = positions.ndim > inputs.token_ids.ndim
-        rotations = {rope: rope.angles(positions, x.dtype, three=three) for rope in ropes}
+        rotations = {
+            rope: Rotation(*rope.angles(positions, x.dtype, three=three), inputs.one_device)
+            for rope in ropes
+        }
         more: dict[str, Any] = {}
         if config.experts is not None:
             more = {"is_token": inputs.is_token, "load": inputs.expert_load}

@@ -31,3 +31,5 @@ class ForwardInput:
     expert_load: list[jax.Array] | None = None
     # int32[..., T]: the slot of each token's adapter, 0 for none; for models with adapters, see `models.lora`.
     adapter_slots: jax.Array | None = None
+    # Whether each token's heads are on one device, which then may cut them out of [T, heads * D].
+    one_device: bool = False

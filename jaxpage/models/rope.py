@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -62,19 +62,40 @@ class Rope:
         return cos.astype(dtype), sin.astype(dtype)
 
 
+_LANES = 128  # of a TPU's registers
+_MANY_TOKENS = 1024  # for which products of single heads take a TPU less than copies of all
 NO_ROPE = Rope((), kind="none")  # of layers that do not know positions
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rotation:
+    """What `rotate` turns the heads of a layer by."""
+
+    cos: jax.Array  # [..., T, 1, half]
+    sin: jax.Array  # [..., T, 1, half]
+    one_device: bool = field(default=False, metadata={"static": True})
+
+
+def rotate(
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    one_device: bool = False,
+    interleaved: bool = False,
+) -> jax.Array:
     """x [..., T, heads, D] rotated in pairs (d, d + half), the Hugging Face convention; dimensions
     after 2*half pass. `interleaved`: in pairs (2 d, 2 d + 1), as transformers' GLM and Cohere.
+
+    `one_device`: each token's heads are on one device. Then a TPU may cut them out of [..., T, heads * D].
     """
     if cos.shape[-1] == 0:
         return x
     # Halves of a head are halves of a TPU's registers, which XLA would pad, merge and copy.
     return lax.platform_dependent(
         *(x, cos, sin),
-        tpu=partial(_rotate_by_product, interleaved=interleaved),
+        tpu=partial(_rotate_by_product, one_device=one_device, interleaved=interleaved),
         default=partial(_rotate_pairs, interleaved=interleaved),
     )
 
@@ -93,7 +114,7 @@ def _rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: 
 
 
 def _rotate_by_product(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool
+    x: jax.Array, cos: jax.Array, sin: jax.Array, *, one_device: bool, interleaved: bool
 ) -> jax.Array:
     """The same; each dimension's partner comes from a product with a matrix of 0, 1 and -1, which is exact."""
     half, size = cos.shape[-1], x.shape[-1]
@@ -109,8 +130,19 @@ def _rotate_by_product(
 
     # float32 in one pass would be rounded to bfloat16.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    turned = jnp.matmul(x, jnp.asarray(partner, x.dtype), precision=precision)
-    return x * of_all(cos, 1) + turned * of_all(sin, 0)
+    partner = jnp.asarray(partner, x.dtype)
+    cos, sin = of_all(cos, 1), of_all(sin, 0)
+
+    def turn(x, cos, sin):
+        return x * cos + jnp.matmul(x, partner, precision=precision) * sin
+
+    num_tokens, num_heads = x.shape[-3:-1]
+    if not one_device or size % _LANES or num_tokens < _MANY_TOKENS:
+        return turn(x, cos, sin)
+    # Head by head: XLA would make the tokens of [T, heads, D] lanes for the product, and turn them back.
+    heads = jnp.split(x.reshape(*x.shape[:-2], -1), num_heads, axis=-1)
+    cos, sin = cos[..., 0, :], sin[..., 0, :]
+    return jnp.concatenate([turn(head, cos, sin) for head in heads], axis=-1).reshape(x.shape)
 
 
 def interleaved(ropes: Sequence[Rope]) -> tuple[Rope, ...]:

@@ -225,6 +225,7 @@ class Step:
             attention=attention,
             is_token=batch.is_token,
             expert_load=[] if EXPERT_LOAD in state else None,
+            one_device=self.mesh is None or self.mesh.size == 1,
         )
         if embeds:
             words, where = embeds

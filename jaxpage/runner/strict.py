@@ -26,6 +26,7 @@ from jaxpage.config import ResolvedConfig
 from jaxpage.kv_pool import KVPool, Layer
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
+from jaxpage.models.rope import Rotation
 from jaxpage.ops.attention import POOL_BY_HEAD, on_shares
 from jaxpage.parallel.heads import HeadShares, share_heads
 from jaxpage.parallel.sharding import sharding
@@ -132,7 +133,7 @@ class TiledLayer:
             found.append((q, k, v))
             return q
 
-        self.layer(weights)(x, (cos, sin), record)
+        self.layer(weights)(x, Rotation(cos, sin), record)
         return self.devices.by_head(*found[0])
 
     def finish(
@@ -157,7 +158,7 @@ class TiledLayer:
             own = self.devices.on_shares(attend_own, num_others=3)
             return own(pool, q, k, v, tables, lens, starts)[1]
 
-        return self.devices.whole(self.layer(weights)(x, (cos, sin), attend))
+        return self.devices.whole(self.layer(weights)(x, Rotation(cos, sin), attend))
 
 
 def logits_of(

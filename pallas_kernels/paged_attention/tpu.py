@@ -73,11 +73,8 @@ def paged_attention(
     options = {"sinks": sinks, "interpret": interpret}
     least = 1 if one_query_per_row else 2
     out, pool = _attend(rows, q, pool, query_lens >= least, new=new, **options)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-    first = query_starts[None, :-1]
-    in_row = ((token >= first) & (token < first + query_lens[None])).any(axis=1)
-    # Rows of [T, H * D]: those of [T, H, D] XLA would gather and scatter in another layout.
-    out = jnp.where(in_row[:, None], out.reshape(num_tokens, -1), 0)
+    # Rows of [T, H * D]: those of [T, H, D] XLA would gather, choose and scatter in another layout.
+    out = out.reshape(num_tokens, -1)
     if not one_query_per_row:
         is_single = query_lens == 1
         index = jnp.where(is_single, query_starts[:-1], num_tokens)
@@ -87,7 +84,10 @@ def paged_attention(
         q_of_singles = q_of_singles.reshape(-1, *q.shape[1:])
         singles, _ = _attend(rows, q_of_singles, pool, is_single, **options)
         out = out.at[index].set(singles.reshape(singles.shape[0], -1), mode="drop")
-    return out.reshape(q.shape), pool
+    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    first = query_starts[None, :-1]
+    in_row = ((token >= first) & (token < first + query_lens[None])).any(axis=1)
+    return jnp.where(in_row[:, None], out, 0).reshape(q.shape), pool
 
 
 class _New(NamedTuple):
@@ -129,7 +129,7 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
         # Otherwise XLA may bring a small pool, or its scales, to VMEM as a whole, in each layer.
         pools = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools]
     inputs = [q, *new, *pools]
-    in_specs = [anywhere] * (1 + num_written + num_pools)
+    in_specs = [anywhere] * len(inputs)
     if sinks is not None:
         per_row = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
         per_row = jnp.repeat(per_row, shape.tile_q, axis=1).reshape(shape.num_stacks, -1)
@@ -172,6 +172,7 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
             scratch=buffers,
         ).run()
 
+    lanes_of_out = q.shape[-1] if shape.is_flat else shape.read_lanes
     out, *written = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -182,7 +183,7 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
             scratch_shapes=scratch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*q.shape[:-1], shape.read_lanes), q.dtype),
+            jax.ShapeDtypeStruct((*q.shape[:-1], lanes_of_out), q.dtype),
             # And back again.
             *(pltpu.HBM(x.shape, x.dtype) for x in pools[:num_written]),
         ],

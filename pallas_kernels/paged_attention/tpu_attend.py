@@ -8,7 +8,7 @@ the row. Knows nothing of who wrote the keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ class Attend:
         for slot in range(KV_BUFFERS - 1):
             self.prefetch(*later, slot)
             later = units.following(*later)
-        pl.when(units.total > 0)(lambda: self.query_copy(0).start())
+        pl.when(units.total > 0)(lambda: self.start_queries(0))
 
         def attend(unit, carry):
             self.begin_unit(unit)
@@ -69,7 +69,7 @@ class Attend:
         lax.fori_loop(0, units.total, attend, (jnp.int32(0), *later))
         last = units.visit[jnp.maximum(units.total - 1, 0)]
         num_visits = jnp.where(units.total > 0, last + 1, 0)
-        repeat(jnp.maximum(num_visits - 2, 0), num_visits, lambda i: self.out_copy(i, 0).wait())
+        repeat(jnp.maximum(num_visits - 2, 0), num_visits, self.wait_for_out)
 
     def turn(self, unit, fetch, carry):
         units, scratch, shape = self.units, self.scratch, self.shape
@@ -179,31 +179,69 @@ class Attend:
         bits = block_size.bit_length() - 1
         return first >> bits, (end + block_size - 1) >> bits
 
-    def query_copy(self, unit):
-        slot = self.units.visit[unit] & (QUERY_BUFFERS - 1)
-        source, into = self.q_ref.at[self.units.query_tile[unit]], self.scratch.queries.at[slot]
-        return pltpu.make_async_copy(source, into, self.scratch.query_sems.at[slot])
+    def start_queries(self, unit) -> None:
+        """Starts the copies of the unit's tile of queries."""
+        buffer, sem = self.queries_of(unit)
+        self.for_each_part(
+            *(self.q_ref, self.units.query_tile[unit], buffer),
+            lambda source, into: pltpu.make_async_copy(source, into, sem).start(),
+        )
 
-    def out_copy(self, visit, query_tile):
-        slot = visit & 1
-        source, into = self.scratch.out.at[slot], self.out_ref.at[query_tile]
-        return pltpu.make_async_copy(source, into, self.scratch.out_sems.at[slot])
+    def start_out(self, unit) -> None:
+        """Starts the copies of the tile's results."""
+        buffer, sem = self.out_of(self.units.visit[unit])
+        self.for_each_part(
+            *(self.out_ref, self.units.query_tile[unit], buffer),
+            lambda into, source: pltpu.make_async_copy(source, into, sem).start(),
+        )
+
+    def wait_for_out(self, visit) -> None:
+        buffer, sem = self.out_of(visit)
+        pltpu.make_async_copy(buffer, buffer, sem).wait()
+
+    def queries_of(self, unit) -> tuple:
+        """The buffer, and its semaphore."""
+        slot = self.units.visit[unit] & (QUERY_BUFFERS - 1)
+        return self.scratch.queries.at[slot], self.scratch.query_sems.at[slot]
+
+    def out_of(self, visit) -> tuple:
+        """The buffer, and its semaphore."""
+        return self.scratch.out.at[visit & 1], self.scratch.out_sems.at[visit & 1]
+
+    def for_each_part(self, ref, query_tile, buffer, act: Callable) -> None:
+        """act(part of a tile of `ref`, the same of the buffer): the whole tile, or each head of it if `is_flat`."""
+        shape = self.shape
+        if not shape.is_flat:
+            act(ref.at[query_tile], buffer)
+            return
+        tokens, lanes, planes = shape.tile_q, shape.head_lanes, shape.num_planes
+        of_tile = pl.ds(pl.multiple_of(query_tile * tokens, tokens), tokens)
+
+        def act_on_group(kv_head) -> None:
+            first = pl.multiple_of(kv_head * shape.group * shape.head_dim, lanes)
+            for number in range(shape.group * planes):
+                of_head = pl.ds(first + number * lanes, lanes)
+                rows = pl.ds(number // planes * tokens, tokens)
+                act(ref.at[of_tile, of_head], buffer.at[kv_head, number % planes, rows])
+
+        repeat(0, shape.num_kv_heads, act_on_group)
 
     def begin_unit(self, unit) -> None:
         units, scratch = self.units, self.scratch
 
         @pl.when(units.begins_visit(unit))
         def _():
-            self.query_copy(unit).wait()
+            queries, sem = self.queries_of(unit)
+            # Waiting needs no more than the size.
+            pltpu.make_async_copy(queries, queries, sem).wait()
             visit = units.visit[unit]
-            # Of two visits ago; waiting needs no more than the size.
-            pl.when(visit >= 2)(lambda: self.out_copy(visit, 0).wait())
+            pl.when(visit >= 2)(lambda: self.wait_for_out(visit))  # of two visits ago
             if self.shape.tile_q > 1:
                 scratch.out[visit & 1] = jnp.zeros(scratch.out.shape[1:], scratch.out.dtype)
 
         @pl.when((unit + 1 < units.total) & units.ends_visit(unit))
         def _():
-            self.query_copy(unit + 1).start()
+            self.start_queries(unit + 1)
 
         begin(self.shape, scratch)
 
@@ -216,9 +254,7 @@ class Attend:
             mine = (token >= first) & (token < end)
         finish(self.shape, mine, self.sinks_ref, self.scratch, self.scratch.out.at[visit & 1])
 
-        @pl.when(units.ends_visit(unit))
-        def _():
-            self.out_copy(visit, units.query_tile[unit]).start()
+        pl.when(units.ends_visit(unit))(lambda: self.start_out(unit))
 
 
 def _next(slot, count: int):

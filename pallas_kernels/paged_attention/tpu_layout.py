@@ -125,16 +125,16 @@ def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) ->
 
 def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.Array]:
     """The new tokens as they stand in the pool, with room before and after: [.., 2*K*D], and [scale_rows*K, ..]."""
-    kv = jnp.stack([k, v], axis=2)  # [T, K, 2, D]; of [T, 2*K, D] XLA would keep float32 copies
-    if isinstance(pool, QuantizedPool):
-        stored = None if pool.scale_zero is None else pool.scale_zero.dtype
-        data, scale_zero = quantize(kv, pool.format, stored)
-        new = [data.reshape(k.shape[0], -1)]
-        if scale_zero is not None:
-            of_heads = scale_zero.reshape(k.shape[0], -1, 2)
-            new.append(_scales_of_slots(of_heads, shape.scale_rows).T)
+    num_tokens, num_heads, head_dim = k.shape
+    is_quantized = isinstance(pool, QuantizedPool)
+    if not is_quantized and head_dim % LANES == 0:
+        # Whole registers side by side: with an axis of heads XLA would copy them.
+        heads = [jnp.split(x.reshape(num_tokens, -1), num_heads, axis=1) for x in (k, v)]
+        side_by_side = [each for k_and_v in zip(*heads, strict=True) for each in k_and_v]
+        new = [jnp.concatenate(side_by_side, axis=1)]
     else:
-        new = [kv.reshape(k.shape[0], -1)]
+        kv = jnp.stack([k, v], axis=2)  # [T, K, 2, D]; of [T, 2*K, D] XLA would keep float32 copies
+        new = _quantized(shape, kv, pool) if is_quantized else [kv.reshape(num_tokens, -1)]
 
     def pad(x, axis, size):
         widths = [(0, 0), (0, 0)]
@@ -147,13 +147,27 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.A
     ]
 
 
+def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Array]:
+    """[T, K, 2, D] as a quantised pool stores it: [T, width], and [scale_rows*K, T] if it has scales."""
+    stored = None if pool.scale_zero is None else pool.scale_zero.dtype
+    data, scale_zero = quantize(kv, pool.format, stored)
+    new = [data.reshape(kv.shape[0], -1)]
+    if scale_zero is not None:
+        of_heads = scale_zero.reshape(kv.shape[0], -1, 2)
+        new.append(_scales_of_slots(of_heads, shape.scale_rows).T)
+    return new
+
+
 def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     """[T, H, D] → [Q, K', P, A, W']: tiles of queries, head by head, in the lanes where the head's keys lie.
 
-    Of a stack of n heads K' = K / n and W' = n W: a row is 0 in the lanes of the stack's other heads.
+    Of a stack of n heads K' = K / n and W' = n W: a row is 0 in the lanes of the stack's other heads. If `is_flat`:
+    [Q * tile_q, H * D].
     """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     q = jnp.pad(q, ((0, -q.shape[0] % tile_q), (0, 0), (0, 0)))
+    if shape.is_flat:
+        return q.reshape(q.shape[0], -1)
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
     q = q.transpose(0, 2, 4, 3, 1, 5).reshape(
         q.shape[0], -1, period, shape.num_planes, group * tile_q, shape.head_lanes
@@ -178,7 +192,9 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
 
 
 def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
-    """[Q, K', P, A, W] → [T, H, D], from the lanes where the head's values lie."""
+    """[Q, K', P, A, W], or [Q * tile_q, H * D] if `is_flat`, → [T, H, D], from the lanes of the head's values."""
+    if shape.is_flat:
+        return out[:num_tokens].reshape(num_tokens, shape.num_heads, -1)
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     rows = group * tile_q
     out = out[:, :, :, : shape.stack * rows].reshape(

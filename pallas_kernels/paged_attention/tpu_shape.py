@@ -81,6 +81,18 @@ class Shape:
         return self.head_dim // self.num_planes
 
     @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether queries come, and results go, as [T, H * D]: a tile of a head is whole registers of it.
+
+        Else XLA brings them into tiles before, and back after: 120 k cycles on a v6e for 2,048 tokens of 16 heads.
+        """
+        return self.head_lanes % LANES == 0 and self.tile_q % slots_of_register(self.dtype) == 0
+
+    @property
     def width(self) -> int:
         """Lanes of a slot."""
         return 2 * self.num_kv_heads * self.head_lanes

@@ -260,6 +260,15 @@ def test_heads_of_every_size(num_heads, num_kv_heads, head_dim, format):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["prompt-of-many-tiles", "mixed", "empty-rows-between", "padding"])
+def test_heads_of_whole_registers_stay_side_by_side(name, dtype):
+    """Queries and results have no tiles of their own in HBM, see `Shape.is_flat`."""
+    case = fitting(replace(case_of(name), head_dim=128, dtype=dtype))
+    check(case, arrays_of(case), sizes=tpu_layout.TileSizes(tile_rows=64), sinks=name == "mixed")
+
+
 def test_a_row_reads_what_another_row_writes_in_the_same_call():
     """As after a prefix hit on blocks that are being computed, whatever the order of the rows."""
     case = fitting(Case(name="", query_lens=(3, 40, 9), kv_lens=(35, 40, 41), block_size=16))

@@ -4,6 +4,8 @@ complex numbers.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,9 +86,20 @@ def test_a_tpu_rotates_by_a_product_to_the_bit(dtype, half, interleaved):
     cos, sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
     by_product, in_pairs = (
         rotate_by(x, cos, sin, interleaved=interleaved)
-        for rotate_by in (_rotate_by_product, _rotate_pairs)
+        for rotate_by in (partial(_rotate_by_product, one_device=False), _rotate_pairs)
     )
     np.testing.assert_array_equal(by_product, in_pairs)
+
+
+@pytest.mark.parametrize("half", [32, 64])
+def test_many_tokens_on_one_device_are_rotated_head_by_head_to_the_bit(half):
+    x = jax.random.normal(jax.random.key(0), (1024, 3, 128), jnp.bfloat16)
+    angles = jnp.linspace(0, 600, 1024 * half).reshape(1024, 1, half)
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    turn = jax.jit(partial(_rotate_by_product, one_device=True, interleaved=False))
+    assert turn.lower(x, cos, sin).as_text().count("dot_general") == 3
+    in_pairs = _rotate_pairs(x, cos, sin, interleaved=False)
+    np.testing.assert_array_equal(turn(x, cos, sin), in_pairs)
 
 
 def rotated_by_transformers(x, positions, config, interleaved):
