@@ -113,28 +113,48 @@ def production_compiler():
         yield
 
 
+@pytest.fixture(scope="module")
+def fast_compiler():
+    """For tests that run beside `aot` ones, which do without `_fast_compilation`: the same for CPU programs only."""
+    import jax
+
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+    with _compiled_with(options):
+        yield
+
+
 @contextmanager
 def _production_compiler() -> Iterator[None]:
     """What jax has compiled before is not compiled again."""
-    import jax
-    from jax._src import compiler  # there is no public name for the options of every `jax.jit`
-
     options = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
     if version("jaxlib") < "0.11":
         options["xla_cpu_use_fusion_emitters"] = True
+    flags = [f for f in os.environ["XLA_FLAGS"].split() if f not in _fast_compilation()]
+    with pytest.MonkeyPatch.context() as patch, _compiled_with(options):
+        # For processes of their own, and for the names of programs in caches.
+        patch.setenv("XLA_FLAGS", " ".join(flags))
+        yield
+
+
+@contextmanager
+def _compiled_with(options: dict[str, int | bool]) -> Iterator[None]:
+    """XLA's options of what is compiled meanwhile in this process."""
+    import jax
+    from jax._src import compiler  # there is no public name for the options of every `jax.jit`
+
     # XLA reads XLA_FLAGS once per process, here at the latest: so it makes no difference which test is the first.
     jax.devices()
     options_of_flags = compiler.get_compile_options
 
-    def options_of_users(*args, env_options_overrides=None, **kwargs):
+    def overridden(*args, env_options_overrides=None, **kwargs):
         overrides = options | (env_options_overrides or {})
         return options_of_flags(*args, env_options_overrides=overrides, **kwargs)
 
-    flags = [f for f in os.environ["XLA_FLAGS"].split() if f not in _fast_compilation()]
     with pytest.MonkeyPatch.context() as patch:
-        # For processes of their own, and for the names of programs in caches.
-        patch.setenv("XLA_FLAGS", " ".join(flags))
-        patch.setattr(compiler, "get_compile_options", options_of_users)
+        patch.setattr(compiler, "get_compile_options", overridden)
         yield
 
 

@@ -21,7 +21,7 @@ from tests.kernels.hopper import interpreter, look_for_races_of_wgmma, sum_in_fl
 from tests.kernels.quant_matmul import QuantMatmulTests, case_of, scale_of_powers_of_two
 
 __test__ = unsupported_jax() is None
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_compiler")]
 
 ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x")
 # Of a model's depth, so that inputs are split: 3 and 4 chunks a program.
