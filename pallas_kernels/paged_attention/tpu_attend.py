@@ -214,17 +214,13 @@ class Attend:
         if not shape.is_flat:
             act(ref.at[query_tile], buffer)
             return
-        tokens, lanes, planes = shape.tile_q, shape.head_lanes, shape.num_planes
+        tokens, lanes = shape.tile_q, shape.head_lanes
         of_tile = pl.ds(pl.multiple_of(query_tile * tokens, tokens), tokens)
-
-        def act_on_group(kv_head) -> None:
-            first = pl.multiple_of(kv_head * shape.group * shape.head_dim, lanes)
-            for number in range(shape.group * planes):
-                of_head = pl.ds(first + number * lanes, lanes)
-                rows = pl.ds(number // planes * tokens, tokens)
-                act(ref.at[of_tile, of_head], buffer.at[kv_head, number % planes, rows])
-
-        repeat(0, shape.num_kv_heads, act_on_group)
+        for number in range(shape.num_heads * shape.num_planes):
+            head, plane = divmod(number, shape.num_planes)
+            kv_head, place = divmod(head, shape.group)
+            part = buffer.at[kv_head, plane, pl.ds(place * tokens, tokens)]
+            act(ref.at[of_tile, pl.ds(number * lanes, lanes)], part)
 
     def begin_unit(self, unit) -> None:
         units, scratch = self.units, self.scratch

@@ -125,10 +125,10 @@ def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) ->
 
 def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.Array]:
     """The new tokens as they stand in the pool, with room before and after: [.., 2*K*D], and [scale_rows*K, ..]."""
-    num_tokens, num_heads, head_dim = k.shape
+    num_tokens, num_heads = k.shape[:2]
     is_quantized = isinstance(pool, QuantizedPool)
-    if not is_quantized and head_dim % LANES == 0:
-        # Whole registers side by side: with an axis of heads XLA would copy them.
+    if shape.is_flat and not is_quantized:
+        # Whole registers side by side: with an axis of heads XLA would copy them. Of few tokens that is cheaper.
         heads = [jnp.split(x.reshape(num_tokens, -1), num_heads, axis=1) for x in (k, v)]
         side_by_side = [each for k_and_v in zip(*heads, strict=True) for each in k_and_v]
         new = [jnp.concatenate(side_by_side, axis=1)]
