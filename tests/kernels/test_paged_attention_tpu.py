@@ -260,7 +260,6 @@ def test_heads_of_every_size(num_heads, num_kv_heads, head_dim, format):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["prompt-of-many-tiles", "mixed", "empty-rows-between", "padding"])
 def test_heads_of_whole_registers_stay_side_by_side(name, dtype):
@@ -269,6 +268,7 @@ def test_heads_of_whole_registers_stay_side_by_side(name, dtype):
     check(case, arrays_of(case), sizes=tpu_layout.TileSizes(tile_rows=64), sinks=name == "mixed")
 
 
+@pytest.mark.slow
 def test_a_row_reads_what_another_row_writes_in_the_same_call():
     """As after a prefix hit on blocks that are being computed, whatever the order of the rows."""
     case = fitting(Case(name="", query_lens=(3, 40, 9), kv_lens=(35, 40, 41), block_size=16))
