@@ -2,11 +2,12 @@
 
 jax must not have been imported with another platform, hence the process: `python -m tests.aot.compiling SUITE MODE
 TARGET,TARGET`. It judges nothing: of each target the first line of JSON that it prints is about the compiler and the
-device, and each of the others about a program.
+device, the last about the sources, and each of the others about a program.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -28,9 +29,9 @@ from typing import Any
 from jaxpage.aot.topology import cuda_folder, environment, mesh_of, missing_compiler
 from tests.aot import evidence
 from tests.aot.program import Program, hash_of, hash_of_observer
+from tests.aot.sources import ROOT, Sources, of_this_process
 from tests.aot.suites import suite, target_of
 
-ROOT = Path(__file__).parents[2]
 # Nothing in a TPU kernel says where its source is: text that moves is no other program.
 _NO_LOCATIONS = {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"}
 _PREFIX = "@@ "  # of lines that are ours: compilers write to the same output
@@ -48,7 +49,6 @@ class Mode(StrEnum):
 class Seen:
     """Of a suite on a target. `programs`: what was found of each, with its "name"; an "error" if it was refused."""
 
-    device: dict[str, Any]
     programs: list[dict[str, Any]]
     evidence: evidence.Evidence  # as it would be written now
     num_compiled: int
@@ -74,7 +74,7 @@ def _seen_by(suite_name: str, platform: str) -> dict[str, Seen]:
     """By target. One process for all, since importing jax and transformers takes seconds."""
     all_targets = suite(suite_name).TARGETS
     targets = [t for t in all_targets if target_of(t).chip.platform == platform]
-    found = _compile_in_one_process(suite_name, targets, Mode.DUE)
+    found = _compile_what_must_be(suite_name, targets, Mode.DUE)
     seen_so_far.update({(suite_name, target): found[target] for target in targets})
     return found
 
@@ -90,7 +90,25 @@ def seen_on(suite_name: str, targets: Iterable[str]) -> dict[str, Seen]:
 
 def compile_suite(suite_name: str, target: str, mode: Mode, *more: str) -> Seen:
     """In another process. `more`: arguments of the suite's `programs`. Raises RuntimeError, see `seen`."""
-    return _compile_in_one_process(suite_name, [target], mode, *more)[target]
+    return _compile_what_must_be(suite_name, [target], mode, *more)[target]
+
+
+def _compile_what_must_be(
+    suite_name: str, targets: list[str], mode: Mode, *more: str
+) -> dict[str, Seen]:
+    """By target, all of one platform. There is no process if all records hold and nothing is due."""
+    compiler = _compiler(target_of(targets[0]).chip.platform)
+    kept = {target: evidence.read(suite_name, target) for target in targets}
+    has_work = mode == Mode.ALL or not all(each.is_of_now(compiler) for each in kept.values())
+    if mode == Mode.DUE:
+        has_work |= any(_is_due(suite_name, t, name) for t in targets for name in kept[t].records)
+    if has_work:
+        return _compile_in_one_process(suite_name, targets, mode, *more)
+    return {target: _seen_before(each) for target, each in kept.items()}
+
+
+def _is_due(suite_name: str, target: str, program: str) -> bool:
+    return evidence.is_due(suite_name, target, program, date.today())
 
 
 def _compile_in_one_process(
@@ -122,7 +140,7 @@ def _compile_in_one_process(
 
 
 def _seen(suite_name: str, target: str, lines: list[dict[str, Any]]) -> Seen:
-    head, *programs = lines
+    head, *programs, last = lines
     for each in programs:
         if "error" in each["found"] and not each["is_refused"]:
             raise RuntimeError(
@@ -132,13 +150,26 @@ def _seen(suite_name: str, target: str, lines: list[dict[str, Any]]) -> Seen:
         each["name"]: evidence.Record(**{k: each[k] for k in ("text", "observer", "found")})
         for each in programs
     }
+    sources = Sources(modules=tuple(last["sources"]["modules"]), hash=last["sources"]["hash"])
+    found = evidence.Evidence(
+        compiler=head["compiler"], device=head["device"], sources=sources, records=records
+    )
     return Seen(
-        device=head["device"],
         programs=[{"name": each["name"]} | each["found"] for each in programs],
-        evidence=evidence.Evidence(compiler=head["compiler"], records=records),
+        evidence=found,
         num_compiled=sum(each["is_compiled"] for each in programs),
         num_changed=sum(each["has_changed"] for each in programs),
         seconds=sum(each["seconds"] for each in programs),
+    )
+
+
+def _seen_before(kept: evidence.Evidence) -> Seen:
+    return Seen(
+        programs=[{"name": name} | record.found for name, record in kept.records.items()],
+        evidence=kept,
+        num_compiled=0,
+        num_changed=0,
+        seconds=0.0,
     )
 
 
@@ -169,11 +200,18 @@ def _examine_all(suite_name: str, target: str, mode: str, *more: str) -> None:
     about = {"kind": device.device_kind, "capability": capability}
     _print({"target": target, "compiler": compiler, "device": about})
     kept = evidence.read(suite_name, target)
+    is_of_now = kept.is_of_now(compiler)
     for program in suite(suite_name).programs(target, *more):
-        due = mode == Mode.DUE and evidence.is_due(suite_name, target, program.name, date.today())
-        found = _examine(program, compiler, kept, due or mode == Mode.ALL)
+        anew = mode == Mode.ALL or (mode == Mode.DUE and _is_due(suite_name, target, program.name))
+        record = kept.records.get(program.name) if is_of_now else None
+        if record and not anew:
+            found = _of_record(record)
+        else:
+            found = _examine(program, compiler, kept, anew)
         named = {"target": target, "name": program.name, "is_refused": program.is_refused}
         _print(named | found)
+    now = kept.sources if is_of_now and kept.sources else of_this_process()
+    _print({"target": target, "sources": dataclasses.asdict(now)})
 
 
 def _compiler(platform: str) -> str:
@@ -205,6 +243,11 @@ def _examine(
         "seconds": time.perf_counter() - begin,
         "found": found,
     }
+
+
+def _of_record(record: evidence.Record) -> dict[str, Any]:
+    """The same of a program that cannot have changed."""
+    return vars(record) | {"has_changed": False, "is_compiled": False, "seconds": 0.0}
 
 
 def _compile(program: Program, lowered: Any) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """What the compilers were seen to make of each program: a JSON file for each suite and target, in `tests/aot/seen`.
 
 A record counts as long as the program's text, the compiler and the code that looks are those that it was made with.
+While the sources are those that the records were made with, no program is lowered to compare its text.
 `python -m tests.aot.evidence` compiles what has changed and writes the files anew; with `--all` it compiles everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from tests.aot.sources import Sources
 
 FOLDER = Path(__file__).parent / "seen"
 DAYS = 20  # within which tests compile each program once, however little it changes
@@ -33,7 +37,14 @@ class Evidence:
     """Of a suite's programs on a target, by name."""
 
     compiler: str = ""
+    device: dict[str, Any] = field(default_factory=dict)
+    sources: Sources | None = None
     records: dict[str, Record] = field(default_factory=dict)
+
+    def is_of_now(self, compiler: str) -> bool:
+        """Whether all records hold, because nothing that they depend on has changed."""
+        is_same = compiler == self.compiler and self.sources is not None
+        return is_same and self.sources.are_unchanged()
 
     def record_of(self, name: str, text: str, observer: str, compiler: str) -> Record | None:
         """None if there is none for these."""
@@ -48,7 +59,13 @@ def read(suite: str, target: str) -> Evidence:
         return Evidence()
     kept = json.loads(path.read_text())
     records = {name: Record(**record) for name, record in kept["programs"].items()}
-    return Evidence(compiler=kept["compiler"], records=records)
+    sources = kept["sources"]
+    return Evidence(
+        compiler=kept["compiler"],
+        device=kept["device"],
+        sources=sources and Sources(modules=tuple(sources["modules"]), hash=sources["hash"]),
+        records=records,
+    )
 
 
 def write(suite: str, target: str, evidence: Evidence) -> None:
@@ -57,7 +74,9 @@ def write(suite: str, target: str, evidence: Evidence) -> None:
         f"{json.dumps(name)}: {json.dumps(vars(record), sort_keys=True)}"
         for name, record in sorted(evidence.records.items())
     ]
-    head = f'{{"compiler": {json.dumps(evidence.compiler)}, "programs": {{\n'
+    about = {"compiler": evidence.compiler, "device": evidence.device}
+    sources = dataclasses.asdict(evidence.sources) if evidence.sources else None
+    head = f'{json.dumps(about)[:-1]},\n"sources": {json.dumps(sources)},\n"programs": {{\n'
     _path(suite, target).write_text(head + ",\n".join(lines) + "\n}}\n")
 
 

@@ -57,10 +57,10 @@ def hash_of_observer(look: Callable[..., Any], *modules: ModuleType) -> str:
     while isinstance(look, partial):
         look = look.func
     sources = [inspect.getsource(each) for each in (hlo, ptxas, look, *modules)]
-    return _sha(*(_code(ast.parse(textwrap.dedent(source))) for source in sources))
+    return _sha(*(code_of(ast.parse(textwrap.dedent(source))) for source in sources))
 
 
-def _code(tree: ast.Module) -> str:
+def code_of(tree: ast.Module) -> str:
     """Without comments and docstrings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(

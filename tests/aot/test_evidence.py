@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 from datetime import date, timedelta
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.aot import evidence
+from tests.aot import evidence, sources
 from tests.aot.compiling import Mode, compile_suite, missing
 from tests.aot.program import hash_of, hash_of_observer
+from tests.aot.sources import Sources
 from tests.aot.suites import calls
 
 RECORD = evidence.Record(text="text", observer="observer", found={"temp_bytes": 1})
@@ -29,9 +32,48 @@ def test_a_record_holds_for_the_same_text_observer_and_compiler():
 def test_records_survive_their_file(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "FOLDER", tmp_path)
     both = dataclasses.replace(EVIDENCE, records={"b": RECORD, "a": RECORD})
-    evidence.write("suite", "v5e:2x2 TP 4", both)
-    assert evidence.read("suite", "v5e:2x2 TP 4") == both
+    made_of = Sources(modules=("tests/aot/sources.py",), hash="hash")
+    for kept in (both, dataclasses.replace(both, sources=made_of, device={"kind": "TPU v5e"})):
+        evidence.write("suite", "v5e:2x2 TP 4", kept)
+        assert evidence.read("suite", "v5e:2x2 TP 4") == kept
     assert evidence.read("suite", "h200") == evidence.Evidence()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_unchanged"),
+    [
+        ("x = 1  # as before\n", True),
+        ("x = 2\n", False),
+        (None, False),
+    ],
+)
+def test_records_hold_while_the_code_is_the_same(change, is_unchanged, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "imported_by_a_program.py"
+    module.write_text("x = 1\n")
+    importlib.import_module(module.stem)
+    now = sources.of_this_process()
+    sys.modules.pop(module.stem)
+    assert now.modules == (module.name,)
+    kept = dataclasses.replace(EVIDENCE, sources=now)
+    assert kept.is_of_now("compiler 1") and not kept.is_of_now("compiler 2")
+    assert not EVIDENCE.is_of_now("compiler 1")
+    sources._code.cache_clear()
+    module.unlink() if change is None else module.write_text(change)
+    assert kept.is_of_now("compiler 1") == is_unchanged
+
+
+def test_tuned_sizes_and_versions_are_part_of_the_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    hashes = [sources.of_this_process().hash]
+    tuned = tmp_path / "pallas_kernels" / "lora" / "tuned"
+    tuned.mkdir(parents=True)
+    (tuned / "v6e.json").write_text("{}")
+    hashes.append(sources.of_this_process().hash)
+    monkeypatch.setattr(sources, "version", lambda package: "0.0")
+    hashes.append(sources.of_this_process().hash)
+    assert len(set(hashes)) == 3
 
 
 def test_each_program_has_its_turn():

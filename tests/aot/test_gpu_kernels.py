@@ -34,7 +34,7 @@ def compiled():
 
 
 def test_the_target_is_an_h200(compiled):
-    device = seen("paged_attention_gpu", "h200").device
+    device = seen("paged_attention_gpu", "h200").evidence.device
     assert device["kind"] == "NVIDIA H200"
     assert unsupported_reason_on(device["capability"]) is None
 
