@@ -33,7 +33,9 @@ def deal_rows(
 
     def of_own_rows(logits, state, slots, positions, features):
         if shares_columns:  # [R, V/n] -> [R/n, V]
-            logits = lax.all_to_all(logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+            parts = logits.reshape(mesh.size, -1, logits.shape[1])
+            parts = lax.all_to_all(parts, TENSOR, split_axis=0, concat_axis=0, tiled=True)
+            logits = jnp.concatenate([*parts], axis=1)
         num_own = logits.shape[0]
         first = lax.axis_index(TENSOR) * num_own
         # These are replicated: if they were sharded, XLA would shard what they are computed from, and exchange that.
