@@ -3,7 +3,7 @@
 Loops are identified by what they do. Outermost loops that multiply process, in each iteration (a *turn*), the keys of
 one fetch, in one or several tiles, for a tile of queries; outermost loops with DMAs write new keys and values, a chunk
 at a time. Within a turn, loops with DMAs run once for each block. What a turn may skip runs once for each tile of
-queries. Pure arithmetic on `tpu_schedule.Loop`.
+queries, as does the write of a row's only token. Pure arithmetic on `tpu_schedule.Loop`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jaxpage.aot.tpu_schedule import Loop
 
 CHUNK = 16  # slots written at once
+FIRST_ROWS = 6  # whose only tokens are written before the first turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class Rows:
 
     @property
     def num_chunks(self) -> int:
+        """Those written before the first turn."""
+        if self.query_len == 1:
+            return min(FIRST_ROWS, self.count)
         return self.count * -(-self.query_len // CHUNK)
 
 

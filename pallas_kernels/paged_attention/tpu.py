@@ -1,10 +1,11 @@
 """Ragged paged attention on TPUs (Mosaic): one kernel writes the new keys and values, then attends.
 
 It knows one layer's pool as `tpu_layout.py` describes it, and where a step's tokens lie. Not models, meshes or buckets.
-Two phases, one after the other, since a row may hit blocks that another row of the same call writes: `tpu_write.py`
-and `tpu_attend.py`. The grid is one program, so nothing else runs beside it. Among rows with several queries those with
-one have a second launch, which only attends: alone they need tiles of 8 rows instead of 256, and their result is to the
-bit that of a step with such rows only.
+`tpu_write.py` writes everything before `tpu_attend.py` reads, since a row may hit blocks that another row of the same
+call writes. Where every row has one query, and none reads what another writes, a row's token is written a few rows
+before its keys are read instead, while other rows attend. The grid is one program, so nothing else runs beside it.
+Among rows with several queries those with one have a second launch, which only attends: alone they need tiles of 8 rows
+instead of 256, and their result is to the bit that of a step with such rows only.
 
 Letters: T packed query tokens, R rows, M blocks per row, N blocks, S block size, H query heads, K KV heads, D head dim,
 G = H / K, Q query tiles, A rows of a query tile of one KV head, P planes (2 with int4, whose bytes hold two values),
@@ -26,8 +27,15 @@ from pallas_kernels.paged_attention import tpu_layout as layout
 from pallas_kernels.paged_attention.tpu_attend import Attend
 from pallas_kernels.paged_attention.tpu_shape import VMEM_BYTES, Pool, TileSizes, write_sizes
 from pallas_kernels.paged_attention.tpu_tile import scratch_shapes
-from pallas_kernels.paged_attention.tpu_work import Rows, Units, chunks, pack_table, units
-from pallas_kernels.paged_attention.tpu_write import Write, chunk_buffers
+from pallas_kernels.paged_attention.tpu_work import (
+    Rows,
+    Units,
+    chunks,
+    pack_table,
+    reads_others_writes,
+    units,
+)
+from pallas_kernels.paged_attention.tpu_write import Write, chunk_buffers, write_beside
 
 
 def paged_attention(
@@ -69,7 +77,10 @@ def paged_attention(
         query_starts = jnp.arange(num_tokens + 1, dtype=jnp.int32)
     query_lens = jnp.where(kv_lens > 0, query_starts[1:] - query_starts[:-1], 0)
     rows = Rows(shape, pack_table(block_table), kv_lens, query_starts)
-    new = _New(layout.new_rows(shape, k, v, pool), chunks(shape, kv_lens, query_lens, num_tokens))
+    lists = chunks(shape, kv_lens, query_lens, num_tokens)
+    if one_query_per_row:
+        lists.append(reads_others_writes(shape, block_table, kv_lens))
+    new = _New(layout.new_rows(shape, k, v, pool), lists)
     options = {"sinks": sinks, "interpret": interpret}
     least = 1 if one_query_per_row else 2
     out, pool = _attend(rows, q, pool, query_lens >= least, new=new, **options)
@@ -91,10 +102,10 @@ def paged_attention(
 
 
 class _New(NamedTuple):
-    """What a launch writes before it attends."""
+    """What a launch writes, too."""
 
     rows: list[jax.Array]  # see `tpu_layout.new_rows`
-    chunks: list[jax.Array]  # see `tpu_work.chunks`
+    lists: list[jax.Array]  # `tpu_work.chunks`; of rows with one query also `reads_others_writes`
 
 
 def _attend(
@@ -110,7 +121,7 @@ def _attend(
     """A launch of the kernel: the queries of the rows that `has_units` bool[R]; of others the result is anything."""
     shape, num_tokens = rows.shape, q.shape[0]
     scalars = [rows.table, rows.kv_lens, rows.query_starts]
-    scalars += new.chunks if new else []
+    scalars += new.lists if new else []
     scalars += units(shape, rows.kv_lens, rows.query_starts, has_units, num_tokens)
     given = new.rows if new else []
     tiles = layout.to_tiles(shape, q)
@@ -137,7 +148,7 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
         inputs.append(per_row[:, :, None])
         in_specs.append(pl.BlockSpec(memory_space=pltpu.VMEM))
     buffers_of_chunks = [
-        chunk_buffers(array, axis, size)
+        chunk_buffers(shape, array, axis, size)
         for axis, (array, size) in enumerate(zip(pools, write_sizes(shape), strict=True))
     ]
     scratch, scratch_structure = jax.tree.flatten(
@@ -151,17 +162,27 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
         pool_refs = written or given[:num_pools]
         of_chunks, buffers = jax.tree.unflatten(scratch_structure, buffers)
         rows = Rows(shape, table, kv_lens, query_starts)
+        writes = []
         for axis in range(num_written):
             (chunk_rows, chunk_positions, num_chunks), lists = lists[:3], lists[3:]
-            Write(
+            write = Write(
                 rows=rows,
                 chunk_rows=chunk_rows,
                 chunk_positions=chunk_positions,
+                total=num_chunks[0],
                 new_ref=given[axis],
                 pool_ref=pool_refs[axis],
                 buffers=of_chunks[axis],
                 axis=axis,
-            ).run(num_chunks[0])
+            )
+            writes.append(write)
+        beside = None
+        if shape.tile_q > 1:
+            for write in writes:
+                write.run()
+        elif writes:
+            is_read_by_others, *lists = lists
+            beside = write_beside(writes, is_read_by_others[0] != 0)
         row, query_tile, visit, first_key, end_key, num_units = lists
         Attend(
             units=Units(rows, row, query_tile, visit, first_key, end_key, num_units[0]),
@@ -170,6 +191,7 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
             out_ref=out_ref,
             sinks_ref=None if sinks is None else given[-1],
             scratch=buffers,
+            beside=beside,
         ).run()
 
     lanes_of_out = q.shape[-1] if shape.is_flat else shape.read_lanes

@@ -1,4 +1,4 @@
-"""The second phase of the TPU kernel: packed queries attend to the keys of their rows. Letters as in `tpu.py`.
+"""What the TPU kernel computes: packed queries attend to the keys of their rows. Letters as in `tpu.py`.
 
 A *unit* is a tile of packed queries and a row with tokens in it. Its keys come in fetches of a few tiles of `tile_kv`
 each, later ones on their way while one is computed (`tpu_tile.py`), over the border of two units too. Tiles begin at
@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.tpu_shape import (
-    KV_BUFFERS,
     QUERY_BUFFERS,
     UNROLLED_BLOCKS,
     Shape,
@@ -47,6 +46,7 @@ class Attend:
     out_ref: Any  # see `tpu_layout.from_tiles`
     sinks_ref: Any  # float32[K', A, 1] or None
     scratch: Scratch
+    beside: Callable[[jax.Array], None] | None  # is called with each unit when it begins
 
     @property
     def shape(self) -> Shape:
@@ -55,13 +55,15 @@ class Attend:
     def run(self) -> None:
         units = self.units
         later = (jnp.int32(0), units.fetches(0)[0])
-        for slot in range(KV_BUFFERS - 1):
+        for slot in range(self.shape.kv_buffers - 1):
             self.prefetch(*later, slot)
             later = units.following(*later)
         pl.when(units.total > 0)(lambda: self.start_queries(0))
 
         def attend(unit, carry):
             self.begin_unit(unit)
+            if self.beside is not None:
+                self.beside(unit)
             carry = lax.fori_loop(*units.fetches(unit), partial(self.turn, unit), carry)
             self.end_unit(unit)
             return carry
@@ -74,7 +76,7 @@ class Attend:
     def turn(self, unit, fetch, carry):
         units, scratch, shape = self.units, self.scratch, self.shape
         slot, later_unit, later_fetch = carry
-        self.prefetch(later_unit, later_fetch, _next(slot, KV_BUFFERS - 1))
+        self.prefetch(later_unit, later_fetch, self.next_slot(slot, shape.kv_buffers - 1))
         first, end = units.keys_of_fetch(unit, fetch)
         is_whole = (first == 0) & (end == shape.fetch_kv)
         pl.when(is_whole)(lambda: self.wait_for_all(slot))
@@ -97,7 +99,7 @@ class Attend:
             is_clear = self.all_visible(unit, fetch)
             pl.when(is_clear)(lambda: add([0], None))
             pl.when(~is_clear)(lambda: add([0], self.visible(unit, fetch, 0)))
-        return _next(slot, 1), *units.following(later_unit, later_fetch)
+        return self.next_slot(slot, 1), *units.following(later_unit, later_fetch)
 
     def visible(self, unit, fetch, tile):
         """bool[1 or A, B]: which keys of a tile of the fetch a row of queries sees."""
@@ -172,6 +174,11 @@ class Attend:
             (pool_ref, buffer.at[slot], sem)
             for pool_ref, buffer in zip(self.pool_refs, buffers, strict=False)
         ]
+
+    def next_slot(self, slot, count: int):
+        """The buffer of keys that comes so many after."""
+        slot, buffers = slot + count, self.shape.kv_buffers
+        return jnp.where(slot >= buffers, slot - buffers, slot)
 
     def blocks_of(self, first, end):
         """The blocks [first, end) with those keys of a fetch."""
@@ -251,12 +258,6 @@ class Attend:
         finish(self.shape, mine, self.sinks_ref, self.scratch, self.scratch.out.at[visit & 1])
 
         pl.when(units.ends_visit(unit))(lambda: self.start_out(unit))
-
-
-def _next(slot, count: int):
-    """The buffer that comes so many after."""
-    slot = slot + count
-    return jnp.where(slot >= KV_BUFFERS, slot - KV_BUFFERS, slot)
 
 
 def _tokens(shape: Shape, query_tile) -> jax.Array:

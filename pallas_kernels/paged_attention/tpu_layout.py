@@ -31,6 +31,7 @@ from pallas_kernels.paged_attention.tpu_shape import (
     shape_of,
     slots_of_register,
     write_sizes,
+    write_window,
 )
 
 MOST_BLOCKS = 1 << 16  # whose ids have 2 bytes
@@ -124,7 +125,10 @@ def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) ->
 
 
 def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.Array]:
-    """The new tokens as they stand in the pool, with room before and after: [.., 2*K*D], and [scale_rows*K, ..]."""
+    """The new tokens as they stand in the pool: [.., 2*K*D], and [scale_rows*K, ..].
+
+    Padded to whole registers, and to as many as `tpu_write` fetches at once.
+    """
     num_tokens, num_heads = k.shape[:2]
     is_quantized = isinstance(pool, QuantizedPool)
     if shape.is_flat and not is_quantized:
@@ -137,8 +141,9 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.A
         new = _quantized(shape, kv, pool) if is_quantized else [kv.reshape(num_tokens, -1)]
 
     def pad(x, axis, size):
+        wanted = max(-(-num_tokens // size) * size, write_window(shape, size))
         widths = [(0, 0), (0, 0)]
-        widths[axis] = (size, 2 * size - x.shape[axis] % -size)
+        widths[axis] = (0, wanted - num_tokens)
         return jnp.pad(x, widths)
 
     return [
@@ -159,10 +164,9 @@ def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Arr
 
 
 def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
-    """[T, H, D] → [Q, K', P, A, W']: tiles of queries, head by head, in the lanes where the head's keys lie.
+    """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie.
 
-    Of a stack of n heads K' = K / n and W' = n W: a row is 0 in the lanes of the stack's other heads. If `is_flat`:
-    [Q * tile_q, H * D].
+    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_q, H * D].
     """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
     q = jnp.pad(q, ((0, -q.shape[0] % tile_q), (0, 0), (0, 0)))
@@ -180,12 +184,10 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
         return jnp.pad(q[:, :, in_period], widths)
 
     tiles = jnp.stack([place(in_period) for in_period in range(period)], axis=2)
-    planes, stack = shape.num_planes, shape.stack
-    tiles = tiles.reshape(-1, shape.num_stacks, stack, planes, group * tile_q, 1, shape.read_lanes)
-    tiles = jnp.swapaxes(tiles, 2, 3)
-    is_own = jnp.eye(stack, dtype=bool)[:, None, :, None]
-    tiles = jnp.where(is_own, tiles, 0).reshape(
-        -1, shape.num_stacks, planes, stack * group * tile_q, stack * shape.read_lanes
+    stack, planes, lanes = shape.stack, shape.num_planes, shape.read_lanes
+    tiles = tiles.reshape(-1, shape.num_stacks, stack, planes, group * tile_q, lanes)
+    tiles = jnp.swapaxes(tiles, 2, 3).reshape(
+        -1, shape.num_stacks, planes, stack * group * tile_q, lanes
     )
     rows = (0, shape.rows - tiles.shape[3])
     return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), rows, (0, 0)))

@@ -19,7 +19,6 @@ Pool = Shaped[Array, "N S 2*K*D"] | QuantizedPool  # see `tpu_layout.to_tpu`
 
 LANES = 128
 VMEM_BYTES = 32 << 20  # of 64 MB and more
-KV_BUFFERS = 2
 QUERY_BUFFERS = 2
 CHUNK_BUFFERS = 8
 UNROLLED_REGISTERS = 32  # of 64
@@ -173,6 +172,14 @@ class Shape:
         return self.tiles_of_fetch * self.tile_kv
 
     @property
+    def kv_buffers(self) -> int:
+        """Fetches of keys in VMEM: with one query per row two are on their way while one is computed.
+
+        Short rows wait for memory's latency, and tiles of many queries are computed for longer than they come.
+        """
+        return 3 if self.tile_q == 1 else 2
+
+    @property
     def vmem_bytes(self) -> int:
         """What the buffers take, and the compiler's room for scores, weights and widened keys of two stacks."""
         heads, wide, item = (
@@ -181,12 +188,13 @@ class Shape:
             self.dtype.itemsize,
         )
         # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own.
-        of_row = wide * ((QUERY_BUFFERS * self.stack + 2) * item + 4) + 3 * LANES * 4
-        slots = KV_BUFFERS * self.fetch_kv + 3 * CHUNK_BUFFERS * slots_of_register(self.pool_dtype)
+        of_row = wide * ((QUERY_BUFFERS + 2) * item + 4) + 3 * LANES * 4
+        sizes = [CHUNK_BUFFERS * (size + write_window(self, size)) for size in write_sizes(self)]
+        slots = self.kv_buffers * self.fetch_kv + sizes[0]
         total = self.num_stacks * self.rows * of_row
         total += slots * self.width * self.pool_dtype.itemsize
         if self.scale_rows:
-            slots = KV_BUFFERS * self.fetch_kv + 3 * CHUNK_BUFFERS * self.block_size
+            slots = self.kv_buffers * self.fetch_kv + sizes[1]
             total += 4 * (slots * max(16, self.scale_rows * heads) + 8 * self.fetch_kv * heads)
         is_one = self.heads_at_once <= math.lcm(self.period, self.stack)
         return total + self._room_of_stack * (1 if is_one else 2)
@@ -246,6 +254,14 @@ def shape_of(
 
 
 def write_sizes(shape: Shape) -> list[int]:
-    """Slots that are fetched, merged and put back at once: of the data, and of scales and zeros."""
-    sizes = [slots_of_register(shape.pool_dtype)]
+    """Slots that are fetched, merged and put back at once: of the data, and of scales and zeros.
+
+    In HBM a tile has 8 slots of any dtype, in VMEM as many as a register.
+    """
+    sizes = [8 if shape.tile_q == 1 else slots_of_register(shape.pool_dtype)]
     return [*sizes, shape.block_size] if shape.scale_rows else sizes
+
+
+def write_window(shape: Shape, size: int) -> int:
+    """New tokens that are fetched for `size` slots: several may lie across the borders of registers, one does not."""
+    return size if shape.tile_q == 1 else 2 * size

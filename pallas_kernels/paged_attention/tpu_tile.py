@@ -1,4 +1,4 @@
-"""The arithmetic of the TPU kernel's second phase: tiles of keys in VMEM for a tile of queries.
+"""The arithmetic of the TPU kernel: tiles of keys in VMEM for a tile of queries.
 
 Letters as in `tpu.py`. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.) Heads are unrolled as far as
 `Shape.heads_at_once` says, so that the waits of one are filled with the work of others. With one query per row, where
@@ -22,7 +22,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.paged_attention.tpu_shape import (
-    KV_BUFFERS,
     LANES,
     QUERY_BUFFERS,
     Pool,
@@ -35,10 +34,10 @@ LOG2E = math.log2(math.e)
 
 
 class Scratch(NamedTuple):
-    """VMEM and semaphores of the second phase. K' and W': see `tpu_layout.to_tiles`."""
+    """VMEM and semaphores of `tpu_attend.py`. K': see `tpu_layout.to_tiles`."""
 
-    kv: Any  # [KV_BUFFERS, blocks, S, width] of the pool's dtype
-    queries: Any  # [QUERY_BUFFERS, K', P, A, W']
+    kv: Any  # [kv_buffers, blocks, S, width] of the pool's dtype
+    queries: Any  # [QUERY_BUFFERS, K', P, A, W]
     out: Any  # [2, K', P, A, W]
     top: Any  # float32[K', A, LANES] greatest score so far, in every lane
     total: (
@@ -48,23 +47,23 @@ class Scratch(NamedTuple):
     kv_sems: Any
     query_sems: Any
     out_sems: Any
-    scale_zero: Any = None  # [KV_BUFFERS, blocks, scale_rows * K, S]
+    scale_zero: Any = None  # [kv_buffers, blocks, scale_rows * K, S]
     factors: Any = None  # float32[tiles of a fetch, K, 4, B]: scale and zero of K, of V
 
 
 def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
-    num_blocks = shape.fetch_kv // shape.block_size
+    num_blocks, buffers = shape.fetch_kv // shape.block_size, shape.kv_buffers
     stacks, rows, lanes = shape.num_stacks, shape.rows, shape.read_lanes
     column = pltpu.VMEM((stacks, rows, LANES), jnp.float32)
     out = (stacks, shape.num_planes, rows, lanes)
     scratch = Scratch(
-        kv=pltpu.VMEM((KV_BUFFERS, num_blocks, shape.block_size, shape.width), shape.pool_dtype),
-        queries=pltpu.VMEM((QUERY_BUFFERS, *out[:-1], shape.stack * lanes), shape.dtype),
+        kv=pltpu.VMEM((buffers, num_blocks, shape.block_size, shape.width), shape.pool_dtype),
+        queries=pltpu.VMEM((QUERY_BUFFERS, *out), shape.dtype),
         out=pltpu.VMEM((2, *out), shape.dtype),
         top=column,
         total=column,
         acc=pltpu.VMEM(out, jnp.float32),
-        kv_sems=pltpu.SemaphoreType.DMA((KV_BUFFERS,)),
+        kv_sems=pltpu.SemaphoreType.DMA((buffers,)),
         query_sems=pltpu.SemaphoreType.DMA((QUERY_BUFFERS,)),
         out_sems=pltpu.SemaphoreType.DMA((2,)),
     )
@@ -73,7 +72,7 @@ def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
     heads = shape.num_kv_heads
     return scratch._replace(
         scale_zero=pltpu.VMEM(
-            (KV_BUFFERS, num_blocks, shape.scale_rows * heads, shape.block_size),
+            (buffers, num_blocks, shape.scale_rows * heads, shape.block_size),
             pool.scale_zero.dtype,
         ),
         factors=pltpu.VMEM((shape.tiles_of_fetch, heads, 4, shape.tile_kv), jnp.float32),
@@ -103,11 +102,12 @@ def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
         kept = jnp.where((row >= first) & (row < end), values, jnp.zeros_like(values))
         kv[slot, number] = kept.astype(kv.dtype)
 
-    first_block, end_block = first // block_size, pl.cdiv(end, block_size)
+    bits, within = block_size.bit_length() - 1, block_size - 1
+    first_block, end_block = first >> bits, (end + within) >> bits
     repeat(0, first_block, clear)
     repeat(end_block, kv.shape[1], clear)
-    pl.when(first % block_size != 0)(lambda: keep(first_block))
-    pl.when(end % block_size != 0)(lambda: keep(end_block - 1))
+    pl.when(first & within != 0)(lambda: keep(first_block))
+    pl.when(end & within != 0)(lambda: keep(end_block - 1))
 
 
 def widen_factors(shape: Shape, scratch: Scratch, slot, first, end) -> None:
@@ -128,7 +128,7 @@ def widen_factors(shape: Shape, scratch: Scratch, slot, first, end) -> None:
 def add_tiles(shape: Shape, scratch: Scratch, queries, slot, tiles, visible) -> None:
     """Tiles of a fetch, in order, for the queries of a unit, all heads.
 
-    queries: [K', P, A, W']; tiles: their numbers within the fetch, several only with one query per row; visible:
+    queries: [K', P, A, W]; tiles: their numbers within the fetch, several only with one query per row; visible:
     bool[1 or A, B], or None if all keys are.
     """
     heads, stack = shape.heads_at_once, shape.stack
@@ -143,7 +143,8 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, slot, tiles, visible) -> 
         def score(i, tile):
             keys = _read(shape, scratch, (slot, tile), base, i, False)
             factors = _factors(shape, scratch, tile, first + i)
-            return keys, factors, _scores(shape, queries[first + i], keys, factors, visible)
+            own = _in_own_lanes(shape, queries[first + i])
+            return keys, factors, _scores(shape, own, keys, factors, visible)
 
         def weigh(i, tile, scored, before):
             keys, factors, scores = scored
@@ -198,6 +199,21 @@ def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) 
     return [jnp.concatenate(planes, axis=1) for planes in zip(*heads, strict=True)]
 
 
+def _in_own_lanes(shape: Shape, queries: jax.Array) -> list[jax.Array]:
+    """[P, A, W] → [A, W'] by planes: a row is 0 in the lanes of the stack's other heads."""
+    planes = [queries[plane] for plane in range(shape.num_planes)]
+    if shape.stack == 1:
+        return planes
+    row, group = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0), shape.group
+    is_own = [(row >= i * group) & (row < (i + 1) * group) for i in range(shape.stack)]
+
+    def placed(plane):
+        plane = plane.astype(jnp.float32)
+        return jnp.concatenate([jnp.where(own, plane, 0.0) for own in is_own], axis=1)
+
+    return [placed(plane).astype(shape.dtype) for plane in planes]
+
+
 def _planes(shape: Shape, data: jax.Array) -> list[jax.Array]:
     """What the MXU multiplies of stored values [B, W]: for int8 and int4 the integers, whose scales come later."""
     if shape.format is None:
@@ -233,7 +249,7 @@ def _dot(shape: Shape, x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
 
 
 def _scores(shape: Shape, queries, keys, factors, visible) -> jax.Array:
-    """[A, B], without the scale that `_power` knows. queries: [P, A, W'].
+    """[A, B], without the scale that `_power` knows. queries: [A, W'] by planes.
 
     With k = (n - z) s for stored n, zero z and scale s, q.k = s (q.n - z sum(q)).
     """

@@ -30,8 +30,8 @@ class Rows:
 
     def block(self, row, number):
         """The row's block of that number."""
-        word = self.table[row * self._words + number // 2]
-        return (word >> (number % 2 * 16)) & 0xFFFF
+        word = self.table[row * self._words + (number >> 1)]
+        return (word >> ((number & 1) << 4)) & 0xFFFF
 
     def block_of_fetch(self, row, fetch, number: int):
         """The same, of that number within a fetch: less to compute for the scalar unit."""
@@ -74,6 +74,19 @@ def chunks(
     return scalars
 
 
+def reads_others_writes(shape: Shape, block_table: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """int32[1]: whether a row reads a block that another row writes in this call. Every row has one query, or none."""
+    num_rows, num_blocks = block_table.shape
+    number, row = jnp.arange(num_blocks)[None], jnp.arange(num_rows)
+    end = (-(-kv_lens // shape.block_size))[:, None]
+    is_read = number < end
+    written = jnp.where(number == end - 1, block_table, 0).sum(axis=1)
+    # Block 0 is nobody's, and that of rows without keys.
+    is_others = (row[:, None] != row[None]) & (written > 0)[:, None]
+    is_hit = (written[:, None, None] == block_table[None]) & is_read[None] & is_others[:, :, None]
+    return is_hit.any()[None].astype(jnp.int32)
+
+
 def units(
     shape: Shape,
     kv_lens: jax.Array,
@@ -102,7 +115,7 @@ def units(
 
 @dataclass(frozen=True)
 class Units:
-    """The units of the second phase, in the scalar memory, and what each reads."""
+    """The units of `tpu_attend.py`, in the scalar memory, and what each reads."""
 
     rows: Rows
     row: jax.Array  # int32[..]

@@ -280,6 +280,33 @@ def test_a_row_reads_what_another_row_writes_in_the_same_call():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_read_by_others", "format"), [(False, None), (True, None), (True, "int8")]
+)
+def test_each_of_many_rows_writes_a_token_while_others_attend(is_read_by_others, format):
+    """More rows than copies are under way. With a prefix hit on a block that is full with this token all tokens are
+    written before.
+    """
+    size = 128 if format else 16
+    lens = np.array([20, 1, 2 * size + 8, 0, 2 * size + 1, 16, 17, 1, 0, 9, 2 * size, 128, 8, 50])
+    has_keys = lens > 0
+    case = Case(name="", query_lens=(*has_keys,), kv_lens=(*lens,), block_size=size)
+    case = fitting(replace(case, dtype="bfloat16"), format)
+    arrays = arrays_of(case)
+    if is_read_by_others:
+        table = arrays["block_table"].copy()
+        table[2, :2] = table[4, :2] = table[10, :2]
+        arrays["block_table"] = table
+    # A row without keys has a token too.
+    for name in ("q", "k", "v", "slot_mapping"):
+        packed = arrays[name][: has_keys.sum()]
+        arrays[name] = np.zeros((len(lens), *packed.shape[1:]), packed.dtype)
+        arrays[name][has_keys] = packed
+    arrays["query_starts"] = np.arange(len(lens) + 1, dtype=np.int32)
+    check(replace(case, query_lens=(1,) * len(lens)), arrays, one_query_per_row=True)
+
+
+@pytest.mark.slow
 def test_a_row_that_ended_neither_writes_nor_reads():
     """Its tokens are packed still; its kv_len is 0."""
     case = fitting(Case(name="", query_lens=(1, 5, 1, 20), kv_lens=(40, 30, 18, 20), block_size=16))
