@@ -86,7 +86,8 @@ def begin(shape: Shape, scratch: Scratch) -> None:
 
 
 def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
-    """Zeros for what is none of the fetch's keys [first, end): a weight of 0 times what lies there may be NaN.
+    """Zeros for what is none of the fetch's keys [first, end), in tiles with one: a weight of 0 times what lies there
+    may be NaN.
 
     Blocks that were not fetched hold another row's keys, which must not matter even if they are no numbers.
     """
@@ -104,8 +105,12 @@ def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
 
     bits, within = block_size.bit_length() - 1, block_size - 1
     first_block, end_block = first >> bits, (end + within) >> bits
-    repeat(0, first_block, clear)
-    repeat(end_block, kv.shape[1], clear)
+    first_of_tiles, end_of_tiles = 0, kv.shape[1]
+    if shape.tiles_of_fetch > 1:
+        of_tile = shape.tile_kv // block_size
+        first_of_tiles, end_of_tiles = first_block & -of_tile, (end_block + of_tile - 1) & -of_tile
+    repeat(first_of_tiles, first_block, clear)
+    repeat(end_block, end_of_tiles, clear)
     pl.when(first & within != 0)(lambda: keep(first_block))
     pl.when(end & within != 0)(lambda: keep(end_block - 1))
 
