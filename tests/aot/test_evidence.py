@@ -76,6 +76,14 @@ def test_tuned_sizes_and_versions_are_part_of_the_sources(tmp_path, monkeypatch)
     assert len(set(hashes)) == 3
 
 
+@pytest.mark.parametrize("call", calls(), ids=" ".join)
+def test_the_code_that_a_record_depends_on_is_that_of_this_folder(call):
+    """Not an installed copy's, whose changes would go unnoticed."""
+    kept = evidence.read(*call).sources
+    assert kept is not None
+    assert {"jaxpage/__init__.py", f"tests/aot/{call[0]}.py"} <= set(kept.modules)
+
+
 def test_each_program_has_its_turn():
     days = [date(2026, 1, 1) + timedelta(days=n) for n in range(evidence.DAYS)]
     for name in map(str, range(50)):
