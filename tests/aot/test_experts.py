@@ -18,7 +18,8 @@ def found(request) -> list[tuple[Case, dict]]:
     if reason := missing(request.param):
         pytest.skip(reason)
     programs = seen("experts", request.param).programs
-    return [(case_of(request.param, each["name"]), each) for each in programs]
+    found = [(case_of(request.param, each["name"]), each) for each in programs]
+    return sorted(found, key=lambda each: CASES.index(each[0]))
 
 
 def test_a_decode_step_and_a_prefill_step_of_each_case(found):

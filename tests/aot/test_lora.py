@@ -20,7 +20,9 @@ def test_every_layer_compiles_into_one_kernel_and_moves_no_weight(target):
     if reason := missing(target):
         pytest.skip(reason)
     programs = seen("lora", target).programs
-    assert [each["name"] for each in programs] == [each.name for each in lora.layers("tpu")]
+    assert sorted(each["name"] for each in programs) == sorted(
+        each.name for each in lora.layers("tpu")
+    )
     for each in programs:
         assert each["kernel_calls"] == 1, each
         # A small weight may be fetched into VMEM, memory space 1, before the kernel begins; its layout stays.
@@ -34,7 +36,9 @@ def test_every_layer_compiles_into_two_kernels_for_a_gpu_and_spills_nothing():
     if reason := missing("h200"):
         pytest.skip(reason)
     programs = seen("lora", "h200").programs
-    assert [each["name"] for each in programs] == [each.name for each in lora.layers("gpu")]
+    assert sorted(each["name"] for each in programs) == sorted(
+        each.name for each in lora.layers("gpu")
+    )
     for each in programs:
         assert each["kernel_calls"] == 2 and each["copies"] == [], each
         assert each["ptxas"]["spilled"] == [0, 0] and each["ptxas"]["for_hopper"] == 2, each

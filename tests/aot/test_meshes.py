@@ -27,10 +27,12 @@ SAMPLED_BYTES = 4 * (3 + 2 * NUM_TOP_LOGPROBS)  # token, logprob, rank, and the 
 
 @pytest.fixture(params=TARGETS)
 def found(request) -> list[tuple[Case, dict]]:
+    """Of each case in turn the decode step, then the prefill step."""
     if reason := missing(request.param):
         pytest.skip(reason)
     programs = seen("meshes", request.param).programs
-    return [(case_of(request.param, each["name"]), each) for each in programs]
+    found = [(case_of(request.param, each["name"]), each) for each in programs]
+    return sorted(found, key=lambda each: (CASES.index(each[0]), not is_decode(each[1])))
 
 
 def test_a_decode_step_and_a_prefill_step_of_each_case(found):

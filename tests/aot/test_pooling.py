@@ -17,7 +17,8 @@ def programs(request) -> list[dict]:
     """Texts of the shortest size and of the longest, then tokens of the longest."""
     if reason := missing(request.param):
         pytest.skip(reason)
-    return seen("pooling", request.param).programs
+    programs = seen("pooling", request.param).programs
+    return sorted(programs, key=lambda each: (each["per_token"], each["longest"]))
 
 
 def test_the_kv_of_a_text_stays_in_place(programs):

@@ -23,7 +23,7 @@ def test_every_product_compiles_for_a_tpu_and_moves_no_weight(target):
     if reason := missing(target):
         pytest.skip(reason)
     programs = seen("quant_matmul", target).programs
-    assert [each["name"] for each in programs] == [each.name for each in PRODUCTS]
+    assert sorted(each["name"] for each in programs) == sorted(each.name for each in PRODUCTS)
     for each in programs:
         assert each["kernel_calls"] == 1, each
         # A small weight may be fetched into VMEM, memory space 1, before the kernel begins; its layout stays.

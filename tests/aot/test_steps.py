@@ -46,7 +46,7 @@ def test_every_program_of_the_manifest_is_there_once(place, found):
     assert {(each["model"], each["num_layers"]) for each in whole} == {
         (place.whole, MODELS[place.whole]["num_hidden_layers"])
     }
-    assert [each["bucket"]["decode"] for each in whole] == [True, True, False]
+    assert sorted(each["bucket"]["decode"] for each in whole) == [False, True, True]
     if place.every:
         # A program that has not changed was seen beside those of its time.
         assert len(names) == max(each["num_programs"] for each in found)

@@ -20,11 +20,11 @@ def programs(request) -> dict[str, dict]:
     if reason := missing(request.param):
         pytest.skip(reason)
     found = seen_on("paged_attention_tpu", TARGETS)[request.param].programs
+    assert len(found) == len({each["name"] for each in found})
     return {each["name"]: each for each in found}
 
 
 def test_every_program_compiles(programs):
-    assert list(programs) == [call.name for call in CALLS]
     # The kernel asks for less VMEM than any chip has, and gets it; among prompts, rows with one query have a launch.
     assert {each["name"]: each["limits"] for each in programs.values()} == {
         call.name: [VMEM_BYTES] * call.num_layers * (1 if call.one_query_per_row else 2)
