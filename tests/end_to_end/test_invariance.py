@@ -81,7 +81,8 @@ def assert_same(got, expected):
     for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
         for mine, other in zip(ours, theirs, strict=True):
             assert mine[:3] == other[:3], f"request {i}"
-            np.testing.assert_allclose(mine[3], other[3], atol=1e-5, rtol=0)
+            # Products of other sizes are summed in another order. Up to 1.3e-5 was seen, with AVX-512 but no BF16.
+            np.testing.assert_allclose(mine[3], other[3], atol=3e-5, rtol=0)
 
 
 def assert_nothing_leaked(llm):
