@@ -5,16 +5,17 @@ Rows, buckets and batches are not known here, so they cannot change a token.
 
 The hash is implemented here rather than taken from `jax.random` for two reasons. The bits must not depend on
 `jax_threefry_partitionable`. And on a CPU JAX lowers its own hash to a loop over arrays: 68 ms for 32 rows of 150,000
-words, against 5 ms for this one, which fuses.
+words, against 5 ms for this one, which fuses. Besides, only the words that are needed are computed.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpage.sampling.fields import SamplerFeature, SlotField
+
+TOKENS, GROUPS = 0, 1  # streams of noise: independent words for the same key and position
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -25,20 +26,19 @@ def row_keys(seeds: jax.Array, indices: jax.Array) -> jax.Array:
     return jnp.stack(_threefry2x32(zero, seeds, zero, indices.astype(jnp.uint32)), axis=1)
 
 
-def gumbel_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """float32[R, V] standard Gumbel noise for keys uint32[R, 2] and positions int32[R].
+def gumbel_noise(keys: jax.Array, positions: jax.Array, words: jax.Array, stream: int) -> jax.Array:
+    """float32[R, N] standard Gumbel noise for keys uint32[R, 2], positions int32[R] and the word numbers int32[R, N].
 
-    Word v of a row is word v of `jax.random.bits(fold_in(key, position), (V,))`. All 32 bits are used, and large noise,
-    which decides the winner, comes from the fine end of the float grid: it ranges from -2.8 to 22.9.
-    (`jax.random.gumbel` uses 23 bits and ends at 15.9, which favours low ids among 150,000 tokens of similar
-    probability.)
+    Word w of a row's stream TOKENS is word w of `jax.random.bits(fold_in(key, position), (V,))`, whatever V. All 32
+    bits are used, and large noise, which decides the winner, comes from the fine end of the float grid: it ranges from
+    -2.8 to 22.9. (`jax.random.gumbel` uses 23 bits and ends at 15.9, which favours low ids among 150,000 tokens of
+    similar probability.)
     """
     zero = jnp.zeros_like(keys[:, 0])
     folded = _threefry2x32(keys[:, 0], keys[:, 1], zero, positions.astype(jnp.uint32))
-    shape = (keys.shape[0], vocab_size)
-    key0, key1 = (jnp.broadcast_to(word[:, None], shape) for word in folded)
-    counter = lax.broadcasted_iota(jnp.uint32, shape, 1)
-    high, low = _threefry2x32(key0, key1, jnp.zeros_like(counter), counter)
+    key0, key1 = (jnp.broadcast_to(word[:, None], words.shape) for word in folded)
+    counter = words.astype(jnp.uint32)
+    high, low = _threefry2x32(key0, key1, jnp.full_like(counter, stream), counter)
     uniform = ((high ^ low).astype(jnp.float32) + 0.5) * 2.0**-32
     # The largest words round to 1, whose noise would be -inf: such a token could not win even alone.
     uniform = jnp.minimum(uniform, 1 - 2.0**-24)

@@ -1,7 +1,7 @@
 """From logits to tokens: the part of the compiled step that honours `SamplingParams`. One pure function.
 
 Order of operations, vLLM's: allowed ids, bad words, min_tokens; logit bias; repetition, frequency and presence
-penalties; a forced end of thinking; greedy rows take the argmax here; temperature; min_p; top-k; top-p; Gumbel-max.
+penalties; a forced end of thinking; greedy rows take the argmax here; temperature; min_p; top-k; top-p; a draw.
 
 Every parameter is read from the request state by slot, and what a row samples depends on its own slot, logits and
 position alone. Parts that no row of a step needs are skipped on the device by the step's feature bits.
@@ -9,19 +9,28 @@ position alone. Parts that no row of a step needs are skipped on the device by t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpage.sampling.argmax import argmax, first_of
 from jaxpage.sampling.constraints import is_set
+from jaxpage.sampling.draw import Distributions, draw, draw_among
 from jaxpage.sampling.features import ASKED, BEFORE_ARGMAX, bits, processor_bits
 from jaxpage.sampling.fields import Processors, RequestState, SamplerFeature
-from jaxpage.sampling.keys import RANDOM, gumbel_noise, row_keys
+from jaxpage.sampling.keys import RANDOM, row_keys
 from jaxpage.sampling.logprobs import LOGPROBS_MODES, TOP_LOGPROBS, logits_of, offset, ranks
-from jaxpage.sampling.truncation import TRUNCATION, find_best, lowest_kept_of_rows
+from jaxpage.sampling.truncation import TRUNCATION, find_best, truncate_rows, where_any
+
+T = TypeVar("T")
+Likeliest = tuple[
+    jax.Array, jax.Array
+]  # int32[R] the first of the largest logits, float32[R] these
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +82,8 @@ def sample(
         raise ValueError(
             f"num_top_logprobs={num_top_logprobs} is not in 0..{vocab_size}, the vocabulary size"
         )
-    choose = partial(_choose, logits, state, slots, positions, features, processors)
+    likeliest = _likeliest(logits)
+    choose = partial(_choose, logits, likeliest, state, slots, positions, features, processors)
     if logprobs_mode.startswith("processed"):
         token_ids, scored = choose()
         best = scored.max(-1)
@@ -81,17 +91,15 @@ def sample(
         rank = ranks(scored, own)
     else:
         scored = _unprocessed(logits, state, slots, logprobs_mode)
-        best = scored.max(-1)
+        first, best = likeliest if scored is logits else _likeliest(scored)
 
         def ranked(token_ids):
             own = logits_of(scored, token_ids)
             return token_ids, own, ranks(scored, own)
 
         # On a TPU this is one pass with the normaliser if it is in no branch; on a CPU each part is one.
-        zeros = jnp.zeros(best.shape, jnp.int32)
         early = lax.platform_dependent(
-            tpu=lambda: (_first_of(scored, best), best, ranks(scored, best)),
-            default=lambda: (zeros, best, zeros),
+            tpu=lambda: (first, best, ranks(scored, best)), default=lambda: (first, best, first)
         )
         # The processed logits die within the branch.
         asked = bits(*BEFORE_ARGMAX, RANDOM) | sum(processor_bits(processors))
@@ -99,7 +107,7 @@ def sample(
             (features & asked) != 0,
             lambda: ranked(choose()[0]),
             lambda: lax.platform_dependent(
-                tpu=lambda: early, default=lambda: ranked(_first_of(scored, best))
+                tpu=lambda: early, default=lambda: ranked(first_of(scored, best))
             ),
         )
     normaliser = offset(scored, best, logprobs_mode)
@@ -141,7 +149,8 @@ def vocabulary(
 ) -> jax.Array:
     """float32[R, V]: what `sample` would say of every token; the arguments are its."""
     if logprobs_mode.startswith("processed"):
-        _, scored = _choose(logits, state, slots, positions, features, processors)
+        likeliest = _likeliest(logits)
+        _, scored = _choose(logits, likeliest, state, slots, positions, features, processors)
     else:
         scored = _unprocessed(logits, state, slots, logprobs_mode)
     return scored - offset(scored, scored.max(-1), logprobs_mode)[:, None]
@@ -152,8 +161,20 @@ def stops(token_ids: jax.Array, state: RequestState, slots: jax.Array) -> jax.Ar
     return is_set(state["stop_mask"], token_ids, slots)
 
 
+def _likeliest(logits: jax.Array) -> Likeliest:
+    """On a TPU in the pass that makes the logits, or in another that reads them. Elsewhere the ids would take a pass of
+    their own, and are zeros.
+    """
+    best = logits.max(-1)
+    first = lax.platform_dependent(
+        tpu=lambda: first_of(logits, best), default=lambda: jnp.zeros(best.shape, jnp.int32)
+    )
+    return first, best
+
+
 def _choose(
     logits: jax.Array,
+    likeliest: Likeliest,
     state: RequestState,
     slots: jax.Array,
     positions: jax.Array,
@@ -173,32 +194,73 @@ def _choose(
 
         asked = (features & bit) != 0
         adjusted = lax.cond(asked, change, lambda: current.adjusted)
-        return _AdjustedLogits(
-            original=logits, adjusted=adjusted, is_adjusted=current.is_adjusted | asked
-        )
+        is_adjusted = current.is_adjusted | asked
+        return replace(current, adjusted=adjusted, is_adjusted=is_adjusted)
 
-    def draw():
-        lowest = lax.cond(
-            _any(features, TRUNCATION),
-            lambda: lowest_kept_of_rows(current.logits, state, slots),
-            lambda: jnp.full(logits.shape[0], -jnp.inf),
+    def random():
+        lowest, token_ids = current.of(
+            partial(_draw, state=state, slots=slots, positions=positions, features=features)
         )
+        # Computed only if the caller uses it.
         kept = current.logits >= lowest[:, None]
         kept = jnp.where(kept, current.logits / _temperature(state, slots), -jnp.inf)
-        keys = row_keys(state["seed"][slots], state["sequence_index"][slots])
-        noise = gumbel_noise(keys, positions, logits.shape[1])
-        random = (state["temperature"][slots] > 0)[:, None]
-        return _argmax(jnp.where(random, kept + noise, kept)), kept
+        return token_ids, kept
 
     adjusted = lax.platform_dependent(
         logits, tpu=lambda x: lax.empty(x.shape, x.dtype), default=lambda x: x
     )
-    current = _AdjustedLogits(original=logits, adjusted=adjusted, is_adjusted=jnp.bool_(False))
+    current = _AdjustedLogits(
+        original=logits,
+        likeliest_original=likeliest,
+        adjusted=adjusted,
+        is_adjusted=jnp.bool_(False),
+    )
     for feature in BEFORE_ARGMAX:
         current = apply(feature, bits(feature), current)
     for processor, bit in zip(processors, processor_bits(processors), strict=True):
         current = apply(processor, bit, current, is_own=True)
-    return lax.cond(_any(features, RANDOM), draw, lambda: (_argmax(current.logits), current.logits))
+    return lax.cond(
+        _any(features, RANDOM), random, lambda: (argmax(current.logits), current.logits)
+    )
+
+
+def _draw(
+    logits: jax.Array,
+    likeliest: Likeliest,
+    *,
+    state: RequestState,
+    slots: jax.Array,
+    positions: jax.Array,
+    features: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """(float32[R] the least logits that are kept, int32[R] tokens); greedy rows take the argmax."""
+    first, best = likeliest
+    is_random = (state["temperature"][slots] > 0) & jnp.isfinite(best)
+    rows = Distributions(
+        best=best,
+        lowest=jnp.full(best.shape, -jnp.inf),
+        temperature=_temperature(state, slots)[:, 0],
+        keys=row_keys(state["seed"][slots], state["sequence_index"][slots]),
+        positions=positions,
+    )
+
+    def draw_among_best():
+        kept = truncate_rows(logits, state, slots)
+        token_ids = draw_among(kept.best, kept.best_ids, replace(rows, lowest=kept.lowest))
+        return kept.lowest, kept.is_among_best, token_ids
+
+    lowest, is_among_best, token_ids = lax.cond(
+        _any(features, TRUNCATION),
+        draw_among_best,
+        lambda: (rows.lowest, jnp.zeros(best.shape, bool), first),
+    )
+    # How a row draws depends on the row alone, so its token does too.
+    token_ids = where_any(
+        is_random & ~is_among_best,
+        lambda: draw(logits, replace(rows, lowest=lowest)),
+        token_ids,
+    )
+    return lowest, jnp.where(is_random, token_ids, first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +272,7 @@ class _AdjustedLogits:
     """
 
     original: jax.Array  # float32[R, V]
+    likeliest_original: Likeliest  # the ids only on a TPU
     adjusted: jax.Array  # float32[R, V], on a TPU undefined unless is_adjusted
     is_adjusted: jax.Array  # bool[]
 
@@ -220,6 +283,22 @@ class _AdjustedLogits:
             *(self.is_adjusted, self.adjusted, self.original),
             tpu=jnp.where,
             default=lambda is_adjusted, adjusted, original: adjusted,
+        )
+
+    def of(self, function: Callable[[jax.Array, Likeliest], T]) -> T:
+        """`function(logits, likeliest)` of the adjusted or the original logits.
+
+        On a TPU in two branches, since all passes of a function that chose would read both.
+        """
+
+        def of_adjusted():
+            return function(self.adjusted, (argmax(self.adjusted), self.adjusted.max(-1)))
+
+        def of_original():
+            return function(self.original, self.likeliest_original)
+
+        return lax.platform_dependent(
+            tpu=lambda: lax.cond(self.is_adjusted, of_adjusted, of_original), default=of_adjusted
         )
 
 
@@ -238,25 +317,3 @@ def _temperature(state: RequestState, slots: jax.Array) -> jax.Array:
 
 def _any(features: jax.Array, *wanted: SamplerFeature) -> jax.Array:
     return (features & bits(*wanted)) != 0
-
-
-def _argmax(logits: jax.Array) -> jax.Array:
-    """int32[R]: the first of the largest; with NaN in the row, any id."""
-    return lax.platform_dependent(
-        logits,
-        # In one pass, which also makes the logits.
-        tpu=lambda x: lax.argmax(x, 1, jnp.int32),
-        default=lambda x: _first_of(x, x.max(-1)),
-    )
-
-
-def _first_of(logits: jax.Array, best: jax.Array) -> jax.Array:
-    """int32[R]: the first token whose logit is best[r], the largest; with NaN in the row, the last id.
-
-    A float reduction, because XLA does not vectorise `jnp.argmax` on a CPU (28 ms for 32 rows of 150,000; a maximum and
-    this take 5). float32 counts exactly up to 2**24.
-    """
-    vocab_size = logits.shape[1]
-    from_end = vocab_size - lax.broadcasted_iota(jnp.float32, logits.shape, 1)
-    index = jnp.where(logits == best[:, None], from_end, 0.0).max(-1).astype(jnp.int32)
-    return jnp.minimum(vocab_size - index, vocab_size - 1)

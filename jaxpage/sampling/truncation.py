@@ -10,6 +10,8 @@ Knows logits and four numbers a row. Knows nothing of requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -21,16 +23,30 @@ from jaxpage.sampling.fields import RequestState, SamplerFeature, SlotField
 _NUM_BEST = 128
 
 
-def lowest_kept(
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Which tokens of each row are left: those with a logit of at least `lowest`. R rows, B of the best tokens."""
+
+    lowest: jax.Array  # float32[R]
+    best: jax.Array  # float32[R, B] logits in falling order
+    best_ids: jax.Array  # int32[R, B]
+
+    @property
+    def is_among_best(self) -> jax.Array:
+        """bool[R]: whether no other tokens are left than some of the best. Tokens of equal logits stay together."""
+        return self.lowest > self.best[:, -1]
+
+
+def truncate(
     logits: jax.Array,
     *,
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
-) -> jax.Array:
-    """float32[R]: the least of the logits, float32[R, V], that are kept; those below are dropped. Parameters [R], off
-    at top_k 0, top_p 1 and min_p 0.
+) -> Kept:
+    """What min_p, top-k and top-p leave of logits, float32[R, V]. Parameters [R], off at top_k 0, top_p 1 and min_p 0.
 
     logits: not divided by the temperature, which probabilities are of. Divided in several places they may be rounded in
     several ways, and then the best token can be below the threshold that it sets.
@@ -40,28 +56,65 @@ def lowest_kept(
     top_p, and all tokens that equal its last one (vLLM keeps some of these, as its sort happens to order them).
     The best token is always kept.
     """
-    # Without the barrier XLA:CPU sees that the ids are not used and sorts the whole vocabulary. Turned round, because
-    # for several devices it ends with an error where a barrier takes the pair as it is.
+    # Without the barrier XLA:CPU sorts the whole vocabulary where it sees that the ids are not used. Turned round,
+    # because for several devices it ends with an error where a barrier takes the pair as it is.
     found = find_best(logits, min(_NUM_BEST, logits.shape[1]))
-    _, best = lax.optimization_barrier(found[::-1])
-    # Against the best token.
-    odds, best_odds = (jnp.exp((x - best[:, :1]) / temperature[:, None]) for x in (logits, best))
+    ids, best = lax.optimization_barrier(found[::-1])
+
+    def odds(x):
+        """Against the best token."""
+        return jnp.exp((x - best[:, :1]) / temperature[:, None])
+
+    # Each pass over all logits is in a branch, for the rows that the best tokens do not settle.
+    def likely(x):
+        return jnp.where(odds(x) >= min_p[:, None], x, jnp.inf).min(-1)
+
+    lowest = where_any(
+        (min_p > 0) & (odds(best[:, -1:])[:, 0] >= min_p),
+        lambda: likely(logits),
+        jnp.where(min_p > 0, likely(best), -jnp.inf),
+    )
 
     # Both ask for the best tokens until their weights sum up to a target: top-k weighs each token 1, top-p by its
     # odds. A loop of two, so that the search is compiled once.
     def keep_enough(turn, lowest):
         by_count = turn == 0
-        kept = logits >= lowest[:, None]
-        weights = jnp.where(kept, jnp.where(by_count, 1.0, odds), 0.0)
-        total = weights.sum(-1)
-        count = jnp.where(top_k > 0, top_k.astype(jnp.float32), jnp.inf)
-        target = jnp.where(by_count, count, top_p * total)
-        best_weights = jnp.where(by_count, 1.0, best_odds)
-        threshold = _threshold(logits, weights, target, best, best_weights)
-        return jnp.where(target < total, jnp.maximum(lowest, threshold), lowest)
 
-    likely = jnp.where(odds >= min_p[:, None], logits, jnp.inf)
-    return lax.fori_loop(0, 2, keep_enough, likely.min(-1))
+        def weights(x):
+            return jnp.where(x >= lowest[:, None], jnp.where(by_count, 1.0, odds(x)), 0.0)
+
+        asked = jnp.where(by_count, top_k > 0, top_p < 1)
+        others = asked & (lowest <= best[:, -1]) & ~(by_count & (top_k <= best.shape[1]))
+        mass = weights(best)
+        total = where_any(others, lambda: weights(logits).sum(-1), mass.sum(-1))
+        target = jnp.where(by_count, top_k.astype(jnp.float32), top_p * total)
+        short = _num_short(mass, target)
+        index = jnp.minimum(short, best.shape[1] - 1)
+        threshold = jnp.take_along_axis(best, index[:, None], axis=1)[:, 0]
+        is_open = others & (short == best.shape[1]) & (target < total)
+        threshold = lax.cond(
+            is_open.any(),
+            lambda: _bisect(
+                *(logits, weights(logits), target),
+                low=jnp.where(is_open, -jnp.inf, threshold),
+                high=threshold,
+            ),
+            lambda: threshold,
+        )
+        is_enough = asked & ((target < total) | ~others)
+        return jnp.where(is_enough, jnp.maximum(lowest, threshold), lowest)
+
+    lowest = lax.fori_loop(0, 2, keep_enough, lowest)
+    return Kept(lowest=lowest, best=best, best_ids=ids)
+
+
+def where_any(
+    condition: jax.Array, value: Callable[[], jax.Array], otherwise: jax.Array
+) -> jax.Array:
+    """`where(condition, value(), otherwise)`, which computes the value only if a row needs it."""
+    return lax.cond(
+        condition.any(), lambda: jnp.where(condition, value(), otherwise), lambda: otherwise
+    )
 
 
 def find_best(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -98,28 +151,13 @@ def _best_by_groups(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
     return best, jnp.take_along_axis(ids, where, axis=1)
 
 
-def _threshold(
-    logits: jax.Array,
-    weights: jax.Array,
-    target: jax.Array,
-    best: jax.Array,
-    best_weights: jax.Array,
-) -> jax.Array:
-    """float32[R]: the largest t with `weights[logits >= t].sum() >= target`. Meaningless if the target is not below
-    the sum of all weights.
-
-    logits, weights: float32[R, V]. best, best_weights: float32[R, B], the best of them in falling order; tokens that
-    were dropped before may be among these with a weight, for all that were not come first and reach the target.
-    """
+def _num_short(weights: jax.Array, target: jax.Array) -> jax.Array:
+    """int32[R]: how many of the sums of the first 1, 2, ... B weights are below target. float32[R, B], float32[R]."""
     # Prefix sums, written as one reduction: XLA:CPU expands `jnp.cumsum` into a tree that compiles slowly.
-    index = jnp.arange(best.shape[1], dtype=jnp.int32)
+    index = jnp.arange(weights.shape[1], dtype=jnp.int32)
     up_to = (index[:, None] >= index[None, :])[None]
-    mass = jnp.where(up_to, best_weights[:, None, :], 0.0).sum(-1)
-    short = (mass < target[:, None]).sum(-1, dtype=jnp.int32)
-    index = jnp.minimum(short, best.shape[1] - 1)
-    found = jnp.take_along_axis(best, index[:, None], axis=1)[:, 0]
-    is_open = (short == best.shape[1]) & (target < weights.sum(-1))
-    return _bisect(logits, weights, target, jnp.where(is_open, -jnp.inf, found), found)
+    sums = jnp.where(up_to, weights[:, None, :], 0.0).sum(-1)
+    return (sums < target[:, None]).sum(-1, dtype=jnp.int32)
 
 
 def _bisect(
@@ -181,11 +219,11 @@ def _float(order: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(order ^ ((order >> 31) & 0x7FFFFFFF), jnp.float32)
 
 
-def lowest_kept_of_rows(logits: jax.Array, state: RequestState, slots: jax.Array) -> jax.Array:
-    """`lowest_kept` by the parameters of the rows' requests; greedy rows keep all."""
+def truncate_rows(logits: jax.Array, state: RequestState, slots: jax.Array) -> Kept:
+    """`truncate` by the parameters of the rows' requests; greedy rows keep all."""
     temperature = state["temperature"][slots]
     random = temperature > 0
-    return lowest_kept(
+    return truncate(
         logits,
         temperature=jnp.where(random, temperature, 1.0),
         top_k=jnp.where(random, state["top_k"][slots], 0),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxpage.sampling.keys import gumbel_noise, row_keys
+from jaxpage.sampling.keys import GROUPS, TOKENS, gumbel_noise, row_keys
 
 SEEDS = [0, 1, 12345, 2**31 - 1, 2**31, 2**32 - 1]
 
@@ -29,12 +29,20 @@ def row_keys_of(pairs):
     return jax.jit(row_keys)(np.array(seeds, np.uint32), np.array(indices, np.int32))
 
 
+jitted = jax.jit(gumbel_noise, static_argnums=3)
+
+
+def noise_of(keys, positions, num_words, stream=TOKENS):
+    words = np.broadcast_to(np.arange(num_words, dtype=np.int32), (len(positions), num_words))
+    return np.asarray(jitted(keys, positions, words, stream))
+
+
 @pytest.mark.parametrize("partitionable", [True, False])
 def test_noise_is_made_of_the_bits_that_jax_draws_for_the_folded_key(partitionable):
     keys = row_keys_of([(seed, 0) for seed in SEEDS])
     positions = np.array([0, 1, 2, 1000, 2**20, 5], np.int32)
     with jax.threefry_partitionable(partitionable):
-        noise = np.asarray(jax.jit(gumbel_noise, static_argnums=2)(keys, positions, 1001))
+        noise = noise_of(keys, positions, 1001)
     with jax.threefry_partitionable(True):
         for row in range(len(SEEDS)):
             key = jax.random.fold_in(jax.random.wrap_key_data(keys[row]), positions[row])
@@ -46,14 +54,23 @@ def test_noise_is_made_of_the_bits_that_jax_draws_for_the_folded_key(partitionab
 
 def test_noise_has_the_gumbel_distribution():
     keys = row_keys_of([(seed, 1) for seed in range(8)])
-    noise = np.asarray(jax.jit(gumbel_noise, static_argnums=2)(keys, np.zeros(8, np.int32), 20_000))
+    noise = np.stack([noise_of(keys, np.zeros(8, np.int32), 10_000, x) for x in (TOKENS, GROUPS)])
     assert np.isfinite(noise).all()
     assert stats.kstest(noise.ravel(), stats.gumbel_r.cdf).pvalue > 0.01
 
 
-def test_noise_of_a_word_does_not_depend_on_the_vocabulary_or_the_other_rows():
+def test_streams_are_independent():
+    keys = row_keys_of([(seed, 1) for seed in range(8)])
+    tokens, groups = (noise_of(keys, np.zeros(8, np.int32), 10_000, x) for x in (TOKENS, GROUPS))
+    assert not (tokens == groups).any()
+    assert stats.pearsonr(tokens.ravel(), groups.ravel()).pvalue > 0.01
+
+
+def test_noise_of_a_word_does_not_depend_on_the_other_words_or_rows():
     keys = row_keys_of([(seed, 0) for seed in range(5)])
-    positions = jnp.arange(5, dtype=jnp.int32)
-    noise = jax.jit(gumbel_noise, static_argnums=2)
-    wide = np.asarray(noise(keys, positions, 300))
-    np.testing.assert_array_equal(wide[3:4, :77], noise(keys[3:4], positions[3:4], 77))
+    positions = np.arange(5, dtype=np.int32)
+    wide = noise_of(keys, positions, 300)
+    np.testing.assert_array_equal(wide[3:4, :77], noise_of(keys[3:4], positions[3:4], 77))
+    words = np.array([[299, 5, 120]])
+    some = jitted(keys[3:4], positions[3:4], words, TOKENS)
+    np.testing.assert_array_equal(wide[3:4, words[0]], some)

@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from jaxpage.sampling import truncation
-from jaxpage.sampling.truncation import lowest_kept
+from jaxpage.sampling.truncation import truncate
 from tests.sampling.oracle import truncated_bounds
 
 V = 700
-jitted = jax.jit(lowest_kept)
+jitted = jax.jit(truncate)
 
 
 def run(logits, *, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """Parameters may be one number or one for each row."""
     logits = jnp.asarray(logits, jnp.float32)
     rows = (logits.shape[0],)
-    lowest = jitted(
+    kept = jitted(
         logits,
         temperature=jnp.ones(rows),
         top_k=jnp.asarray(np.broadcast_to(top_k, rows), jnp.int32),
         top_p=jnp.asarray(np.broadcast_to(top_p, rows), jnp.float32),
         min_p=jnp.asarray(np.broadcast_to(min_p, rows), jnp.float32),
     )
-    return np.asarray(jnp.where(logits >= lowest[:, None], logits, -jnp.inf))
+    return np.asarray(jnp.where(logits >= kept.lowest[:, None], logits, -jnp.inf))
 
 
 def random_logits(seed: int, num_rows: int = 4, scale: float = 1.0) -> np.ndarray:

@@ -1,0 +1,29 @@
+"""The first of the largest numbers of each row, in the form that each platform computes fastest."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def argmax(x: jax.Array) -> jax.Array:
+    """int32[R]: the first of the largest of x, float32[R, N]; with NaN in the row, any index. N at most 2**24."""
+    return lax.platform_dependent(
+        x,
+        # In one pass, which also computes x.
+        tpu=lambda x: lax.argmax(x, 1, jnp.int32),
+        default=lambda x: first_of(x, x.max(-1)),
+    )
+
+
+def first_of(x: jax.Array, best: jax.Array) -> jax.Array:
+    """int32[R]: the first index of best[r], the largest of x, float32[R, N]; with NaN in the row, the last index.
+
+    A float reduction, because XLA does not vectorise `jnp.argmax` on a CPU (28 ms for 32 rows of 150,000; a maximum and
+    this take 5). float32 counts exactly up to 2**24.
+    """
+    width = x.shape[1]
+    from_end = width - lax.broadcasted_iota(jnp.float32, x.shape, 1)
+    index = jnp.where(x == best[:, None], from_end, 0.0).max(-1).astype(jnp.int32)
+    return jnp.minimum(width - index, width - 1)

@@ -1,0 +1,117 @@
+"""Draws by groups and among the best tokens follow the softmax, and do not depend on what shares the step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxpage.sampling.draw import Distributions, _draw_by_groups, draw, draw_among
+from jaxpage.sampling.features import bits
+from jaxpage.sampling.keys import RANDOM, TOKENS, gumbel_noise, row_keys
+from jaxpage.sampling.sampler import sample
+from jaxpage.sampling.truncation import TRUNCATION
+from tests.sampling.oracle import Row, make_state
+
+V = 700  # five whole groups of tokens and a part of one
+NUM_ROWS = 40_000
+
+
+def distributions(num_rows: int, *, best, lowest=-np.inf, temperature=1.0) -> Distributions:
+    return Distributions(
+        best=jnp.broadcast_to(jnp.float32(best), (num_rows,)),
+        lowest=jnp.full(num_rows, lowest, jnp.float32),
+        temperature=jnp.full(num_rows, temperature, jnp.float32),
+        keys=row_keys(jnp.arange(num_rows, dtype=jnp.uint32), jnp.zeros(num_rows, jnp.int32)),
+        positions=jnp.full(num_rows, 3, jnp.int32),
+    )
+
+
+def draws(logits: np.ndarray, rows: Distributions) -> np.ndarray:
+    """Draws by `rows`, all from the same logits, float32[V]."""
+    many = jnp.broadcast_to(jnp.asarray(logits), (len(rows.best), V))
+    return np.asarray(jax.jit(lambda x: draw(x, rows))(many))
+
+
+@pytest.fixture(scope="module")
+def logits() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_groups_are_drawn_by_the_sum_of_their_tokens(logits, temperature, share):
+    """And tokens within them by their own probabilities. `share` of the tokens is dropped."""
+    lowest = np.quantile(logits, share) if share else -np.inf
+    rows = distributions(NUM_ROWS, best=logits.max(), lowest=lowest, temperature=temperature)
+    found = np.bincount(draws(logits, rows), minlength=V)
+    odds = np.where(logits >= np.float32(lowest), np.exp(logits.astype(float) / temperature), 0.0)
+    expected = NUM_ROWS * odds / odds.sum()
+    assert len(found) == V and (found[expected == 0] == 0).all()
+    by_group = [np.add.reduceat(x, np.arange(0, V, 128)) for x in (found, expected)]
+    assert stats.chisquare(*by_group).pvalue > 1e-3
+    likely = expected >= 5
+    rare = (expected > 0) & ~likely
+    pooled = [np.append(x[likely], x[rare].sum() + 5) for x in (found, expected)]
+    assert stats.chisquare(*pooled).pvalue > 1e-3
+
+
+def test_tiles_of_any_height_draw_the_same(logits):
+    """A TPU sees 8 rows at a time."""
+    rows = distributions(64, best=logits.max(), lowest=0.0)
+    padded = jnp.asarray(np.pad(logits, (0, 768 - V), constant_values=-np.inf))
+    many = jnp.broadcast_to(padded, (64, 768)) + jnp.arange(64, dtype=jnp.float32)[:, None] / 1e3
+    one, two, eight = (
+        jax.jit(lambda x, height=height: _draw_by_groups(x, rows=rows, height=height))(many)
+        for height in (1, 2, 8)
+    )
+    np.testing.assert_array_equal(one, two)
+    np.testing.assert_array_equal(one, eight)
+
+
+def test_an_unlikely_group_that_underflows_is_never_drawn():
+    logits = np.full(V, -200.0, np.float32)
+    logits[300] = 0.0
+    rows = distributions(64, best=0.0)
+    assert (draws(logits, rows) == 300).all()
+
+
+def test_among_the_best_the_noise_is_that_of_the_token(logits):
+    """So a draw among them is the one that noise for the whole vocabulary gives, and their order does not matter."""
+    num_rows, rng = 200, np.random.default_rng(1)
+    lowest = np.sort(logits)[-20]
+    rows = distributions(num_rows, best=logits.max(), lowest=lowest, temperature=0.8)
+    everything = np.broadcast_to(np.arange(V, dtype=np.int32), (num_rows, V))
+    noise = gumbel_noise(rows.keys, rows.positions, jnp.asarray(everything), TOKENS)
+    kept = np.where(logits >= lowest, logits / np.float32(0.8), -np.inf)
+    want = (kept + np.asarray(noise)).argmax(-1)
+    ids = np.stack([rng.permutation(np.argsort(logits)[-30:]) for _ in range(num_rows)])
+    found = jax.jit(lambda x, ids: draw_among(x, ids, rows))(logits[ids], ids.astype(np.int32))
+    np.testing.assert_array_equal(found, want)
+
+
+def test_a_row_draws_the_same_in_any_company():
+    """Whether other rows need all groups, or what top-k leaves, changes nothing."""
+    rng = np.random.default_rng(2)
+    logits = (rng.normal(size=(8, V)) * 2).astype(np.float32)
+    limits = [{}, {"top_k": 5}, {"top_k": 300}, {"top_p": 0.3}, {"top_p": 0.99}, {"min_p": 0.5}]
+    rows = [Row(seed=i, temperature=1.0, **x) for i, x in enumerate(limits)]
+    rows += [Row(), Row(seed=7, temperature=0.5, top_k=5, top_p=0.5)]
+    state = make_state(rows, V)
+    run = jax.jit(partial(sample, num_top_logprobs=0, logprobs_mode="raw"))
+
+    def tokens(index: list[int], features: int) -> list[int]:
+        slots = jnp.asarray(index, jnp.int32) + 1
+        positions = jnp.ones(len(index), jnp.int32)
+        found = run(logits[np.array(index)], state, slots, positions, jnp.int32(features))
+        return found.token_ids.tolist()
+
+    every = bits(RANDOM, TRUNCATION)
+    together = tokens(list(range(8)), every)
+    for index in range(8):
+        assert tokens([index] * 8, every) == [together[index]] * 8
+    assert tokens([0, 6] * 4, bits(RANDOM)) == [together[0], together[6]] * 4
