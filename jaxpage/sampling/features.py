@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpage.sampling.constraints import CONSTRAINTS
 from jaxpage.sampling.fields import Processors, SamplerFeature, SlotField
 from jaxpage.sampling.keys import RANDOM
-from jaxpage.sampling.logprobs import TOP_LOGPROBS
+from jaxpage.sampling.logprobs import LOGPROBS, TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
 from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling.truncation import TRUNCATION
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from jaxpage.request import Request
 
 BEFORE_ARGMAX = (CONSTRAINTS, PENALTIES)  # they act on greedy rows too
-FEATURES: tuple[SamplerFeature, ...] = (*BEFORE_ARGMAX, RANDOM, TRUNCATION, TOP_LOGPROBS)
+FEATURES: tuple[SamplerFeature, ...] = (
+    *BEFORE_ARGMAX,
+    *(RANDOM, TRUNCATION),
+    *(LOGPROBS, TOP_LOGPROBS),
+)
 FIELDS: tuple[SlotField, ...] = tuple(f for feature in FEATURES for f in feature.fields)
 
 ASKED = "asked_processors"  # a field: the bits of the processors that a request asks for

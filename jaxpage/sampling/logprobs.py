@@ -70,9 +70,15 @@ def ranks(logits: jax.Array, own: jax.Array) -> jax.Array:
     return jnp.where(logits >= own[:, None], 1.0, 0.0).sum(-1).astype(jnp.int32)
 
 
+def _wants_any(request: Request) -> bool:
+    return request.params.logprobs is not None or request.wants_vocabulary
+
+
 def _wants_best(request: Request) -> bool:
     return bool(request.params.logprobs) and not request.wants_vocabulary
 
 
+# Of the sampled token, with its rank. Top logprobs need what it computes.
+LOGPROBS = SamplerFeature(name="logprobs", asked=_wants_any)
 # The most likely ids besides the sampled one; logprobs=0 asks for the sampled one alone.
 TOP_LOGPROBS = SamplerFeature(name="top logprobs", asked=_wants_best)

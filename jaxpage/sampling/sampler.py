@@ -18,13 +18,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpage.plan import NULL_SLOT
 from jaxpage.sampling.argmax import argmax, first_of
 from jaxpage.sampling.constraints import is_set
 from jaxpage.sampling.draw import Distributions, draw, draw_among
 from jaxpage.sampling.features import ASKED, BEFORE_ARGMAX, bits, processor_bits
 from jaxpage.sampling.fields import Processors, RequestState, SamplerFeature
 from jaxpage.sampling.keys import RANDOM, row_keys
-from jaxpage.sampling.logprobs import LOGPROBS_MODES, TOP_LOGPROBS, logits_of, offset, ranks
+from jaxpage.sampling.logprobs import (
+    LOGPROBS,
+    LOGPROBS_MODES,
+    TOP_LOGPROBS,
+    logits_of,
+    offset,
+    ranks,
+)
 from jaxpage.sampling.truncation import TRUNCATION, find_best, truncate_rows, where_any
 
 T = TypeVar("T")
@@ -71,7 +79,8 @@ def sample(
     processors: those of the engine, see `features.processors_of`; they act last of what comes before the argmax.
 
     Token ids are within [0, V) whatever the logits hold. With NaN among a row's logits the id means nothing, and
-    its raw logprob is NaN, which tells. A row whose tokens are all forbidden samples id 0.
+    its raw logprob is NaN, which tells. A row whose tokens are all forbidden samples id 0. If no row asks for logprobs,
+    those that are not NaN are 0, and so are the ranks.
 
     Raises ValueError, when traced, for an unknown logprobs_mode or num_top_logprobs outside 0..V.
     """
@@ -82,42 +91,38 @@ def sample(
         raise ValueError(
             f"num_top_logprobs={num_top_logprobs} is not in 0..{vocab_size}, the vocabulary size"
         )
-    likeliest = _likeliest(logits)
-    choose = partial(_choose, logits, likeliest, state, slots, positions, features, processors)
+    best_given = logits.max(-1)
+    choose = partial(_choose, logits, best_given, state, slots, positions, features, processors)
     if logprobs_mode.startswith("processed"):
         token_ids, scored = choose()
-        best = scored.max(-1)
-        own = logits_of(scored, token_ids)
-        rank = ranks(scored, own)
     else:
         scored = _unprocessed(logits, state, slots, logprobs_mode)
-        first, best = likeliest if scored is logits else _likeliest(scored)
-
-        def ranked(token_ids):
-            own = logits_of(scored, token_ids)
-            return token_ids, own, ranks(scored, own)
-
-        # On a TPU this is one pass with the normaliser if it is in no branch; on a CPU each part is one.
-        early = lax.platform_dependent(
-            tpu=lambda: (first, best, ranks(scored, best)), default=lambda: (first, best, first)
-        )
         # The processed logits die within the branch.
         asked = bits(*BEFORE_ARGMAX, RANDOM) | sum(processor_bits(processors))
-        token_ids, own, rank = lax.cond(
+        token_ids = lax.cond(
             (features & asked) != 0,
-            lambda: ranked(choose()[0]),
-            lambda: lax.platform_dependent(
-                tpu=lambda: early, default=lambda: ranked(first_of(scored, best))
-            ),
+            lambda: choose()[0],
+            lambda: first_of(logits, best_given),
         )
-    normaliser = offset(scored, best, logprobs_mode)
+    best = scored.max(-1)
+
+    def score():
+        own = logits_of(scored, token_ids)
+        normaliser = offset(scored, best, logprobs_mode)
+        return own - normaliser, ranks(scored, own), normaliser
+
+    logprobs, rank, normaliser = lax.cond(
+        _any(features, LOGPROBS, TOP_LOGPROBS),
+        score,
+        lambda: (
+            jnp.where(jnp.isfinite(best), 0.0, jnp.nan),
+            jnp.zeros(best.shape, jnp.int32),
+            jnp.zeros(best.shape),
+        ),
+    )
     top_ids, top = _top(scored, normaliser, features, num_top_logprobs)
     return Sampled(
-        token_ids=token_ids,
-        logprobs=own - normaliser,
-        ranks=rank,
-        top_token_ids=top_ids,
-        top_logprobs=top,
+        token_ids=token_ids, logprobs=logprobs, ranks=rank, top_token_ids=top_ids, top_logprobs=top
     )
 
 
@@ -149,8 +154,8 @@ def vocabulary(
 ) -> jax.Array:
     """float32[R, V]: what `sample` would say of every token; the arguments are its."""
     if logprobs_mode.startswith("processed"):
-        likeliest = _likeliest(logits)
-        _, scored = _choose(logits, likeliest, state, slots, positions, features, processors)
+        best = logits.max(-1)
+        _, scored = _choose(logits, best, state, slots, positions, features, processors)
     else:
         scored = _unprocessed(logits, state, slots, logprobs_mode)
     return scored - offset(scored, scored.max(-1), logprobs_mode)[:, None]
@@ -161,27 +166,16 @@ def stops(token_ids: jax.Array, state: RequestState, slots: jax.Array) -> jax.Ar
     return is_set(state["stop_mask"], token_ids, slots)
 
 
-def _likeliest(logits: jax.Array) -> Likeliest:
-    """On a TPU in the pass that makes the logits, or in another that reads them. Elsewhere the ids would take a pass of
-    their own, and are zeros.
-    """
-    best = logits.max(-1)
-    first = lax.platform_dependent(
-        tpu=lambda: first_of(logits, best), default=lambda: jnp.zeros(best.shape, jnp.int32)
-    )
-    return first, best
-
-
 def _choose(
     logits: jax.Array,
-    likeliest: Likeliest,
+    best: jax.Array,
     state: RequestState,
     slots: jax.Array,
     positions: jax.Array,
     features: jax.Array,
     processors: Processors,
 ) -> tuple[jax.Array, jax.Array]:
-    """(int32[R] tokens, float32[R, V] the processed logits they were chosen by)."""
+    """(int32[R] tokens, float32[R, V] the processed logits they were chosen by). best: float32[R], logits.max(-1)."""
 
     def apply(feature, bit, current, *, is_own=False):
         def change():
@@ -211,7 +205,7 @@ def _choose(
     )
     current = _AdjustedLogits(
         original=logits,
-        likeliest_original=likeliest,
+        best_of_original=best,
         adjusted=adjusted,
         is_adjusted=jnp.bool_(False),
     )
@@ -219,22 +213,26 @@ def _choose(
         current = apply(feature, bits(feature), current)
     for processor, bit in zip(processors, processor_bits(processors), strict=True):
         current = apply(processor, bit, current, is_own=True)
-    return lax.cond(
-        _any(features, RANDOM), random, lambda: (argmax(current.logits), current.logits)
-    )
+
+    def greedy():
+        return current.of(lambda logits, _: argmax(logits)), current.logits
+
+    return lax.cond(_any(features, RANDOM), random, greedy)
 
 
 def _draw(
     logits: jax.Array,
-    likeliest: Likeliest,
+    best: jax.Array,
     *,
     state: RequestState,
     slots: jax.Array,
     positions: jax.Array,
     features: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """(float32[R] the least logits that are kept, int32[R] tokens); greedy rows take the argmax."""
-    first, best = likeliest
+    """(float32[R] the least logits that are kept, int32[R] tokens); greedy rows take the argmax. best: logits.max(-1).
+
+    How a row chooses depends on the row alone, so its token does too.
+    """
     is_random = (state["temperature"][slots] > 0) & jnp.isfinite(best)
     rows = Distributions(
         best=best,
@@ -247,20 +245,17 @@ def _draw(
     def draw_among_best():
         kept = truncate_rows(logits, state, slots)
         token_ids = draw_among(kept.best, kept.best_ids, replace(rows, lowest=kept.lowest))
-        return kept.lowest, kept.is_among_best, token_ids
+        return kept.lowest, is_random & kept.is_among_best, token_ids
 
-    lowest, is_among_best, token_ids = lax.cond(
-        _any(features, TRUNCATION),
-        draw_among_best,
-        lambda: (rows.lowest, jnp.zeros(best.shape, bool), first),
+    nothing = jnp.zeros(best.shape, bool), jnp.zeros(best.shape, jnp.int32)
+    lowest, is_drawn, token_ids = lax.cond(
+        _any(features, TRUNCATION), draw_among_best, lambda: (rows.lowest, *nothing)
     )
-    # How a row draws depends on the row alone, so its token does too.
     token_ids = where_any(
-        is_random & ~is_among_best,
-        lambda: draw(logits, replace(rows, lowest=lowest)),
-        token_ids,
+        is_random & ~is_drawn, lambda: draw(logits, replace(rows, lowest=lowest)), token_ids
     )
-    return lowest, jnp.where(is_random, token_ids, first)
+    is_greedy = ~is_random & (slots != NULL_SLOT)
+    return lowest, where_any(is_greedy, lambda: argmax(logits), token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +267,7 @@ class _AdjustedLogits:
     """
 
     original: jax.Array  # float32[R, V]
-    likeliest_original: Likeliest  # the ids only on a TPU
+    best_of_original: jax.Array  # float32[R], the largest ones
     adjusted: jax.Array  # float32[R, V], on a TPU undefined unless is_adjusted
     is_adjusted: jax.Array  # bool[]
 
@@ -285,17 +280,17 @@ class _AdjustedLogits:
             default=lambda is_adjusted, adjusted, original: adjusted,
         )
 
-    def of(self, function: Callable[[jax.Array, Likeliest], T]) -> T:
-        """`function(logits, likeliest)` of the adjusted or the original logits.
+    def of(self, function: Callable[[jax.Array, jax.Array], T]) -> T:
+        """`function(logits, logits.max(-1))` of the adjusted or the original logits.
 
         On a TPU in two branches, since all passes of a function that chose would read both.
         """
 
         def of_adjusted():
-            return function(self.adjusted, (argmax(self.adjusted), self.adjusted.max(-1)))
+            return function(self.adjusted, self.adjusted.max(-1))
 
         def of_original():
-            return function(self.original, self.likeliest_original)
+            return function(self.original, self.best_of_original)
 
         return lax.platform_dependent(
             tpu=lambda: lax.cond(self.is_adjusted, of_adjusted, of_original), default=of_adjusted

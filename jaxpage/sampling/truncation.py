@@ -92,14 +92,14 @@ def truncate(
         index = jnp.minimum(short, best.shape[1] - 1)
         threshold = jnp.take_along_axis(best, index[:, None], axis=1)[:, 0]
         is_open = others & (short == best.shape[1]) & (target < total)
-        threshold = lax.cond(
-            is_open.any(),
+        threshold = where_any(
+            is_open,
             lambda: _bisect(
                 *(logits, weights(logits), target),
                 low=jnp.where(is_open, -jnp.inf, threshold),
                 high=threshold,
             ),
-            lambda: threshold,
+            threshold,
         )
         is_enough = asked & ((target < total) | ~others)
         return jnp.where(is_enough, jnp.maximum(lowest, threshold), lowest)
@@ -111,9 +111,16 @@ def truncate(
 def where_any(
     condition: jax.Array, value: Callable[[], jax.Array], otherwise: jax.Array
 ) -> jax.Array:
-    """`where(condition, value(), otherwise)`, which computes the value only if a row needs it."""
-    return lax.cond(
-        condition.any(), lambda: jnp.where(condition, value(), otherwise), lambda: otherwise
+    """`where(condition, value(), otherwise)`, which computes the value only if a row needs it.
+
+    But on a GPU always: there a branch waits for the host, which takes longer than a pass over the logits.
+    """
+
+    def either():
+        return jnp.where(condition, value(), otherwise)
+
+    return lax.platform_dependent(
+        cuda=either, default=lambda: lax.cond(condition.any(), either, lambda: otherwise)
     )
 
 

@@ -18,7 +18,7 @@ from jaxpage.sampling.features import (
     slot_fields_of,
 )
 from jaxpage.sampling.keys import RANDOM
-from jaxpage.sampling.logprobs import TOP_LOGPROBS
+from jaxpage.sampling.logprobs import LOGPROBS, TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
 from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling.truncation import TRUNCATION
@@ -31,7 +31,7 @@ from tests.fakes import FakeMaskSource
     [
         ({}, {}, ()),
         ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, {}, ()),  # greedy, which resets them
-        ({"seed": 3, "stop_token_ids": [7], "logprobs": 0}, {}, ()),
+        ({"seed": 3, "stop_token_ids": [7], "logprobs": 0}, {}, (LOGPROBS,)),
         ({"temperature": 0.7}, {}, (RANDOM,)),
         ({"temperature": 1.0, "top_k": 5}, {}, (RANDOM, TRUNCATION)),
         ({"temperature": 1.0, "top_p": 0.9}, {}, (RANDOM, TRUNCATION)),
@@ -44,7 +44,9 @@ from tests.fakes import FakeMaskSource
         ({"min_tokens": 1}, {}, (CONSTRAINTS,)),
         ({}, {"bad_words_token_ids": ((3,),)}, (CONSTRAINTS,)),
         ({}, {"mask_source": FakeMaskSource()}, (CONSTRAINTS,)),
-        ({"logprobs": 2}, {}, (TOP_LOGPROBS,)),
+        ({"logprobs": 2}, {}, (LOGPROBS, TOP_LOGPROBS)),
+        ({"logprobs": -1}, {"wants_vocabulary": True}, (LOGPROBS,)),
+        ({}, {"wants_vocabulary": True}, (LOGPROBS,)),
     ],
 )
 def test_a_request_asks_for_the_features_that_its_params_need_and_no_others(

@@ -15,7 +15,7 @@ from scipy import stats
 
 from jaxpage.sampling.features import FEATURES, bits
 from jaxpage.sampling.keys import RANDOM
-from jaxpage.sampling.logprobs import TOP_LOGPROBS
+from jaxpage.sampling.logprobs import LOGPROBS, TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
 from jaxpage.sampling.sampler import Sampled, sample, stops
 from jaxpage.sampling.thinking import THINKING
@@ -168,7 +168,7 @@ def test_greedy_rows_take_the_best_token_and_the_first_of_equals():
     logits = logits_for(3)
     logits[1, [7, 30]] = 9.0
     rows = [Row(), Row(), Row(top_k=3, top_p=0.5, min_p=0.9)]
-    for features in (0, ALL):
+    for features in (bits(LOGPROBS), ALL):
         sampled = run(rows, logits, features)
         np.testing.assert_array_equal(sampled.token_ids, logits.argmax(-1))
         np.testing.assert_array_equal(sampled.ranks, [1, 2, 1])
@@ -186,7 +186,8 @@ def test_features_that_no_row_needs_change_nothing(mode):
     logits = logits_for(4)
     greedy = [Row(seed=i) for i in range(4)]
     random = [Row(seed=i, temperature=0.5 + i) for i in range(4)]
-    for rows, needed in (greedy, bits(TOP_LOGPROBS)), (random, bits(RANDOM, TOP_LOGPROBS)):
+    logprobs = bits(LOGPROBS, TOP_LOGPROBS)
+    for rows, needed in (greedy, logprobs), (random, bits(RANDOM) | logprobs):
         assert_equal(run(rows, logits, needed, mode=mode), run(rows, logits, ALL, mode=mode))
 
 
@@ -276,6 +277,19 @@ def test_token_ids_are_in_the_vocabulary_whatever_the_logits(mode, temperature, 
         np.testing.assert_array_equal(sampled.token_ids[2:], alone.token_ids)
         if np.isnan(bad) and mode == "raw":
             assert np.isnan(sampled.logprobs[:2]).all() and np.isfinite(sampled.logprobs[2])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_without_logprobs_the_tokens_are_the_same_and_nan_is_told(temperature, bad):
+    logits = logits_for(3)
+    logits[1, 5] = bad
+    rows = [Row(seed=i, temperature=temperature) for i in range(3)]
+    asked = bits(RANDOM) if temperature else 0
+    sampled = run(rows, logits, asked)
+    np.testing.assert_array_equal(sampled.token_ids, run(rows, logits).token_ids)
+    np.testing.assert_array_equal(sampled.logprobs, [0, np.nan, 0])
+    np.testing.assert_array_equal(sampled.ranks, 0)
 
 
 def test_padding_rows_are_harmless():
