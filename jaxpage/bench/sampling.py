@@ -47,6 +47,7 @@ NUM_TOP = 20  # vLLM's max_logprobs, for which programs are compiled
 MODE = "raw"
 BASELINE = "greedy"  # the case that all others are compared with
 RANDOM = {"temperature": 1.0}
+QWEN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 GRAMMARS = {  # that outputs must match
     "JSON schema": StructuredOutputsParams(
         json={
@@ -134,7 +135,9 @@ def _bandwidth(bench: SamplingBench) -> float:
 
 
 def cases(vocab_size: int) -> tuple[Case, ...]:
-    """The plain step first; then each feature alone, except that top_k and top_p need random sampling."""
+    """The plain step first; then each feature alone, except that top_k and top_p need random sampling; and the defaults
+    of a checkpoint's generation_config.json.
+    """
     constraints: dict[str, Any] = {
         "allowed_token_ids": list(range(0, vocab_size, 2)),
         "logit_bias": dict.fromkeys(range(10, 18), 1.0),
@@ -157,6 +160,7 @@ def cases(vocab_size: int) -> tuple[Case, ...]:
         Case(name="random, top_k=40", options=RANDOM | {"top_k": 40}),
         Case(name="random, top_p=0.9", options=RANDOM | {"top_p": 0.9}),
         Case(name="random, top_p=0.9, flat logits", options=RANDOM | {"top_p": 0.9}, flat=True),
+        Case(name="defaults of Qwen2.5", options=QWEN),
         Case(name=f"{NUM_TOP} top logprobs", options={"logprobs": NUM_TOP}),
     )
 

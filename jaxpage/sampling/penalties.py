@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxpage.request import Request
 
 _CHUNK = 256  # tokens of history that are counted at a time
+_IN_PROMPT = 1 << 30  # more than a sequence has tokens
 
 
 def penalise(
@@ -41,31 +42,40 @@ def count_history(
 ) -> tuple[jax.Array, jax.Array]:
     """(bool[R, V] the token is in prompt or output, int32[R, V] how often it is in the output).
 
-    The loop ends with the longest row, not with max_model_len.
+    The loops end with the longest row, not with max_model_len.
     """
     num_rows, max_len = slots.shape[0], state["token_ids"].shape[1]
     chunk = min(_CHUNK, max_len)
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    longest = positions.max()
-    prompt_lens = state["prompt_len"][slots][:, None]
-    starts = state["first_token"][slots][:, None]
+    prompt_lens = state["prompt_len"][slots]
 
-    def count(carry):
-        begin, counts = carry
-        # The last chunk is moved back to fit; what it then holds of the one before is not counted twice.
-        first = jnp.minimum(begin, max_len - chunk)
-        index = first + jnp.arange(chunk, dtype=jnp.int32)[None, :]
-        ids = lax.dynamic_slice_in_dim(state["token_ids"], first, chunk, axis=1)[slots]
-        column = jnp.where(index < prompt_lens, ids, vocab_size + ids)
-        counted = (index >= jnp.maximum(begin, starts)) & (index < positions[:, None])
-        column = jnp.where(counted, column, 2 * vocab_size)
-        return begin + chunk, counts.at[rows, column].add(1, mode="drop")
+    def scatter(update, counts, first, begins, ends):
+        """`update(counts.at[...])` for the tokens [begins, ends), int32[R], of each row's history from `first` on."""
 
-    # Prompt and output side by side: one scatter for both.
-    counts = jnp.zeros((num_rows, 2 * vocab_size), jnp.int32)
-    _, counts = lax.while_loop(lambda carry: carry[0] < longest, count, (jnp.int32(0), counts))
-    output_counts = counts[:, vocab_size:]
-    return (counts[:, :vocab_size] > 0) | (output_counts > 0), output_counts
+        def one_chunk(carry):
+            begin, counts = carry
+            # The last chunk is moved back to fit; what it then holds of the one before is not counted twice.
+            start = jnp.minimum(begin, max_len - chunk)
+            index = start + jnp.arange(chunk, dtype=jnp.int32)[None, :]
+            ids = lax.dynamic_slice_in_dim(state["token_ids"], start, chunk, axis=1)[slots]
+            counted = (index >= jnp.maximum(begin, begins[:, None])) & (index < ends[:, None])
+            return begin + chunk, update(counts.at[rows, jnp.where(counted, ids, vocab_size)])
+
+        return lax.while_loop(lambda carry: carry[0] < ends.max(), one_chunk, (first, counts))[1]
+
+    counts = jnp.zeros((num_rows, vocab_size), jnp.int32)
+    first_tokens = state["first_token"][slots]
+    # All prompts first, for setting would forget what was counted.
+    counts = scatter(
+        lambda at: at.set(_IN_PROMPT, mode="drop"),
+        *(counts, jnp.int32(0), first_tokens, jnp.minimum(prompt_lens, positions)),
+    )
+    first_output = jnp.where(positions > prompt_lens, prompt_lens, max_len).min()
+    counts = scatter(
+        lambda at: at.add(1, mode="drop"),
+        *(counts, first_output, jnp.maximum(first_tokens, prompt_lens), positions),
+    )
+    return counts > 0, counts & (_IN_PROMPT - 1)
 
 
 def _asked(request: Request) -> bool:

@@ -12,7 +12,7 @@ from jaxpage.bench.sampling import SamplingBench
 from jaxpage.sampling.constraints import CONSTRAINTS
 from jaxpage.sampling.features import bits, processor_bits
 from jaxpage.sampling.keys import RANDOM
-from jaxpage.sampling.logprobs import TOP_LOGPROBS
+from jaxpage.sampling.logprobs import LOGPROBS, TOP_LOGPROBS
 from jaxpage.sampling.penalties import PENALTIES
 from jaxpage.sampling.thinking import THINKING
 from jaxpage.sampling.truncation import TRUNCATION
@@ -21,16 +21,19 @@ SMALL = SamplingBench(vocab_size=1024, rows=2, context=8)
 
 
 @pytest.mark.slow
-def test_each_case_asks_for_one_feature_and_truncation_for_random_rows_too():
+def test_each_case_asks_for_the_features_that_it_names():
     wanted = [(), (CONSTRAINTS,), (PENALTIES,), (), (RANDOM,)]
-    wanted += [(RANDOM, TRUNCATION)] * 3 + [(TOP_LOGPROBS,)]
+    wanted += [(RANDOM, TRUNCATION)] * 3
+    wanted += [(PENALTIES, RANDOM, TRUNCATION), (LOGPROBS, TOP_LOGPROBS)]
     cases = sampling.cases(SMALL.vocab_size)
     for case, features in zip(cases, wanted, strict=True):
         state, asked = sampling._admitted(case, SMALL)
         assert int(asked) == bits(*features) | sum(processor_bits(case.processors)), case.name
         assert (case.processors == (THINKING,)) == (case.name == "thinking budget")
         assert state["finished"].tolist() == [True, False, False]
-        assert np.unique(state["temperature"][1:]).tolist() == [float(RANDOM in features)]
+        temperature = case.options.get("temperature", 0.0)
+        assert (temperature > 0) == (RANDOM in features)
+        assert np.unique(state["temperature"][1:]).tolist() == [np.float32(temperature)]
 
 
 def test_the_made_up_tokenizer_has_the_size_asked_for_and_spells_any_text():
