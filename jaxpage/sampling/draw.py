@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpage.sampling.argmax import argmax
 from jaxpage.sampling.keys import GROUPS, TOKENS, gumbel_noise
+from jaxpage.sampling.row_ops import argmax
 
 _GROUP = 128  # tokens; a vocabulary of 151,936 has 1187 groups
 

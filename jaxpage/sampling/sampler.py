@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpage.plan import NULL_SLOT
-from jaxpage.sampling.argmax import argmax, first_of
 from jaxpage.sampling.constraints import is_set
 from jaxpage.sampling.draw import Distributions, draw, draw_among
 from jaxpage.sampling.features import ASKED, BEFORE_ARGMAX, bits, processor_bits
@@ -33,12 +32,10 @@ from jaxpage.sampling.logprobs import (
     offset,
     ranks,
 )
-from jaxpage.sampling.truncation import TRUNCATION, find_best, truncate_rows, where_any
+from jaxpage.sampling.row_ops import argmax, first_of, where_any
+from jaxpage.sampling.truncation import TRUNCATION, find_best, truncate_rows
 
 T = TypeVar("T")
-Likeliest = tuple[
-    jax.Array, jax.Array
-]  # int32[R] the first of the largest logits, float32[R] these
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,6 @@ Knows logits and four numbers a row. Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpage.sampling.fields import RequestState, SamplerFeature, SlotField
+from jaxpage.sampling.row_ops import where_any
 
 _NUM_BEST = 128
 
@@ -106,22 +106,6 @@ def truncate(
 
     lowest = lax.fori_loop(0, 2, keep_enough, lowest)
     return Kept(lowest=lowest, best=best, best_ids=ids)
-
-
-def where_any(
-    condition: jax.Array, value: Callable[[], jax.Array], otherwise: jax.Array
-) -> jax.Array:
-    """`where(condition, value(), otherwise)`, which computes the value only if a row needs it.
-
-    But on a GPU always: there a branch waits for the host, which takes longer than a pass over the logits.
-    """
-
-    def either():
-        return jnp.where(condition, value(), otherwise)
-
-    return lax.platform_dependent(
-        cuda=either, default=lambda: lax.cond(condition.any(), either, lambda: otherwise)
-    )
 
 
 def find_best(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,8 @@
-"""The first of the largest numbers of each row, in the form that each platform computes fastest."""
+"""Operations on rows of logits, in the form that each platform computes fastest."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,3 +29,19 @@ def first_of(x: jax.Array, best: jax.Array) -> jax.Array:
     from_end = width - lax.broadcasted_iota(jnp.float32, x.shape, 1)
     index = jnp.where(x == best[:, None], from_end, 0.0).max(-1).astype(jnp.int32)
     return jnp.minimum(width - index, width - 1)
+
+
+def where_any(
+    condition: jax.Array, value: Callable[[], jax.Array], otherwise: jax.Array
+) -> jax.Array:
+    """`where(condition, value(), otherwise)`, which computes the value only if a row needs it.
+
+    But on a GPU always: there a branch waits for the host, which takes longer than a pass over the logits.
+    """
+
+    def either():
+        return jnp.where(condition, value(), otherwise)
+
+    return lax.platform_dependent(
+        cuda=either, default=lambda: lax.cond(condition.any(), either, lambda: otherwise)
+    )
