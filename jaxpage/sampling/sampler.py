@@ -249,10 +249,13 @@ def _draw(
         _any(features, TRUNCATION), draw_among_best, lambda: (rows.lowest, *nothing)
     )
     token_ids = where_any(
-        is_random & ~is_drawn, lambda: draw(logits, replace(rows, lowest=lowest)), token_ids
+        is_random & ~is_drawn,
+        lambda: draw(logits, replace(rows, lowest=lowest)),
+        token_ids,
+        of=logits,
     )
     is_greedy = ~is_random & (slots != NULL_SLOT)
-    return lowest, where_any(is_greedy, lambda: argmax(logits), token_ids)
+    return lowest, where_any(is_greedy, lambda: argmax(logits), token_ids, of=logits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,7 @@ def truncate(
         (min_p > 0) & (odds(best[:, -1:])[:, 0] >= min_p),
         lambda: likely(logits),
         jnp.where(min_p > 0, likely(best), -jnp.inf),
+        of=logits,
     )
 
     # Both ask for the best tokens until their weights sum up to a target: top-k weighs each token 1, top-p by its
@@ -86,7 +87,7 @@ def truncate(
         asked = jnp.where(by_count, top_k > 0, top_p < 1)
         others = asked & (lowest <= best[:, -1]) & ~(by_count & (top_k <= best.shape[1]))
         mass = weights(best)
-        total = where_any(others, lambda: weights(logits).sum(-1), mass.sum(-1))
+        total = where_any(others, lambda: weights(logits).sum(-1), mass.sum(-1), of=logits)
         target = jnp.where(by_count, top_k.astype(jnp.float32), top_p * total)
         short = _num_short(mass, target)
         index = jnp.minimum(short, best.shape[1] - 1)
@@ -100,6 +101,7 @@ def truncate(
                 high=threshold,
             ),
             threshold,
+            of=logits,
         )
         is_enough = asked & ((target < total) | ~others)
         return jnp.where(is_enough, jnp.maximum(lowest, threshold), lowest)
