@@ -138,8 +138,9 @@ class StepResult:
     token_ids: np.ndarray  # int32[P, R]
     # int32[R]: how many of a row's P tokens are valid; 0: the row did not sample
     num_sampled: np.ndarray
-    logprobs: np.ndarray  # float32[P, R] of the sampled tokens
-    ranks: np.ndarray  # int32[P, R]; 1 = the most likely token
+    # float32[P, R] of the sampled tokens; if no row asks for logprobs 0, or NaN where the model computed NaN
+    logprobs: np.ndarray
+    ranks: np.ndarray  # int32[P, R]; 1 = the most likely token; 0 if no row asks for logprobs
     top_token_ids: np.ndarray  # int32[P, R, W], best first
     top_logprobs: np.ndarray  # float32[P, R, W]
     # The following are empty unless the plan asks for them.

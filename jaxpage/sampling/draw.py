@@ -27,9 +27,8 @@ _GROUP = 128  # tokens; a vocabulary of 151,936 has 1187 groups
 class Distributions:
     """softmax(logits / temperature) of each row's tokens with a logit of at least `lowest`, and its noise."""
 
-    best: (
-        jax.Array
-    )  # float32[R], the largest logits; where they are not finite the token means nothing
+    # float32[R], the largest logits; a row where that is not finite gets some token
+    best: jax.Array
     lowest: jax.Array  # float32[R]
     temperature: jax.Array  # float32[R], positive
     keys: jax.Array  # uint32[R, 2]

@@ -65,7 +65,7 @@ def count_history(
 
     counts = jnp.zeros((num_rows, vocab_size), jnp.int32)
     first_tokens = state["first_token"][slots]
-    # All prompts first, for setting would forget what was counted.
+    # Prompts first, since setting a flag overwrites a count.
     counts = scatter(
         lambda at: at.set(_IN_PROMPT, mode="drop"),
         *(counts, jnp.int32(0), first_tokens, jnp.minimum(prompt_lens, positions)),

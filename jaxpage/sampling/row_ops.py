@@ -36,9 +36,10 @@ def first_of(x: jax.Array, best: jax.Array) -> jax.Array:
 def where_any(
     condition: jax.Array, value: Callable[[], jax.Array], otherwise: jax.Array, *, of: jax.Array
 ) -> jax.Array:
-    """`where(condition, value(), otherwise)`, which computes the value only if a row needs it. `of`: what it reads.
+    """`where(condition, value(), otherwise)`, where value() is computed only if a row needs it. `of`: what it reads.
 
-    Of a small array always on a GPU, where a branch waits for the host, for as long as a pass over a large one takes.
+    On a GPU a branch waits for the host, which takes longer than reading a small array, so there the value of one is
+    always computed.
     """
 
     def always():
