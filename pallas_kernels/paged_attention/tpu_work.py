@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.paged_attention.tpu_shape import Shape, write_sizes
+
+COMPARED = 8  # blocks at once, by `reads_others_writes`
 
 
 def pack_table(table: jax.Array) -> jax.Array:
@@ -75,16 +78,29 @@ def chunks(
 
 
 def reads_others_writes(shape: Shape, block_table: jax.Array, kv_lens: jax.Array) -> jax.Array:
-    """int32[1]: whether a row reads a block that another row writes in this call. Every row has one query, or none."""
-    num_rows, num_blocks = block_table.shape
-    number, row = jnp.arange(num_blocks)[None], jnp.arange(num_rows)
-    end = (-(-kv_lens // shape.block_size))[:, None]
-    is_read = number < end
-    written = jnp.where(number == end - 1, block_table, 0).sum(axis=1)
-    # Block 0 is nobody's, and that of rows without keys.
-    is_others = (row[:, None] != row[None]) & (written > 0)[:, None]
-    is_hit = (written[:, None, None] == block_table[None]) & is_read[None] & is_others[:, :, None]
-    return is_hit.any()[None].astype(jnp.int32)
+    """int32[1]: whether a row reads a block that another row writes in this call. Every row has one query, or none.
+
+    The blocks that a row reads are full but for its last one, which only it writes. So only blocks that this call fills
+    are looked for: few, so a loop over some at a time is cheaper than comparing all at once.
+    """
+    block_size, number = shape.block_size, jnp.arange(block_table.shape[1])[None]
+    last = (-(-kv_lens // block_size) - 1)[:, None]
+    read = jnp.where(number < last, block_table, 0)
+    written = jnp.where(number == last, block_table, 0).sum(axis=1)
+    # Block 0 is nobody's.
+    is_full = (written > 0) & (kv_lens & (block_size - 1) == 0)
+    written = -jnp.sort(-jnp.where(is_full, written, -1))
+    written = jnp.pad(written, (0, -written.size % COMPARED), constant_values=-1)
+
+    def compare(state):
+        index, _ = state
+        some = lax.dynamic_slice(written, (index,), (COMPARED,))
+        return index + COMPARED, (read[None] == some[:, None, None]).any()
+
+    def is_open(state):
+        return (state[0] < is_full.sum()) & ~state[1]
+
+    return lax.while_loop(is_open, compare, (jnp.int32(0), False))[1][None].astype(jnp.int32)
 
 
 def units(

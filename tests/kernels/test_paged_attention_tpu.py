@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,7 +21,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
-from pallas_kernels.paged_attention import cases, reference, tpu, tpu_layout, tpu_shape, tune
+from pallas_kernels.paged_attention import (
+    cases,
+    reference,
+    tpu,
+    tpu_layout,
+    tpu_shape,
+    tpu_work,
+    tune,
+)
 from pallas_kernels.paged_attention.cases import Case
 from tests.kernels.paged_attention import PagedAttentionTests, case_of
 
@@ -304,6 +313,25 @@ def test_each_of_many_rows_writes_a_token_while_others_attend(is_read_by_others,
         arrays[name][has_keys] = packed
     arrays["query_starts"] = np.arange(len(lens) + 1, dtype=np.int32)
     check(replace(case, query_lens=(1,) * len(lens)), arrays, one_query_per_row=True)
+
+
+@pytest.mark.parametrize("others", ["reads none", "reads one", "reads the last one"])
+def test_which_calls_write_everything_first(others):
+    """More blocks become full than are compared at once, and some do not."""
+    size, num_blocks = 16, 6
+    lens = np.full(40, 3 * size)
+    lens[::3] += 5
+    lens[[4, 11]] = 0
+    table = 1 + np.arange(lens.size * num_blocks).reshape(-1, num_blocks)
+    # Block 0 is nobody's, and stands where a window has left blocks behind.
+    table[7, 0] = 0
+    full = np.sort(table[(lens > 0) & (lens % size == 0), 2])
+    assert full.size > 2 * tpu_work.COMPARED
+    if others != "reads none":
+        table[9, 1] = full[3 if others == "reads one" else 0]
+    shape = SimpleNamespace(block_size=size)
+    found = tpu_work.reads_others_writes(shape, jnp.asarray(table), jnp.asarray(lens))
+    assert found.tolist() == [others != "reads none"]
 
 
 @pytest.mark.slow
