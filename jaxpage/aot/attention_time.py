@@ -3,7 +3,8 @@
 Loops are identified by what they do. Outermost loops that multiply process, in each iteration (a *turn*), the keys of
 one fetch, in one or several tiles, for a tile of queries; outermost loops with DMAs write new keys and values, a chunk
 at a time. Within a turn, loops with DMAs run once for each block. What a turn may skip runs once for each tile of
-queries, as does the write of a row's only token. Pure arithmetic on `tpu_schedule.Loop`.
+queries, as does the write of a row's only token; but loops that only move what lies in VMEM run once for the tokens
+whose queries come at once. Pure arithmetic on `tpu_schedule.Loop`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ FIRST_ROWS = 6  # whose only tokens are written before the first turn
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Equal rows. kv_len: of each, including its queries; tile_q, tile_kv: queries and keys at once; fetch_kv: keys of
-    a turn.
+    """Equal rows. kv_len: of each, including its queries; tile_q, tile_kv: queries and keys at once; tile_tokens:
+    tokens whose queries come at once; fetch_kv: keys of a turn.
     """
 
     count: int
     query_len: int
     kv_len: int
     tile_q: int
+    tile_tokens: int
     tile_kv: int
     fetch_kv: int
     block_size: int
@@ -62,7 +64,7 @@ def bundles(program: Loop, rows: Rows) -> float:
     total: float = program.own
     for loop in program.inner:
         if loop.multiplies:
-            total += rows.num_turns * _turn(loop, rows) + rows.num_units * _unit(loop)
+            total += rows.num_turns * _turn(loop, rows) + rows.num_units * _unit(loop, rows)
         elif _writes(loop):
             total += rows.num_chunks * loop.bundles
     return total
@@ -84,7 +86,13 @@ def _turn(loop: Loop, rows: Rows) -> int:
     return loop.least + products + blocks * moved
 
 
-def _unit(loop: Loop) -> int:
-    """Bundles that begin and end a tile of queries: what a turn may skip, including its loops."""
-    others = (each for each in loop.inner if not _moves(each) and not each.multiplies)
-    return loop.own - loop.least + sum((each.trips or 0) * each.bundles for each in others)
+def _unit(loop: Loop, rows: Rows) -> float:
+    """Bundles that begin and end a tile of queries: what a turn may skip, including its loops. The one that divides by
+    the sums of weights is a tile's.
+    """
+    total: float = loop.own - loop.least
+    for each in loop.inner:
+        if not _moves(each) and not each.multiplies:
+            share = 1 if each.used("EUP") else rows.tile_q / rows.tile_tokens
+            total += share * (each.trips or 0) * each.bundles
+    return total

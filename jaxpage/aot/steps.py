@@ -93,7 +93,7 @@ def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, int]] | None:
         )
         for step in ("decode", "prefill")
     }
-    names = ("tile_q", "tile_kv", "fetch_kv", "block_size")
+    names = ("tile_q", "tile_tokens", "tile_kv", "fetch_kv", "block_size")
     return {step: {name: getattr(s, name) for name in names} for step, s in shapes.items()}
 
 

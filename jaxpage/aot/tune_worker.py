@@ -51,6 +51,7 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: t
         query_len=work.query_len,
         kv_len=work.kv_len,
         tile_q=shape.tile_q,
+        tile_tokens=shape.tile_tokens,
         tile_kv=shape.tile_kv,
         fetch_kv=shape.fetch_kv,
         block_size=shape.block_size,

@@ -34,7 +34,8 @@ from jaxpage.models.layers import (
     matmul,
 )
 from jaxpage.models.lora import with_adapters
-from jaxpage.models.rope import Rotation, rotate
+from jaxpage.models.rope import Rotation
+from pallas_kernels.rope.reference import split
 
 
 class SelfAttention(nnx.Module):
@@ -78,24 +79,12 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, rotation: Rotation, attention: Attention) -> jax.Array:
         config = self.config
-        q, k, v = self._projections(x)
-        if config.qk_norm == "projection" and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.reshape(*x.shape[:-1], -1, config.head_dim) for part in (q, k, v))
-        if config.qk_norm is True and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self._heads(x, rotation)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        turn = partial(
-            rotate,
-            cos=rotation.cos,
-            sin=rotation.sin,
-            one_device=rotation.one_device,
-            interleaved=config.ropes[self.index].interleaved,
-        )
         out = attention(
             self.index,
-            turn(q),
-            turn(k),
+            q,
+            k,
             v,
             scale=config.attention_scale,
             window=config.windows[self.index],
@@ -104,13 +93,23 @@ class SelfAttention(nnx.Module):
         )
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
-    def _projections(self, x: jax.Array) -> list[jax.Array]:
-        """q [..., H * D], k and v [..., K * D]."""
-        if self.qkv_proj is None:
-            return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        num_q = self.config.num_heads * self.config.head_dim
-        num_kv = self.config.num_kv_heads * self.config.head_dim
-        return jnp.split(self.qkv_proj(x), [num_q, num_q + num_kv], axis=-1)
+    def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [..., H, D], k and v [..., K, D]; q and k normalised and rotated."""
+        config, joined = self.config, None if self.qkv_proj is None else self.qkv_proj(x)
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        interleaved = config.ropes[self.index].interleaved
+        if joined is not None and not config.qk_norm:
+            return rotation.split(joined, heads, interleaved=interleaved)
+        if joined is not None:
+            q, k, v = (part.reshape(*x.shape[:-1], -1) for part in split(joined, heads))
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if config.qk_norm == "projection" and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.reshape(*x.shape[:-1], -1, config.head_dim) for part in (q, k, v))
+        if config.qk_norm is True and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return *rotation.turn(q, k, interleaved=interleaved), v
 
 
 class MLP(nnx.Module):
@@ -212,7 +211,7 @@ class Decoder(nnx.Module):
         positions = inputs.positions
         three = positions.ndim > inputs.token_ids.ndim
         rotations = {
-            rope: Rotation(*rope.angles(positions, x.dtype, three=three), inputs.one_device)
+            rope: Rotation(*rope.angles(positions, x.dtype, three=three), inputs.rotate)
             for rope in ropes
         }
         more: dict[str, Any] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxpage.models.attention import Attention
+from jaxpage.ops.rope import Rotate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,5 +32,4 @@ class ForwardInput:
     expert_load: list[jax.Array] | None = None
     # int32[..., T]: the slot of each token's adapter, 0 for none; for models with adapters, see `models.lora`.
     adapter_slots: jax.Array | None = None
-    # Whether each token's heads are on one device, which then may cut them out of [T, heads * D].
-    one_device: bool = False
+    rotate: Rotate = Rotate()  # the heads of each layer, by their positions

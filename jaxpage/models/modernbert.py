@@ -14,8 +14,9 @@ from flax import nnx
 
 from jaxpage.models.encoder import LayerNorm, check_encoder
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Embedding, Linear, Normal
-from jaxpage.models.rope import Rope, layer_ropes, rotate
+from jaxpage.models.rope import Rope, layer_ropes
 from jaxpage.models.token_batch import RowAttention, TokenBatch
+from pallas_kernels.rope.xla import rotate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,7 +75,8 @@ class Attention(nnx.Module):
             for part in jnp.split(self.Wqkv(x), 3, axis=-1)
         )
         # Like transformers: rotate in float32 and round once.
-        q, k = (rotate(part.astype(jnp.float32), *rotation).astype(x.dtype) for part in (q, k))
+        q, k = (part.astype(jnp.float32) for part in (q, k))
+        q, k = (part.astype(x.dtype) for part in rotate([q, k], *rotation))
         window = config.windows[self.index]
         out = attention(self.index, q, k, v, scale=head_dim**-0.5, window=window, soft_cap=None)
         return self.Wo(out.reshape(x.shape))

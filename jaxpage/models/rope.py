@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from jaxpage.ops.rope import Rotate
+from pallas_kernels.rope.reference import split
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,7 +41,7 @@ class Rope:
     # transformers' Qwen2-VL ("mrope_section"). None: tokens have one position.
     sections: tuple[int, ...] | None = None
     kind: str = "default"  # transformers' rope_type; trainers may store projections by it
-    interleaved: bool = False  # pairs of dimensions are neighbours, see `rotate`
+    interleaved: bool = False  # pairs of dimensions are neighbours
 
     def angles(
         self, positions: jax.Array, dtype: jnp.dtype, *, three: bool = False
@@ -62,87 +63,36 @@ class Rope:
         return cos.astype(dtype), sin.astype(dtype)
 
 
-_LANES = 128  # of a TPU's registers
-_MANY_TOKENS = 1024  # for which products of single heads take a TPU less than copies of all
 NO_ROPE = Rope((), kind="none")  # of layers that do not know positions
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotation:
-    """What `rotate` turns the heads of a layer by."""
+    """What turns the heads of a layer, and by how much."""
 
     cos: jax.Array  # [..., T, 1, half]
     sin: jax.Array  # [..., T, 1, half]
-    one_device: bool = field(default=False, metadata={"static": True})
+    rotate: Rotate = field(default=Rotate(), metadata={"static": True})
 
+    def turn(
+        self, q: jax.Array, k: jax.Array, *, interleaved: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """q [..., T, H, D] and k [..., T, K, D], rotated."""
+        if self.cos.shape[-1] == 0:
+            return q, k
+        q, k = self.rotate([q, k], self.cos, self.sin, interleaved=interleaved)
+        return q, k
 
-def rotate(
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    *,
-    one_device: bool = False,
-    interleaved: bool = False,
-) -> jax.Array:
-    """x [..., T, heads, D] rotated in pairs (d, d + half), the Hugging Face convention; dimensions
-    after 2*half pass. `interleaved`: in pairs (2 d, 2 d + 1), as transformers' GLM and Cohere.
-
-    `one_device`: each token's heads are on one device. Then a TPU may cut them out of [..., T, heads * D].
-    """
-    if cos.shape[-1] == 0:
-        return x
-    # Halves of a head are halves of a TPU's registers, which XLA would pad, merge and copy.
-    return lax.platform_dependent(
-        *(x, cos, sin),
-        tpu=partial(_rotate_by_product, one_device=one_device, interleaved=interleaved),
-        default=partial(_rotate_pairs, interleaved=interleaved),
-    )
-
-
-def _rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
-    half = cos.shape[-1]
-    if interleaved:
-        pairs = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
-        first, second, rest = pairs[..., 0], pairs[..., 1], x[..., 2 * half :]
-        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        turned = turned.reshape(*x.shape[:-1], 2 * half)
-        return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*rotated, rest] if rest.shape[-1] else rotated, axis=-1)
-
-
-def _rotate_by_product(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, *, one_device: bool, interleaved: bool
-) -> jax.Array:
-    """The same; each dimension's partner comes from a product with a matrix of 0, 1 and -1, which is exact."""
-    half, size = cos.shape[-1], x.shape[-1]
-    first = 2 * np.arange(half) if interleaved else np.arange(half)
-    second = first + (1 if interleaved else half)
-    partner = np.zeros((size, size), np.float32)
-    partner[second, first], partner[first, second] = -1, 1
-    widths = [(0, 0)] * (cos.ndim - 1) + [(0, size - 2 * half)]
-
-    def of_all(values, of_rest):
-        both = jnp.repeat(values, 2, axis=-1) if interleaved else jnp.tile(values, 2)
-        return jnp.pad(both, widths, constant_values=of_rest)
-
-    # float32 in one pass would be rounded to bfloat16.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    partner = jnp.asarray(partner, x.dtype)
-    cos, sin = of_all(cos, 1), of_all(sin, 0)
-
-    def turn(x, cos, sin):
-        return x * cos + jnp.matmul(x, partner, precision=precision) * sin
-
-    num_tokens, num_heads = x.shape[-3:-1]
-    if not one_device or size % _LANES or num_tokens < _MANY_TOKENS:
-        return turn(x, cos, sin)
-    # Head by head: XLA would make the tokens of [T, heads, D] lanes for the product, and turn them back.
-    heads = jnp.split(x.reshape(*x.shape[:-2], -1), num_heads, axis=-1)
-    cos, sin = cos[..., 0, :], sin[..., 0, :]
-    return jnp.concatenate([turn(head, cos, sin) for head in heads], axis=-1).reshape(x.shape)
+    def split(
+        self, joined: jax.Array, heads: tuple[int, int, int], *, interleaved: bool = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q and k, rotated, and v, which are side by side in [..., T, (H + 2 K) * D]. heads: H, K, K."""
+        if self.cos.shape[-1] == 0:
+            q, k, v = split(joined, heads)
+        else:
+            q, k, v = self.rotate.split(joined, heads, self.cos, self.sin, interleaved=interleaved)
+        return q, k, v
 
 
 def interleaved(ropes: Sequence[Rope]) -> tuple[Rope, ...]:

@@ -17,7 +17,8 @@ from flax import nnx
 from jaxpage.models.config import ACTIVATIONS, ModelConfig
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.layers import Constant, Linear, Normal, matmul, param
-from jaxpage.models.rope import Rope, frequencies, rotate
+from jaxpage.models.rope import Rope, frequencies
+from pallas_kernels.rope.xla import rotate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,7 +94,8 @@ class RotaryAttention(nnx.Module):
     ) -> jax.Array:
         qkv = self.qkv(x).reshape(x.shape[0], 3, self.num_heads, -1)
         # In float32, like transformers.
-        q, k = (rotate(qkv[:, i].astype(jnp.float32), *rotation).astype(x.dtype) for i in (0, 1))
+        q, k = (qkv[:, i].astype(jnp.float32) for i in (0, 1))
+        q, k = (part.astype(x.dtype) for part in rotate([q, k], *rotation))
         out = attend(q, k, qkv[:, 2], scale=q.shape[-1] ** -0.5)
         return self.proj(out.reshape(x.shape))
 

@@ -24,6 +24,7 @@ from jaxpage.kv_pool import KVPool, KVPoolSpec
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.ops.attention import PagedAttention
 from jaxpage.ops.blocks import copy_blocks
+from jaxpage.ops.rope import Rotate
 from jaxpage.parallel.rows import deal_rows, pad_rows
 from jaxpage.parallel.sharding import sharding
 from jaxpage.plan import NULL_BLOCK
@@ -225,7 +226,7 @@ class Step:
             attention=attention,
             is_token=batch.is_token,
             expert_load=[] if EXPERT_LOAD in state else None,
-            one_device=self.mesh is None or self.mesh.size == 1,
+            rotate=Rotate(in_step=True, mesh=self.mesh),
         )
         if embeds:
             words, where = embeds

@@ -104,7 +104,7 @@ def paged_attention(
 class _New(NamedTuple):
     """What a launch writes, too."""
 
-    rows: list[jax.Array]  # see `tpu_layout.new_rows`
+    rows: list[tuple[jax.Array, ...]]  # see `tpu_layout.new_rows`
     lists: list[jax.Array]  # `tpu_work.chunks`; of rows with one query also `reads_others_writes`
 
 
@@ -135,11 +135,15 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
     """
     pools, structure = jax.tree.flatten(pool)
     anywhere, num_pools = pl.BlockSpec(memory_space=pl.ANY), len(pools)
-    num_written = len(new)
-    if not new and not interpret:
+    num_written, new_parts = len(new), [x for parts in new for x in parts]
+    in_hbm = not interpret
+    if in_hbm:
+        # From VMEM, where XLA would keep them, a copy is a loop of the core's.
+        q, *new_parts = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (q, *new_parts))
+    if not new and in_hbm:
         # Otherwise XLA may bring a small pool, or its scales, to VMEM as a whole, in each layer.
         pools = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools]
-    inputs = [q, *new, *pools]
+    inputs = [q, *new_parts, *pools]
     in_specs = [anywhere] * len(inputs)
     if sinks is not None:
         per_row = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
@@ -148,18 +152,19 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
         inputs.append(per_row[:, :, None])
         in_specs.append(pl.BlockSpec(memory_space=pltpu.VMEM))
     buffers_of_chunks = [
-        chunk_buffers(shape, array, axis, size)
-        for axis, (array, size) in enumerate(zip(pools, write_sizes(shape), strict=True))
+        chunk_buffers(shape, parts, array, axis, size)
+        for axis, (parts, array, size) in enumerate(
+            zip(new, pools, write_sizes(shape), strict=False)
+        )
     ]
-    scratch, scratch_structure = jax.tree.flatten(
-        (buffers_of_chunks[:num_written], scratch_shapes(shape, pool))
-    )
+    scratch, scratch_structure = jax.tree.flatten((buffers_of_chunks, scratch_shapes(shape, pool)))
 
     def kernel(*refs):
         (table, kv_lens, query_starts, *lists), refs = refs[: len(scalars)], refs[len(scalars) :]
         (q_ref, *given), refs = refs[: len(inputs)], refs[len(inputs) :]
         out_ref, written, buffers = refs[0], refs[1 : 1 + num_written], refs[1 + num_written :]
         pool_refs = written or given[:num_pools]
+        new_refs = jax.tree.unflatten(jax.tree.structure(new), given[: len(new_parts)])
         of_chunks, buffers = jax.tree.unflatten(scratch_structure, buffers)
         rows = Rows(shape, table, kv_lens, query_starts)
         writes = []
@@ -170,7 +175,7 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
                 chunk_rows=chunk_rows,
                 chunk_positions=chunk_positions,
                 total=num_chunks[0],
-                new_ref=given[axis],
+                new_refs=new_refs[axis],
                 pool_ref=pool_refs[axis],
                 buffers=of_chunks[axis],
                 axis=axis,
@@ -205,12 +210,12 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
             scratch_shapes=scratch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*q.shape[:-1], lanes_of_out), q.dtype),
+            pltpu.HBM((*q.shape[:-1], lanes_of_out), q.dtype),
             # And back again.
             *(pltpu.HBM(x.shape, x.dtype) for x in pools[:num_written]),
         ],
         input_output_aliases={
-            len(scalars) + 1 + num_written + i: 1 + i for i in range(num_written)
+            len(scalars) + 1 + len(new_parts) + i: 1 + i for i in range(num_written)
         },
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES,

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention.tpu_pick import collect, pick, put, spread
 from pallas_kernels.paged_attention.tpu_shape import (
     QUERY_BUFFERS,
     UNROLLED_BLOCKS,
@@ -82,7 +83,7 @@ class Attend:
         pl.when(is_whole)(lambda: self.wait_for_all(slot))
         pl.when(~is_whole)(lambda: self.wait_for_part(first, end, slot))
         widen_factors(shape, scratch, slot, first, end)
-        queries = scratch.queries.at[units.visit[unit] & (QUERY_BUFFERS - 1)]
+        queries = scratch.picked.own if scratch.picked else self.queries_of(unit)[0]
         add = partial(add_tiles, shape, scratch, queries, slot)
         if shape.tiles_of_fetch > 1:
             bits = shape.tile_kv.bit_length() - 1
@@ -216,13 +217,18 @@ class Attend:
         return self.scratch.out.at[visit & 1], self.scratch.out_sems.at[visit & 1]
 
     def for_each_part(self, ref, query_tile, buffer, act: Callable) -> None:
-        """act(part of a tile of `ref`, the same of the buffer): the whole tile, or each head of it if `is_flat`."""
+        """act(part of a tile of `ref`, the same of the buffer): the whole tile, or each head of a flat one that is not
+        picked from.
+        """
         shape = self.shape
         if not shape.is_flat:
             act(ref.at[query_tile], buffer)
             return
-        tokens, lanes = shape.tile_q, shape.head_lanes
+        tokens, lanes = shape.tile_tokens, shape.head_lanes
         of_tile = pl.ds(pl.multiple_of(query_tile * tokens, tokens), tokens)
+        if shape.picks_rows:
+            act(ref.at[of_tile], buffer)
+            return
         for number in range(shape.num_heads * shape.num_planes):
             head, plane = divmod(number, shape.num_planes)
             kv_head, place = divmod(head, shape.group)
@@ -239,6 +245,8 @@ class Attend:
             pltpu.make_async_copy(queries, queries, sem).wait()
             visit = units.visit[unit]
             pl.when(visit >= 2)(lambda: self.wait_for_out(visit))  # of two visits ago
+            if scratch.picked:
+                spread(self.shape, scratch.picked, queries)
             if self.shape.tile_q > 1:
                 scratch.out[visit & 1] = jnp.zeros(scratch.out.shape[1:], scratch.out.dtype)
 
@@ -246,18 +254,38 @@ class Attend:
         def _():
             self.start_queries(unit + 1)
 
+        if scratch.picked:
+            pick(self.shape, scratch.picked, self.token_of_tile(unit))
         begin(self.shape, scratch)
 
     def end_unit(self, unit) -> None:
-        units = self.units
-        visit, mine = units.visit[unit], None
-        if self.shape.tile_q > 1:
-            first, end = units.rows.queries(units.row[unit])[:2]
-            token = _tokens(self.shape, units.query_tile[unit])
-            mine = (token >= first) & (token < end)
-        finish(self.shape, mine, self.sinks_ref, self.scratch, self.scratch.out.at[visit & 1])
+        shape, picked = self.shape, self.scratch.picked
+        out, _ = self.out_of(self.units.visit[unit])
+        if picked:
+            keep = partial(put, shape, picked, self.token_of_tile(unit))
+        elif shape.tile_q == 1:
+            keep = partial(self.keep, out, None)
+        else:
+            first, end = self.units.rows.queries(self.units.row[unit])[:2]
+            token = _tokens(shape, self.units.query_tile[unit])
+            keep = partial(self.keep, out, (token >= first) & (token < end))
+        finish(shape, self.sinks_ref, self.scratch, keep)
 
-        pl.when(units.ends_visit(unit))(lambda: self.start_out(unit))
+        @pl.when(self.units.ends_visit(unit))
+        def _():
+            if picked:
+                collect(shape, picked, out)
+            self.start_out(unit)
+
+    def keep(self, out, mine, stack, plane, result) -> None:
+        """Of rows that are not `mine` bool[A, 1], what another unit left stays; None: all are."""
+        if mine is not None:
+            result = jnp.where(mine, result, out[stack, plane].astype(jnp.float32))
+        out[stack, plane] = result.astype(self.shape.dtype)
+
+    def token_of_tile(self, unit):
+        """The token of a unit with one query, counted from the first that its tile brings."""
+        return self.units.rows.queries(self.units.row[unit])[0] & (self.shape.tile_tokens - 1)
 
 
 def _tokens(shape: Shape, query_tile) -> jax.Array:

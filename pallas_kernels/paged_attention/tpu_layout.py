@@ -124,21 +124,20 @@ def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) ->
     return None
 
 
-def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.Array]:
-    """The new tokens as they stand in the pool: [.., 2*K*D], and [scale_rows*K, ..].
+def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[tuple[jax.Array, ...]]:
+    """The new tokens: [.., 2*K*D] as they stand in the pool, or K and V apart, [.., K*D] each, if a head is whole
+    registers, which `tpu_write` puts side by side. And [scale_rows*K, ..] of a pool with scales.
 
     Padded to whole registers, and to as many as `tpu_write` fetches at once.
     """
-    num_tokens, num_heads = k.shape[:2]
+    num_tokens = k.shape[0]
     is_quantized = isinstance(pool, QuantizedPool)
-    if shape.is_flat and not is_quantized:
-        # Whole registers side by side: with an axis of heads XLA would copy them. Of few tokens that is cheaper.
-        heads = [jnp.split(x.reshape(num_tokens, -1), num_heads, axis=1) for x in (k, v)]
-        side_by_side = [each for k_and_v in zip(*heads, strict=True) for each in k_and_v]
-        new = [jnp.concatenate(side_by_side, axis=1)]
+    if shape.head_lanes % LANES == 0 and not is_quantized:
+        new = [(k.reshape(num_tokens, -1), v.reshape(num_tokens, -1))]
     else:
         kv = jnp.stack([k, v], axis=2)  # [T, K, 2, D]; of [T, 2*K, D] XLA would keep float32 copies
-        new = _quantized(shape, kv, pool) if is_quantized else [kv.reshape(num_tokens, -1)]
+        rows = _quantized(shape, kv, pool) if is_quantized else [kv.reshape(num_tokens, -1)]
+        new = [(x,) for x in rows]
 
     def pad(x, axis, size):
         wanted = max(-(-num_tokens // size) * size, write_window(shape, size))
@@ -147,8 +146,8 @@ def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[jax.A
         return jnp.pad(x, widths)
 
     return [
-        pad(x, axis, size)
-        for axis, (x, size) in enumerate(zip(new, write_sizes(shape), strict=True))
+        tuple(pad(x, axis, size) for x in parts)
+        for axis, (parts, size) in enumerate(zip(new, write_sizes(shape), strict=True))
     ]
 
 
@@ -166,10 +165,10 @@ def _quantized(shape: Shape, kv: jax.Array, pool: QuantizedPool) -> list[jax.Arr
 def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
     """[T, H, D] → [Q, K', P, A, W]: tiles of queries, head by head, in the lanes where the head's keys lie.
 
-    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_q, H * D].
+    Of stacks of n heads K' = K / n. If `is_flat`: [Q * tile_tokens, H * D].
     """
     tile_q, group, period = shape.tile_q, shape.group, shape.period
-    q = jnp.pad(q, ((0, -q.shape[0] % tile_q), (0, 0), (0, 0)))
+    q = jnp.pad(q, ((0, -q.shape[0] % shape.tile_tokens), (0, 0), (0, 0)))
     if shape.is_flat:
         return q.reshape(q.shape[0], -1)
     q = q.reshape(-1, tile_q, shape.num_kv_heads, group, shape.num_planes, shape.head_lanes)
@@ -194,7 +193,7 @@ def to_tiles(shape: Shape, q: jax.Array) -> jax.Array:
 
 
 def from_tiles(shape: Shape, out: jax.Array, num_tokens: int) -> jax.Array:
-    """[Q, K', P, A, W], or [Q * tile_q, H * D] if `is_flat`, → [T, H, D], from the lanes of the head's values."""
+    """[Q, K', P, A, W], or [Q * tile_tokens, H * D] if `is_flat`, → [T, H, D], from the lanes of the head's values."""
     if shape.is_flat:
         return out[:num_tokens].reshape(num_tokens, shape.num_heads, -1)
     tile_q, group, period = shape.tile_q, shape.group, shape.period

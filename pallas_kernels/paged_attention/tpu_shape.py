@@ -84,12 +84,26 @@ class Shape:
         return self.num_kv_heads * self.group
 
     @property
+    def tile_tokens(self) -> int:
+        """Tokens whose queries come, and whose results go, at once: with one query per row those of a register, if
+        a head is whole registers.
+        """
+        is_whole = self.head_lanes % LANES == 0
+        return slots_of_register(self.dtype) if self.tile_q == 1 and is_whole else self.tile_q
+
+    @property
     def is_flat(self) -> bool:
         """Whether queries come, and results go, as [T, H * D]: a tile of a head is whole registers of it.
 
         Else XLA brings them into tiles before, and back after: 120 k cycles on a v6e for 2,048 tokens of 16 heads.
         """
-        return self.head_lanes % LANES == 0 and self.tile_q % slots_of_register(self.dtype) == 0
+        is_whole = self.tile_tokens % slots_of_register(self.dtype) == 0
+        return self.head_lanes % LANES == 0 and is_whole
+
+    @property
+    def picks_rows(self) -> bool:
+        """Whether a row's queries are picked out of a tile of tokens (`tpu_pick.py`)."""
+        return self.tile_q < self.tile_tokens
 
     @property
     def width(self) -> int:
@@ -130,6 +144,12 @@ class Shape:
     def rows(self) -> int:
         """A: queries times heads of a group times heads of a stack, padded to whole registers."""
         return -(-self.stack * self.group * self.tile_q // 8) * 8
+
+    @property
+    def picked_shape(self) -> tuple[int, int, int]:
+        """Of a tile of tokens that rows are picked out of: its heads, and those that the last stack's rows reach to."""
+        heads = (self.num_stacks - 1) * self.stack * self.group + self.rows
+        return self.num_planes * self.read_lanes // LANES, heads * self.tile_tokens, LANES
 
     @property
     def heads_at_once(self) -> int:
@@ -192,6 +212,9 @@ class Shape:
         sizes = [CHUNK_BUFFERS * (size + write_window(self, size)) for size in write_sizes(self)]
         slots = self.kv_buffers * self.fetch_kv + sizes[0]
         total = self.num_stacks * self.rows * of_row
+        if self.picks_rows:
+            of_tile = math.prod(self.picked_shape)
+            total += (2 * 4 + (QUERY_BUFFERS + 2) * item) * of_tile
         total += slots * self.width * self.pool_dtype.itemsize
         if self.scale_rows:
             slots = self.kv_buffers * self.fetch_kv + sizes[1]

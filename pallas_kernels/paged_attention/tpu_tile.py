@@ -10,6 +10,7 @@ scores of a head are computed before the weights of the one before. Knows nothin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
+from pallas_kernels.paged_attention import tpu_pick
+from pallas_kernels.paged_attention.tpu_pick import Picked
 from pallas_kernels.paged_attention.tpu_shape import (
     LANES,
     QUERY_BUFFERS,
@@ -37,8 +40,10 @@ class Scratch(NamedTuple):
     """VMEM and semaphores of `tpu_attend.py`. K': see `tpu_layout.to_tiles`."""
 
     kv: Any  # [kv_buffers, blocks, S, width] of the pool's dtype
-    queries: Any  # [QUERY_BUFFERS, K', P, A, W]
-    out: Any  # [2, K', P, A, W]
+    queries: (
+        Any  # [QUERY_BUFFERS, K', P, A, W]; if `picks_rows` [QUERY_BUFFERS, tile_tokens, H * D]
+    )
+    out: Any  # [2, ..] likewise
     top: Any  # float32[K', A, LANES] greatest score so far, in every lane
     total: (
         Any  # float32[K', A, LANES] of the weights so far, of each lane those of every LANES-th key
@@ -47,6 +52,7 @@ class Scratch(NamedTuple):
     kv_sems: Any
     query_sems: Any
     out_sems: Any
+    picked: Picked | None = None  # if `picks_rows`
     scale_zero: Any = None  # [kv_buffers, blocks, scale_rows * K, S]
     factors: Any = None  # float32[tiles of a fetch, K, 4, B]: scale and zero of K, of V
 
@@ -55,17 +61,20 @@ def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
     num_blocks, buffers = shape.fetch_kv // shape.block_size, shape.kv_buffers
     stacks, rows, lanes = shape.num_stacks, shape.rows, shape.read_lanes
     column = pltpu.VMEM((stacks, rows, LANES), jnp.float32)
-    out = (stacks, shape.num_planes, rows, lanes)
+    out = tile = (stacks, shape.num_planes, rows, lanes)
+    if shape.picks_rows:
+        tile = (shape.tile_tokens, shape.num_heads * shape.head_dim)
     scratch = Scratch(
         kv=pltpu.VMEM((buffers, num_blocks, shape.block_size, shape.width), shape.pool_dtype),
-        queries=pltpu.VMEM((QUERY_BUFFERS, *out), shape.dtype),
-        out=pltpu.VMEM((2, *out), shape.dtype),
+        queries=pltpu.VMEM((QUERY_BUFFERS, *tile), shape.dtype),
+        out=pltpu.VMEM((2, *tile), shape.dtype),
         top=column,
         total=column,
         acc=pltpu.VMEM(out, jnp.float32),
         kv_sems=pltpu.SemaphoreType.DMA((buffers,)),
         query_sems=pltpu.SemaphoreType.DMA((QUERY_BUFFERS,)),
         out_sems=pltpu.SemaphoreType.DMA((2,)),
+        picked=tpu_pick.scratch_shapes(shape) if shape.picks_rows else None,
     )
     if not isinstance(pool, QuantizedPool) or pool.scale_zero is None:
         return scratch
@@ -343,8 +352,8 @@ def _over(column: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.concatenate([column] * (like.shape[1] // LANES), axis=1)
 
 
-def finish(shape: Shape, mine, sinks_ref, scratch: Scratch, out_ref) -> None:
-    """Divides by the sum of weights. Rows that are not `mine` bool[A, 1] keep what another unit left; None: all are."""
+def finish(shape: Shape, sinks_ref, scratch: Scratch, put: Callable) -> None:
+    """Divides by the sum of weights, and calls put(stack, plane, result float32[A, W])."""
 
     def one_stack(stack):
         top, total = (
@@ -358,9 +367,6 @@ def finish(shape: Shape, mine, sinks_ref, scratch: Scratch, out_ref) -> None:
             rescale = jnp.exp2(top - new_top)
             factor = rescale / (total * rescale + jnp.exp2(sink - new_top))
         for plane in range(shape.num_planes):
-            out = scratch.acc[stack, plane] * factor
-            if mine is not None:
-                out = jnp.where(mine, out, out_ref[stack, plane].astype(jnp.float32))
-            out_ref[stack, plane] = out.astype(shape.dtype)
+            put(stack, plane, scratch.acc[stack, plane] * factor)
 
     repeat(0, shape.num_stacks, one_stack)

@@ -100,7 +100,8 @@ def reads_others_writes(shape: Shape, block_table: jax.Array, kv_lens: jax.Array
     def is_open(state):
         return (state[0] < is_full.sum()) & ~state[1]
 
-    return lax.while_loop(is_open, compare, (jnp.int32(0), False))[1][None].astype(jnp.int32)
+    _, is_hit = lax.while_loop(is_open, compare, (jnp.int32(0), jnp.zeros((), bool)))
+    return is_hit[None].astype(jnp.int32)
 
 
 def units(
@@ -114,17 +115,18 @@ def units(
 
     has_units: bool[R]; such rows have queries.
     """
-    first = query_starts[:-1] // shape.tile_q
-    counts = jnp.where(has_units, -(-query_starts[1:] // shape.tile_q) - first, 0)
+    tokens = shape.tile_tokens
+    first = query_starts[:-1] // tokens
+    counts = jnp.where(has_units, -(-query_starts[1:] // tokens) - first, 0)
     most_rows = min(kv_lens.shape[0], num_tokens)
-    row, number, total = _expand(counts, -(-num_tokens // shape.tile_q) + most_rows)
+    row, number, total = _expand(counts, -(-num_tokens // tokens) + most_rows)
     tile = first[row] + number
     moved = jnp.concatenate([jnp.zeros(1, jnp.int32), (tile[1:] != tile[:-1]).astype(jnp.int32)])
     before = (kv_lens - query_starts[1:])[row]
-    end_key = jnp.minimum(query_starts[row + 1], (tile + 1) * shape.tile_q) + before
+    end_key = jnp.minimum(query_starts[row + 1], (tile + 1) * tokens) + before
     first_key = jnp.zeros_like(end_key)
     if (window := shape.mask[1]) is not None:
-        position = jnp.maximum(query_starts[row], tile * shape.tile_q) + before
+        position = jnp.maximum(query_starts[row], tile * tokens) + before
         first_key = jnp.maximum(position - window + 1, 0)
     return [row, tile, jnp.cumsum(moved, dtype=jnp.int32), first_key, end_key, total]
 
@@ -161,12 +163,12 @@ class Units:
         return unit + is_last.astype(jnp.int32), jnp.where(is_last, next_first, fetch + 1)
 
     def begins_visit(self, unit):
-        if self.rows.shape.tile_q == 1:
+        if self.rows.shape.tile_tokens == 1:
             return True
         return (unit == 0) | (self.visit[unit] != self.visit[jnp.maximum(unit - 1, 0)])
 
     def ends_visit(self, unit):
-        if self.rows.shape.tile_q == 1:
+        if self.rows.shape.tile_tokens == 1:
             return True
         after = jnp.minimum(unit + 1, self.row.shape[0] - 1)
         return (unit == self.total - 1) | (self.visit[unit] != self.visit[after])

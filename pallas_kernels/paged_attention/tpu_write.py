@@ -6,9 +6,9 @@ back, several at a time. Knows nothing of attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,27 @@ from pallas_kernels.paged_attention.tpu_work import Rows
 AHEAD = CHUNK_BUFFERS // 2
 
 
-def chunk_buffers(shape: Shape, array: jax.Array, axis: int, size: int) -> list:
-    """For new slots, for `size` old ones, and semaphores."""
+class Buffers(NamedTuple):
+    """VMEM and semaphores, of CHUNK_BUFFERS chunks each."""
 
-    def buffer(slots: int):
-        of_chunk = (slots, array.shape[2]) if axis == 0 else (array.shape[1], slots)
-        return pltpu.VMEM((CHUNK_BUFFERS, *of_chunk), array.dtype)
+    new: Sequence  # of each of `Write.new_refs`, a window of new slots
+    old: Any
+    new_sems: Any
+    old_sems: Any
+
+
+def chunk_buffers(
+    shape: Shape, new: Sequence[jax.Array], pool: jax.Array, axis: int, size: int
+) -> Buffers:
+    """For chunks of `size` slots of an array of the pool."""
+
+    def buffer(slots: int, array: jax.Array):
+        of_chunk = (slots, array.shape[-1]) if axis == 0 else (array.shape[-2], slots)
+        return pltpu.VMEM((CHUNK_BUFFERS, *of_chunk), pool.dtype)
 
     sems = pltpu.SemaphoreType.DMA((CHUNK_BUFFERS,))
-    return [buffer(write_window(shape, size)), buffer(size), sems, sems]
+    window = write_window(shape, size)
+    return Buffers([buffer(window, x) for x in new], buffer(size, pool), sems, sems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +56,18 @@ class Write:
     chunk_rows: jax.Array  # int32[..], of each chunk its row
     chunk_positions: jax.Array  # int32[..], and its first position
     total: jax.Array  # int32, chunks
-    new_ref: Any  # see `tpu_layout.new_rows`
+    new_refs: Sequence  # see `tpu_layout.new_rows`
     pool_ref: Any
-    buffers: list  # see `chunk_buffers`
+    buffers: Buffers
     axis: int
 
     @property
     def size(self) -> int:
-        return self.buffers[1].shape[1 + self.axis]
+        return self.buffers.old.shape[1 + self.axis]
 
     @property
     def window(self) -> int:
-        return self.buffers[0].shape[1 + self.axis]
+        return self.buffers.new[0].shape[1 + self.axis]
 
     def run(self) -> None:
         self.begin()
@@ -76,37 +88,37 @@ class Write:
         @pl.when(index < self.total)
         def _():
             pl.when(index + AHEAD < self.total)(lambda: self.start(index + AHEAD))
-            self.fetch_new(index).wait()
-            self.fetch_old(index).wait()
+            for copy in self.fetches(index):
+                copy.wait()
             self.merge(index)
             self.put(index).start()
 
     def start(self, index) -> None:
-        self.fetch_new(index).start()
-        self.fetch_old(index).start()
+        for copy in self.fetches(index):
+            copy.start()
 
-    def fetch_new(self, index):
-        new_buffers, _, sems, _ = self.buffers
-        slot = _slot(index)
+    def fetches(self, index) -> list:
+        """The copies of new slots, and of the old ones."""
+        buffers, slot = self.buffers, _slot(index)
         begin = pl.multiple_of(self._first_fetched(index), self.size)
-        source = self.new_ref.at[(slice(None),) * self.axis + (pl.ds(begin, self.window),)]
-        return pltpu.make_async_copy(source, new_buffers.at[slot], sems.at[slot])
-
-    def fetch_old(self, index):
-        _, old_buffers, _, sems = self.buffers
-        slot = _slot(index)
-        return pltpu.make_async_copy(self._place(index), old_buffers.at[slot], sems.at[slot])
+        window = (slice(None),) * self.axis + (pl.ds(begin, self.window),)
+        copies = [
+            pltpu.make_async_copy(ref.at[window], buffer.at[slot], buffers.new_sems.at[slot])
+            for ref, buffer in zip(self.new_refs, buffers.new, strict=True)
+        ]
+        old, sem = buffers.old.at[slot], buffers.old_sems.at[slot]
+        return [*copies, pltpu.make_async_copy(self._place(index), old, sem)]
 
     def put(self, index):
-        _, old_buffers, _, sems = self.buffers
         slot = _slot(index)
-        return pltpu.make_async_copy(old_buffers.at[slot], self._place(index), sems.at[slot])
+        old, sem = self.buffers.old.at[slot], self.buffers.old_sems.at[slot]
+        return pltpu.make_async_copy(old, self._place(index), sem)
 
     def merge(self, index) -> None:
-        new_buffers, old_buffers, _, _ = self.buffers
-        slot, size = _slot(index), self.size
+        slot, size, old_buffers = _slot(index), self.size, self.buffers.old
         first, end, before = self.rows.queries(self.chunk_rows[index])
-        new, old = wide(new_buffers[slot]), wide(old_buffers[slot])
+        parts = [buffer[slot] for buffer in self.buffers.new]
+        new, old = wide(self._side_by_side(parts)), wide(old_buffers[slot])
         ahead = self._first_fetched(index) - (self.chunk_positions[index] - before)
         new = pltpu.roll(new, ahead & (self.window - 1), self.axis)
         new = new[:, :size] if self.axis else new[:size]
@@ -114,6 +126,14 @@ class Write:
         position = self.chunk_positions[index] + token
         is_new = (position >= first + before) & (position < end + before)
         old_buffers[slot] = jnp.where(is_new, new, old).astype(old_buffers.dtype)
+
+    def _side_by_side(self, parts: list[jax.Array]) -> jax.Array:
+        """[.., 2*K*D] of K and V apart: whole registers, which do not move."""
+        if len(parts) == 1:
+            return parts[0]
+        lanes = self.rows.shape.head_lanes
+        starts = range(0, parts[0].shape[1], lanes)
+        return jnp.concatenate([x[:, i : i + lanes] for i in starts for x in parts], axis=1)
 
     def _place(self, index):
         block_size, position = self.rows.shape.block_size, self.chunk_positions[index]
@@ -129,7 +149,7 @@ class Write:
         first, _, before = self.rows.queries(self.chunk_rows[index])
         if self.window == self.size:
             return first & -self.size
-        last = self.new_ref.shape[self.axis] - self.window
+        last = self.new_refs[0].shape[self.axis] - self.window
         return jnp.clip((self.chunk_positions[index] - before) & -self.size, 0, last)
 
 

@@ -34,6 +34,7 @@ CALLS = {
     "quant_matmul": ("int8-8x3584x37888", "int8-2048x3584x37888", "int4-8x3584x37888"),
     "grouped_matmul": ("qwen3-30b-a3b-64-ours", "mixtral-8x7b-2048-ours"),
     "lora": ("8-of-rank-64-32x3584x3584+512+512-bfloat16",),
+    "rope": ("qwen2.5-7b-256",),
 }
 _ONE_HEAD = attention.Call(name="llama-8b-of-tp8", num_heads=4, num_kv_heads=1, head_dim=128)
 ONE_HEAD = (_ONE_HEAD, replace(_ONE_HEAD, name="llama-8b-of-tp8-decode", num_tokens=64))

@@ -21,6 +21,7 @@ NAMES = (
     "paged_attention_gpu",
     "grouped_matmul",
     "lora",
+    "rope",
     "schedules",
     "vision",
     "pooling",

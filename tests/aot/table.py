@@ -20,6 +20,7 @@ KERNELS = {
     "quant_matmul": "quant_matmul",
     "grouped_matmul": "grouped_matmul",
     "lora": "lora",
+    "rope": "rope",
 }
 
 

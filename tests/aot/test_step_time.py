@@ -17,17 +17,19 @@ HEADS = Loop(begin=20, own=100, least=100, trips=8, slots={"MXU": 32})
 COPY = Loop(begin=12, own=40, least=40, num_starts=1)
 CLEAR = Loop(begin=14, own=60, least=60)
 ZERO = Loop(begin=16, own=5, least=5, trips=4)
-TURN = Loop(begin=10, own=600, least=150, inner=(COPY, CLEAR, ZERO, HEADS))
+DIVIDE = Loop(begin=18, own=30, least=30, trips=2, slots={"EUP": 1})
+TURN = Loop(begin=10, own=600, least=150, inner=(COPY, CLEAR, ZERO, DIVIDE, HEADS))
 WRITE = Loop(begin=5, own=200, least=100, num_waits=1)
 PROGRAM = Loop(begin=0, own=300, least=200, inner=(WRITE, TURN))
-TILES = {"tile_q": 32, "tile_kv": 512, "fetch_kv": 512, "block_size": 128}
+TILES = {"tile_q": 32, "tile_tokens": 32, "tile_kv": 512, "fetch_kv": 512, "block_size": 128}
+ONE_QUERY = {"tile_q": 1, "tile_tokens": 16}
 
 
 def test_the_loops_of_the_kernel_run_as_often_as_there_is_work():
-    rows = Rows(count=64, query_len=1, kv_len=1024, **TILES | {"tile_q": 1})
+    rows = Rows(count=64, query_len=1, kv_len=1024, **TILES | ONE_QUERY)
     # All but the first rows write their tokens when their turns begin.
     assert (rows.num_units, rows.num_turns, rows.num_chunks) == (64, 128, 6)
-    turn, unit = 150 + 8 * 100 + 4 * 40, 600 - 150 + 4 * 5
+    turn, unit = 150 + 8 * 100 + 4 * 40, 600 - 150 + 2 * 30 + 4 * 5 / 16
     assert bundles(PROGRAM, rows) == 300 + 6 * 200 + 128 * turn + 64 * unit
 
 
@@ -54,7 +56,7 @@ def of_tpu(**time) -> dict:
         {"name": "forward T=2048", "time": found},
         {"name": "sample R=64", "time": found | {"kernels": []}},
     ]
-    tiles = {"decode": TILES | {"tile_q": 1}, "prefill": TILES}
+    tiles = {"decode": TILES | ONE_QUERY, "prefill": TILES}
     chip = dataclasses.asdict(CHIPS["v6e"])
     values = measured(chip=chip, programs=programs, attention_tiles=tiles)
     values["config"] |= {"max_num_batched_tokens": 2048, "block_size": 128}

@@ -4,16 +4,14 @@ complex numbers.
 
 from __future__ import annotations
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jaxpage.models.rope import Rope, _rotate_by_product, _rotate_pairs, layer_ropes, rotate
+from jaxpage.models.rope import Rope, layer_ropes
+from pallas_kernels.rope.xla import rotate
 
 _TRAINED = {"original_max_position_embeddings": 4096}
 _FACTORS = {"short_factor": [1.0] * 31 + [1.5], "long_factor": [1.0 + i for i in range(32)]}
@@ -58,7 +56,8 @@ def test_rotation_multiplies_complex_numbers_and_passes_the_rest():
     turns = 1.25 * np.exp(1j * positions[..., None, None] * np.array(rope.inv_freq))
     turned = (x[..., :3] + 1j * x[..., 3:6]) * turns
     expected = np.concatenate([turned.real, turned.imag, x[..., 6:]], axis=-1)
-    np.testing.assert_allclose(rotate(jnp.asarray(x), cos, sin), expected, atol=1e-5)
+    (found,) = rotate([jnp.asarray(x)], cos, sin)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -72,34 +71,10 @@ def test_three_positions_turn_their_own_frequencies_as_in_transformers(interleav
     config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=4)
     config.rope_parameters = parameters
     (rope,) = layer_ropes(config, ["full_attention"], head_dim=32, max_model_len=4096)
-    rotated = rotate(jnp.asarray(x), *rope.angles(jnp.asarray(positions), jnp.float32, three=True))
+    angles = rope.angles(jnp.asarray(positions), jnp.float32, three=True)
+    (rotated,) = rotate([jnp.asarray(x)], *angles)
     expected = rotated_by_transformers(x, positions, config, interleaved)
     np.testing.assert_allclose(rotated, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("half", [8, 32])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_tpu_rotates_by_a_product_to_the_bit(dtype, half, interleaved):
-    x = jax.random.normal(jax.random.key(0), (5, 3, 64), dtype)
-    angles = jnp.linspace(0, 6, 5 * half).reshape(5, 1, half)
-    cos, sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
-    by_product, in_pairs = (
-        rotate_by(x, cos, sin, interleaved=interleaved)
-        for rotate_by in (partial(_rotate_by_product, one_device=False), _rotate_pairs)
-    )
-    np.testing.assert_array_equal(by_product, in_pairs)
-
-
-@pytest.mark.parametrize("half", [32, 64])
-def test_many_tokens_on_one_device_are_rotated_head_by_head_to_the_bit(half):
-    x = jax.random.normal(jax.random.key(0), (1024, 3, 128), jnp.bfloat16)
-    angles = jnp.linspace(0, 600, 1024 * half).reshape(1024, 1, half)
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    turn = jax.jit(partial(_rotate_by_product, one_device=True, interleaved=False))
-    assert turn.lower(x, cos, sin).as_text().count("dot_general") == 3
-    in_pairs = _rotate_pairs(x, cos, sin, interleaved=False)
-    np.testing.assert_array_equal(turn(x, cos, sin), in_pairs)
 
 
 def rotated_by_transformers(x, positions, config, interleaved):

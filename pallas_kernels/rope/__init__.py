@@ -1,0 +1,1 @@
+"""Rotary position embeddings of heads; `reference.py` is the definition."""

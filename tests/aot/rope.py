@@ -1,0 +1,63 @@
+"""Rotary embeddings of the queries and keys of models, and of what is odd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jaxpage.aot.hlo import kernel_calls
+from jaxpage.aot.targets import parse_target
+from jaxpage.aot.topology import mesh_of
+from pallas_kernels.rope.cases import Case
+from tests.aot.program import Program
+from tests.aot.shapes import spec
+
+TARGETS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+MODELS = (
+    Case(name="qwen2.5-0.5b", heads=(14, 2, 2), head_dim=64, half=32),
+    Case(name="qwen2.5-7b", heads=(28, 4, 4)),
+    Case(name="llama-70b", heads=(64, 8, 8)),
+    Case(name="gemma3-4b", heads=(8, 4, 4), head_dim=256, half=128),
+    Case(name="phi4-mini", heads=(24, 8, 8), half=48),
+    Case(name="glm4-9b", heads=(32, 2, 2), half=32, interleaved=True),
+    Case(name="phi3-mini", heads=(32, 32, 32), head_dim=96, half=48),
+    Case(name="qwen2.5-7b-float32", heads=(28, 4, 4), dtype="float32"),
+)
+NUM_TOKENS = (1, 256, 2048)
+
+
+def calls() -> Iterator[Case]:
+    for case in MODELS:
+        for num_tokens in NUM_TOKENS:
+            yield replace(case, name=f"{case.name}-{num_tokens}", num_tokens=num_tokens)
+
+
+def programs(target: str) -> Iterator[Program]:
+    import jax
+
+    with jax.set_mesh(mesh_of(parse_target(target), 1)):  # Pallas asks it for which chip to lower
+        for case in calls():
+            yield Program(name=case.name, lower=partial(_lower, case), look=partial(_look, case))
+
+
+def _lower(case: Case) -> Any:
+    import jax
+
+    from pallas_kernels.rope.tpu import split_and_rotate
+
+    angles = spec((case.num_tokens, 1, case.half), case.dtype)
+    joined = spec((case.num_tokens, sum(case.heads) * case.head_dim), case.dtype)
+    rotate = partial(split_and_rotate, heads=case.heads, interleaved=case.interleaved)
+    return jax.jit(rotate).lower(joined, cos=angles, sin=angles)
+
+
+def _look(case: Case, compiled: Any, log: str) -> dict[str, Any]:
+    memory = compiled.memory_analysis()
+    return {
+        "kernel_calls": len(kernel_calls(compiled.as_text() or "")),
+        "num_tokens": case.num_tokens,
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
