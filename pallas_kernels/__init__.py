@@ -7,6 +7,9 @@
 | block_copy | whole blocks onto blocks, to and from the host | XLA | kernel | XLA |
 | quant_matmul | products with weights in int8, int4, fp8 | XLA | kernel | kernel |
 | grouped_matmul | rows with the weights of their experts | XLA | kernel | kernel |
+| lora | low-rank adapters, a different one for each row | XLA | kernel | kernel |
+| rope | rotary embeddings of queries and keys | XLA | kernel | XLA |
+| token_mask | which tokens a row may sample, and biases | XLA | kernel | XLA |
 
 Each also has a reference, which is its definition.
 

@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from jaxpage.request import Request
 
 BEFORE_ARGMAX = (CONSTRAINTS, PENALTIES)  # they act on greedy rows too
-FEATURES: tuple[SamplerFeature, ...] = (
-    *BEFORE_ARGMAX,
-    *(RANDOM, TRUNCATION),
-    *(LOGPROBS, TOP_LOGPROBS),
-)
+_AFTER = (RANDOM, TRUNCATION, LOGPROBS, TOP_LOGPROBS)
+FEATURES: tuple[SamplerFeature, ...] = (*BEFORE_ARGMAX, *_AFTER)
 FIELDS: tuple[SlotField, ...] = tuple(f for feature in FEATURES for f in feature.fields)
 
 ASKED = "asked_processors"  # a field: the bits of the processors that a request asks for

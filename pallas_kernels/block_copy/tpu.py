@@ -42,28 +42,32 @@ def copy_blocks(
     wanted = (destinations != 0) & (sources != destinations)
     clashes = (destinations[:, None] == jnp.where(wanted, sources, 0)[None]).any(axis=1)
     ways = jnp.where(wanted, jnp.where(clashes, 2, 1), 0).astype(jnp.int32)
-    scalars = [sources, destinations, ways, (ways == 2).any().astype(jnp.int32)[None]]
     num_copies = sources.shape[0]
+    # Most steps copy nothing, and a turn takes 33 cycles.
+    num_turns = jnp.where(ways > 0, jnp.arange(1, num_copies + 1, dtype=jnp.int32), 0).max()
+    any_staged = (ways == 2).any().astype(jnp.int32)
+    scalars = [sources, destinations, ways, jnp.stack([num_turns, any_staged])]
     # Not touched unless copies conflict; for one layer.
     stages = [jax.ShapeDtypeStruct((num_copies, *x.shape[1:]), x.dtype) for x in arrays[:per_layer]]
 
-    def kernel(sources, destinations, ways, any_staged, *refs):
+    def kernel(sources, destinations, ways, numbers, *refs):
+        num_turns, any_staged = numbers[0], numbers[1]
         pools, stages = refs[len(arrays) : 2 * len(arrays)], refs[2 * len(arrays) : -1]
         sems = refs[-1]
 
         def direct(i):
             return [(pool.at[sources[i]], pool.at[destinations[i]]) for pool in pools]
 
-        _move(num_copies, lambda i: ways[i] == 1, direct, sems)
+        _move(num_turns, lambda i: ways[i] == 1, direct, sems)
 
         def staged(pool, stage):
             def is_staged(i):
                 return ways[i] == 2
 
-            _move(num_copies, is_staged, lambda i: [(pool.at[sources[i]], stage.at[i])], sems)
-            _move(num_copies, is_staged, lambda i: [(stage.at[i], pool.at[destinations[i]])], sems)
+            _move(num_turns, is_staged, lambda i: [(pool.at[sources[i]], stage.at[i])], sems)
+            _move(num_turns, is_staged, lambda i: [(stage.at[i], pool.at[destinations[i]])], sems)
 
-        @pl.when(any_staged[0] != 0)
+        @pl.when(any_staged != 0)
         def _():
             for index, pool in enumerate(pools):
                 staged(pool, stages[index % per_layer])
@@ -159,7 +163,7 @@ def _call(
     )(*scalars, *in_place, *inputs)
 
 
-def _move(num_turns: int, wanted: Callable, pairs: Callable, sems) -> None:
+def _move(num_turns: int | jax.Array, wanted: Callable, pairs: Callable, sems) -> None:
     """Copies the (from, to) pairs of `pairs(i)` in each turn with `wanted(i)`; returns when all have arrived.
 
     Copies of IN_FLIGHT turns are in flight together and may arrive in any order.
@@ -186,4 +190,4 @@ def _move(num_turns: int, wanted: Callable, pairs: Callable, sems) -> None:
 
         return 0
 
-    lax.fori_loop(0, num_turns + IN_FLIGHT, turn, 0)
+    lax.fori_loop(0, jnp.where(num_turns > 0, num_turns + IN_FLIGHT, 0), turn, 0)

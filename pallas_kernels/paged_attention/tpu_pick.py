@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.tpu_shape import LANES, Shape
 from pallas_kernels.paged_attention.tpu_write import repeat
 
-UNROLLED = 4  # heads, of which a loop is
+UNROLLED = 4  # steps of the loop over heads
 
 
 class Picked(NamedTuple):
@@ -39,21 +40,29 @@ def scratch_shapes(shape: Shape) -> Picked:
 
 
 def spread(shape: Shape, picked: Picked, tile: Any) -> None:
-    """A tile of queries, [tile_tokens, H * D], in 4 bytes and head by head."""
+    """A tile of queries, [tile_tokens, H * D], in 4 bytes and head by head; half a register in the lanes of keys."""
 
-    def act(register, tokens, lanes):
-        picked.queries[register, tokens] = tile[:, lanes].astype(jnp.float32)
+    def act(lanes, places):
+        x = tile[:, lanes].astype(jnp.float32)
+        if len(places) == 1:
+            picked.queries[places[0]] = x
+            return
+        for place, half in zip(places, (x, pltpu.roll(x, LANES // 2, 1)), strict=True):
+            picked.queries[place] = jnp.where(_in_first_half(x), half, 0.0)
 
-    _for_each_part(shape, act)
+    _for_each_register(shape, act)
 
 
 def collect(shape: Shape, picked: Picked, tile: Any) -> None:
-    """The inverse, of results."""
+    """The inverse, of results, which lie in the lanes of values."""
 
-    def act(register, tokens, lanes):
-        tile[:, lanes] = picked.out[register, tokens].astype(shape.dtype)
+    def act(lanes, places):
+        x, *other = (picked.out[place] for place in places)
+        if other:
+            x = jnp.where(_in_first_half(x), pltpu.roll(x, LANES // 2, 1), other[0])
+        tile[:, lanes] = x.astype(shape.dtype)
 
-    _for_each_part(shape, act)
+    _for_each_register(shape, act)
 
 
 def pick(shape: Shape, picked: Picked, token) -> None:
@@ -73,20 +82,33 @@ def put(shape: Shape, picked: Picked, token, stack, plane: int, out: jax.Array) 
         picked.out[register, heads] = out[:num_heads, i * LANES : (i + 1) * LANES]
 
 
-def _for_each_part(shape: Shape, act: Callable) -> None:
-    """act(number among a head's registers, the head's tokens there, lanes in a tile)"""
+def _for_each_register(shape: Shape, act: Callable) -> None:
+    """act(lanes of a tile, places of what is in them): a place is a register of a head, and the head's tokens there."""
     count, tokens = shape.num_planes * shape.read_lanes // LANES, shape.tile_tokens
-    unrolled = math.gcd(shape.num_heads, UNROLLED)
+    in_register = max(1, LANES // shape.head_lanes)
+    num_heads = max(1, in_register // shape.num_planes)  # whose registers are whole
+    places = [(head, register) for head in range(num_heads) for register in range(count)]
+    num_registers = len(places) // in_register
+    num_steps = shape.num_heads // num_heads
+    unrolled = math.gcd(num_steps, UNROLLED)
+
+    def place(head, register):
+        return register, pl.ds(pl.multiple_of(head * tokens, tokens), tokens)
 
     def some(index):
         for i in range(unrolled):
-            head = index * unrolled + i
-            own = pl.ds(pl.multiple_of(head * tokens, tokens), tokens)
-            for register in range(count):
-                lane = pl.multiple_of((head * count + register) * LANES, LANES)
-                act(register, own, pl.ds(lane, LANES))
+            step = index * unrolled + i
+            for number in range(num_registers):
+                lane = pl.multiple_of((step * num_registers + number) * LANES, LANES)
+                mine = places[number * in_register : (number + 1) * in_register]
+                heads = [place(step * num_heads + head, register) for head, register in mine]
+                act(pl.ds(lane, LANES), heads)
 
-    repeat(0, shape.num_heads // unrolled, some)
+    repeat(0, num_steps // unrolled, some)
+
+
+def _in_first_half(x: jax.Array) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1) < LANES // 2
 
 
 def _heads_of(shape: Shape, stack, token, size: int) -> Any:

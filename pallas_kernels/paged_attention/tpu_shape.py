@@ -86,19 +86,21 @@ class Shape:
     @property
     def tile_tokens(self) -> int:
         """Tokens whose queries come, and whose results go, at once: with one query per row those of a register, if
-        a head is whole registers.
+        heads are whole registers, or halves of them.
         """
-        is_whole = self.head_lanes % LANES == 0
-        return slots_of_register(self.dtype) if self.tile_q == 1 and is_whole else self.tile_q
+        is_half = 2 * self.head_lanes == LANES and self.num_heads * self.num_planes % 2 == 0
+        is_fit = self.head_lanes % LANES == 0 or is_half
+        return slots_of_register(self.dtype) if self.tile_q == 1 and is_fit else self.tile_q
 
     @property
     def is_flat(self) -> bool:
-        """Whether queries come, and results go, as [T, H * D]: a tile of a head is whole registers of it.
+        """Whether queries come, and results go, as [T, H * D]: rows are picked out of it, or a tile of a head is whole
+        registers of it.
 
         Else XLA brings them into tiles before, and back after: 120 k cycles on a v6e for 2,048 tokens of 16 heads.
         """
-        is_whole = self.tile_tokens % slots_of_register(self.dtype) == 0
-        return self.head_lanes % LANES == 0 and is_whole
+        is_whole = self.tile_q % slots_of_register(self.dtype) == 0 and self.head_lanes % LANES == 0
+        return is_whole or self.picks_rows
 
     @property
     def picks_rows(self) -> bool:

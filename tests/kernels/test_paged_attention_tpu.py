@@ -306,13 +306,49 @@ def test_each_of_many_rows_writes_a_token_while_others_attend(is_read_by_others,
         table = arrays["block_table"].copy()
         table[2, :2] = table[4, :2] = table[10, :2]
         arrays["block_table"] = table
-    # A row without keys has a token too.
+    check_one_query_per_row(case, arrays)
+
+
+def check_one_query_per_row(case: Case, arrays: dict, **options) -> None:
+    """A row without keys has a token too."""
+    has_keys = np.array(case.kv_lens) > 0
     for name in ("q", "k", "v", "slot_mapping"):
         packed = arrays[name][: has_keys.sum()]
-        arrays[name] = np.zeros((len(lens), *packed.shape[1:]), packed.dtype)
+        arrays[name] = np.zeros((has_keys.size, *packed.shape[1:]), packed.dtype)
         arrays[name][has_keys] = packed
-    arrays["query_starts"] = np.arange(len(lens) + 1, dtype=np.int32)
-    check(replace(case, query_lens=(1,) * len(lens)), arrays, one_query_per_row=True)
+    arrays["query_starts"] = np.arange(has_keys.size + 1, dtype=np.int32)
+    case = replace(case, query_lens=(1,) * has_keys.size)
+    check(case, arrays, one_query_per_row=True, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "dtype", "format"),
+    [
+        (14, 2, 128, "bfloat16", None),  # seven heads of eight rows
+        (8, 4, 128, "float32", None),  # four KV heads share rows, of tiles of eight tokens
+        (20, 2, 256, "bfloat16", "int8"),  # two registers a head, more than eight rows
+        (14, 2, 64, "bfloat16", None),  # two heads a register
+        (6, 2, 128, "bfloat16", "int4"),  # two planes a register
+        (3, 1, 64, "bfloat16", None),  # an odd number of halves: XLA makes the tiles
+    ],
+)
+def test_rows_are_picked_out_of_tiles_of_tokens(num_heads, num_kv_heads, head_dim, dtype, format):
+    """The second tile has one row with keys, the third none."""
+    lens = (20, 1, 0, 300, 7, *[0] * 18, 40, *[0] * 40, 33, 0, 128)
+    case = fitting(
+        Case(
+            name="",
+            query_lens=tuple(int(n > 0) for n in lens),
+            kv_lens=lens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        ),
+        format,
+    )
+    check_one_query_per_row(case, arrays_of(case), sinks=format is None)
 
 
 @pytest.mark.parametrize("others", ["reads none", "reads one", "reads the last one"])
