@@ -22,6 +22,7 @@ from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.pooling_model import PoolingModel
 from jaxpage.ops import attention
 from jaxpage.ops.attention import PagedAttention
+from jaxpage.ops.rope import Rotate
 from jaxpage.parallel.heads import share_heads
 from jaxpage.plan import NULL_BLOCK
 from jaxpage.runner.programs import Lowering
@@ -174,6 +175,10 @@ def _inputs(
     places = tuple((0, index) for index in range(spec.num_arrays))
     paged = PagedAttention(kv_pool, batch, places, spec=spec, one_query_per_row=False)
     inputs = ForwardInput(
-        token_ids=token_ids, positions=batch.positions, attention=paged, is_token=is_token
+        token_ids=token_ids,
+        positions=batch.positions,
+        attention=paged,
+        is_token=is_token,
+        rotate=Rotate(in_step=True),
     )
     return inputs, paged

@@ -155,7 +155,7 @@ def _seen(suite_name: str, target: str, lines: list[dict[str, Any]]) -> Seen:
         compiler=head["compiler"], device=head["device"], sources=sources, records=records
     )
     return Seen(
-        programs=[{"name": each["name"]} | each["found"] for each in programs],
+        programs=[{"name": name} | records[name].found for name in sorted(records)],
         evidence=found,
         num_compiled=sum(each["is_compiled"] for each in programs),
         num_changed=sum(each["has_changed"] for each in programs),
@@ -165,7 +165,7 @@ def _seen(suite_name: str, target: str, lines: list[dict[str, Any]]) -> Seen:
 
 def _seen_before(kept: evidence.Evidence) -> Seen:
     return Seen(
-        programs=[{"name": name} | record.found for name, record in kept.records.items()],
+        programs=[{"name": name} | kept.records[name].found for name in sorted(kept.records)],
         evidence=kept,
         num_compiled=0,
         num_changed=0,
