@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.hlo import kernel_calls
+from jaxpage.aot.hlo import copies_of_size, kernel_calls
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from pallas_kernels.rope.cases import Case
@@ -50,8 +50,20 @@ def _lower(case: Case) -> Any:
 
     angles = spec((case.num_tokens, 1, case.half), case.dtype)
     joined = spec((case.num_tokens, sum(case.heads) * case.head_dim), case.dtype)
-    rotate = partial(split_and_rotate, heads=case.heads, interleaved=case.interleaved)
-    return jax.jit(rotate).lower(joined, cos=angles, sin=angles)
+
+    def rotate(joined, cos, sin):
+        """[T, N * D] each, as attention takes them. The result of a program XLA would lay out in another way."""
+        options = {"interleaved": case.interleaved}
+        parts = split_and_rotate(joined, case.heads, cos, sin, **options)
+        return [x.reshape(case.num_tokens, -1) for x in parts]
+
+    return jax.jit(rotate).lower(joined, angles, angles)
+
+
+def _shapes(case: Case) -> list[tuple[int, int]]:
+    """Of what is given, and of the queries; those of few keys would be other arrays', too."""
+    heads = (sum(case.heads), case.heads[0])
+    return [(case.num_tokens, each * case.head_dim) for each in heads]
 
 
 def _look(case: Case, compiled: Any, log: str) -> dict[str, Any]:
@@ -59,5 +71,7 @@ def _look(case: Case, compiled: Any, log: str) -> dict[str, Any]:
     return {
         "kernel_calls": len(kernel_calls(compiled.as_text() or "")),
         "num_tokens": case.num_tokens,
+        "given_bytes": memory.argument_size_in_bytes,
+        "copies": list(copies_of_size(compiled.as_text() or "", _shapes(case))),
         "temp_bytes": memory.temp_size_in_bytes,
     }

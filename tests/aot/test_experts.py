@@ -51,8 +51,10 @@ def test_kernels_serve_attention_and_experts(found):
     """Two products of experts a layer; on an H200 not for 2,880 outputs, which are no multiple of 128."""
     for case, each in found:
         assert each["attention_calls"] >= FEW, each
-        # On a TPU: copy-on-write, and masks and biases of the logits in what samples.
+        # On a TPU: copy-on-write, and masks and biases of the logits in what samples. Besides, rotary embeddings, if
+        # each device has equally many heads, in whole registers.
         others = 0 if case.target == "h200" else 1 + (" decode " in each["name"])
+        others += 0 if case.target in ("h200", "v5e:2x4") else FEW
         of_experts = each["kernel_calls"] - each["attention_calls"] - others
         is_plain = case.target == "h200" and case.model == "gpt-oss-20b"
         assert of_experts == (0 if is_plain else 2 * FEW), each
