@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,12 @@ def programs(target: str) -> Iterator[Program]:
 
     with jax.set_mesh(mesh_of(parse_target(target), 1)):  # Pallas asks it for which chip to lower
         for case in calls():
-            yield Program(name=case.name, lower=partial(_lower, case), look=partial(_look, case))
+            yield Program(
+                name=case.name,
+                lower=partial(_lower, case),
+                look=partial(_look, case),
+                observers=(sys.modules[__name__],),
+            )
 
 
 def _lower(case: Case) -> Any:
