@@ -30,10 +30,15 @@ from pallas_kernels.quant_matmul import cases as matmul_cases
 from pallas_kernels.quant_matmul import reference as matmul_definition
 from pallas_kernels.quant_matmul import tune as matmul_tune
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, round_rows
+from pallas_kernels.rope import cases as rope_cases
+from pallas_kernels.rope import reference as rope_definition
 
 BAR = Bar("<=", 1e-2)  # relative, in bfloat16
 SAME = Bar("<=", 0)
-OPERATIONS = ("paged_attention", "quant_matmul", "grouped_matmul", "block_copy", "kv_write")
+OPERATIONS = (
+    *("paged_attention", "quant_matmul", "grouped_matmul"),
+    *("block_copy", "kv_write", "rope"),
+)
 ROWS = ("q", "pool", "block_table", "kv_lens", "query_starts")
 THREADS = 8  # to compile with
 
@@ -65,7 +70,8 @@ def measure(context: Context) -> Iterator[Result]:
                 yield missing(f"{operation} ({module})", "", reason)
     # On the host, because compiling the many small programs that create arguments would take minutes for a GPU.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        kinds = _attention_checks, _matmul_checks, _grouped_checks, _copy_checks, _write_checks
+        products = _attention_checks, _matmul_checks, _grouped_checks
+        kinds = *products, _copy_checks, _write_checks, _rope_checks
         checks = [check for kind in kinds for check in kind(platform, context.tiny)]
     for check in checks:
         check.arguments = jax.device_put(check.arguments, jax.devices()[0])
@@ -283,6 +289,24 @@ def _write_checks(platform: str, tiny: bool) -> Iterator[Check]:
         name = f"kv_write ({module_name}) {format or case.dtype}"
         arguments = (pool, k, v, jnp.asarray(slots))
         yield Check(name, module.write_kv, arguments, error, SAME, "bytes differ")
+
+
+def _rope_checks(platform: str, tiny: bool) -> Iterator[Check]:
+    """Queries and keys of every kind of RoPE, split from values."""
+    for module_name, module in _modules("rope", platform):
+        for case in rope_cases.CASES[:: 5 if tiny else 1]:
+            arguments = rope_cases.arguments(case)
+            options = {"heads": case.heads, "interleaved": case.interleaved}
+            exactly = {name: oracle.float64(x) for name, x in arguments.items()}
+            parts = rope_definition.split_and_rotate(**exactly, **options)
+
+            def run(joined, cos, sin, module=module, options=options):
+                parts = module.split_and_rotate(joined=joined, cos=cos, sin=sin, **options)
+                return jnp.concatenate(parts, axis=1)
+
+            name = f"rope ({module_name}) {case.name}"
+            error = partial(_error, np.concatenate(parts, axis=1))
+            yield Check(name, run, tuple(arguments.values()), error)
 
 
 def _bytes_differ(expected: Any, out: Any, *, first: int = 0) -> float:

@@ -265,8 +265,8 @@ def test_a_wrong_kernel_does_not_pass(tmp_path, monkeypatch):
 
     right = xla.quant_matmul
     wrong = {"int8": 1.02, "fp8_e4m3": jnp.nan, "int4": 1.0}
-    for others in ("_attention_checks", "_grouped_checks", "_copy_checks", "_write_checks"):
-        monkeypatch.setattr(kernels, others, lambda *_: [])
+    for others in ("attention", "grouped", "copy", "write", "rope"):
+        monkeypatch.setattr(kernels, f"_{others}_checks", lambda *_: [])
     monkeypatch.setattr(
         xla, "quant_matmul", lambda x, w, **options: right(x, w, **options) * wrong[w.format]
     )
