@@ -298,7 +298,8 @@ def _rope_checks(platform: str, tiny: bool) -> Iterator[Check]:
             arguments = rope_cases.arguments(case)
             options = {"heads": case.heads, "interleaved": case.interleaved}
             exactly = {name: oracle.float64(x) for name, x in arguments.items()}
-            parts = rope_definition.split_and_rotate(**exactly, **options)
+            with jax.enable_x64(True):
+                parts = rope_definition.split_and_rotate(**exactly, **options)
 
             def run(joined, cos, sin, module=module, options=options):
                 parts = module.split_and_rotate(joined=joined, cos=cos, sin=sin, **options)

@@ -71,15 +71,8 @@ def test_operation_ids_of_the_schema_are_unique(url):
 
 
 def greedy(url):
-    return post(url, "/generate/", {"prompts": TEXTS, "temperature": 0, "max_tokens": 8})
-
-
-def check_same(found, want):
-    """Prompts may share other steps this time: the tokens are the same, and logprobs but for their last bits."""
-    found, want = dict(found), dict(want)
-    logprobs = [np.concatenate(each.pop("logprobs")) for each in (found, want)]
-    np.testing.assert_allclose(*logprobs, rtol=0, atol=3e-5)
-    assert found == want
+    """One prompt: several may share other steps each time, and then the last bits of logprobs differ."""
+    return post(url, "/generate/", {"prompts": TEXTS[:1], "temperature": 0, "max_tokens": 8})
 
 
 def test_only_if_it_is_asked_for(llm):
@@ -111,7 +104,7 @@ def test_weights_come_from_a_checkpoint(url, folder, tmp_path):
     status, _, text = ask(url, "/update_weights", {"model_path": str(tmp_path / "none")})
     assert status == 400 and "none" in error_of(text)["message"]
     post(url, "/update_weights", {"model_path": str(folder)})
-    check_same(greedy(url), before)
+    assert greedy(url) == before
 
 
 def test_sleep(url):
@@ -123,7 +116,7 @@ def test_sleep(url):
     assert status == 409 and error_of(text)["message"].startswith("the engine is asleep")
     post(url, "/wake_up?tags=weights&tags=kv_cache")
     assert get(url, "/is_paused") == {"is_paused": False}
-    check_same(greedy(url), before)
+    assert greedy(url) == before
     assert ask(url, "/sleep?level=7", method="POST")[0] == 400
     assert ask(url, "/wake_up?tags=all", method="POST")[0] == 400
 
