@@ -1,20 +1,36 @@
-"""How long the TPU attention kernel takes for some rows: the bundles of its schedule, times how often each loop runs.
+"""How long the TPU attention kernel takes for some rows: the bundles of its schedule, times how often each region runs.
 
-Loops are identified by what they do. Outermost loops that multiply process, in each iteration (a *turn*), the keys of
-one fetch, in one or several tiles, for a tile of queries; outermost loops with DMAs write new keys and values, a chunk
-at a time. Within a turn, loops with DMAs run once for each block. What a turn may skip runs once for each tile of
-queries, as does the write of a row's only token; but loops that only move what lies in VMEM run once for the tokens
-whose queries come at once. Pure arithmetic on `tpu_schedule.Loop`.
+Regions are identified by what they do. Outermost loops that start DMAs and wait for some write new keys and values, a
+chunk at a time, unless they multiply: that loop runs once for each *unit*, a tile of queries. Its loop that multiplies
+runs once for each *turn*, the keys of one fetch in one or several tiles. A fetch that brings fewer keys than it may (a
+*part*) runs other branches of a turn than a whole one, and so does one whose keys are masked. Pure arithmetic on
+`tpu_schedule.Region`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpage.aot.tpu_schedule import Loop
+from jaxpage.aot.tpu_schedule import Region
 
 CHUNK = 16  # slots written at once
 FIRST_ROWS = 6  # whose only tokens are written before the first turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """num_blocks, num_tiles: with keys. num_cleared: other blocks of these tiles. ends_within: whether the last block
+    is not full. is_masked: whether some query does not see all keys.
+    """
+
+    is_whole: bool
+    ends_within: bool
+    is_masked: bool
+    num_blocks: int
+    num_tiles: int
+    num_cleared: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,61 +54,110 @@ class Rows:
         return self.count * -(-self.query_len // self.tile_q)
 
     @property
-    def num_turns(self) -> int:
-        """Turns of all tiles: a tile of queries sees the keys up to its last query."""
-        before = self.kv_len - self.query_len
-        ends = (
-            min(first + self.tile_q, self.query_len)
-            for first in range(0, self.query_len, self.tile_q)
-        )
-        return self.count * sum(-(-(before + end) // self.fetch_kv) for end in ends)
-
-    @property
     def num_chunks(self) -> int:
         """Those written before the first turn."""
         if self.query_len == 1:
             return min(FIRST_ROWS, self.count)
         return self.count * -(-self.query_len // CHUNK)
 
+    def turns(self) -> Counter[Turn]:
+        """Of all units: a tile of queries sees the keys up to its last query."""
+        found: Counter[Turn] = Counter()
+        before = self.kv_len - self.query_len
+        for first in range(0, self.query_len, self.tile_q):
+            end = before + min(first + self.tile_q, self.query_len)
+            for begin in range(0, end, self.fetch_kv):
+                found[self._turn(begin, before + first, end)] += self.count
+        return found
 
-def bundles(program: Loop, rows: Rows) -> float:
+    def _turn(self, begin: int, first_query: int, end: int) -> Turn:
+        num_keys = min(end - begin, self.fetch_kv)
+        num_blocks, num_tiles = -(-num_keys // self.block_size), -(-num_keys // self.tile_kv)
+        return Turn(
+            is_whole=num_keys == self.fetch_kv,
+            ends_within=num_keys % self.block_size > 0,
+            is_masked=begin + self.fetch_kv > first_query + 1,
+            num_blocks=num_blocks,
+            num_tiles=num_tiles,
+            num_cleared=num_tiles * self.tile_kv // self.block_size - num_blocks,
+        )
+
+
+def bundles(program: Region, rows: Rows) -> float:
     """Bundles of one launch. One that writes nothing is for rows with one query among rows with several, of which there
     are none here.
     """
-    if not any(_writes(loop) for loop in program.inner):
-        return program.own
-    total: float = program.own
-    for loop in program.inner:
+    total: float = program.straight
+    if not any(_writes(loop) for loop in program.loops):
+        return total
+    for loop in program.loops:
         if loop.multiplies:
-            total += rows.num_turns * _turn(loop, rows) + rows.num_units * _unit(loop, rows)
+            total += _of_units(loop, rows)
         elif _writes(loop):
             total += rows.num_chunks * loop.bundles
     return total
 
 
-def _writes(loop: Loop) -> bool:
+def _writes(loop: Region) -> bool:
     """Of an outermost loop."""
-    return _moves(loop) and not loop.multiplies
+    return loop.starts and loop.waits and not loop.multiplies
 
 
-def _moves(loop: Loop) -> bool:
-    return loop.num_starts > 0 or loop.num_waits > 0
-
-
-def _turn(loop: Loop, rows: Rows) -> int:
-    blocks, tiles = rows.fetch_kv // rows.block_size, rows.fetch_kv // rows.tile_kv
-    products = sum((each.trips or tiles) * each.usual for each in loop.inner if each.multiplies)
-    moved = sum(each.bundles for each in loop.inner if _moves(each) and not each.multiplies)
-    return loop.least + products + blocks * moved
-
-
-def _unit(loop: Loop, rows: Rows) -> float:
-    """Bundles that begin and end a tile of queries: what a turn may skip, including its loops. The one that divides by
-    the sums of weights is a tile's.
+def _of_units(unit: Region, rows: Rows) -> float:
+    """What brings queries, or takes results away, in a loop over their heads runs once for all tokens that come at
+    once.
     """
-    total: float = loop.own - loop.least
-    for each in loop.inner:
-        if not _moves(each) and not each.multiplies:
-            share = 1 if each.used("EUP") else rows.tile_q / rows.tile_tokens
-            total += share * (each.trips or 0) * each.bundles
-    return total
+    once: float = unit.own
+    for each in unit.inner:
+        if each.multiplies:
+            continue
+        share = rows.tile_q / rows.tile_tokens if each.is_branch and each.loops else 1
+        once += share * (each.trips or 1) * each.bundles
+    turns = [each for each in unit.loops if each.multiplies]
+    in_turns = sum(
+        count * _of_turn(loop, turn) for loop in turns for turn, count in rows.turns().items()
+    )
+    return rows.num_units * once + in_turns
+
+
+def _of_turn(region: Region, turn: Turn) -> float:
+    """Of a turn, or a branch of one that runs. Loops over blocks start DMAs, wait for them, or clear what has no keys.
+    What clears comes twice, for blocks, or a part of one, before the keys and after; without a window none is before.
+    """
+    total: float = region.own
+    for loop in (each for each in region.inner if not each.is_branch):
+        if loop.multiplies:
+            total += (loop.trips or turn.num_tiles) * loop.bundles
+        elif loop.starts or loop.waits:
+            total += turn.num_blocks * loop.bundles
+        else:
+            total += turn.num_cleared * loop.bundles / 2
+    if _is_of_part(region):
+        taken = region.branches[-1:] if turn.ends_within else ()
+    else:
+        taken = _taken(region.branches, turn)
+    return total + sum(_of_turn(branch, turn) for branch in taken)
+
+
+def _taken(branches: Sequence[Region], turn: Turn) -> list[Region]:
+    """Those that a turn runs. A branch with a loop whose trips are not known is for parts of a fetch, and one with the
+    opposite condition for whole ones. Of two others that multiply the longer one masks.
+    """
+    of_parts = [each for each in branches if _is_of_part(each)]
+    opposites = [_opposite(each.condition) for each in of_parts]
+    of_whole = [each for each in branches if each.condition in opposites]
+    taken = of_whole if turn.is_whole else of_parts
+    others = [each for each in branches if each not in of_parts and each not in of_whole]
+    products = sorted((each for each in others if each.multiplies), key=lambda each: each.bundles)
+    if len(products) > 1:
+        products = products[turn.is_masked :][:1]
+    return [*taken, *products, *(each for each in others if not each.multiplies)]
+
+
+def _is_of_part(branch: Region) -> bool:
+    return any(not each.is_branch and each.trips is None for each in branch.inner)
+
+
+def _opposite(condition: str | None) -> str:
+    text = condition or ""
+    return text[1:] if text.startswith("!") else f"!{text}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.estimate import Estimate
-from jaxpage.aot.tpu_schedule import Loop
+from jaxpage.aot.tpu_schedule import Region
 
 NOT_MODELLED = (
     "not modelled: waiting for DMAs within a kernel, gaps between programs and instructions, transfers that overlap "
@@ -99,7 +99,7 @@ def _parts(
         for kernel in time["kernels"]:
             if kernel["name"] == "paged_attention" or kernel["program"] is None:
                 continue
-            once = Loop.of(kernel["program"]).bundles
+            once = Region.of(kernel["program"]).bundles
             what = f"{name}: {kernel['name']}, loops once"
             found.append(
                 Part(what=what, count=kernel["count"], ms=kernel["count"] * once * of_cycle)
@@ -113,7 +113,9 @@ def _parts(
     for kernel in kernels:
         tiles = measured["attention_tiles"]["decode" if query_len == 1 else "prefill"]
         rows = Rows(count=count, query_len=query_len, kv_len=kv_len, **tiles)
-        total += kernel["count"] * bundles(Loop.of(kernel["program"]), rows) * 1000 / chip["clock"]
+        total += (
+            kernel["count"] * bundles(Region.of(kernel["program"]), rows) * 1000 / chip["clock"]
+        )
     calls = sum(kernel["count"] for kernel in kernels) or 1
     bound = "bundles" if total > of_kv else "bytes"
     found.append(Part(what=f"attention ({bound})", count=calls, ms=max(total, of_kv)))

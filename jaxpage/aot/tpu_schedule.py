@@ -15,10 +15,12 @@ prints tables. Knows files and text, neither jax nor what is compiled.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,33 +51,60 @@ def dump_variables(folder: Path, *, flags: str = "") -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
-    """A loop's body, or the whole program.
+class Region:
+    """The whole program, a loop's body, or a *branch*: bundles that a jump ahead may leave out.
 
-    own: bundles in no loop within; least: of these, on the shortest way through all that may be jumped over. trips: how
-    often it runs, where the program says a number. slots: used by `own` bundles, by unit.
+    own: bundles in no region within, which run whenever it does. trips: how often a loop runs, where the program says a
+    number. slots: used by `own` bundles, by unit. condition: of a branch's jump; "!%p1" leaves it out unless %p1 holds.
     """
 
     begin: int  # the number of its first bundle
     own: int
-    least: int
+    is_branch: bool = False
     trips: int | None = None
+    condition: str | None = None
     slots: dict[str, int] = field(default_factory=dict)
     num_starts: int = 0  # of DMAs
     num_waits: int = 0
-    inner: tuple[Loop, ...] = ()
+    inner: tuple[Region, ...] = ()
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Loop:
+    def of(cls, values: dict[str, Any]) -> Region:
         """The inverse of `dataclasses.asdict`."""
         inner = tuple(cls.of(each) for each in values["inner"])
         plain: dict[str, Any] = {**values, "inner": inner}
         return cls(**plain)
 
     @property
+    def branches(self) -> tuple[Region, ...]:
+        """The outermost."""
+        return tuple(each for each in self.inner if each.is_branch)
+
+    @property
+    def loops(self) -> tuple[Region, ...]:
+        """The outermost, those in branches too."""
+        nested = ((each.loops if each.is_branch else (each,)) for each in self.inner)
+        return tuple(itertools.chain.from_iterable(nested))
+
+    @property
     def multiplies(self) -> bool:
-        """Whether it or a loop within uses the MXU."""
+        """Whether it or a region within uses the MXU."""
         return self.slots.get("MXU", 0) > 0 or any(each.multiplies for each in self.inner)
+
+    @property
+    def starts(self) -> bool:
+        """Whether it starts DMAs, not counting loops within."""
+        return self.num_starts > 0 or any(each.starts for each in self.branches)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for some, likewise."""
+        return self.num_waits > 0 or any(each.waits for each in self.branches)
+
+    @property
+    def straight(self) -> int:
+        """Bundles in no loop within, branches included."""
+        return self.own + sum(each.straight for each in self.branches)
 
     @property
     def bundles(self) -> int:
@@ -84,12 +113,12 @@ class Loop:
 
     @property
     def usual(self) -> int:
-        """Of an iteration that jumps over what it may: the least of its own, and of the loops within that multiply."""
-        within = ((each.trips or 1) * each.usual for each in self.inner if each.multiplies)
-        return self.least + sum(within)
+        """Of an iteration without what may be jumped over, but with all loops within that multiply."""
+        within = ((each.trips or 1) * each.usual for each in self.loops if each.multiplies)
+        return self.own + sum(within)
 
     def used(self, unit: str) -> int:
-        """Slots of a unit in such an iteration."""
+        """Slots of a unit in an iteration, counted as `bundles` are."""
         within = sum((each.trips or 1) * each.used(unit) for each in self.inner)
         return self.slots.get(unit, 0) + within
 
@@ -100,13 +129,13 @@ class Schedule:
 
     name: str  # of the instruction in the HLO
     results: tuple[str, ...]  # "bf16[64,8,128]"
-    program: Loop
+    program: Region
     capacity: dict[str, int]
 
     @property
-    def main_loops(self) -> tuple[Loop, ...]:
+    def main_loops(self) -> tuple[Region, ...]:
         """The outermost loops that multiply; the program if there is none."""
-        return tuple(each for each in self.program.inner if each.multiplies) or (self.program,)
+        return tuple(each for each in self.program.loops if each.multiplies) or (self.program,)
 
 
 def take_schedules(folder: Path, names: Sequence[str]) -> list[Schedule]:
@@ -144,17 +173,11 @@ def parse(name: str, bundles: str, slots: str) -> Schedule:
     """Of the text of the two files."""
     units, capacity, used = _slots(slots)
     text = _bundles(bundles)
-    jumps = list(_jumps(text))
-    loops: dict[int, _Jump] = {}  # by begin the jump that closes each
-    for jump in jumps:
-        if jump.to <= jump.at:
-            loops[jump.to] = jump
-    program = _Program("".join(text), text, used, jumps, loops)
-    whole = program.loop(0, len(text), None)
+    program = _Program("".join(text), text, used, list(_jumps(text)))
     return Schedule(
         name=name,
         results=tuple(_RESULT.findall(text[0])) if text else (),
-        program=whole,
+        program=program.region(0, len(text)),
         capacity=dict(zip(units, capacity, strict=True)),
     )
 
@@ -196,49 +219,71 @@ class _Program:
     bundles: list[str]
     used: list[dict[str, int]]
     jumps: list[_Jump]
-    loops: dict[int, _Jump]
 
-    def loop(self, begin: int, end: int, closed_by: _Jump | None) -> Loop:
-        """Of the bundles [begin, end)."""
+    @cached_property
+    def _closing(self) -> dict[int, _Jump]:
+        """By a loop's first bundle the jump that closes it."""
+        return {jump.to: jump for jump in self.jumps if jump.to <= jump.at}
+
+    @cached_property
+    def _ahead(self) -> dict[int, _Jump]:
+        """By a branch's first bundle the jump that leaves it out."""
+        ahead = {jump.at + 1 + _DELAY: jump for jump in self.jumps if jump.at < jump.to}
+        return {
+            begin: jump
+            for begin, jump in ahead.items()
+            if begin < jump.to and not self._is_of_loop(begin, jump.to)
+        }
+
+    def _is_of_loop(self, begin: int, end: int) -> bool:
+        """Whether these bundles are a loop that may run 0 times, which needs the jump."""
+        closing = [self._closing.get(at) for at in range(begin, begin + 1 + _DELAY)]
+        return any(
+            jump and end <= jump.at + 1 + _DELAY and _trips(self.text, jump.condition) is None
+            for jump in closing
+        )
+
+    def region(self, begin: int, end: int, jump: _Jump | None = None) -> Region:
+        """Of the bundles [begin, end). jump: that closes the loop, or leaves the branch out; None for the program."""
         own, inner, at = [], [], begin
         while at < end:
-            closing = self.loops.get(at)
-            if closing is None or closing is closed_by:
+            within = self._region_at(at, begin, end, jump)
+            if within is None:
                 own.append(at)
                 at += 1
                 continue
-            inner_end = min(closing.at + 1 + _DELAY, end)
-            inner.append(self.loop(at, inner_end, closing))
-            at = inner_end
+            at, found = within
+            inner.append(found)
         text = [self.bundles[i] for i in own]
         slots: dict[str, int] = {}
         for number in own:
             for unit, used in (self.used[number] if number < len(self.used) else {}).items():
                 slots[unit] = slots.get(unit, 0) + used
-        return Loop(
+        is_loop = jump is not None and jump.to <= jump.at
+        return Region(
             begin=begin,
             own=len(own),
-            least=self.least(set(own), begin, end),
-            trips=_trips(self.text, closed_by.condition) if closed_by else None,
+            is_branch=jump is not None and not is_loop,
+            trips=_trips(self.text, jump.condition) if jump and is_loop else None,
+            condition=jump.condition if jump and not is_loop else None,
             slots={unit: used for unit, used in slots.items() if used},
             num_starts=sum(len(re.findall(r"= dma\.(?!done)", each)) for each in text),
             num_waits=sum(each.count("dma.done.wait") for each in text),
             inner=tuple(inner),
         )
 
-    def least(self, own: set[int], begin: int, end: int) -> int:
-        """Own bundles on the shortest way from one end to the other, by jumps ahead."""
-        ahead: dict[int, int] = {}
-        for jump in self.jumps:
-            if begin <= jump.at < jump.to <= end:
-                ahead[jump.at] = max(jump.to, ahead.get(jump.at, 0))
-        least = [0] * (end + 1)
-        for number in range(end - 1, begin - 1, -1):
-            least[number] = (number in own) + least[number + 1]
-            if to := ahead.get(number):
-                delay = min(_DELAY, to - number - 1)
-                least[number] = min(least[number], (number in own) + delay + least[to])
-        return least[begin]
+    def _region_at(
+        self, at: int, begin: int, end: int, within: _Jump | None
+    ) -> tuple[int, Region] | None:
+        """The end of the outermost region that begins at a bundle of [begin, end), and the region."""
+        ahead = self._ahead.get(at)
+        if ahead is not None and begin <= ahead.at and ahead.to <= end:
+            return ahead.to, self.region(at, ahead.to, ahead)
+        closing = self._closing.get(at)
+        if closing is not None and closing is not within:
+            inner_end = min(closing.at + 1 + _DELAY, end)
+            return inner_end, self.region(at, inner_end, closing)
+        return None
 
 
 def _trips(program: str, condition: str | None) -> int | None:
@@ -260,24 +305,22 @@ def _trips(program: str, condition: str | None) -> int | None:
 
 
 def table(schedule: Schedule) -> str:
-    """Bundles and slots by loop."""
+    """Bundles and slots by region. Branches begin with a question mark."""
     units = [unit for unit in UNITS if unit in schedule.capacity]
-    head = f"{'loop, from bundle':<22}{'trips':>6}{'bundles':>9}{'own':>7}{'least':>7}{'DMAs':>6}{'waits':>6}"
+    head = f"{'from bundle':<26}{'trips':>6}{'bundles':>9}{'own':>7}{'DMAs':>6}{'waits':>6}"
     lines = [f"{schedule.name}", head + "".join(f"{unit:>14}" for unit in units)]
 
-    def add(loop: Loop, depth: int) -> None:
-        label = "  " * depth + (f"{loop.begin:#x}" if depth else "program")
-        numbers = (
-            f"{loop.bundles:>9}{loop.own:>7}{loop.least:>7}{loop.num_starts:>6}{loop.num_waits:>6}"
-        )
+    def add(region: Region, depth: int) -> None:
+        label = f"{'?' if region.is_branch else ''}{region.begin:#x}" if depth else "program"
+        numbers = f"{region.bundles:>9}{region.own:>7}{region.num_starts:>6}{region.num_waits:>6}"
         cells = []
         for unit in units:
-            used = loop.slots.get(unit, 0)
-            share = used / max(1, schedule.capacity[unit] * loop.own)
+            used = region.slots.get(unit, 0)
+            share = used / max(1, schedule.capacity[unit] * region.own)
             cells.append(f"{used:>8} {share:>5.0%}")
-        trips = "" if loop.trips is None else loop.trips
-        lines.append(f"{label:<22}{trips:>6}{numbers}" + "".join(cells))
-        for each in loop.inner:
+        trips = "" if region.trips is None else region.trips
+        lines.append(f"{'  ' * depth + label:<26}{trips:>6}{numbers}" + "".join(cells))
+        for each in region.inner:
             add(each, depth + 1)
 
     add(schedule.program, 0)

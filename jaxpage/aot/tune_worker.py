@@ -56,7 +56,8 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: t
         fetch_kv=shape.fetch_kv,
         block_size=shape.block_size,
     )
-    num_bytes = rows.num_turns * shape.fetch_kv * shape.width * shape.pool_dtype.itemsize
+    num_blocks = sum(count * turn.num_blocks for turn, count in rows.turns().items())
+    num_bytes = num_blocks * shape.block_size * shape.width * shape.pool_dtype.itemsize
     chip = target.chip
     total = sum(bundles(each.program, rows) for each in launches)
     return max(total / chip.clock, num_bytes / chip.bytes_per_second)

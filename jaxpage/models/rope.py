@@ -91,7 +91,9 @@ class Rotation:
         if self.cos.shape[-1] == 0:
             q, k, v = split(joined, heads)
         else:
-            q, k, v = self.rotate.split(joined, heads, self.cos, self.sin, interleaved=interleaved)
+            q, k, v = self.rotate.split(
+                joined, self.cos, self.sin, heads=heads, interleaved=interleaved
+            )
         return q, k, v
 
 

@@ -51,16 +51,15 @@ class Rotate:
     def split(
         self,
         joined: jax.Array,
-        heads: tuple[int, int, int],
         cos: jax.Array,
         sin: jax.Array,
         *,
+        heads: tuple[int, int, int],
         interleaved: bool = False,
     ) -> list[jax.Array]:
         """q [..., T, H, D], k and v [..., T, K, D] of [..., T, (H + 2 K) * D] on one device; q and k rotated."""
-        if not self.in_step:
-            return xla.split_and_rotate(joined, heads, cos, sin, interleaved=interleaved)
-        return _split_packed(joined, cos, sin, heads=heads, interleaved=interleaved)
+        split = _split_packed if self.in_step else xla.split_and_rotate
+        return split(joined, cos, sin, heads=heads, interleaved=interleaved)
 
 
 # Separate jits, so that they are traced and lowered once for all equal layers; XLA inlines them.
@@ -74,12 +73,8 @@ def _rotate_packed(parts, cos, sin, **options) -> list[jax.Array]:
 @partial(jax.jit, static_argnames=("heads", "interleaved"))
 def _split_packed(joined, cos, sin, *, heads, **options) -> list[jax.Array]:
     reason = tpu.unsupported_reason(heads, joined.shape[1] // sum(heads), joined.dtype)
-    functions = tpu.split_and_rotate, xla.split_and_rotate
-
-    def of(function):
-        return lambda joined, *angles, **options: function(joined, heads, *angles, **options)
-
-    return _on_platform(reason, *map(of, functions), joined, cos, sin, **options)
+    split = tpu.split_and_rotate, xla.split_and_rotate
+    return _on_platform(reason, *split, joined, cos, sin, heads=heads, **options)
 
 
 def _on_platform(reason: str | None, kernel: Callable, by_xla: Callable, *args: Any, **options):

@@ -284,8 +284,8 @@ class Attend:
         out[stack, plane] = result.astype(self.shape.dtype)
 
     def token_of_tile(self, unit):
-        """The token of a unit with one query, counted from the first that its tile brings."""
-        return self.units.rows.queries(self.units.row[unit])[0] & (self.shape.tile_tokens - 1)
+        """The token of a unit with one query, counted from the first that its tile brings. Row r's is token r."""
+        return self.units.row[unit] & (self.shape.tile_tokens - 1)
 
 
 def _tokens(shape: Shape, query_tile) -> jax.Array:

@@ -29,10 +29,10 @@ def rotate(
 
 def split_and_rotate(
     joined: Float[Array, "... T N*D"],
-    heads: tuple[int, int, int],
     cos: Float[Array, "... T 1 half"],
     sin: Float[Array, "... T 1 half"],
     *,
+    heads: tuple[int, int, int],
     interleaved: bool = False,
 ) -> list[Float[Array, "... T N D"]]:
     """Queries, keys and values, that many heads of each side by side: the former two rotated, values as they are."""

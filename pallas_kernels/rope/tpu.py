@@ -54,10 +54,10 @@ def rotate(
 
 def split_and_rotate(
     joined: Float[Array, "T N*D"],
-    heads: tuple[int, int, int],
     cos: Float[Array, "T 1 half"],
     sin: Float[Array, "T 1 half"],
     *,
+    heads: tuple[int, int, int],
     interleaved: bool = False,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> list[Float[Array, "T N D"]]:

@@ -31,10 +31,10 @@ def rotate(
 
 def split_and_rotate(
     joined: Float[Array, "... T N*D"],
-    heads: tuple[int, int, int],
     cos: Float[Array, "... T 1 half"],
     sin: Float[Array, "... T 1 half"],
     *,
+    heads: tuple[int, int, int],
     interleaved: bool = False,
 ) -> list[Float[Array, "... T N D"]]:
     *turned, values = reference.split(joined, heads)

@@ -60,7 +60,7 @@ def _lower(case: Case) -> Any:
     def rotate(joined, cos, sin):
         """[T, N * D] each, as attention takes them. The result of a program XLA would lay out in another way."""
         options = {"interleaved": case.interleaved}
-        parts = split_and_rotate(joined, case.heads, cos, sin, **options)
+        parts = split_and_rotate(joined, cos, sin, heads=case.heads, **options)
         return [x.reshape(case.num_tokens, -1) for x in parts]
 
     return jax.jit(rotate).lower(joined, angles, angles)

@@ -10,45 +10,104 @@ from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.estimate import estimate
 from jaxpage.aot.step_time import show_times, step_times
 from jaxpage.aot.targets import CHIPS
-from jaxpage.aot.tpu_schedule import Loop
+from jaxpage.aot.tpu_schedule import Region
 from tests.aot.test_estimate import measured
 
-HEADS = Loop(begin=20, own=100, least=100, trips=8, slots={"MXU": 32})
-COPY = Loop(begin=12, own=40, least=40, num_starts=1)
-CLEAR = Loop(begin=14, own=60, least=60)
-ZERO = Loop(begin=16, own=5, least=5, trips=4)
-DIVIDE = Loop(begin=18, own=30, least=30, trips=2, slots={"EUP": 1})
-TURN = Loop(begin=10, own=600, least=150, inner=(COPY, CLEAR, ZERO, DIVIDE, HEADS))
-WRITE = Loop(begin=5, own=200, least=100, num_waits=1)
-PROGRAM = Loop(begin=0, own=300, least=200, inner=(WRITE, TURN))
+COPY = Region(begin=12, own=14, num_starts=1)
+WAIT = Region(begin=13, own=8, num_waits=1)
+CLEAR = Region(begin=14, own=16)
+KEEP = Region(begin=15, own=44, is_branch=True)
+DIVIDE = Region(begin=18, own=30, trips=2, slots={"EUP": 1})
+SPREAD = Region(begin=5, own=14, trips=8)
+WRITE = Region(
+    begin=5,
+    own=20,
+    num_waits=1,
+    inner=(Region(begin=6, own=180, is_branch=True, num_starts=2, num_waits=2),),
+)
+
+
+def branch(own, *inner, condition=None, **others) -> Region:
+    return Region(
+        begin=20, own=own, is_branch=True, condition=condition, inner=tuple(inner), **others
+    )
+
+
+def program(*products: Region) -> Region:
+    """With what multiplies in a turn."""
+    begin_fetch = branch(
+        20,
+        branch(100, condition="%p1", num_starts=8),
+        branch(5, COPY, condition="!%p1"),
+    )
+    wait_for_part = branch(35, WAIT, CLEAR, CLEAR, KEEP, KEEP, condition="!%p2")
+    turn = Region(begin=10, own=60, num_waits=1, inner=(begin_fetch, wait_for_part, *products))
+    unit = Region(
+        begin=9, own=70, num_starts=1, inner=(branch(9, SPREAD, num_waits=2), turn, DIVIDE)
+    )
+    # Loops before and after, which only start DMAs and only wait, write nothing.
+    return Region(begin=0, own=200, inner=(COPY, WRITE, branch(100, COPY), unit, WAIT))
+
+
+MASKED, CLEAR_OF_MASK = (branch(own, slots={"MXU": 32}) for own in (900, 800))
+OF_PROMPT = program(CLEAR_OF_MASK, MASKED)
+OF_TILES = program(
+    branch(600, condition="%p2", slots={"MXU": 256}),
+    branch(5, Region(begin=30, own=200, slots={"MXU": 64}), condition="!%p2"),
+)
 TILES = {"tile_q": 32, "tile_tokens": 32, "tile_kv": 512, "fetch_kv": 512, "block_size": 128}
-ONE_QUERY = {"tile_q": 1, "tile_tokens": 16}
+ONE_QUERY = {"tile_q": 1, "tile_tokens": 16, "fetch_kv": 2048}
+ONCE_A_UNIT = 70 + 2 * 30
 
 
-def test_the_loops_of_the_kernel_run_as_often_as_there_is_work():
-    rows = Rows(count=64, query_len=1, kv_len=1024, **TILES | ONE_QUERY)
-    # All but the first rows write their tokens when their turns begin.
-    assert (rows.num_units, rows.num_turns, rows.num_chunks) == (64, 128, 6)
-    turn, unit = 150 + 8 * 100 + 4 * 40, 600 - 150 + 2 * 30 + 4 * 5 / 16
-    assert bundles(PROGRAM, rows) == 300 + 6 * 200 + 128 * turn + 64 * unit
+@pytest.mark.parametrize(
+    "kv_len, in_turns",
+    [
+        (2048, 60 + 120 + 600),
+        # All blocks are full, and two tiles too.
+        (1024, 60 + 25 + 8 * 14 + 35 + 8 * 8 + 5 + 2 * 200),
+        # Of two tiles two blocks are empty, and one block has keys of another row.
+        (700, 60 + 25 + 6 * 14 + 35 + 6 * 8 + 2 * 16 + 44 + 5 + 2 * 200),
+        (4096, 2 * (60 + 120 + 600)),
+    ],
+)
+def test_a_fetch_with_fewer_keys_takes_what_these_take(kv_len, in_turns):
+    rows = Rows(count=64, query_len=1, kv_len=kv_len, **TILES | ONE_QUERY)
+    # All but the first rows write their tokens when their turns begin; 16 rows share a tile of tokens.
+    assert (rows.num_units, rows.num_chunks) == (64, 6)
+    unit = ONCE_A_UNIT + (9 + 8 * 14) / 16 + in_turns
+    assert bundles(OF_TILES, rows) == 300 + 6 * 200 + 64 * unit
 
 
 def test_queries_of_a_chunk_see_the_keys_before_them():
     rows = Rows(count=1, query_len=1024, kv_len=2048, **TILES)
-    assert rows.num_units == 32
-    # Sixteen tiles of queries end at up to 1536 keys, sixteen at up to 2048.
-    assert rows.num_turns == 16 * 3 + 16 * 4
-    assert rows.num_chunks == 1024 / 16
+    assert rows.num_units == 32 and rows.num_chunks == 1024 / 16
+    # Sixteen tiles of queries end at up to 1536 keys, sixteen at up to 2048; the last fetch of each is masked.
+    turns = rows.turns()
+    assert turns.total() == 16 * 3 + 16 * 4
+    assert sum(count for turn, count in turns.items() if turn.is_masked) == 32
+    assert sum(count for turn, count in turns.items() if not turn.is_whole) == 30
+
+
+def test_only_turns_with_a_mask_pay_for_it():
+    whole = 60 + 120
+    row = {"count": 1, "query_len": 32}
+    once = 300 + 2 * 200 + ONCE_A_UNIT + 9 + 8 * 14
+    masked = Rows(kv_len=512, **row, **TILES)
+    assert bundles(OF_PROMPT, masked) == once + whole + 900
+    both = Rows(kv_len=1024, **row, **TILES)
+    assert bundles(OF_PROMPT, both) == once + 2 * whole + 800 + 900
 
 
 def test_a_launch_that_writes_nothing_has_no_rows():
     """That of the rows with one query, in a step with prompts."""
     rows = Rows(count=1, query_len=1024, kv_len=2048, **TILES)
-    assert bundles(dataclasses.replace(PROGRAM, inner=(TURN,)), rows) == 300
+    inner = tuple(each for each in OF_PROMPT.inner if each is not WRITE)
+    assert bundles(dataclasses.replace(OF_PROMPT, inner=inner), rows) == 300
 
 
 def of_tpu(**time) -> dict:
-    kernel = {"name": "paged_attention", "count": 28, "program": dataclasses.asdict(PROGRAM)}
+    kernel = {"name": "paged_attention", "count": 28, "program": dataclasses.asdict(OF_TILES)}
     parts = [{"what": "dot", "count": 28, "cycles": 900_000}]
     found = {"cycles": 1_000_000, "in_other_branches": 0, "parts": parts, "kernels": [kernel]}
     programs = [

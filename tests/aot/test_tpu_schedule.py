@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxpage.aot.tpu_schedule import Loop, dump_variables, parse, table, take_schedules
+import pytest
+
+from jaxpage.aot.tpu_schedule import Region, dump_variables, parse, table, take_schedules
 
 # A loop of four turns in a loop without a number, in which a jump leaves two bundles out.
 BUNDLES = """= control target key start
@@ -47,29 +49,45 @@ SLOTS = "== CAPACITY:\nMXU, VALU, VSTORE:SPILL\n  2  4  2\n== UTILIZATION:\n" + 
 def test_loops_nest_and_say_how_often_they_run():
     schedule = parse("kernel.1", BUNDLES, SLOTS)
     (turn,) = schedule.main_loops
-    (inner,) = turn.inner
+    (inner,) = turn.loops
     assert schedule.results == ("bf16[8,128]",)
-    assert (schedule.program.own, turn.begin, turn.own, inner.begin, inner.own) == (
-        3,
-        2,
-        15,
-        0xB,
-        8,
-    )
+    assert (schedule.program.own, turn.begin, inner.begin, inner.own) == (3, 2, 0xB, 8)
     assert (turn.trips, inner.trips) == (None, 4)
     assert turn.bundles == 15 + 4 * 8
-    assert (turn.num_starts, inner.num_waits) == (1, 1)
+    assert turn.starts and not turn.waits and inner.waits
 
 
-def test_what_a_jump_leaves_out_is_not_usual():
+def test_what_a_jump_leaves_out_is_a_branch():
     (turn,) = parse("kernel.1", BUNDLES, SLOTS).main_loops
-    assert turn.least == 13 and turn.usual == 13 + 4 * 8
+    (branch,) = turn.branches
+    assert (branch.begin, branch.own, branch.num_starts, branch.condition) == (8, 2, 1, "%p4_p1")
+    assert (turn.own, turn.straight, turn.usual) == (13, 15, 13 + 4 * 8)
+
+
+@pytest.mark.parametrize("end, is_branch", [("4", True), ("%s9_s9", False)])
+def test_a_jump_over_a_loop_that_may_run_0_times_is_the_loops(end, is_branch):
+    """One over a loop that would run is a condition of the kernel's."""
+    lines = [
+        "%s1_s1 = smov 0",
+        "%1 = sbr.rel (%p1_p1) target = $region2",
+        *[""] * 4,
+        "%s2_s2 = sphi %s1_s1, %s3_s3 } /* Start region 1 */ {",
+        "%s3_s3 = sadd.s32 1, %s2_s2 ;; %p2_p2 = scmp.ge.s32.totalorder %s3_s3, " + end,
+        "%2 = sbr.rel (!%p2_p2) target = $region1",
+        *[""] * 4,
+        "} /* Start region 2 */ {",
+    ]
+    text = "\n".join(f"   {i:#x}   : {{ {line} }}" for i, line in enumerate(lines))
+    program = parse("kernel.1", text, SLOTS).program
+    assert [len(each.loops) for each in program.branches] == [1] * is_branch
+    (loop,) = program.loops
+    assert (program.own, loop.own) == (7, 7) and (loop.trips is not None) == is_branch
 
 
 def test_slots_are_counted_as_often_as_a_loop_runs():
     schedule = parse("kernel.1", BUNDLES, SLOTS)
     (turn,) = schedule.main_loops
-    assert turn.slots == {"VALU": 4, "VSTORE:SPILL": 1}
+    assert turn.slots == {"VSTORE:SPILL": 1} and turn.branches[0].slots == {"VALU": 4}
     assert turn.multiplies and turn.used("VSTORE:SPILL") == 1 + 4 * 2
     assert schedule.capacity["MXU"] == 2
 
@@ -77,12 +95,12 @@ def test_slots_are_counted_as_often_as_a_loop_runs():
 def test_a_counter_that_begins_anywhere_has_no_number_of_turns():
     text = BUNDLES.replace("%s3_s1 = smov 0", "%s3_s1 = sld [smem:[#allocation2]]")
     (turn,) = parse("kernel.1", text, SLOTS).main_loops
-    assert turn.inner[0].trips is None and turn.bundles == 15 + 8
+    assert turn.loops[0].trips is None and turn.bundles == 15 + 8
 
 
 def test_loops_survive_as_plain_values():
     program = parse("kernel.1", BUNDLES, SLOTS).program
-    assert Loop.of(dataclasses.asdict(program)) == program
+    assert Region.of(dataclasses.asdict(program)) == program
 
 
 def test_a_folder_is_read_by_name_and_cleared(tmp_path):

@@ -33,7 +33,7 @@ def exact(case: Case) -> list[jax.Array]:
     """In float32, rounded once."""
     joined, cos, sin = (x.astype(jnp.float32) for x in cases.arguments(case).values())
     rotate = partial(reference.split_and_rotate, interleaved=case.interleaved)
-    return [x.astype(case.dtype) for x in rotate(joined, case.heads, cos, sin)]
+    return [x.astype(case.dtype) for x in rotate(joined, cos, sin, heads=case.heads)]
 
 
 def check(found: list[jax.Array], want: list[jax.Array]) -> None:
@@ -76,7 +76,7 @@ def test_an_unsupported_call_says_why():
         Case(name="", head_dim=64, half=32, heads=(3, 1, 1))
     ).values()
     with pytest.raises(NotImplementedError, match="3 heads of 64"):
-        tpu.split_and_rotate(joined, (3, 1, 1), cos, sin)
+        tpu.split_and_rotate(joined, cos, sin, heads=(3, 1, 1))
 
 
 @pytest.mark.parametrize("in_step", [False, True])
