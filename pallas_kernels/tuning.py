@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -23,6 +24,7 @@ import jax
 
 from pallas_kernels.hopper import unsupported_ptxas_here, unsupported_reason_on
 
+EQUAL = 1.03  # times of this ratio, or closer, tell nothing: neither clocks nor counted bundles are better than that
 SAMPLES = 9
 SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, counts only once per sample
 MOST_LAUNCHES = 50  # in flight at once, with their results
@@ -93,7 +95,8 @@ def fastest(
     them, all combinations; each stage starts with the best sizes of the previous ones, so that the number of candidates
     is a sum, not a product. seconds: of a call with these sizes and this work; a candidate for which it raises
     RuntimeError or ValueError (too much shared memory, no such tile) is left out. A candidate's time is the geometric
-    mean over the works, so that short ones count as much as long ones; of equally fast ones the initial sizes stay.
+    mean over the works, so that short ones count as much as long ones. The sizes so far stay if they are within `EQUAL`
+    of the fastest.
     Raises RuntimeError if no candidate is left.
     """
     best, found = start, {}
@@ -115,8 +118,9 @@ def fastest(
             raise RuntimeError(
                 f"no candidate of {dict(values)} could be run; the reasons stand above"
             )
-        so_far = best
-        best = min(times, key=lambda sizes: (times[sizes], sizes != so_far))
+        fastest_time = min(times.values())
+        if times.get(best, math.inf) > EQUAL * fastest_time:
+            best = min(times, key=times.__getitem__)
     return best, found
 
 

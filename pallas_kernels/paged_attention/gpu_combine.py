@@ -65,9 +65,20 @@ class _Memory(NamedTuple):
     ready: Any  # a barrier per part of a chunk
 
 
-def combine(parts: Parts, number, starts, sinks, dtype, interpret, *, rows_of_piece: int = 0):
+def combine(
+    parts: Parts,
+    number,
+    starts,
+    sinks,
+    interpret,
+    *,
+    dtype=None,
+    into: jax.Array | None = None,
+    rows_of_piece: int = 0,
+):
     """→ [R, K, columns, rows], of which the first `number` are written. Otherwise as in `_Inputs`.
 
+    `into`: where rows with one part have their result already, and only others are written; None: all are, in `dtype`.
     A program adds `rows_of_piece` rows at once, by default all.
     """
     num_kv_heads, _, rows, columns = parts.sums.shape
@@ -77,12 +88,17 @@ def combine(parts: Parts, number, starts, sinks, dtype, interpret, *, rows_of_pi
         PROGRAMS_PER_SM * hopper.num_sms(), num_rows * num_kv_heads * (rows // height)
     )
 
+    out_type = ()
+    if into is None:
+        out_type = jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns, rows), dtype)
+    least_parts = 0 if into is None else 2
+
     def paged_combine(inputs: _Inputs, out_ref: Ref, memory: _Memory):
-        _Program(inputs, out_ref, memory, num_programs).run()
+        _Program(inputs, out_ref, memory, num_programs, least_parts).run()
 
     kernel = plgpu.kernel(
         paged_combine,
-        out_type=jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns, rows), dtype),
+        out_type=out_type,
         grid=(num_programs,),
         grid_names=("program",),
         scratch_types=(
@@ -97,14 +113,34 @@ def combine(parts: Parts, number, starts, sinks, dtype, interpret, *, rows_of_pi
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    return kernel(_Inputs(parts, number, starts, sinks))
+    inputs = _Inputs(parts, number, starts, sinks)
+    if into is None:
+        return kernel(inputs)
+    out = jax.new_ref(into)
+    kernel(inputs, out)
+    return jax.freeze(out)
+
+
+def store_transposed(out_ref: Ref, x) -> None:
+    """x [rows, columns] in `WGMMA` layout, to out_ref [columns, rows]."""
+    x = x.astype(out_ref.dtype)
+    # In the transposed layout a thread's pairs of values lie along D, as they do in memory.
+    store(out_ref.transpose((1, 0)), plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED))
 
 
 class _Program:
     """One of `num_programs`. It takes every `num_programs`-th piece of a row and a KV head."""
 
-    def __init__(self, inputs: _Inputs, out_ref: Ref, memory: _Memory, num_programs: int) -> None:
+    def __init__(
+        self,
+        inputs: _Inputs,
+        out_ref: Ref,
+        memory: _Memory,
+        num_programs: int,
+        least_parts: int,
+    ) -> None:
         self.inputs, self.memory, self.num_programs = inputs, memory, num_programs
+        self.least_parts = least_parts  # of the rows that are written
         self.out = out_ref  # [R, K, columns, rows]
         self.number = lax.axis_index("program")
 
@@ -116,7 +152,9 @@ class _Program:
         def turn(i, _):
             index = self.number + i * self.num_programs
             row, place = lax.div(index, jnp.int32(of_row)), lax.rem(index, jnp.int32(of_row))
-            self._add_up(row, lax.div(place, jnp.int32(num_pieces)), lax.rem(place, num_pieces))
+            head, number = lax.div(place, jnp.int32(num_pieces)), lax.rem(place, num_pieces)
+            num_parts = self.inputs.starts[row + 1] - self.inputs.starts[row]
+            pl.when(num_parts >= self.least_parts)(lambda: self._add_up(row, head, number))
 
         num_turns = pl.cdiv(self.inputs.number[0] * of_row - self.number, self.num_programs)
         lax.fori_loop(0, num_turns, turn, None)
@@ -137,10 +175,8 @@ class _Program:
         sink = inputs.sinks
         if sink is not None:
             sink = load(sink.at[head], layout=by_head, optimized=False)
-        out = normalised(acc, m, total, sink, axis=1).astype(self.out.dtype)
-        # In the transposed layout a thread's pairs of values lie along D, as they do in memory.
-        out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        store(self.out.at[row, head, :, of_piece].transpose((1, 0)), out)
+        out = self.out.at[row, head, :, of_piece]
+        store_transposed(out, normalised(acc, m, total, sink, axis=1))
 
     def _add_chunk(self, head, of_piece, begin, end, turn, carry):
         memory, parts, chunk = self.memory, self.inputs.parts, self.memory.parts.sums.shape[0]

@@ -4,9 +4,9 @@ Knows how a row's keys are cut into items, each read by one program. Letters and
 
 **Tile.** A program is one warpgroup. The *keys* are wgmma's 64 rows and the G query heads of a KV head its columns:
 S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items: some keys
-of a row (`gpu_layout.Splits`), for one KV head. What it adds up for an item is a part; `gpu_combine.py` adds a row's
-parts. All parts together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come after others. (Split
-keys: Dao et al., Flash-Decoding.)
+of a row (`gpu_layout.Splits`), for one KV head. A row's only item gives its result; of several each gives a part, and
+`gpu_combine.py` adds them. All parts together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come
+after others. (Split keys: Dao et al., Flash-Decoding.)
 
 **Stages.** Step i multiplies TILE keys; K and V lie in stage i % S each. To keep an H200's memory busy 4.8 TB/s x 1 us
 / 132 = 36 KB must be on their way to each SM; at D = 128 three programs an SM with two stages of 64 keys (32 KB) have
@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
-from pallas_kernels.paged_attention.gpu_combine import Parts, combine
+from pallas_kernels.paged_attention.gpu_combine import Parts, combine, store_transposed
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
     Options,
@@ -46,6 +46,7 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     Source,
     Stages,
     clear_outside,
+    normalised,
     scores,
     weights,
 )
@@ -107,6 +108,14 @@ class _Inputs(NamedTuple):
     kv_lens: Any  # int32[R]
     items: gpu_layout.Splits
     pool: PoolArrays
+    sinks: Any  # float32[K, columns], or None
+
+
+class _Outputs(NamedTuple):
+    """What the kernel writes, likewise."""
+
+    parts: Parts  # of rows with several items
+    results: Any  # [R, K, columns, rows] of other rows, see `Parts`
 
 
 class _Memory(NamedTuple):
@@ -141,16 +150,19 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
     heads_by_kv = ((0, 0), (0, 0), (0, columns - group), (0, 0))
     queries = jnp.pad(q.reshape(num_rows, num_kv_heads, group, head_dim), heads_by_kv)
 
-    def paged_decode(inputs: _Inputs, parts: Parts, memory: _Memory):
-        _Program(plan, inputs, parts, memory).run()
+    def paged_decode(inputs: _Inputs, outputs: _Outputs, memory: _Memory):
+        _Program(plan, inputs, outputs, memory).run()
 
     as_wgmma = partial(tiled, dtype=q.dtype, swizzle=swizzle_of(head_dim * q.dtype.itemsize))
     kernel = plgpu.kernel(
         paged_decode,
         out_type=(
-            Parts(
-                sums=_float32(num_kv_heads, max_items, rows, columns),
-                stats=_float32(num_kv_heads, max_items, 4, columns),
+            _Outputs(
+                parts=Parts(
+                    sums=_float32(num_kv_heads, max_items, rows, columns),
+                    stats=_float32(num_kv_heads, max_items, 4, columns),
+                ),
+                results=jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns, rows), q.dtype),
             ),
         ),
         grid=(plan.num_programs,),
@@ -169,12 +181,13 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
         interpret=options.interpret,
     )
     query_sums = jnp.sum(queries, axis=3, dtype=jnp.float32) if source.has_scales else None
-    (parts,) = kernel(_Inputs(queries, query_sums, block_table, kv_lens, items, source.arrays))
     sinks, number = options.sinks, jnp.full(1, num_rows, jnp.int32)
     if sinks is not None:
         sinks = sinks.reshape(num_kv_heads, group)
         sinks = jnp.pad(sinks, ((0, 0), (0, columns - group)))
-    out = combine(parts, number, items.starts, sinks, q.dtype, options.interpret)
+    inputs = _Inputs(queries, query_sums, block_table, kv_lens, items, source.arrays, sinks)
+    (made,) = kernel(inputs)
+    out = combine(made.parts, number, items.starts, sinks, options.interpret, into=made.results)
     if len(_pieces(head_dim)) > 1:  # without what the second has in common with the first
         out = jnp.concatenate([out[..., :64], out[..., 64 - head_dim :]], axis=-1)
     return out[:, :, :group].reshape(q.shape)
@@ -213,8 +226,8 @@ class _Sums(NamedTuple):
 class _Program:
     """One of `num_programs`. It takes every `num_programs`-th pair of an item and a KV head."""
 
-    def __init__(self, plan: _Plan, inputs: _Inputs, parts: Parts, memory: _Memory) -> None:
-        self.plan, self.inputs, self.parts, self.memory = plan, inputs, parts, memory
+    def __init__(self, plan: _Plan, inputs: _Inputs, outputs: _Outputs, memory: _Memory) -> None:
+        self.plan, self.inputs, self.outputs, self.memory = plan, inputs, outputs, memory
         self.number = lax.axis_index("program")
 
     def run(self):
@@ -262,12 +275,28 @@ class _Program:
             )
         step = partial(self._step, at, query_sums)
         accs, m, total, zeros = lax.fori_loop(0, at.num_tiles, step, begin)
+        if zeros is not None:
+            zeros = zeros.sum(axis=0)
+            accs = tuple(acc - lax.broadcast_in_dim(zeros, acc.shape, [1]) for acc in accs)
+        total, starts = total.sum(axis=0), self.inputs.items.starts
+        is_only = starts[at.row + 1] - starts[at.row] == 1
+        pl.when(is_only)(lambda: self._store_result(at, accs, m, total))
+        pl.when(~is_only)(lambda: self._store_part(at, accs, m, total))
+
+    def _store_result(self, at: _Item, accs, m, total) -> None:
+        sink = self.inputs.sinks
+        if sink is not None:
+            sink = load(sink.at[at.head], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         for i, acc in enumerate(accs):
-            if zeros is not None:
-                acc = acc - lax.broadcast_in_dim(zeros.sum(axis=0), acc.shape, [1])
-            store(self.parts.sums.at[at.head, at.number, pl.ds(i * 64, acc.shape[0])], acc)
-        store(self.parts.stats.at[at.head, at.number, 0], m)
-        store(self.parts.stats.at[at.head, at.number, 1], total.sum(axis=0))
+            out = self.outputs.results.at[at.row, at.head, :, pl.ds(i * 64, acc.shape[0])]
+            store_transposed(out, normalised(acc, m, total, sink, axis=1))
+
+    def _store_part(self, at: _Item, accs, m, total) -> None:
+        parts = self.outputs.parts
+        for i, acc in enumerate(accs):
+            store(parts.sums.at[at.head, at.number, pl.ds(i * 64, acc.shape[0])], acc)
+        store(parts.stats.at[at.head, at.number, 0], m)
+        store(parts.stats.at[at.head, at.number, 1], total)
 
     def _fetch(self, at: _Item, i, stage):
         """Start the copies of tile i."""

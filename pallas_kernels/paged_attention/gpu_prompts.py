@@ -98,8 +98,8 @@ def _in_parts(plan: Plan, inputs: Inputs, tiles: CutTiles):
         tiles.number,
         tiles.starts,
         None if sinks is None else sinks.reshape(num_heads, 64),
-        inputs.queries.dtype,
         plan.options.interpret,
+        dtype=inputs.queries.dtype,
         rows_of_piece=64,
     )
     own = plan.group * plan.tile_q

@@ -40,14 +40,19 @@ class Work:
     kv_len: int
 
 
-# Pools of 0.27 GB and more: five times an H200's L2.
+# Long rows and short ones, which end within a tile. Pools of decoding rows have 0.27 GB and more: five times an H200's
+# L2.
 DECODE = (
     Work(num_heads=16, num_kv_heads=2, num_rows=64, query_len=1, kv_len=8192),
+    Work(num_heads=16, num_kv_heads=2, num_rows=480, query_len=1, kv_len=600),
     Work(num_heads=32, num_kv_heads=8, num_rows=64, query_len=1, kv_len=4096),
+    Work(num_heads=32, num_kv_heads=8, num_rows=240, query_len=1, kv_len=600),
 )
 PREFILL = (
     Work(num_heads=16, num_kv_heads=2, num_rows=16, query_len=2048, kv_len=16384),
+    Work(num_heads=16, num_kv_heads=2, num_rows=32, query_len=600, kv_len=600),
     Work(num_heads=32, num_kv_heads=8, num_rows=4, query_len=2048, kv_len=32768),
+    Work(num_heads=32, num_kv_heads=8, num_rows=32, query_len=600, kv_len=600),
 )
 # Of each kind of work the sizes that matter to it, so that candidates add up instead of multiplying.
 CANDIDATES = {
@@ -112,7 +117,7 @@ def _seconds(platform: str, sizes: Any, work: Work) -> float:
 
 def arguments(work: Work, block_size: int) -> dict[str, Any]:
     """Random arrays of a call but for new keys and values, blocks in any order."""
-    width = work.kv_len // block_size
+    width = -(-work.kv_len // block_size)
     of_table, of_q, of_pool = jax.random.split(jax.random.key(0), 3)
     table = 1 + jax.random.permutation(of_table, work.num_rows * width)
     shape = (work.num_rows * width + 1, block_size, 2 * work.num_kv_heads, 128)

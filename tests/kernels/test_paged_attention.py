@@ -349,7 +349,7 @@ def test_tuning_takes_the_fastest_of_what_fits_a_gpu(monkeypatch):
         if sizes.tile_kv * sizes.stages > 256:
             raise ValueError("Mosaic GPU kernel exceeds available shared memory")
         keys = sizes.tile_kv * sizes.stages
-        return abs(sizes.programs_per_sm - 2) + 100.0 / keys + 1e-6 * sizes.tile_kv
+        return abs(sizes.programs_per_sm - 2) + 100.0 / keys + 1e-3 * sizes.tile_kv
 
     monkeypatch.setattr(tune, "_seconds", seconds)
     best, found = tune.tune("gpu")
@@ -367,8 +367,8 @@ def test_tuning_takes_the_fastest_of_a_tpu(monkeypatch):
         return q, pool
 
     def block_until_ready(launched):
-        now[0] += 1e-3 * abs(chosen[-1].tile_kv - 1024) + 1e-6 * abs(chosen[-1].tile_rows - 512)
-        now[0] += 1e-9 * (chosen[-1].head_rows + chosen[-1].tile_bytes)
+        now[0] += 1e-3 * abs(chosen[-1].tile_kv - 1024) + 1e-3 * abs(chosen[-1].tile_rows - 512)
+        now[0] += 1e-5 * chosen[-1].head_rows + 1e-8 * chosen[-1].tile_bytes
         return launched
 
     small = {"q": jnp.zeros((2, 4, 128)), "pool": jnp.zeros((1, 1, 4, 128))}
@@ -397,7 +397,8 @@ def test_what_is_tuned_is_what_a_kernel_takes(platform):
         arrays = jax.eval_shape(lambda work=work: tune.arguments(work, tune.BLOCK_SIZE[platform]))
         assert arrays["q"].shape[0] == work.num_rows * work.query_len
         assert arrays["pool"].shape[0] == 1 + arrays["block_table"].size
-        assert work.kv_len == arrays["block_table"].shape[1] * arrays["pool"].shape[1]
+        size = arrays["pool"].shape[1]
+        assert 0 <= arrays["block_table"].shape[1] * size - work.kv_len < size
         if platform == "tpu":
             pool = jax.eval_shape(tpu_layout.to_tpu, arrays["pool"])
             table = arrays["block_table"].shape

@@ -109,11 +109,16 @@ def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
     )
 
 
-def test_of_equally_fast_sizes_the_defaults_stay():
+@pytest.mark.parametrize("faster, stays", [(1.0, True), (0.98, True), (0.96, False)])
+def test_of_about_equally_fast_sizes_the_defaults_stay(faster, stays):
     default = tpu.TileSizes()
     values = {"tile_out": (default.tile_out // 2, default.tile_out, 2 * default.tile_out)}
-    sizes, _ = tuning.fastest(default, [((None,), values)], lambda sizes, work: 1.0)
-    assert sizes == default
+
+    def seconds(sizes, work):
+        return faster if sizes.tile_out > default.tile_out else 1.0
+
+    sizes, _ = tuning.fastest(default, [((None,), values)], seconds)
+    assert (sizes == default) == stays
 
 
 def test_short_works_count_as_much_as_long_ones(capsys):
