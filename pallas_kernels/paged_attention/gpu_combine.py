@@ -70,35 +70,29 @@ def combine(
     number,
     starts,
     sinks,
+    out: jax.Array | jax.ShapeDtypeStruct,
     interpret,
     *,
-    dtype=None,
-    into: jax.Array | None = None,
     rows_of_piece: int = 0,
-):
+) -> jax.Array:
     """→ [R, K, columns, rows], of which the first `number` are written. Otherwise as in `_Inputs`.
 
-    `into`: where rows with one part have their result already, and only others are written; None: all are, in `dtype`.
-    A program adds `rows_of_piece` rows at once, by default all.
+    `out`: an array that has the results of rows with one part already, so that only others are written; or the shape. A
+    program adds `rows_of_piece` rows at once, by default all.
     """
-    num_kv_heads, _, rows, columns = parts.sums.shape
-    height = rows_of_piece or rows
-    chunk, num_rows = _chunk(height, columns), starts.shape[0] - 1
+    num_rows, num_kv_heads, columns, rows = out.shape
+    height, has_results = rows_of_piece or rows, isinstance(out, jax.Array)
+    chunk = _chunk(height, columns)
     num_programs = min(
         PROGRAMS_PER_SM * hopper.num_sms(), num_rows * num_kv_heads * (rows // height)
     )
 
-    out_type = ()
-    if into is None:
-        out_type = jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns, rows), dtype)
-    least_parts = 0 if into is None else 2
-
     def paged_combine(inputs: _Inputs, out_ref: Ref, memory: _Memory):
-        _Program(inputs, out_ref, memory, num_programs, least_parts).run()
+        _Program(inputs, out_ref, memory, num_programs, 2 if has_results else 0).run()
 
     kernel = plgpu.kernel(
         paged_combine,
-        out_type=out_type,
+        out_type=() if has_results else out,
         grid=(num_programs,),
         grid_names=("program",),
         scratch_types=(
@@ -114,11 +108,11 @@ def combine(
         interpret=interpret,
     )
     inputs = _Inputs(parts, number, starts, sinks)
-    if into is None:
+    if not has_results:
         return kernel(inputs)
-    out = jax.new_ref(into)
-    kernel(inputs, out)
-    return jax.freeze(out)
+    results = jax.new_ref(out)
+    kernel(inputs, results)
+    return jax.freeze(results)
 
 
 def store_transposed(out_ref: Ref, x) -> None:

@@ -187,7 +187,7 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
         sinks = jnp.pad(sinks, ((0, 0), (0, columns - group)))
     inputs = _Inputs(queries, query_sums, block_table, kv_lens, items, source.arrays, sinks)
     (made,) = kernel(inputs)
-    out = combine(made.parts, number, items.starts, sinks, options.interpret, into=made.results)
+    out = combine(made.parts, number, items.starts, sinks, made.results, options.interpret)
     if len(_pieces(head_dim)) > 1:  # without what the second has in common with the first
         out = jnp.concatenate([out[..., :64], out[..., 64 - head_dim :]], axis=-1)
     return out[:, :, :group].reshape(q.shape)

@@ -84,7 +84,8 @@ def _with_cut_rows(plan: Plan, inputs: Inputs, cuts: Cuts, num_parts, query_star
 
 def _in_parts(plan: Plan, inputs: Inputs, tiles: CutTiles):
     """[tiles, K, G, tile_q, D], of the queries that `Tile.of` reads."""
-    num_heads, num_items = 2 * plan.num_kv_heads, tiles.parts.row.shape[0]
+    num_heads, num_tiles = 2 * plan.num_kv_heads, tiles.token.shape[0]
+    num_items = tiles.parts.row.shape[0]
     parts = Parts(
         sums=jax.ShapeDtypeStruct((num_heads, num_items, plan.head_dim, 64), jnp.float32),
         stats=jax.ShapeDtypeStruct((num_heads, num_items, 4, 64), jnp.float32),
@@ -98,8 +99,8 @@ def _in_parts(plan: Plan, inputs: Inputs, tiles: CutTiles):
         tiles.number,
         tiles.starts,
         None if sinks is None else sinks.reshape(num_heads, 64),
+        jax.ShapeDtypeStruct((num_tiles, num_heads, 64, plan.head_dim), inputs.queries.dtype),
         plan.options.interpret,
-        dtype=inputs.queries.dtype,
         rows_of_piece=64,
     )
     own = plan.group * plan.tile_q
