@@ -10,7 +10,6 @@ runs once for each *turn*, the keys of one fetch in one or several tiles. A fetc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpage.aot.tpu_schedule import Region
@@ -125,37 +124,42 @@ def _of_turn(region: Region, turn: Turn) -> float:
     What clears comes twice, for blocks, or a part of one, before the keys and after; without a window none is before.
     """
     total: float = region.own
+    clears = False
     for loop in (each for each in region.inner if not each.is_branch):
         if loop.multiplies:
             total += (loop.trips or turn.num_tiles) * loop.bundles
         elif loop.starts or loop.waits:
             total += turn.num_blocks * loop.bundles
         else:
+            clears = True
             total += turn.num_cleared * loop.bundles / 2
-    if _is_of_part(region):
+    if clears:
         taken = region.branches[-1:] if turn.ends_within else ()
     else:
-        taken = _taken(region.branches, turn)
+        taken = _taken(region, turn)
     return total + sum(_of_turn(branch, turn) for branch in taken)
 
 
-def _taken(branches: Sequence[Region], turn: Turn) -> list[Region]:
-    """Those that a turn runs. A branch with a loop whose trips are not known is for parts of a fetch, and one with the
-    opposite condition for whole ones. Of two others that multiply the longer one masks.
+def _taken(region: Region, turn: Turn) -> list[Region]:
+    """The branches that a turn runs. One with a loop whose trips are not known is for parts of a fetch, and one with
+    the opposite condition for whole ones. Of two others that multiply the longer one masks.
     """
-    of_parts = [each for each in branches if _is_of_part(each)]
+    of_parts = [each for each in region.branches if _is_of_part(each, region)]
     opposites = [_opposite(each.condition) for each in of_parts]
-    of_whole = [each for each in branches if each.condition in opposites]
+    of_whole = [each for each in region.branches if each.condition in opposites]
     taken = of_whole if turn.is_whole else of_parts
-    others = [each for each in branches if each not in of_parts and each not in of_whole]
+    others = [each for each in region.branches if each not in of_parts and each not in of_whole]
     products = sorted((each for each in others if each.multiplies), key=lambda each: each.bundles)
     if len(products) > 1:
         products = products[turn.is_masked :][:1]
     return [*taken, *products, *(each for each in others if not each.multiplies)]
 
 
-def _is_of_part(branch: Region) -> bool:
-    return any(not each.is_branch and each.trips is None for each in branch.inner)
+def _is_of_part(branch: Region, around: Region) -> bool:
+    """A loop that starts DMAs is for whole fetches too, unless those are started otherwise."""
+    loops = [each for each in branch.inner if not each.is_branch and each.trips is None]
+    only_starts = bool(loops) and all(each.starts for each in loops)
+    return around.starts if only_starts else bool(loops)
 
 
 def _opposite(condition: str | None) -> str:

@@ -33,13 +33,15 @@ def branch(own, *inner, condition=None, **others) -> Region:
     )
 
 
-def program(*products: Region) -> Region:
-    """With what multiplies in a turn."""
-    begin_fetch = branch(
-        20,
-        branch(100, condition="%p1", num_starts=8),
-        branch(5, COPY, condition="!%p1"),
-    )
+UNROLLED = branch(
+    20,
+    branch(100, condition="%p1", num_starts=8),
+    branch(5, COPY, condition="!%p1"),
+)
+
+
+def program(*products: Region, begin_fetch: Region = UNROLLED) -> Region:
+    """With what multiplies in a turn, and what starts a fetch's copies."""
     wait_for_part = branch(35, WAIT, CLEAR, CLEAR, KEEP, KEEP, condition="!%p2")
     turn = Region(begin=10, own=60, num_waits=1, inner=(begin_fetch, wait_for_part, *products))
     unit = Region(
@@ -51,10 +53,11 @@ def program(*products: Region) -> Region:
 
 MASKED, CLEAR_OF_MASK = (branch(own, slots={"MXU": 32}) for own in (900, 800))
 OF_PROMPT = program(CLEAR_OF_MASK, MASKED)
-OF_TILES = program(
+PRODUCTS_OF_TILES = (
     branch(600, condition="%p2", slots={"MXU": 256}),
     branch(5, Region(begin=30, own=200, slots={"MXU": 64}), condition="!%p2"),
 )
+OF_TILES = program(*PRODUCTS_OF_TILES)
 TILES = {"tile_q": 32, "tile_tokens": 32, "tile_kv": 512, "fetch_kv": 512, "block_size": 128}
 ONE_QUERY = {"tile_q": 1, "tile_tokens": 16, "fetch_kv": 2048}
 ONCE_A_UNIT = 70 + 2 * 30
@@ -87,6 +90,12 @@ def test_queries_of_a_chunk_see_the_keys_before_them():
     assert turns.total() == 16 * 3 + 16 * 4
     assert sum(count for turn, count in turns.items() if turn.is_masked) == 32
     assert sum(count for turn, count in turns.items() if not turn.is_whole) == 30
+
+
+def test_copies_of_many_blocks_are_a_loop_for_whole_fetches_too():
+    rows = Rows(count=1, query_len=1, kv_len=2048, **TILES | ONE_QUERY | {"block_size": 16})
+    unrolled, looped = OF_TILES, program(*PRODUCTS_OF_TILES, begin_fetch=branch(20, COPY))
+    assert bundles(looped, rows) - bundles(unrolled, rows) == 128 * 14 - 100
 
 
 def test_only_turns_with_a_mask_pay_for_it():
