@@ -10,18 +10,19 @@ runs once for each *turn*, the keys of one fetch in one or several tiles. A fetc
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxpage.aot.tpu_schedule import Region
 
-CHUNK = 16  # slots written at once
 FIRST_ROWS = 6  # whose only tokens are written before the first turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """num_blocks, num_tiles: with keys. num_cleared: other blocks of these tiles. ends_within: whether the last block
-    is not full. is_masked: whether some query does not see all keys.
+    """is_whole: whether the fetch brings as many keys as it may. num_blocks, num_tiles: with keys. num_cleared: other
+    blocks of these tiles. ends_within: whether the last block is not full. is_masked: whether some query does not see
+    all keys.
     """
 
     is_whole: bool
@@ -34,8 +35,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Equal rows. kv_len: of each, including its queries; tile_q, tile_kv: queries and keys at once; tile_tokens:
-    tokens whose queries come at once; fetch_kv: keys of a turn.
+    """Equal rows, without a window. kv_len: of each, including its queries; tile_q, tile_kv: queries and keys at once;
+    tile_tokens: tokens whose queries come at once; fetch_kv: keys of a turn; write_sizes: slots written at once by
+    each loop that writes.
     """
 
     count: int
@@ -46,27 +48,32 @@ class Rows:
     tile_kv: int
     fetch_kv: int
     block_size: int
+    write_sizes: tuple[int, ...]
 
-    @property
-    def num_units(self) -> int:
-        """Tiles of queries."""
-        return self.count * -(-self.query_len // self.tile_q)
+    def units(self) -> Iterator[tuple[int, int]]:
+        """Of each unit its queries [first, end), counted in its row. Tiles of queries begin at multiples of `tile_q`
+        packed tokens, wherever rows begin.
+        """
+        for row in range(self.count):
+            begin = row * self.query_len
+            for tile in range(
+                begin // self.tile_q * self.tile_q, begin + self.query_len, self.tile_q
+            ):
+                yield max(tile - begin, 0), min(tile + self.tile_q - begin, self.query_len)
 
-    @property
-    def num_chunks(self) -> int:
-        """Those written before the first turn."""
+    def num_chunks(self, size: int) -> int:
+        """Of so many slots, those written before the first turn."""
         if self.query_len == 1:
             return min(FIRST_ROWS, self.count)
-        return self.count * -(-self.query_len // CHUNK)
+        return self.count * -(-self.query_len // size)
 
     def turns(self) -> Counter[Turn]:
         """Of all units: a tile of queries sees the keys up to its last query."""
         found: Counter[Turn] = Counter()
         before = self.kv_len - self.query_len
-        for first in range(0, self.query_len, self.tile_q):
-            end = before + min(first + self.tile_q, self.query_len)
-            for begin in range(0, end, self.fetch_kv):
-                found[self._turn(begin, before + first, end)] += self.count
+        for (first, last), count in Counter(self.units()).items():
+            for begin in range(0, before + last, self.fetch_kv):
+                found[self._turn(begin, before + first, before + last)] += count
         return found
 
     def _turn(self, begin: int, first_query: int, end: int) -> Turn:
@@ -87,14 +94,12 @@ def bundles(program: Region, rows: Rows) -> float:
     are none here.
     """
     total: float = program.straight
-    if not any(_writes(loop) for loop in program.loops):
+    writing = [loop for loop in program.loops if _writes(loop)]
+    if not writing:
         return total
-    for loop in program.loops:
-        if loop.multiplies:
-            total += _of_units(loop, rows)
-        elif _writes(loop):
-            total += rows.num_chunks * loop.bundles
-    return total
+    for loop, size in zip(writing, rows.write_sizes, strict=False):
+        total += rows.num_chunks(size) * loop.bundles
+    return total + sum(_of_units(loop, rows) for loop in program.loops if loop.multiplies)
 
 
 def _writes(loop: Region) -> bool:
@@ -103,8 +108,8 @@ def _writes(loop: Region) -> bool:
 
 
 def _of_units(unit: Region, rows: Rows) -> float:
-    """What brings queries, or takes results away, in a loop over their heads runs once for all tokens that come at
-    once.
+    """A branch with a loop over heads runs once for all tokens that come at once. The few bundles that start the copy
+    of these, or of their results, are counted for each unit.
     """
     once: float = unit.own
     for each in unit.inner:
@@ -114,14 +119,17 @@ def _of_units(unit: Region, rows: Rows) -> float:
         once += share * (each.trips or 1) * each.bundles
     turns = [each for each in unit.loops if each.multiplies]
     in_turns = sum(
-        count * _of_turn(loop, turn) for loop in turns for turn, count in rows.turns().items()
+        count * bundles_of_turn(loop, turn)
+        for loop in turns
+        for turn, count in rows.turns().items()
     )
-    return rows.num_units * once + in_turns
+    return sum(1 for _ in rows.units()) * once + in_turns
 
 
-def _of_turn(region: Region, turn: Turn) -> float:
+def bundles_of_turn(region: Region, turn: Turn) -> float:
     """Of a turn, or a branch of one that runs. Loops over blocks start DMAs, wait for them, or clear what has no keys.
     What clears comes twice, for blocks, or a part of one, before the keys and after; without a window none is before.
+    A turn starts the copies of a later one, which are counted as if they were its own.
     """
     total: float = region.own
     clears = False
@@ -137,7 +145,7 @@ def _of_turn(region: Region, turn: Turn) -> float:
         taken = region.branches[-1:] if turn.ends_within else ()
     else:
         taken = _taken(region, turn)
-    return total + sum(_of_turn(branch, turn) for branch in taken)
+    return total + sum(bundles_of_turn(branch, turn) for branch in taken)
 
 
 def _taken(region: Region, turn: Turn) -> list[Region]:
@@ -158,8 +166,10 @@ def _taken(region: Region, turn: Turn) -> list[Region]:
 def _is_of_part(branch: Region, around: Region) -> bool:
     """A loop that starts DMAs is for whole fetches too, unless those are started otherwise."""
     loops = [each for each in branch.inner if not each.is_branch and each.trips is None]
-    only_starts = bool(loops) and all(each.starts for each in loops)
-    return around.starts if only_starts else bool(loops)
+    if not loops or not all(each.starts for each in loops):
+        return bool(loops)
+    others = (each.starts for each in around.branches if each is not branch)
+    return around.num_starts > 0 or any(others)
 
 
 def _opposite(condition: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +77,8 @@ def most_temp_bytes(spec: EngineSpec) -> int:
     return most + (512 if is_gpu else 64) * MIB
 
 
-def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, int]] | None:
-    """Tile sizes (queries and keys) of the TPU attention kernel in decode and other steps; None without the kernel."""
+def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, Any]] | None:
+    """`tiles_of` the TPU attention kernel in decode and other steps; None without the kernel."""
     sizes = spec.pool.kernel_sizes
     if not isinstance(sizes, tpu_shape.TileSizes):
         return None
@@ -93,8 +94,14 @@ def attention_tiles(spec: EngineSpec) -> dict[str, dict[str, int]] | None:
         )
         for step in ("decode", "prefill")
     }
+    return {step: tiles_of(shape) for step, shape in shapes.items()}
+
+
+def tiles_of(shape: tpu_shape.Shape) -> dict[str, Any]:
+    """The sizes of `attention_time.Rows`."""
     names = ("tile_q", "tile_tokens", "tile_kv", "fetch_kv", "block_size")
-    return {step: {name: getattr(s, name) for name in names} for step, s in shapes.items()}
+    sizes = {name: getattr(shape, name) for name in names}
+    return sizes | {"write_sizes": tuple(tpu_shape.write_sizes(shape))}
 
 
 def _is_divided(parameter: ParamSpec, mesh: Mesh) -> bool:

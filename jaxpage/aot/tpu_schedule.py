@@ -2,7 +2,7 @@
 
 For each kernel and fusion libtpu can write its final bundles, which are what a core issues: one a cycle as long as
 nothing stalls, which they do not show. A bundle has slots for several units (MXU, vector and scalar units, loads and
-stores), and a second file counts those that are used. Summed by loop this is the time of an iteration.
+stores), and a second file counts those that are used. Summed by region this is the time of an iteration.
 
 Flags ask for the dump, `dump_variables`. libtpu reads them at the first compilation of a process, so they must be in
 the environment of a process of its own, and all that it compiles goes to one folder: `take_schedules` reads and clears
@@ -31,7 +31,8 @@ _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|\d+)\s+(?:LB|LH|LE|PB|PF|CT)?\s*:[> ]*\
 _JUMP = re.compile(r"sbr\.rel (?:\((?P<condition>!?%\w+)\) )?target = \$region(?P<region>\d+)")
 _RESULT = re.compile(r"\[shape: (\w+\[[\d,]*\]), index: \d+, kind: output")
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
-_DELAY = 4  # bundles after a jump that run whether it is taken or not
+_DELAY = 4  # bundles after a jump that run whether it is taken or not; on a TPU7x fewer, or in loops more
+_MOST_DELAY = 7
 
 
 def dump_variables(folder: Path, *, flags: str = "") -> dict[str, str]:
@@ -111,12 +112,6 @@ class Region:
         """Of an iteration: loops within run as often as they say, else once, and nothing is jumped over."""
         return self.own + sum((each.trips or 1) * each.bundles for each in self.inner)
 
-    @property
-    def usual(self) -> int:
-        """Of an iteration without what may be jumped over, but with all loops within that multiply."""
-        within = ((each.trips or 1) * each.usual for each in self.loops if each.multiplies)
-        return self.own + sum(within)
-
     def used(self, unit: str) -> int:
         """Slots of a unit in an iteration, counted as `bundles` are."""
         within = sum((each.trips or 1) * each.used(unit) for each in self.inner)
@@ -166,6 +161,7 @@ def base_name(instruction: str) -> str:
 class _Jump:
     at: int
     to: int
+    end: int  # the first bundle that does not run if it is taken
     condition: str | None  # such as "!%p12"
 
 
@@ -210,7 +206,10 @@ def _jumps(bundles: list[str]) -> Iterator[_Jump]:
     for number, text in enumerate(bundles):
         for jump in _JUMP.finditer(text):
             if (to := begins.get(jump["region"])) is not None:
-                yield _Jump(number, to, jump["condition"])
+                most = _DELAY if number < to else _MOST_DELAY
+                ends = range(number + 2, min(number + 2 + most, len(bundles)))
+                end = next((i for i in ends if _REGION.search(bundles[i])), number + 1 + _DELAY)
+                yield _Jump(number, to, end, jump["condition"])
 
 
 @dataclass(frozen=True)
@@ -228,20 +227,18 @@ class _Program:
     @cached_property
     def _ahead(self) -> dict[int, _Jump]:
         """By a branch's first bundle the jump that leaves it out."""
-        ahead = {jump.at + 1 + _DELAY: jump for jump in self.jumps if jump.at < jump.to}
-        return {
-            begin: jump
-            for begin, jump in ahead.items()
-            if begin < jump.to and not self._is_of_loop(begin, jump.to)
-        }
+        ahead = (jump for jump in self.jumps if jump.end < jump.to)
+        return {jump.end: jump for jump in ahead if not self._is_of_loop(jump)}
 
-    def _is_of_loop(self, begin: int, end: int) -> bool:
-        """Whether these bundles are a loop that may run 0 times, which needs the jump."""
-        closing = [self._closing.get(at) for at in range(begin, begin + 1 + _DELAY)]
-        return any(
-            jump and end <= jump.at + 1 + _DELAY and _trips(self.text, jump.condition) is None
-            for jump in closing
-        )
+    def _is_of_loop(self, jump: _Jump) -> bool:
+        """Whether a jump ahead leaves out nothing but a loop that may run 0 times."""
+        for begin in range(jump.end, jump.end + 1 + _DELAY):
+            if any(other.at == begin for other in self.jumps):
+                return False
+            if closing := self._closing.get(begin):
+                is_all = jump.to <= closing.end
+                return is_all and _trips(self.text, closing.condition) is None
+        return False
 
     def region(self, begin: int, end: int, jump: _Jump | None = None) -> Region:
         """Of the bundles [begin, end). jump: that closes the loop, or leaves the branch out; None for the program."""
@@ -281,7 +278,7 @@ class _Program:
             return ahead.to, self.region(at, ahead.to, ahead)
         closing = self._closing.get(at)
         if closing is not None and closing is not within:
-            inner_end = min(closing.at + 1 + _DELAY, end)
+            inner_end = min(closing.end, end)
             return inner_end, self.region(at, inner_end, closing)
         return None
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpage.aot.attention_time import Rows, bundles
 from jaxpage.aot.process import Report, serve
+from jaxpage.aot.steps import tiles_of
 from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.aot.tpu_schedule import take_schedules
@@ -50,11 +51,7 @@ def seconds_of(target: Target, dumped: Path, sizes: tpu_shape.TileSizes, work: t
         count=work.num_rows,
         query_len=work.query_len,
         kv_len=work.kv_len,
-        tile_q=shape.tile_q,
-        tile_tokens=shape.tile_tokens,
-        tile_kv=shape.tile_kv,
-        fetch_kv=shape.fetch_kv,
-        block_size=shape.block_size,
+        **tiles_of(shape),
     )
     num_blocks = sum(count * turn.num_blocks for turn, count in rows.turns().items())
     num_bytes = num_blocks * shape.block_size * shape.width * shape.pool_dtype.itemsize

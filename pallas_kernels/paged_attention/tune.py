@@ -40,8 +40,8 @@ class Work:
     kv_len: int
 
 
-# Long rows and short ones, which end within a tile: at 600 and 900 keys tiles of 256 and of 512 are half empty on
-# average, as with rows of any length. Pools of decoding rows have 0.27 GB and more: five times an H200's L2.
+# Long rows and short ones, which end within a tile: at 600 and 900 keys the last tile of 256 or of 512 is about half
+# empty, as of rows of any length. Pools of decoding rows have 0.31 GB and more: six times an H200's L2.
 DECODE = (
     Work(num_heads=16, num_kv_heads=2, num_rows=64, query_len=1, kv_len=8192),
     Work(num_heads=16, num_kv_heads=2, num_rows=480, query_len=1, kv_len=600),

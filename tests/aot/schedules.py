@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpage.aot import cycles, tpu_schedule
+from jaxpage.aot import attention_time, cycles, tpu_schedule
+from jaxpage.aot.attention_time import Turn, bundles_of_turn
 from jaxpage.aot.cycles import costs_of
+from jaxpage.aot.tpu_schedule import Region
 from tests.aot import evidence
 from tests.aot import paged_attention_tpu as attention
 from tests.aot.program import Program
@@ -38,6 +40,18 @@ CALLS = {
 }
 _ONE_HEAD = attention.Call(name="llama-8b-of-tp8", num_heads=4, num_kv_heads=1, head_dim=128)
 ONE_HEAD = (_ONE_HEAD, replace(_ONE_HEAD, name="llama-8b-of-tp8-decode", num_tokens=64))
+# A turn of attention over a whole fetch, unmasked, and one over a part of a block.
+WHOLE, PART = (
+    Turn(
+        is_whole=is_whole,
+        ends_within=not is_whole,
+        is_masked=not is_whole,
+        num_blocks=4 if is_whole else 1,
+        num_tiles=1,
+        num_cleared=0 if is_whole else 3,
+    )
+    for is_whole in (True, False)
+)
 _FOLDER = "SCHEDULES_FOLDER"  # a variable of the process that compiles
 
 
@@ -56,23 +70,35 @@ def programs(target: str) -> Iterator[Program]:
 
 
 def _observed(program: Program) -> Program:
-    return replace(program, look=_look, observers=(tpu_schedule, cycles))
+    return replace(program, look=_look, observers=(attention_time, tpu_schedule, cycles))
 
 
 def _look(compiled: Any, log: str) -> dict[str, Any]:
     """Bundles of an iteration of the loops that multiply, of all kernels: all bundles, and without what may be jumped
     over; of a kernel without such a loop, of all of it. Inner loops count as often as they are known to run, else once.
+    Of attention's also those of turns, whose branches `attention_time` chooses.
     """
     costs = costs_of(compiled.as_text() or "").costs
     names = [each.name for each in costs if each.cycles is None]
     kernels = tpu_schedule.take_schedules(Path(os.environ[_FOLDER]), names)
     assert kernels, "the compiled program has no kernel"
     loops = [loop for kernel in kernels for loop in kernel.main_loops]
-    return {
+    found: dict[str, Any] = {
         "bundles": sum(each.bundles for each in loops),
-        "usual": sum(each.usual for each in loops),
+        "usual": sum(_usual(each) for each in loops),
         "spills": sum(each.used("VSTORE:SPILL") for each in loops),
     }
+    if any(each.name.startswith("paged_attention") for each in kernels):
+        turns = [turn for unit in loops for turn in unit.loops if turn.multiplies]
+        for name, turn in (("whole", WHOLE), ("part", PART)):
+            found[name] = round(sum(bundles_of_turn(each, turn) for each in turns))
+    return found
+
+
+def _usual(region: Region) -> int:
+    """Bundles of an iteration without what may be jumped over, but with all loops within that multiply."""
+    within = ((each.trips or 1) * _usual(each) for each in region.loops if each.multiplies)
+    return region.own + sum(within)
 
 
 def kept() -> dict[str, dict[str, dict[str, int]]]:

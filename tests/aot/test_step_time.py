@@ -58,7 +58,14 @@ PRODUCTS_OF_TILES = (
     branch(5, Region(begin=30, own=200, slots={"MXU": 64}), condition="!%p2"),
 )
 OF_TILES = program(*PRODUCTS_OF_TILES)
-TILES = {"tile_q": 32, "tile_tokens": 32, "tile_kv": 512, "fetch_kv": 512, "block_size": 128}
+TILES = {
+    "tile_q": 32,
+    "tile_tokens": 32,
+    "tile_kv": 512,
+    "fetch_kv": 512,
+    "block_size": 128,
+    "write_sizes": (16,),
+}
 ONE_QUERY = {"tile_q": 1, "tile_tokens": 16, "fetch_kv": 2048}
 ONCE_A_UNIT = 70 + 2 * 30
 
@@ -77,19 +84,36 @@ ONCE_A_UNIT = 70 + 2 * 30
 def test_a_fetch_with_fewer_keys_takes_what_these_take(kv_len, in_turns):
     rows = Rows(count=64, query_len=1, kv_len=kv_len, **TILES | ONE_QUERY)
     # All but the first rows write their tokens when their turns begin; 16 rows share a tile of tokens.
-    assert (rows.num_units, rows.num_chunks) == (64, 6)
+    assert (len(list(rows.units())), rows.num_chunks(16)) == (64, 6)
     unit = ONCE_A_UNIT + (9 + 8 * 14) / 16 + in_turns
     assert bundles(OF_TILES, rows) == 300 + 6 * 200 + 64 * unit
 
 
 def test_queries_of_a_chunk_see_the_keys_before_them():
     rows = Rows(count=1, query_len=1024, kv_len=2048, **TILES)
-    assert rows.num_units == 32 and rows.num_chunks == 1024 / 16
+    assert len(list(rows.units())) == 32 and rows.num_chunks(16) == 1024 / 16
     # Sixteen tiles of queries end at up to 1536 keys, sixteen at up to 2048; the last fetch of each is masked.
     turns = rows.turns()
     assert turns.total() == 16 * 3 + 16 * 4
     assert sum(count for turn, count in turns.items() if turn.is_masked) == 32
     assert sum(count for turn, count in turns.items() if not turn.is_whole) == 30
+
+
+def test_tiles_of_queries_begin_where_their_tokens_do():
+    """Not where the row does: of three rows with 40 queries the second has them in tiles of 24 and of 16."""
+    rows = Rows(count=3, query_len=40, kv_len=40, **TILES)
+    assert list(rows.units()) == [(0, 32), (32, 40), (0, 24), (24, 40), (0, 16), (16, 40)]
+    assert rows.turns().total() == 6
+
+
+def test_scales_are_written_a_block_at_a_time():
+    rows = Rows(count=1, query_len=1024, kv_len=1024, **TILES | {"write_sizes": (32, 128)})
+    first, write, *rest = OF_PROMPT.inner
+    assert write is WRITE
+    of_scales = dataclasses.replace(WRITE, own=10, num_starts=1, inner=())
+    both = dataclasses.replace(OF_PROMPT, inner=(first, WRITE, of_scales, *rest))
+    only_data = bundles(OF_PROMPT, rows)
+    assert bundles(both, rows) - only_data == 1024 / 128 * 10
 
 
 def test_copies_of_many_blocks_are_a_loop_for_whole_fetches_too():

@@ -61,7 +61,7 @@ def test_what_a_jump_leaves_out_is_a_branch():
     (turn,) = parse("kernel.1", BUNDLES, SLOTS).main_loops
     (branch,) = turn.branches
     assert (branch.begin, branch.own, branch.num_starts, branch.condition) == (8, 2, 1, "%p4_p1")
-    assert (turn.own, turn.straight, turn.usual) == (13, 15, 13 + 4 * 8)
+    assert (turn.own, turn.straight) == (13, 15)
 
 
 @pytest.mark.parametrize("end, is_branch", [("4", True), ("%s9_s9", False)])
@@ -82,6 +82,31 @@ def test_a_jump_over_a_loop_that_may_run_0_times_is_the_loops(end, is_branch):
     assert [len(each.loops) for each in program.branches] == [1] * is_branch
     (loop,) = program.loops
     assert (program.own, loop.own) == (7, 7) and (loop.trips is not None) == is_branch
+
+
+def test_on_a_tpu7x_fewer_bundles_follow_a_jump_and_more_of_a_loop():
+    """Comments say where a region begins. The branch has nothing but a loop that may run 0 times."""
+    lines = [
+        "%1 = sbr.rel (%p1_p1) target = $region3",
+        "",
+        "%2 = sbr.rel (%p2_p2) target = $region3 } /* Start region 1 */ {",
+        "",
+        "%v1_v1 = vmatmul.mubr.bf16.gmra.mxu0 %v2_v2 } /* Start region 2 */ {",
+        "%3 = sbr.rel (!%p3_p3) target = $region2",
+        "%4 = dma.hbm_to_vmem [thread:$0]  %s1_s1, 512 } /* End region 2 */ {",
+        "",
+        "",
+        "",
+        "",
+        "",
+        "} /* Start/End empty region 3 */ {",
+    ]
+    text = "\n".join(f"   {i:#x}   : {{ {line} }}" for i, line in enumerate(lines))
+    program = parse("kernel.1", text, SLOTS).program
+    (branch,) = program.branches
+    (loop,) = branch.inner
+    assert (branch.begin, branch.own, branch.condition) == (2, 2, "%p1_p1")
+    assert (loop.begin, loop.own, loop.is_branch, loop.starts) == (4, 8, False, True)
 
 
 def test_slots_are_counted_as_often_as_a_loop_runs():

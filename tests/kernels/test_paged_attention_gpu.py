@@ -52,8 +52,8 @@ DECODE = (
     SMALL(name="splits", query_lens=(1,) * 4, kv_lens=(511, 512, 513, 1100), block_size=32),
     SMALL(name="window", query_lens=(1,) * 4, kv_lens=(5, 20, 530, 200), window=20),
     SMALL(name="soft-cap", query_lens=(1,) * 2, kv_lens=(40, 130), soft_cap=5.0, block_size=8),
-    SMALL(name="mqa-float16", query_lens=(1,), kv_lens=(70,), num_heads=9, num_kv_heads=1),
-    SMALL(name="head-dim-96", query_lens=(1,), kv_lens=(70,), head_dim=96, dtype="float16"),
+    SMALL(name="mqa-float16", query_lens=(1,) * 2, kv_lens=(70, 530), num_heads=9, num_kv_heads=1),
+    SMALL(name="head-dim-96", query_lens=(1,) * 2, kv_lens=(70, 530), head_dim=96, dtype="float16"),
     SMALL(name="head-dim-128", query_lens=(1,), kv_lens=(70,), head_dim=128, block_size=64),
     SMALL(name="head-dim-256", query_lens=(1,), kv_lens=(70,), head_dim=256, block_size=128),
     SMALL(name="window-of-splits", query_lens=(1,) * 2, kv_lens=(1300, 40), window=600),
@@ -214,7 +214,7 @@ def test_a_row_does_not_depend_on_its_batch_or_the_number_of_sms(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "num_sms", lambda: 1)
         together = run(gpu.paged_attention, arguments, interpret=interpreter())
-    for row, first, last in ((0, 0, 1), (2, 2, 22)):
+    for row, first, last in ((0, 0, 1), (1, 1, 2), (2, 2, 22)):
         alone = alone_in(arguments, case, row, first, last)
         result = run(gpu.paged_attention, alone, interpret=interpreter())
         np.testing.assert_array_equal(result, together[first:last])
