@@ -24,7 +24,8 @@ import jax
 
 from pallas_kernels.hopper import unsupported_ptxas_here, unsupported_reason_on
 
-EQUAL = 1.03  # times of this ratio, or closer, tell nothing: neither clocks nor counted bundles are better than that
+# Times closer than this ratio count as equal: neither measured times nor counted bundles are more precise.
+EQUAL = 1.03
 SAMPLES = 9
 SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, counts only once per sample
 MOST_LAUNCHES = 50  # in flight at once, with their results
@@ -96,8 +97,7 @@ def fastest(
     is a sum, not a product. seconds: of a call with these sizes and this work; a candidate for which it raises
     RuntimeError or ValueError (too much shared memory, no such tile) is left out. A candidate's time is the geometric
     mean over the works, so that short ones count as much as long ones. The sizes so far stay if they are within `EQUAL`
-    of the fastest.
-    Raises RuntimeError if no candidate is left.
+    of the fastest. Raises RuntimeError if no candidate is left.
     """
     best, found = start, {}
     for works, values in stages:

@@ -127,9 +127,9 @@ def _of_units(unit: Region, rows: Rows) -> float:
 
 
 def bundles_of_turn(region: Region, turn: Turn) -> float:
-    """Of a turn, or a branch of one that runs. Loops over blocks start DMAs, wait for them, or clear what has no keys.
-    What clears comes twice, for blocks, or a part of one, before the keys and after; without a window none is before.
-    A turn starts the copies of a later one, which are counted as if they were its own.
+    """Of a turn, or of a branch that it takes. Loops over blocks start DMAs, wait for them, or clear blocks without
+    keys. Two loops clear whole blocks, and two branches parts of a block: before the keys and after them. Without a
+    window nothing lies before. The copies that a turn starts are for a later one, and are counted as its own.
     """
     total: float = region.own
     clears = False

@@ -31,7 +31,9 @@ _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|\d+)\s+(?:LB|LH|LE|PB|PF|CT)?\s*:[> ]*\
 _JUMP = re.compile(r"sbr\.rel (?:\((?P<condition>!?%\w+)\) )?target = \$region(?P<region>\d+)")
 _RESULT = re.compile(r"\[shape: (\w+\[[\d,]*\]), index: \d+, kind: output")
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
-_DELAY = 4  # bundles after a jump that run whether it is taken or not; on a TPU7x fewer, or in loops more
+# Bundles after a jump that run whether it is taken or not, where no comment says that a region begins. On a TPU7x they
+# are fewer after a jump ahead, and may be more after one that closes a loop.
+_DELAY = 4
 _MOST_DELAY = 7
 
 

@@ -36,8 +36,12 @@ from pallas_kernels.rope import reference as rope_definition
 BAR = Bar("<=", 1e-2)  # relative, in bfloat16
 SAME = Bar("<=", 0)
 OPERATIONS = (
-    *("paged_attention", "quant_matmul", "grouped_matmul"),
-    *("block_copy", "kv_write", "rope"),
+    "paged_attention",
+    "quant_matmul",
+    "grouped_matmul",
+    "block_copy",
+    "kv_write",
+    "rope",
 )
 ROWS = ("q", "pool", "block_table", "kv_lens", "query_starts")
 THREADS = 8  # to compile with

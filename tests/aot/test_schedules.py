@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.aot.compiling import missing, seen_on
-from tests.aot.schedules import SLACK, TARGETS, ceilings, exceeded
+from tests.aot.schedules import SLACK, TARGETS, ceilings, exceeded, kept
 
 pytestmark = pytest.mark.aot
 
@@ -24,15 +24,16 @@ def test_no_loop_takes_more_than_it_did(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_turn_takes_the_branches_of_its_keys(target):
     """One tile of a fetch takes less than all; with prompts, whose fetch is one tile, all take less than a part, which
-    has a mask.
+    has a mask. Branches that are not recognised any more may count too little, too.
     """
-    found = ceilings()[target]
+    found = kept()[target]
     of_one_head = found["paged_attention_tpu llama-8b-of-tp8-decode"]
     assert of_one_head["part"] < 0.8 * of_one_head["whole"]
-    assert (
-        found["paged_attention_tpu llama-8b"]["whole"]
-        < found["paged_attention_tpu llama-8b"]["part"]
-    )
+    of_prompts = found["paged_attention_tpu llama-8b"]
+    assert of_prompts["whole"] < of_prompts["part"]
+    for name, ceiling in ceilings()[target].items():
+        for figure in ceiling.keys() & {"whole", "part"}:
+            assert found[name][figure] > ceiling[figure] / SLACK, (name, figure)
 
 
 def test_what_exceeds_a_ceiling_is_named():

@@ -66,7 +66,7 @@ def test_what_a_jump_leaves_out_is_a_branch():
 
 @pytest.mark.parametrize("end, is_branch", [("4", True), ("%s9_s9", False)])
 def test_a_jump_over_a_loop_that_may_run_0_times_is_the_loops(end, is_branch):
-    """One over a loop that would run is a condition of the kernel's."""
+    """A jump over a loop with a known number of trips is a condition in the kernel."""
     lines = [
         "%s1_s1 = smov 0",
         "%1 = sbr.rel (%p1_p1) target = $region2",

@@ -71,7 +71,7 @@ def test_operation_ids_of_the_schema_are_unique(url):
 
 
 def greedy(url):
-    """One prompt: several may share other steps each time, and then the last bits of logprobs differ."""
+    """Of one prompt. Several would be batched differently each time, which may change the last bits of logprobs."""
     return post(url, "/generate/", {"prompts": TEXTS[:1], "temperature": 0, "max_tokens": 8})
 
 
