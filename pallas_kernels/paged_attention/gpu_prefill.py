@@ -12,7 +12,7 @@ their own. QK is S = Q K', PV is O += P V.
 **Protocol.** "free" means that the buffer may be written again.
 
     buffer               producer            consumer        barrier                      waits for
-    arrived              WG 2: TMA           WG 0, 1         queries_ready, G arrivals    a copy for each head
+    arrived              WG 2: TMA           WG 0, 1         queries_ready, an arrival for each copy
     arrived, free        WG 0, 1             WG 2            queries_done, 2 arrivals     both halves to be read (*)
     queries              WG 0, 1             its own wgmma   commit_smem                  the writes to be visible
     keys [i % S]         WG 2: TMA, step i   QK of WG 0, 1   keys.stages.ready[i % S]     the tile's blocks to arrive
@@ -41,6 +41,7 @@ They meet before QK, when both are written (`wide`, `factors`), and after PV, wh
 from __future__ import annotations
 
 from functools import partial
+from itertools import product as product_of
 from typing import Any, NamedTuple
 
 import jax
@@ -152,9 +153,9 @@ class _Program:
         for columns in plan.pieces:
             if columns.start > 0:
                 plgpu.barrier_wait(memory.queries_done)
-            for g in range(plan.group):
-                queries = inputs.queries.at[tokens, at.head * plan.group + g, columns]
-                into = memory.arrived.at[pl.ds(g * plan.tile_q, plan.tile_q)]
+            for g, (strip, of_strip) in product_of(range(plan.group), plan.strips(columns)):
+                queries = inputs.queries.at[tokens, at.head * plan.group + g, of_strip]
+                into = memory.arrived.at[strip, pl.ds(g * plan.tile_q, plan.tile_q)]
                 plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
 
         def block_of(position):
@@ -352,20 +353,21 @@ class _Program:
         `arrived` and `output`; and the registers to copy them by way of.
 
         There a few threads have a whole line. As wgmma has them, 8 rows would meet in the same banks of `arrived` and
-        `output`, which are not swizzled.
+        `output`, which are not tiled.
         """
         dtype = self.dtype
         swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
         width = swizzle // dtype.itemsize
         by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
-        begin, end = columns.start, min(columns.stop, self.plan.head_dim)
+        end = min(columns.stop, self.plan.head_dim)
         return [
             (
-                (self.half, slice(i, i + width)),
-                (self.half, slice(i - begin, i - begin + width)),
+                (self.half, slice(first, first + width)),
+                (strip, self.half, slice(first - of_strip.start, first - of_strip.start + width)),
                 by_line,
             )
-            for i in range(begin, end, width)
+            for strip, of_strip in self.plan.strips(columns)
+            for first in range(of_strip.start, min(of_strip.stop, end), width)
         ]
 
     def _write(self, at: Tile, columns: slice):
@@ -374,10 +376,10 @@ class _Program:
         plgpu.barrier_wait(self.memory.written)
 
         def write(i, num_queries):
-            for g in range(plan.group):
+            for g, (strip, of_strip) in product_of(range(plan.group), plan.strips(columns)):
                 head = at.head * plan.group + g
-                to = self.out.at[pl.ds(at.token + i, num_queries), head, columns]
-                part = self.memory.output.at[pl.ds(g * plan.tile_q + i, num_queries)]
+                to = self.out.at[pl.ds(at.token + i, num_queries), head, of_strip]
+                part = self.memory.output.at[strip, pl.ds(g * plan.tile_q + i, num_queries)]
                 plgpu.copy_smem_to_gmem(part, to)
 
         pl.when(at.count == plan.tile_q)(lambda: write(0, plan.tile_q))

@@ -21,6 +21,9 @@ from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages
 from pallas_kernels.wgmma import Ref, swizzle_of, tiled
 
 ROWS = 128  # of a query tile: two warpgroups of 64
+# Columns of queries and output that lie together. Mosaic GPU swizzles shared memory as it likes, by the number of each
+# line of 128 bytes, counted from where a slice begins: slices of columns would begin at other lines than their rows.
+STRIP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +55,14 @@ class Plan:
     @property
     def pieces(self) -> list[slice]:
         """Columns of queries and of output that are copied at once, D of them padded to a multiple of 64."""
-        columns = pl.cdiv(self.head_dim, 64) * 64
+        columns = pl.cdiv(self.head_dim, STRIP) * STRIP
         width = columns if columns <= 192 else 128  # or there is no room for two stages of V
         return [slice(i, i + width) for i in range(0, columns, width)]
+
+    def strips(self, columns: slice) -> list[tuple[int, slice]]:
+        """Number and columns of each strip of STRIP columns of a piece."""
+        starts = range(columns.start, columns.stop, STRIP)
+        return [(i, slice(first, first + STRIP)) for i, first in enumerate(starts)]
 
     @property
     def tile_and_stages(self) -> tuple[int, int]:
@@ -70,7 +78,8 @@ class Plan:
 def memory_of(plan: Plan, dtype) -> dict[str, Any]:
     """Types of the shared memory and barriers of a program, for `Memory.of`."""
     tile, num_stages = plan.tile_and_stages
-    by_row = plgpu.SMEM((ROWS, plan.pieces[0].stop), dtype)
+    num_strips = len(plan.strips(plan.pieces[0]))
+    by_row = plgpu.SMEM((num_strips, ROWS, STRIP), dtype)
     as_wgmma = partial(tiled, dtype=dtype, swizzle=swizzle_of(plan.head_dim * dtype.itemsize))
     interpreted = plan.options.interpret is not None
     readers = 2 if plan.plain else 1
@@ -88,7 +97,7 @@ def memory_of(plan: Plan, dtype) -> dict[str, Any]:
             )
         ]
         * 2,
-        "queries_ready": plgpu.Barrier(num_arrivals=plan.group),
+        "queries_ready": plgpu.Barrier(num_arrivals=plan.group * num_strips),
         **{
             name: plgpu.Barrier(num_arrivals=2)
             for name in ("queries_done", "in_turn", "met", "written")
@@ -100,7 +109,7 @@ def memory_of(plan: Plan, dtype) -> dict[str, Any]:
 class Memory:
     """Shared memory and barriers of a program. Arrays are in q's dtype; `gpu_prefill.py` says who waits for what."""
 
-    output: Ref  # [ROWS, columns of a piece], row-major
+    output: Ref  # [strips of a piece, ROWS, STRIP], row-major
     arrived: Ref  # likewise: queries as TMA copies them; `output` unless `plan.early`
     queries: Ref  # [ROWS, D], in wgmma's layout, like the next two
     weights: Ref | None  # [ROWS, tile], only for the interpreter: see `as_operand`
@@ -108,7 +117,7 @@ class Memory:
     factors: Ref | None  # float32[2, 2, tile]: their scales and zeros; None if the pool has none
     keys: Ring
     values: Ring
-    queries_ready: Ref  # G arrivals: a copy for each head
+    queries_ready: Ref  # a copy for each head and strip
     queries_done: Ref  # 2 arrivals: both halves of `arrived` are read
     in_turn: Ref  # 2 arrivals, like the next two: half a step is over
     met: Ref
