@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import unsupported_reason_on
+from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
+from pallas_kernels.kv_write.xla import Pool, to_storage
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 KERNELS = ("gpu", "tpu")  # modules of an operation that need such a device
@@ -44,20 +46,25 @@ def kernels_of(device: jax.Device) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Attention of one layer: `batch` rows of `length` tokens, with one query each or one for each token."""
+    """Attention of one layer: `batch` rows of `length` tokens, of which the last `query_len` are queries."""
 
     batch: int
     length: int
+    query_len: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
-    decode: bool
+    format: str | None = None  # of a quantised pool
+
+    @property
+    def decode(self) -> bool:
+        return self.query_len == 1
 
     @property
     def num_tokens(self) -> int:
         """The number of queries."""
-        return self.batch * (1 if self.decode else self.length)
+        return self.batch * self.query_len
 
     @property
     def num_blocks(self) -> int:
@@ -70,13 +77,15 @@ class Work:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V of all tokens in bfloat16, each read once."""
-        return self.batch * self.length * 2 * self.num_kv_heads * self.head_dim * 2
+        """Bytes of K and V of all tokens as the pool stores them, each read once."""
+        bits = {None: 16, "int4": 4}.get(self.format, 8)
+        of_head = self.head_dim * bits // 8 + (4 if self.format in LEVELS else 0)  # scale and zero
+        return self.batch * self.length * 2 * self.num_kv_heads * of_head
 
     @property
     def flops(self) -> int:
         """Flops of both products, for the keys that each query sees (causal)."""
-        seen = self.length if self.decode else self.length * (self.length + 1) // 2
+        seen = self.query_len * (2 * self.length - self.query_len + 1) // 2
         return 4 * self.batch * seen * self.num_heads * self.head_dim
 
 
@@ -85,7 +94,7 @@ class Inputs:
     """Inputs for all: queries, and several pools, so that no cache holds what the next launch reads."""
 
     q: jax.Array  # bfloat16[T, H, D]
-    pools: tuple[jax.Array, ...]  # bfloat16[N, S, 2 * K, D], K and V interleaved
+    pools: tuple[Pool, ...]  # bfloat16[N, S, 2 * K, D], K and V interleaved; or quantised
     table: jax.Array  # int32[R, M], blocks in random order
     kv_lens: jax.Array
     query_starts: jax.Array
@@ -99,14 +108,25 @@ def inputs(work: Work, *, num_pools: int) -> Inputs:
     keys = jax.random.split(jax.random.key(0), num_pools + 1)
     shape = (work.num_blocks, work.block_size, 2 * work.num_kv_heads, work.head_dim)
     blocks = np.random.default_rng(0).permutation(work.num_blocks - 1) + 1
-    per_row = 1 if work.decode else work.length
     return Inputs(
         jax.random.normal(keys[0], (work.num_tokens, work.num_heads, work.head_dim), jnp.bfloat16),
-        tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:]),
+        tuple(_pool(key, shape, work.format) for key in keys[1:]),
         jnp.asarray(blocks.reshape(work.batch, -1), jnp.int32),
         jnp.full(work.batch, work.length, jnp.int32),
-        jnp.arange(work.batch + 1, dtype=jnp.int32) * per_row,
+        jnp.arange(work.batch + 1, dtype=jnp.int32) * work.query_len,
     )
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _pool(key: jax.Array, shape: tuple[int, ...], format: str | None) -> Pool:
+    pool = jax.random.normal(key, shape, jnp.bfloat16)
+    if format is None:
+        return pool
+    # Bits on a CPU, as an engine stores them there.
+    dtype = jnp.uint16 if jax.default_backend() == "cpu" else jnp.bfloat16
+    scale_zero = jnp.zeros(0, dtype) if format in LEVELS else None
+    empty = QuantizedPool(data=jnp.zeros(0, jnp.uint8), scale_zero=scale_zero, format=format)
+    return to_storage(pool, empty)
 
 
 @dataclass(frozen=True)
@@ -125,6 +145,9 @@ def peers(work: Work, platform: str) -> tuple[list[list[Peer]], dict[str, str]]:
     this = f"this is a {platform.upper()}"
     if platform != "cpu":
         found.append([_ours(work, "cpu")])
+    if work.format is not None:
+        reason = "it reads bfloat16; its time is that of the same shape without quantisation"
+        return found, absent | dict.fromkeys((RAGGED, TRITON, CUDNN), reason)
     if platform == "tpu":
         found.append([_ragged(work)])
     else:
@@ -207,14 +230,18 @@ def triton(work: Work, *, interpret: bool = False) -> list[Peer]:
 
 
 def _cudnn(work: Work) -> Peer:
-    """On contiguous keys and values, into which a paged pool would first have to be converted."""
+    """On contiguous keys and values, into which a paged pool would first have to be converted.
+
+    Causal if every token is a query. A few queries at the end see all keys instead, which is hardly more work.
+    """
 
     def kv(given: Inputs) -> list[Any]:
         return [contiguous(work, pool, given.table) for pool in given.pools]
 
     def run(q, kv, *rows):
         queries = q.reshape(work.batch, -1, work.num_heads, work.head_dim)
-        options: Any = {"is_causal": not work.decode, "implementation": "cudnn"}
+        causal = work.query_len == work.length
+        options: Any = {"is_causal": causal, "implementation": "cudnn"}
         out = jax.nn.dot_product_attention(queries, *kv, scale=work.scale, **options)
         return out.reshape(q.shape), kv
 

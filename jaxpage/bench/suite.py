@@ -30,6 +30,7 @@ PARTS = {  # name: the function, and the seconds it may take while other parts w
     "prefill": ("jaxpage.bench.attention:prefill", 110),
     "steps": ("jaxpage.bench.serving:steps", 240),
     "table": ("jaxpage.bench.serving:table", 120),
+    "long": ("jaxpage.bench.attention:long", 150),
     "warm-up": ("jaxpage.bench.serving:warm_up", 180),
     "kernels": ("jaxpage.bench.kernels:measure", 240),
 }
@@ -45,7 +46,7 @@ class SuiteBench:
     """Check and measure everything that has a bar, part by part."""
 
     json: Path | None = None  # all results go to this file, which is updated after each
-    # peaks, decode, prefill, steps, table, warm-up, kernels; none: all. Peaks are always measured.
+    # peaks, decode, prefill, steps, table, long, warm-up, kernels; none: all. Peaks are always measured.
     only: tuple[str, ...] = ()
     tiny: bool = False  # sizes for a CPU, to check that everything runs
     time_limit: float = 570  # seconds for all parts together

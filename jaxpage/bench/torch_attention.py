@@ -1,8 +1,12 @@
-"""torch's attention on the same work, in a separate process (`subprocess_rpc`): imports neither jax nor jaxpage."""
+"""torch's attention on the same work, in a separate process (`subprocess_rpc`): imports neither jax nor jaxpage.
+
+Causal if every token is a query; a few queries at the end see all keys, which is hardly more work.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +18,23 @@ CALLS = 8  # of attention per launch
 
 
 class Attention:
-    """torch's `scaled_dot_product_attention` on contiguous keys and values, with each backend that supports them."""
+    """torch's attention on contiguous keys and values: `scaled_dot_product_attention` with each backend that supports
+    them, and FlexAttention.
+    """
 
     def setup(self, work: dict[str, Any], tiny: bool) -> dict[str, str]:
         """`work`: the fields of `attention_peers.Work`. Returns version and device."""
-        self.cuda, self.decode, self.tiny = torch.cuda.is_available(), work["decode"], tiny
+        self.cuda, self.tiny = torch.cuda.is_available(), tiny
         device = "cuda" if self.cuda else "cpu"
         torch.manual_seed(0)
         batch, length, dim = work["batch"], work["length"], work["head_dim"]
+        self.decode, self.causal = work["query_len"] == 1, work["query_len"] == length
 
         def normal(num_heads: int, num_tokens: int) -> Any:
             shape = (batch, num_heads, num_tokens, dim)
             return torch.randn(*shape, dtype=torch.bfloat16, device=device)
 
-        self.q = normal(work["num_heads"], 1 if self.decode else length)
+        self.q = normal(work["num_heads"], work["query_len"])
         kv_heads = work["num_kv_heads"]
         self.kv = [(normal(kv_heads, length), normal(kv_heads, length)) for _ in range(2)]
         self.launches = self._launches()
@@ -53,27 +60,46 @@ class Attention:
         for name, backend in backends.items():
             for suffix, attend in variants.items():
                 try:
-                    launch = self._launch(backend, attend)
+                    launch = self._launch(partial(self._with_backend, backend, attend))
                 except RuntimeError as error:  # no kernel for such arguments
                     launch = " ".join(str(error).split())[:200]
                 launches[f"torch SDPA ({name}{suffix})"] = launch
+        if self.cuda:  # on a CPU it would take a C++ compiler
+            launches["torch FlexAttention"] = self._flex()
         return launches
 
+    def _flex(self) -> Callable[[], None] | str:
+        try:
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+            mask, length = None, self.q.shape[2]
+            if self.causal:
+                mask = create_block_mask(
+                    lambda b, h, q, k: q >= k, None, None, length, length, device=self.q.device
+                )
+            compiled = torch.compile(flex_attention, dynamic=False)
+            return self._launch(lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True))
+        except Exception as error:  # any error of its compilers
+            return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+    def _with_backend(self, backend: Any, attend: Callable, q: Any, k: Any, v: Any) -> Any:
+        with sdpa_kernel(backend):
+            return attend(q, k, v)
+
     def _by_head(self, q: Any, k: Any, v: Any) -> Any:
-        return scaled_dot_product_attention(q, k, v, is_causal=not self.decode, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
 
     def _group_as_queries(self, q: Any, k: Any, v: Any) -> Any:
         """A single query sees all keys, so the heads that share a KV head can be queries of one head."""
         grouped = q.reshape(*k.shape[:2], -1, k.shape[3])
         return scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
 
-    def _launch(self, backend: Any, attend: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
+    def _launch(self, attend: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
         @torch.no_grad()
         def calls() -> None:
             q = self.q
-            with sdpa_kernel(backend):
-                for i in range(CALLS):
-                    q = attend(q, *self.kv[i % len(self.kv)])
+            for i in range(CALLS):
+                q = attend(q, *self.kv[i % len(self.kv)])
 
         if not self.cuda:
             calls()

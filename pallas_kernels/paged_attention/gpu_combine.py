@@ -11,10 +11,13 @@ result.
     buffer             producer         consumer               barrier               waits for
     parts [j]          TMA for part j   warpgroup              ready[j], 2 arrivals  sums and stats to arrive
     all parts, free    warpgroup        TMA of the next chunk  commit_smem           all threads to have read
+    turned, lines      warpgroup        itself, TMA of lines   commit_smem           the writes to be visible
+    lines, free        TMA of lines     warpgroup              wait_smem_to_gmem     the lines to have left
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,9 +29,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.paged_attention.gpu_tiles import MASKED, normalised
-from pallas_kernels.wgmma import Ref, filled, load, piece, store
+from pallas_kernels.wgmma import Ref, filled, load, piece, store, tiled
 
-PROGRAMS_PER_SM = 3  # with 64 KB of parts each
+PROGRAMS_PER_SM = 6  # with 32 KB of parts each
+HEIGHT = 64  # of the rows of a part, wgmma's: so many are added up at once
 
 
 class Parts(NamedTuple):
@@ -44,9 +48,17 @@ class Parts(NamedTuple):
     stats: Any
 
 
-def _chunk(rows: int, columns: int) -> int:
-    """Parts that are on their way to a program at once: up to 64 KB."""
-    return max(1, min(16, 65536 // (4 * rows * columns)))
+def _chunk(columns: int) -> int:
+    """Parts that are on their way to a program at once: up to 32 KB."""
+    return max(1, min(16, 32768 // (4 * HEIGHT * columns)))
+
+
+class Places(NamedTuple):
+    """Where the output of tiles of queries is: int32[tiles] each."""
+
+    token: Any  # of a tile's row 0 of each head; before the tile's own, where that would end beyond the last token
+    first: Any  # row that is the tile's own,
+    count: Any  # and so many from there on
 
 
 class _Inputs(NamedTuple):
@@ -56,6 +68,7 @@ class _Inputs(NamedTuple):
     number: Any  # int32[1]: of rows
     starts: Any  # int32[R + 1]: row r's parts are those from starts[r] to before starts[r + 1]
     sinks: Any  # float32[K, columns], or None
+    places: Places | None = None  # of tiles of queries
 
 
 class _Memory(NamedTuple):
@@ -64,56 +77,74 @@ class _Memory(NamedTuple):
     # a chunk of one KV head's: [chunk, rows of a piece, columns] and [chunk, 4, columns]
     parts: Parts
     ready: Any  # a barrier per part of a chunk
+    turned: Any = None  # [64, 64], in wgmma's layout: a piece of a tile's output, None for rows with one query
+    lines: Any = None  # the same, row-major
 
 
-def combine(
-    parts: Parts,
-    number,
-    starts,
-    sinks,
-    out: jax.Array | jax.ShapeDtypeStruct,
-    interpret,
-    *,
-    rows_of_piece: int = 0,
-) -> jax.Array:
-    """→ [R, K, columns, rows], of which the first `number` are written. Otherwise as in `_Inputs`.
+@dataclass(frozen=True)
+class _Plan:
+    """What is known before a program runs."""
 
-    `out`: an array that has the results of rows with one part already, so that only others are written; or the shape. A
-    program adds `rows_of_piece` rows at once, by default all.
+    num_programs: int
+    least_parts: int  # of rows that are written
+    tile_q: int | None = None  # queries of a tile; None for rows with one query
+
+
+def combine(parts: Parts, number, starts, sinks, results: jax.Array, interpret) -> jax.Array:
+    """→ `results` [R, K, columns, rows] with those of the first `number` rows that have several parts.
+
+    The rest is as in `_Inputs`.
     """
-    num_rows, num_kv_heads, columns, rows = out.shape
-    height, has_results = rows_of_piece or rows, isinstance(out, jax.Array)
-    chunk = _chunk(height, columns)
-    num_programs = min(
-        PROGRAMS_PER_SM * hopper.num_sms(), num_rows * num_kv_heads * (rows // height)
+    plan = _Plan(_num_programs(parts, results.shape[0]), least_parts=2)
+    return _combine(plan, _Inputs(parts, number, starts, sinks), results, interpret)
+
+
+def combine_tiles(
+    parts: Parts, number, starts, sinks, places: Places, out: jax.Array, tile_q: int, interpret
+) -> jax.Array:
+    """→ `out` [T, H, D] with the first `number` tiles of queries, which are the rows of `_Inputs` here.
+
+    Of a tile's 128 rows of wgmma, g * tile_q + i is head g of query i.
+    """
+    plan = _Plan(_num_programs(parts, places.token.shape[0]), least_parts=0, tile_q=tile_q)
+    return _combine(plan, _Inputs(parts, number, starts, sinks, places), out, interpret)
+
+
+def _num_programs(parts: Parts, num_rows: int) -> int:
+    num_heads, _, rows, _ = parts.sums.shape
+    return min(PROGRAMS_PER_SM * hopper.num_sms(), num_rows * num_heads * (rows // HEIGHT))
+
+
+def _combine(plan: _Plan, inputs: _Inputs, out: jax.Array, interpret) -> jax.Array:
+    """`out` with what the kernel writes, in the same memory if nobody else reads that."""
+    columns = inputs.parts.sums.shape[3]
+    chunk = _chunk(columns)
+    memory = _Memory(
+        parts=Parts(
+            sums=plgpu.SMEM((chunk, HEIGHT, columns), jnp.float32),
+            stats=plgpu.SMEM((chunk, 4, columns), jnp.float32),
+        ),
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=chunk),
     )
+    if plan.tile_q is not None:
+        turned = tiled(columns, HEIGHT, dtype=out.dtype, swizzle=128)
+        memory = memory._replace(turned=turned, lines=plgpu.SMEM((columns, HEIGHT), out.dtype))
 
     def paged_combine(inputs: _Inputs, out_ref: Ref, memory: _Memory):
-        _Program(inputs, out_ref, memory, num_programs, 2 if has_results else 0).run()
+        _Program(plan, inputs, out_ref, memory).run()
 
     kernel = plgpu.kernel(
         paged_combine,
-        out_type=() if has_results else out,
-        grid=(num_programs,),
+        out_type=(),
+        grid=(plan.num_programs,),
         grid_names=("program",),
-        scratch_types=(
-            _Memory(
-                parts=Parts(
-                    sums=plgpu.SMEM((chunk, height, columns), jnp.float32),
-                    stats=plgpu.SMEM((chunk, 4, columns), jnp.float32),
-                ),
-                ready=plgpu.Barrier(num_arrivals=2, num_barriers=chunk),
-            ),
-        ),
+        scratch_types=(memory,),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    inputs = _Inputs(parts, number, starts, sinks)
-    if not has_results:
-        return kernel(inputs)
-    results = jax.new_ref(out)
-    kernel(inputs, results)
-    return jax.freeze(results)
+    written = jax.new_ref(out)
+    kernel(inputs, written)
+    return jax.freeze(written)
 
 
 def store_transposed(out_ref: Ref, x) -> None:
@@ -126,42 +157,37 @@ def store_transposed(out_ref: Ref, x) -> None:
 class _Program:
     """One of `num_programs`. It takes every `num_programs`-th piece of a row and a KV head."""
 
-    def __init__(
-        self,
-        inputs: _Inputs,
-        out_ref: Ref,
-        memory: _Memory,
-        num_programs: int,
-        least_parts: int,
-    ) -> None:
-        self.inputs, self.memory, self.num_programs = inputs, memory, num_programs
-        self.least_parts = least_parts  # of the rows that are written
-        self.out = out_ref  # [R, K, columns, rows]
+    def __init__(self, plan: _Plan, inputs: _Inputs, out_ref: Ref, memory: _Memory) -> None:
+        self.plan, self.inputs, self.memory = plan, inputs, memory
+        self.out = out_ref  # [R, K, columns, rows], or [T, H, D] of tiles
         self.number = lax.axis_index("program")
 
     def run(self):
-        num_kv_heads, _, rows, _ = self.inputs.parts.sums.shape
-        num_pieces = rows // self.memory.parts.sums.shape[1]
-        of_row = num_kv_heads * num_pieces
+        plan, inputs = self.plan, self.inputs
+        num_heads, _, rows, _ = inputs.parts.sums.shape
+        num_pieces = jnp.int32(rows // HEIGHT)
+        of_row = num_heads * num_pieces
 
         def turn(i, _):
-            index = self.number + i * self.num_programs
-            row, place = lax.div(index, jnp.int32(of_row)), lax.rem(index, jnp.int32(of_row))
-            head, number = lax.div(place, jnp.int32(num_pieces)), lax.rem(place, num_pieces)
-            num_parts = self.inputs.starts[row + 1] - self.inputs.starts[row]
-            pl.when(num_parts >= self.least_parts)(lambda: self._add_up(row, head, number))
+            index = self.number + i * plan.num_programs
+            row, place = lax.div(index, of_row), lax.rem(index, of_row)
+            head, number = lax.div(place, num_pieces), lax.rem(place, num_pieces)
+            num_parts = inputs.starts[row + 1] - inputs.starts[row]
+            pl.when(num_parts >= plan.least_parts)(lambda: self._add_up(row, head, number))
 
-        num_turns = pl.cdiv(self.inputs.number[0] * of_row - self.number, self.num_programs)
+        num_turns = pl.cdiv(inputs.number[0] * of_row - self.number, plan.num_programs)
         lax.fori_loop(0, num_turns, turn, None)
+        if plan.tile_q is not None:
+            plgpu.wait_smem_to_gmem(0)
 
     def _add_up(self, row, head, number):
         """The parts of piece `number` of a row."""
-        chunk, height, columns = self.memory.parts.sums.shape
+        chunk, _, columns = self.memory.parts.sums.shape
         by_head, inputs = plgpu.Layout.WGMMA.reduce(0), self.inputs
         begin, end = inputs.starts[row], inputs.starts[row + 1]
-        of_piece = piece(number, height)
+        of_piece = piece(number, HEIGHT)
         nothing = (
-            filled((height, columns), 0.0, plgpu.Layout.WGMMA),
+            filled((HEIGHT, columns), 0.0, plgpu.Layout.WGMMA),
             filled((columns,), MASKED, by_head),
             filled((columns,), 0.0, by_head),
         )
@@ -170,8 +196,33 @@ class _Program:
         sink = inputs.sinks
         if sink is not None:
             sink = load(sink.at[head], layout=by_head, optimized=False)
-        out = self.out.at[row, head, :, of_piece]
-        store_transposed(out, normalised(acc, m, total, sink, axis=1))
+        x = normalised(acc, m, total, sink, axis=1)
+        if self.plan.tile_q is None:
+            store_transposed(self.out.at[row, head, :, of_piece], x)
+        else:
+            self._store_tile(row, head, of_piece, x, self.plan.tile_q)
+
+    def _store_tile(self, tile, half, of_piece, x, tile_q: int):
+        """x [64, 64]: some of D, of the tile's rows of a half. Its own go to their tokens one by one."""
+        memory, out, dtype = self.memory, self.out, self.out.dtype
+        token, first, count = (each[tile] for each in self.inputs.places or ())
+        group = out.shape[1] // (self.inputs.parts.sums.shape[0] // 2)
+        head, begin = lax.div(half, jnp.int32(2)) * group, lax.rem(half, jnp.int32(2)) * 64
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # `lines` have left
+        memory.turned.transpose((1, 0))[...] = x.astype(dtype)
+        plgpu.commit_smem()
+        # By way of registers in which a few threads have a whole line, as in `gpu_prefill.py`.
+        by_line = plgpu.Layout.SMEM_GMEM_COPY((64, 64), dtype, 128)
+        memory.lines[...] = load(memory.turned, layout=by_line)
+        plgpu.commit_smem()
+        for g in range(group):
+            row = g * tile_q + first - begin  # of `lines`, where the head's first would be
+
+            def write(i, _, g=g, row=row):
+                to = out.at[pl.ds(token + first + i, 1), head + g, of_piece]
+                plgpu.copy_smem_to_gmem(memory.lines.at[pl.ds(row + i, 1)], to)
+
+            lax.fori_loop(jnp.clip(-row, 0, count), jnp.clip(64 - row, 0, count), write, None)
 
     def _add_chunk(self, head, of_piece, begin, end, turn, carry):
         memory, parts, chunk = self.memory, self.inputs.parts, self.memory.parts.sums.shape[0]

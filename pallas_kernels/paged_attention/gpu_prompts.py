@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
-from pallas_kernels.paged_attention.gpu_combine import Parts, combine
+from pallas_kernels.paged_attention.gpu_combine import Parts, Places, combine_tiles
 from pallas_kernels.paged_attention.gpu_layout import Cuts, CutTiles
 from pallas_kernels.paged_attention.gpu_prefill import Inputs, kernel
 from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Plan
@@ -66,43 +66,32 @@ def _with_cut_rows(plan: Plan, inputs: Inputs, cuts: Cuts, num_parts, query_star
 
     def turn(out, rows):
         tiles = gpu_layout.cut_tiles(cuts, rows.astype(jnp.int32), num_parts, query_starts, kv_lens)
-        found = _in_parts(plan, inputs, tiles)
-        # Where each token's output is, if it is there.
-        token, count = tiles.token[:, None], tiles.count[:, None]
-        queries = jnp.minimum(token, plan.last_token) + jnp.arange(plan.tile_q)[None]
-        own = (queries >= token) & (queries < token + count)
-        where = jnp.full(out.shape[0], -1, jnp.int32)
-        queries, place = jnp.where(own, queries, out.shape[0]).reshape(-1), jnp.arange(own.size)
-        where = where.at[queries].set(place.astype(jnp.int32), mode="drop")
-        mine = found[where // plan.tile_q, :, :, where % plan.tile_q].reshape(out.shape)
-        return jnp.where((where >= 0)[:, None, None], mine, out), None
+        return _with_parts(plan, inputs, tiles, out), None
 
     if num_turns == 1:
         return turn(out, rows)[0]
     return lax.scan(turn, out, rows.reshape(num_turns, at_once))[0]
 
 
-def _in_parts(plan: Plan, inputs: Inputs, tiles: CutTiles):
-    """[tiles, K, G, tile_q, D], of the queries that `Tile.of` reads."""
-    num_heads, num_tiles = 2 * plan.num_kv_heads, tiles.token.shape[0]
-    num_items = tiles.parts.row.shape[0]
+def _with_parts(plan: Plan, inputs: Inputs, tiles: CutTiles, out):
+    """`out` with these tiles."""
+    num_heads, num_items = 2 * plan.num_kv_heads, tiles.parts.row.shape[0]
     parts = Parts(
         sums=jax.ShapeDtypeStruct((num_heads, num_items, plan.head_dim, 64), jnp.float32),
         stats=jax.ShapeDtypeStruct((num_heads, num_items, 4, 64), jnp.float32),
     )
     sinks, num_programs = inputs.sinks, min(hopper.num_sms(), plan.num_kv_heads * num_items)
-    plan = replace(plan, in_parts=True, num_programs=num_programs)
+    in_parts = replace(plan, in_parts=True, num_programs=num_programs)
     inputs = inputs._replace(tiles=tiles.parts, sinks=None)
-    (sums,) = kernel(plan, inputs, (parts,))(inputs)
-    out = combine(
+    (sums,) = kernel(in_parts, inputs, (parts,))(inputs)
+    token = jnp.minimum(tiles.token, plan.last_token)  # as `Tile.of` reads them
+    return combine_tiles(
         sums,
         tiles.number,
         tiles.starts,
         None if sinks is None else sinks.reshape(num_heads, 64),
-        jax.ShapeDtypeStruct((num_tiles, num_heads, 64, plan.head_dim), inputs.queries.dtype),
+        Places(token, tiles.token - token, tiles.count),
+        out,
+        plan.tile_q,
         plan.options.interpret,
-        rows_of_piece=64,
     )
-    own = plan.group * plan.tile_q
-    out = out.reshape(-1, plan.num_kv_heads, ROWS, plan.head_dim)[:, :, :own]
-    return out.reshape(-1, plan.num_kv_heads, plan.group, plan.tile_q, plan.head_dim)

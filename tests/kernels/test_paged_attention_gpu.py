@@ -186,7 +186,7 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch,
     monkeypatch.setattr(gpu_layout, "SPLIT", 384)
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
     monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
-    monkeypatch.setattr(gpu_combine, "_chunk", lambda rows, columns: 1)
+    monkeypatch.setattr(gpu_combine, "_chunk", lambda columns: 1)
     case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450)
     case = replace(case, **options)
     sizes = gpu_layout.TileSizes(programs_per_sm=4)  # and so fewer stages
@@ -343,7 +343,7 @@ def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
     bytes_per_row = 4 * 64 * 8 * 2 * 4  # D, G as wgmma pads it, K, splits of the table's 49 blocks
     monkeypatch.setattr(gpu_layout, "PARTS_BYTES", 2 * bytes_per_row)
     assert gpu_layout.rows_at_once(5, bytes_per_row) == 2
-    monkeypatch.setattr(gpu_combine, "_chunk", lambda rows, columns: 2)
+    monkeypatch.setattr(gpu_combine, "_chunk", lambda columns: 2)
     np.testing.assert_array_equal(run(gpu.paged_attention, arguments, **options), at_once)
 
 

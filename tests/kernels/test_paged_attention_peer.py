@@ -38,7 +38,7 @@ CASES = (
     SHAPE(name="window", query_lens=(1, 30), kv_lens=(100, 70), window=20),
     SHAPE(name="soft-cap", query_lens=(1, 12), kv_lens=(40, 12), soft_cap=5.0),
 )
-WORK = Work(batch=3, length=64, num_heads=8, num_kv_heads=2, head_dim=64, block_size=8, decode=True)
+WORK = Work(batch=3, length=64, num_heads=8, num_kv_heads=2, head_dim=64, block_size=8, query_len=1)
 
 
 def same(out, expected) -> None:
@@ -115,7 +115,9 @@ def expected(given: attention_peers.Inputs, pool, scale: float) -> np.ndarray:
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("decode", [True, False])
 def test_every_peer_takes_part_or_there_is_a_reason(platform, decode):
-    found, absent = attention_peers.peers(replace(WORK, decode=decode), platform)
+    found, absent = attention_peers.peers(
+        replace(WORK, query_len=1 if decode else WORK.length), platform
+    )
     names = [variants[0].name.split(",")[0] for variants in found] + list(absent)
     everybody = [attention_peers.RAGGED, attention_peers.TRITON, attention_peers.CUDNN]
     assert sorted(set(names) - set(everybody)) == sorted(
@@ -134,7 +136,8 @@ def test_every_peer_takes_part_or_there_is_a_reason(platform, decode):
 @pytest.mark.parametrize("decode", [True, False])
 def test_every_peer_takes_what_it_is_given(platform, decode, monkeypatch):
     """In shapes, for devices that are not here; cuDNN asks for its own."""
-    work = replace(WORK, decode=decode, head_dim=128, block_size=128, length=512)
+    query_len = 1 if decode else 512
+    work = replace(WORK, query_len=query_len, head_dim=128, block_size=128, length=512)
     given = attention_peers.inputs(work, num_pools=1)
     # JAX's kernel for TPUs asks the device that is here for its sizes.
     monkeypatch.setattr(tuned_block_sizes, "get_tpu_version", lambda: 6)
@@ -176,7 +179,7 @@ def test_contiguous_keys_are_those_of_the_pool():
 @pytest.mark.slow
 @pytest.mark.parametrize("decode", [True, False])
 def test_xla_computes_what_is_timed(decode):
-    work = replace(WORK, decode=decode, length=24)
+    work = replace(WORK, query_len=1 if decode else 24, length=24)
     given = attention_peers.inputs(work, num_pools=1)
     ((peer,), *_), _ = attention_peers.peers(work, "cpu")
     out, _ = peer.attend(given.q, given.pools[0], *given.rows())
@@ -191,14 +194,20 @@ def test_bytes_and_operations_are_those_of_the_formula():
         num_kv_heads=2,
         head_dim=128,
         block_size=64,
-        decode=False,
+        query_len=2048,
     )
     # Two products of two operations each, for every pair of a query and a key up to it.
     pairs = sum(range(1, 2049))
     assert work.flops == 4 * 16 * pairs * 128 * 2 * 2
-    many = replace(work, batch=64, length=4096, decode=True)
+    many = replace(work, batch=64, length=4096, query_len=1)
     assert many.kv_bytes == 64 * 4096 * 2 * 2 * 128 * 2 and many.num_tokens == 64
     assert many.num_blocks == 64 * 64 + 1 and math.isclose(many.scale, 128**-0.5)
+    # With a scale and a zero of two bytes each for every head's K and V.
+    of_head = {"int8": 128 + 4, "int4": 64 + 4, "fp8_e4m3": 128}
+    for format, size in of_head.items():
+        assert replace(many, format=format).kv_bytes == 64 * 4096 * 2 * 2 * size
+    last = replace(work, query_len=100)
+    assert last.num_tokens == 400 and last.flops == 4 * 16 * sum(range(1949, 2049)) * 128 * 2 * 2
 
 
 @pytest.mark.slow
