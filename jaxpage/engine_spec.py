@@ -316,7 +316,7 @@ def make_engine_spec(
     sizes = {"dtype": config.dtype, "max_model_len": config.max_model_len}
     model = registry.build(hf_config, **sizes, pictures=config.takes_pictures)
     if config.numerics == "strict":
-        check_strict(config, model.config)
+        check_strict(config, model.config, hardware.platform)
     if config.record_expert_load and model.config.experts is None:
         raise ValueError(
             "record_expert_load=True counts the tokens of experts, and "

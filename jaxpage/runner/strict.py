@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from jaxpage.batch import StepBatch
 from jaxpage.config import ResolvedConfig
+from jaxpage.environment import compiler_flags
 from jaxpage.kv_pool import KVPool, Layer
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
@@ -43,11 +44,17 @@ from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import xla
 
 ROW_TILE = 8  # rows that are sampled together
+GPU_FLAG = "--xla_gpu_autotune_level=0"
 Part = Callable[[Any], Any]  # a module of its arrays, see `CausalLM.part`
 
 
-def check_strict(config: ResolvedConfig, model: ModelConfig) -> None:
-    """Raises ValueError for options and models that cannot be computed by tiles."""
+def check_strict(config: ResolvedConfig, model: ModelConfig, platform: str) -> None:
+    """Raises ValueError for options and models that cannot be computed by tiles, or on a GPU without GPU_FLAG."""
+    if platform == "gpu" and GPU_FLAG not in compiler_flags().split():
+        raise ValueError(
+            f'numerics="strict" needs XLA_FLAGS={GPU_FLAG} on a GPU, set before jax starts. Otherwise XLA measures '
+            "several ways to compute each product and chooses one for every program, so that their bits differ"
+        )
     reasons = {
         f"quantization={config.quantization!r}": config.quantization is not None,
         f"kv_cache_dtype={config.kv_cache_dtype!r}": config.kv_cache_dtype != config.dtype,

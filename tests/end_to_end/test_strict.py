@@ -10,6 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxpage import SamplingParams
+from jaxpage.checkpoint_config import load_hf_config
+from jaxpage.config import EngineConfig
+from jaxpage.models import registry
+from jaxpage.runner.strict import GPU_FLAG, check_strict
 from tests import checkpoints, dense_families
 from tests.end_to_end.test_invariance import answers, assert_nothing_leaked, assert_same, make_llm
 from tests.end_to_end.test_invariance import workload as any_workload
@@ -224,3 +228,16 @@ def test_no_bit_depends_on_the_order_of_arrivals(order, arrivals, shared, expect
 def test_what_is_not_computed_by_tiles_is_refused(options, message, path):
     with pytest.raises(ValueError, match=message):
         make_llm(path, **({"numerics": "strict"} | options))
+
+
+def test_a_gpu_needs_a_flag_of_its_compiler(path, monkeypatch):
+    hf_config = load_hf_config(path)
+    hardware = {"platform": "gpu", "device_kind": "NVIDIA H200", "device_memory": 1 << 37}
+    config = EngineConfig(model=path, numerics="strict").resolve(hf_config, **hardware)
+    model = registry.build(hf_config, dtype=config.dtype, max_model_len=64).config
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    with pytest.raises(ValueError, match="XLA_FLAGS=--xla_gpu_autotune_level=0 on a GPU"):
+        check_strict(config, model, "gpu")
+    check_strict(config, model, "tpu")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {GPU_FLAG}")
+    check_strict(config, model, "gpu")
