@@ -1,4 +1,4 @@
-"""Where the time of a TPU program goes, by the compiler's own estimates: the `estimated_cycles` in its HLO.
+"""Where the time of a program goes. For TPUs by the compiler's own estimates: the `estimated_cycles` in its HLO.
 
 XLA annotates each fusion and copy with the cycles it expects it to take, considering bytes and flops. The estimates of
 a program add up along its control flow:
@@ -10,13 +10,15 @@ a program add up along its control flow:
 - Instructions without an estimate have a sentinel near 2**63, or nothing: kernels, which `tpu_schedule` covers, and the
   ends of asynchronous operations.
 
+For GPUs, `gpu_time` estimates nanoseconds instead, which stand for cycles here.
+
 Knows the text of optimised HLO and nothing of jax.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
@@ -71,13 +73,16 @@ class _Program:
     lines: dict[str, list[_Line]] = field(default_factory=dict)
 
 
-def costs_of(text: str) -> Costs:
-    """`text`: a compiled program, `compiled.as_text()`. Instructions that cost nothing are left out."""
-    program = _parse(text)
+def costs_of(text: str, estimates: Mapping[str, int | None] | None = None) -> Costs:
+    """`text`: a compiled program, `compiled.as_text()`. Instructions that cost nothing are left out.
+
+    `estimates`: of the instructions that cost something, by name, instead of those in the text; None for a kernel.
+    """
+    program = _parse(text, estimates)
     return _walk(program, program.entry, 1)
 
 
-def _parse(text: str) -> _Program:
+def _parse(text: str, estimates: Mapping[str, int | None] | None) -> _Program:
     program, lines = _Program(), []
     for line in text.splitlines():
         if head := _HEAD.match(line):
@@ -85,11 +90,11 @@ def _parse(text: str) -> _Program:
             if head["entry"]:
                 program.entry = head["name"]
         elif found := _INSTRUCTION.match(line):
-            lines.append(_line(line, found))
+            lines.append(_line(line, found, estimates))
     return program
 
 
-def _line(line: str, found: re.Match[str]) -> _Line:
+def _line(line: str, found: re.Match[str], estimates: Mapping[str, int | None] | None) -> _Line:
     cycles, op_name = _CYCLES.search(line), _OP_NAME.search(line)
     estimate = int(cycles[1]) if cycles else 0
     cost = Cost(
@@ -99,6 +104,8 @@ def _line(line: str, found: re.Match[str]) -> _Line:
         op_name=op_name[1] if op_name else found["name"],
         cycles=None if _KERNEL in line else estimate if estimate < _SENTINEL else 0,
     )
+    if estimates is not None:
+        cost = replace(cost, cycles=estimates.get(cost.name, 0))
     return _Line(cost, _called(line, found["opcode"]))
 
 

@@ -1,8 +1,8 @@
 """Where a step would spend its time, from the result of `worker.measure`. Pure arithmetic.
 
 On a TPU XLA's own instructions take the cycles that XLA estimates, and a kernel the larger of its bundles over the
-clock and its bytes over the bandwidth. On a GPU, whose HLO has no estimates, a program takes the larger of its flops
-over the peak and its bytes over the bandwidth.
+clock and its bytes over the bandwidth. On a GPU kernels take what `gpu_time` estimates, and attention the larger of its
+flops and its bytes over the rates that it uses, and the time of its launches.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ NOT_MODELLED = (
     "arrays assume about 40 % of the bandwidth"
 )
 NOT_MODELLED_ON_GPUS = (
-    "a GPU's HLO has no estimates: these are flops over peak or bytes over bandwidth, by XLA's cost analysis, which "
-    "does not count our kernels; attention is bytes over bandwidth"
+    "a GPU's HLO has no estimates: each kernel takes its bytes or flops at the rates that copies and products were "
+    "measured to achieve, and 2 us; not modelled: how long attention waits for memory where rows are few, windows, "
+    "autotuning, gaps between programs, branches for requests that ask for more than sampling"
 )
 
 
@@ -83,12 +84,6 @@ def _parts(
     of_kv = 1000 * _kv_bytes(measured, count, kv_len) / chip["bytes_per_second"]
     for program in programs:
         name, time = program["name"].split()[0], program["time"]
-        if "cycles" not in time:
-            ms = 1000 * max(
-                time["flops"] / chip["flops_per_second"], time["bytes"] / chip["bytes_per_second"]
-            )
-            found.append(Part(what=f"{name}: XLA", count=1, ms=ms))
-            continue
         of_cycle = 1000 / chip["clock"]
         listed = 0
         for each in time["parts"]:
@@ -104,11 +99,11 @@ def _parts(
             found.append(
                 Part(what=what, count=kernel["count"], ms=kernel["count"] * once * of_cycle)
             )
-    kernels = [
-        each
-        for each in programs[0]["time"].get("kernels", ())
-        if each["name"] == "paged_attention" and each["program"] is not None
-    ]
+    kernels = [each for each in programs[0]["time"]["kernels"] if each["name"] == "paged_attention"]
+    if chip["platform"] == "gpu":
+        calls = sum(kernel["count"] for kernel in kernels)
+        return [*found, _gpu_attention(measured, case, of_kv, calls)]
+    kernels = [each for each in kernels if each["program"] is not None]
     total = 0.0
     for kernel in kernels:
         tiles = measured["attention_tiles"]["decode" if query_len == 1 else "prefill"]
@@ -122,6 +117,22 @@ def _parts(
     return found
 
 
+def _gpu_attention(
+    measured: dict[str, Any], case: tuple[int, int, int], of_kv: float, calls: int
+) -> Part:
+    """`of_kv`: ms of all keys and values at the peak rate."""
+    chip, (count, query_len, kv_len) = measured["chip"], case
+    pairs = count * query_len * (2 * kv_len - query_len + 1) // 2
+    rate = chip["flops_per_second"] * chip["product_share"]
+    of_flops, of_bytes = (
+        1000 * pairs * measured["attention_flops"] / rate,
+        of_kv / chip["copy_share"],
+    )
+    bound = "flops" if of_flops > of_bytes else "bytes"
+    ms = max(of_flops, of_bytes) + 1000 * calls * chip["seconds_per_kernel"]
+    return Part(what=f"attention ({bound})", count=calls, ms=ms)
+
+
 def _kv_bytes(measured: dict[str, Any], count: int, kv_len: int) -> float:
     block_size = measured["config"]["block_size"]
     return count * -(-kv_len // block_size) * measured["block_bytes"]
@@ -131,7 +142,8 @@ def show_times(times: list[StepTime], *, explain: bool, is_gpu: bool) -> list[st
     """A line for each step; with `explain` a table of the ten parts of each that take the most."""
     if not times:
         return []
-    lines = ["", "where the time would go, by the compiler's estimates (nothing was measured):"]
+    whose = "the bytes and flops of its kernels" if is_gpu else "the compiler's estimates"
+    lines = ["", f"where the time would go, by {whose} (nothing was measured):"]
     for step in times:
         attention = sum(part.ms for part in step.parts if part.what.startswith("attention"))
         exchange = sum(part.ms for part in step.parts if part.what == "exchange")

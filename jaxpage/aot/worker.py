@@ -194,15 +194,15 @@ def compile_and_inspect(
         "exchanges": exchanges(text),
         "pool_copies": list(copies_of_size(text, job.pool_shapes)),
         "kernels": kernel_calls(text),
-        **_time(job, text, program.compiled),
+        **_time(job, text),
     }
 
 
-def _time(job: CompileJob, text: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
+def _time(job: CompileJob, text: str) -> dict[str, Any]:
     """Empty for a TPU whose schedules are not dumped."""
     if job.target.chip.platform == "tpu" and job.dumped is None:
         return {}
-    return {"time": time_of(text, dict(compiled.cost_analysis() or {}), job.dumped)}
+    return {"time": time_of(text, job.target.chip, job.dumped)}
 
 
 def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:
@@ -287,7 +287,14 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any
     served = f"plain XLA: {reason}" if reason else "plain XLA"
     if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
         served = "kernel"
-    return {"attention": served, "attention_tiles": attention_tiles(job.spec)}
+    model = job.spec.model.config
+    heads = -(-model.num_heads // job.spec.num_devices)
+    return {
+        "attention": served,
+        "attention_tiles": attention_tiles(job.spec),
+        # For each pair of a query and a key that it sees, in all layers of a device.
+        "attention_flops": 4 * heads * model.head_dim * model.num_layers,
+    }
 
 
 def _in_int8(spec: EngineSpec) -> dict[str, int | None]:

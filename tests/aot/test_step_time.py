@@ -173,6 +173,27 @@ def test_a_kernel_takes_the_greater_of_its_bundles_and_its_bytes():
     assert attention.ms == pytest.approx(1000 * num_bytes / values["chip"]["bytes_per_second"])
 
 
+def test_attention_of_a_gpu_takes_its_flops_or_bytes_and_its_launches():
+    values = of_tpu(kernels=[{"name": "paged_attention", "count": 56, "program": None}])
+    chip = CHIPS["h200"]
+    values |= {"chip": dataclasses.asdict(chip), "attention_flops": 28 * 4 * 16 * 128}
+    *_, prefill = step_times(values, estimate(values))
+    (attention,) = [part for part in prefill.parts if part.what == "attention (flops)"]
+    flops = 28 * 4 * 16 * 128 * sum(range(1, 2049))
+    seconds = flops / (chip.flops_per_second * chip.product_share)
+    assert attention.ms == pytest.approx(1000 * (seconds + 56 * chip.seconds_per_kernel))
+    assert attention.count == 56
+    values["block_bytes"] *= 10**6
+    (decode, *_) = step_times(values, estimate(values))
+    (attention,) = [part for part in decode.parts if part.what == "attention (bytes)"]
+    batch, length = map(int, decode.name.split(",")[0].removeprefix("decode ").split(" x "))
+    num_bytes = batch * -(-length // 128) * values["block_bytes"]
+    seconds = num_bytes / (chip.bytes_per_second * chip.copy_share)
+    assert attention.ms == pytest.approx(1000 * (seconds + 56 * chip.seconds_per_kernel))
+    lines = show_times(step_times(values, estimate(values)), explain=False, is_gpu=True)
+    assert "bytes and flops of its kernels" in lines[1] and "2 us" in lines[-1]
+
+
 def test_what_was_not_compiled_takes_no_time():
     values = measured()
     assert step_times(values, estimate(values)) == []
