@@ -94,7 +94,7 @@ class Inputs:
     """Inputs for all: queries, and several pools, so that no cache holds what the next launch reads."""
 
     q: jax.Array  # bfloat16[T, H, D]
-    pools: tuple[Pool, ...]  # bfloat16[N, S, 2 * K, D], K and V interleaved; or quantised
+    pools: tuple[Any, ...]  # bfloat16[N, S, 2 * K, D], K and V interleaved; or quantised
     table: jax.Array  # int32[R, M], blocks in random order
     kv_lens: jax.Array
     query_starts: jax.Array
@@ -147,7 +147,8 @@ def peers(work: Work, platform: str) -> tuple[list[list[Peer]], dict[str, str]]:
         found.append([_ours(work, "cpu")])
     if work.format is not None:
         reason = "it reads bfloat16; its time is that of the same shape without quantisation"
-        return found, absent | dict.fromkeys((RAGGED, TRITON, CUDNN), reason)
+        absent.update((name, reason) for name in (RAGGED, TRITON, CUDNN))
+        return found, absent
     if platform == "tpu":
         found.append([_ragged(work)])
     else:
