@@ -134,10 +134,10 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
     source, block_size, num_kv_heads = Source.of(pool), pool.shape[1], pool.shape[2] // 2
     group = num_heads // num_kv_heads
     rows, columns = _part_shape(group, head_dim)
-    per_sm, num_stages = _programs_and_stages(source, columns, q, options)
     num_keys = block_table.shape[1] * block_size
     items = gpu_layout.splits(kv_lens, num_keys, options.window)
     max_items = items.row.shape[0]
+    per_sm, num_stages = _programs_and_stages(source, columns, q, options, max_items * num_kv_heads)
     plan = _Plan(
         options=options,
         source=source,
@@ -373,8 +373,13 @@ class _Program:
         return smem
 
 
-def _programs_and_stages(source: Source, columns: int, q, options: Options) -> tuple[int, int]:
-    """Programs that share an SM, as many as are asked for and fit with two stages; and stages of each, K and V."""
+def _programs_and_stages(
+    source: Source, columns: int, q, options: Options, num_items: int
+) -> tuple[int, int]:
+    """Programs that share an SM, as many as are asked for and fit with two stages; and stages of each, K and V.
+
+    Where there is little to do, fewer programs have more stages each: their time is the latency of the copies.
+    """
     itemsize, head_dim = q.dtype.itemsize, q.shape[2]
     stage_bytes = 2 * TILE * source.bytes_per_key()
     own_bytes = columns * (head_dim + TILE) * itemsize + 4096  # q, p, barriers, reductions
@@ -383,6 +388,7 @@ def _programs_and_stages(source: Source, columns: int, q, options: Options) -> t
     fitting = gpu_layout.SM_BYTES // (2 * stage_bytes + own_bytes + gpu_layout.RESERVED_BYTES)
     if source.has_scales:  # scales and zeros: more registers than a third of an SM's
         fitting = min(fitting, 2)
-    per_sm = max(1, min(options.sizes.programs_per_sm, fitting))
+    wanted = min(options.sizes.programs_per_sm, pl.cdiv(num_items, hopper.num_sms()))
+    per_sm = max(1, min(wanted, fitting))
     share = gpu_layout.SM_BYTES // per_sm - gpu_layout.RESERVED_BYTES
     return per_sm, min((share - own_bytes) // stage_bytes, gpu_layout.SPLIT // TILE)
