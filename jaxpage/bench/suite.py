@@ -23,16 +23,17 @@ from typing import Any
 from jaxpage.bench.results import Context, Result, error_summary, failed, missing, table_of_bars
 from jaxpage.bench.subprocess_rpc import ROOT, RemoteObject
 
-# In the order in which they run: peak rates, which bars refer to; speed; then each kernel in all its variants.
+# In the order in which they run: peak rates, which bars refer to; speed; each kernel in all its variants; and what may
+# be left out where time is short.
 PARTS = {  # name: the function, and the seconds it may take while other parts wait
     "peaks": ("jaxpage.bench.peaks:measure", 120),
     "decode": ("jaxpage.bench.attention:decode", 130),
     "prefill": ("jaxpage.bench.attention:prefill", 110),
     "steps": ("jaxpage.bench.serving:steps", 240),
     "table": ("jaxpage.bench.serving:table", 120),
-    "long": ("jaxpage.bench.attention:long", 150),
     "warm-up": ("jaxpage.bench.serving:warm_up", 180),
     "kernels": ("jaxpage.bench.kernels:measure", 240),
+    "long": ("jaxpage.bench.attention:long", 150),
 }
 PEAKS = "peaks"
 RATES = {"GB/s": ("bandwidth", 1e9), "TFLOP/s": ("matmul", 1e12)}  # of `Context`, by unit
@@ -46,7 +47,7 @@ class SuiteBench:
     """Check and measure everything that has a bar, part by part."""
 
     json: Path | None = None  # all results go to this file, which is updated after each
-    # peaks, decode, prefill, steps, table, long, warm-up, kernels; none: all. Peaks are always measured.
+    # peaks, decode, prefill, steps, table, warm-up, kernels, long; none: all. Peaks are always measured.
     only: tuple[str, ...] = ()
     tiny: bool = False  # sizes for a CPU, to check that everything runs
     time_limit: float = 570  # seconds for all parts together
@@ -91,7 +92,7 @@ def main(bench: SuiteBench) -> int:
                 if part == PEAKS and result.value is not None:
                     name, unit = RATES[result.unit]
                     context = replace(context, **{name: result.value * unit})
-    # The last part has the most results, and long logs are truncated at the beginning.
+    # The last parts have the most results, and long logs are truncated at the beginning.
     ordered = sorted(report.results, key=lambda found: -list(PARTS).index(found[0]))
     print("\n" + table_of_bars(ordered), flush=True)
     return int(any(result.passed is False for _, result in report.results))

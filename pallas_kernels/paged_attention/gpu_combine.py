@@ -1,8 +1,8 @@
 """Adds up the parts that the keys of a row were cut into, for Hopper. Letters are in `gpu.py`.
 
 **Tile.** A program is one warpgroup. It walks rows with one query, or tiles of queries, times KV heads, times pieces of
-D, and adds all parts of each in their order. Rows with one query and one part are left out: `gpu_decode.py` wrote their
-result.
+D, and adds all parts of each in their order. It writes them into an array that has the other results already: rows with
+one query and one part are `gpu_decode.py`'s, tiles whose keys are not cut `gpu_prefill.py`'s.
 
 **Stages.** A chunk of parts arrives at once, each in a stage of its own, while the first of them are added.
 

@@ -63,13 +63,13 @@ def test_attention_compiles_and_copies_no_pool(compiled, name):
     assert program["temp_bytes"] < parts + 0.2 * program["argument_bytes"]
 
 
-@pytest.mark.parametrize(("kind", "most"), [("decode", 1.1), ("mixed", 1.3)])
-def test_the_parts_of_long_rows_stay_within_their_bytes(compiled, kind, most):
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_the_parts_of_long_rows_stay_within_their_bytes(compiled, kind):
     """Of 64 rows that may have 131,072 keys, with 8 KV heads: just as many. Rows with few queries take turns with
-    theirs, whose sums are a copy of the output besides.
+    theirs.
     """
     program = compiled[f"long-table-{kind}"]
-    assert gpu_layout.PARTS_BYTES < program["temp_bytes"] < most * gpu_layout.PARTS_BYTES
+    assert gpu_layout.PARTS_BYTES < program["temp_bytes"] < 1.1 * gpu_layout.PARTS_BYTES
 
 
 def test_devices_that_share_the_heads_exchange_nothing(compiled):
