@@ -20,6 +20,7 @@ from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.environment import compiler_flags
 from jaxpage.runner.memory import pool_bytes, pool_bytes_of
 from jaxpage.runner.programs import compile_program
+from jaxpage.runner.strict import GPU_FLAG
 
 # Share of the pool that the data sheet would allow: a real device has slightly less memory, and an engine can use these
 # executables only if their pool fits.
@@ -60,8 +61,10 @@ def _compile_one(spec: EngineSpec, target: Target | None, emit: Callable[[str], 
         emit(f"attention: {spec.attention}")
     for line in sorted(spec.transform_weights()):
         emit(line)
-    # The flags that `topology.environment` sets for a GPU do not change what runs on that GPU.
-    flags = "" if spec.device.platform == "gpu" and target is not None else compiler_flags()
+    flags = compiler_flags()
+    if spec.device.platform == "gpu" and target is not None:
+        # Of those that `topology.environment` sets an engine on that GPU has this one, or none.
+        flags = GPU_FLAG if spec.config.numerics == "strict" else ""
     cache = executable_cache(spec, flags=flags, devices=spec.devices if target is None else ())
     if cache.root is None:
         raise ValueError("with enforce_eager programs are compiled when they are first used")

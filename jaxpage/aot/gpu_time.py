@@ -1,9 +1,8 @@
 """How long the kernels of a GPU program take, from its HLO: XLA gives no estimates for GPUs.
 
 A kernel takes the time in which the GPU moves its bytes or computes its products, at the rates that copies and products
-were measured to achieve, and as long again as a kernel without work. Its bytes are those of its operands and results.
-Of an operand that is only sliced or gathered from the slices count, and of an array that is written in place what is
-written.
+were measured to achieve, plus the time of a kernel without work. Its bytes are those of its operands and results. If an
+operand is only sliced or gathered from, the slices count; if an array is written in place, what is written.
 
 Knows the text of optimised HLO and a chip's rates, and nothing of jax.
 """
@@ -15,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from jaxpage.aot.hlo import COLLECTIVES
 from jaxpage.aot.targets import Chip
 
 # Kernels whose bytes and flops depend on the batch.
@@ -28,9 +28,12 @@ _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d\w*)\[(?P<shape>[\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
-# Nothing is launched for these; loops and branches consist of other lines.
+_CONTRACTED_BY_CUBLAS = re.compile(r'"lhs_contracting_dimensions":\["([\d",]*)"\]')
+# Nothing is launched for these; loops and branches consist of other lines, and exchanges are estimated elsewhere.
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
-_FREE |= {"while", "conditional", "call", "async-start", "async-done", "copy-start", "copy-done"}
+_FREE |= {"while", "conditional", "call", "opt-barrier", "partition-id", "replica-id"}
+_FREE |= {f"{name}{end}" for name in ("async", "copy") for end in ("-start", "-done")}
+_FREE |= {f"{name}{end}" for name in COLLECTIVES for end in ("", "-start", "-done")}
 _VIEWS = ("bitcast", "reshape")
 _PARTS = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written
@@ -83,8 +86,6 @@ def _parse(text: str) -> dict[str, _Computation]:
             current = computations.setdefault(head["name"], _Computation())
         elif found := _LINE.match(line):
             names = tuple(_NAME.findall(found["operands"]))
-            if found["opcode"] == "parameter":
-                names = (found["operands"],)
             current.lines.append(
                 _Line(
                     text=line,
@@ -117,7 +118,7 @@ def _work_of_fusion(fused: _Computation) -> tuple[int, float]:
     types = fused.types()
     uses: dict[str, list[_Line]] = {}
     for line in fused.lines:
-        for name in line.operands if line.opcode != "parameter" else ():
+        for name in line.operands:
             uses.setdefault(name, []).append(line)
     read = sum(
         min(_bytes(line.made), _bytes_read(line.name, line.made, uses))
@@ -154,17 +155,16 @@ def _bytes_written(line: _Line, by_name: Mapping[str, _Line]) -> int:
 
 def _flops(line: _Line, types: Mapping[str, str]) -> float:
     """Of a product: two for each element of the result and each that is summed."""
-    if line.opcode == "dot" and (contracted := _CONTRACTED.search(line.text)):
-        (shape,) = _shapes(types.get(line.operands[0], "")) or ((),)
-        summed = [shape[int(i)] for i in contracted[1].split(",") if i and int(i) < len(shape)]
-        return 2.0 * sum(math.prod(each) for each in _shapes(line.made)) * math.prod(summed)
-    if line.opcode == "custom-call" and '"__cublas' in line.text:
-        left, right = (sum(map(math.prod, _shapes(types.get(n, "")))) for n in line.operands[:2])
-        out = math.prod(_shapes(line.made)[0])
-        return (
-            2.0 * out * math.sqrt(left * right / out)
-        )  # of two matrices: (M K) (K N) / (M N) = K ** 2
-    return 0.0
+    contracted = None
+    if line.opcode == "dot":
+        contracted = _CONTRACTED.search(line.text)
+    elif line.opcode == "custom-call" and '"__cublas' in line.text:
+        contracted = _CONTRACTED_BY_CUBLAS.search(line.text)
+    shapes = _shapes(types.get(line.operands[0], "")) if line.operands else []
+    if contracted is None or not shapes:
+        return 0.0
+    summed = [shapes[0][int(i)] for i in re.findall(r"\d+", contracted[1])]
+    return 2.0 * math.prod(_shapes(line.made)[0]) * math.prod(summed)
 
 
 def _shapes(made: str) -> list[tuple[int, ...]]:
@@ -181,6 +181,6 @@ def _bytes(made: str) -> int:
 
 
 def _bits(dtype: str) -> int:
-    """ "bf16" has 16, "f8e4m3fn" 8, "pred" 8."""
+    """16 of bf16, 8 of f8e4m3fn and of pred."""
     digits = re.match(r"[a-z]+(\d+)", dtype)
     return int(digits[1]) if digits else 8

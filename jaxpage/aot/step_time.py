@@ -20,9 +20,9 @@ NOT_MODELLED = (
     "arrays assume about 40 % of the bandwidth"
 )
 NOT_MODELLED_ON_GPUS = (
-    "a GPU's HLO has no estimates: each kernel takes its bytes or flops at the rates that copies and products were "
-    "measured to achieve, and 2 us; not modelled: how long attention waits for memory where rows are few, windows, "
-    "autotuning, gaps between programs, branches for requests that ask for more than sampling"
+    "XLA has no estimates for a GPU: a kernel takes the time of its bytes or flops, at the rates that copies and "
+    "products were measured to achieve, plus that of a launch; not modelled: how long attention waits for memory where "
+    "rows are few, windows, autotuning, gaps between programs, branches for requests that ask for more than sampling"
 )
 
 
@@ -142,8 +142,8 @@ def show_times(times: list[StepTime], *, explain: bool, is_gpu: bool) -> list[st
     """A line for each step; with `explain` a table of the ten parts of each that take the most."""
     if not times:
         return []
-    whose = "the bytes and flops of its kernels" if is_gpu else "the compiler's estimates"
-    lines = ["", f"where the time would go, by {whose} (nothing was measured):"]
+    whose = "the kernels' bytes and flops" if is_gpu else "the compiler's estimates"
+    lines = ["", f"where the time would go, by {whose} (no step was measured):"]
     for step in times:
         attention = sum(part.ms for part in step.parts if part.what.startswith("attention"))
         exchange = sum(part.ms for part in step.parts if part.what == "exchange")

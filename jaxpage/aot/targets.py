@@ -117,7 +117,7 @@ CHIPS = {
             ring_directions=1,
             rank=0,
             most_devices=8,
-            # `jaxpage bench suite --only peaks`, 2026-11-26: 4197 GB/s and 684 TFLOP/s. In decode steps small kernels
+            # `jaxpage bench suite --only peaks`, 2026-11-26: 4,210 GB/s and 677 TFLOP/s. In decode steps small kernels
             # took 1.2 to 1.6 us, and the next began 0.3 us later.
             copy_share=0.87,
             product_share=0.69,

@@ -46,6 +46,7 @@ from jaxpage.engine_spec import EngineSpec, make_engine_spec
 from jaxpage.environment import compiler_flags
 from jaxpage.models.decoder import CausalLM
 from jaxpage.ops.attention import max_blocks
+from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.memory import pool_bytes_of
@@ -282,18 +283,19 @@ def _cached_or_measured(
 
 
 def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any]:
-    """ "kernel" if the steps call it, else "plain XLA" and the reason; and the kernel's tiles on a TPU."""
+    """ "kernel" if the steps call it, else "plain XLA" and the reason; the kernel's tiles on a TPU; and flops."""
     reason = job.spec.no_kernel_reason
     served = f"plain XLA: {reason}" if reason else "plain XLA"
     if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
         served = "kernel"
     model = job.spec.model.config
-    heads = -(-model.num_heads // job.spec.num_devices)
+    shares = share_heads(model.num_heads, model.num_kv_heads, job.spec.num_devices)
+    of_pair = 4 * shares.query_heads_of_a_device * model.head_dim
     return {
         "attention": served,
         "attention_tiles": attention_tiles(job.spec),
         # For each pair of a query and a key that it sees, in all layers of a device.
-        "attention_flops": 4 * heads * model.head_dim * model.num_layers,
+        "attention_flops": of_pair * model.num_layers,
     }
 
 

@@ -6,14 +6,14 @@ import statistics
 import sys
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import jax
 
 from jaxpage.bench import attention_peers, device_time, oracle
-from jaxpage.bench.attention_peers import Inputs, Peer, Work
+from jaxpage.bench.attention_peers import TRITON, Inputs, Peer, Work
 from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
 from jaxpage.bench.subprocess_rpc import RemoteObject
 
@@ -26,7 +26,8 @@ THREADS = 8  # to compile with
 HEADS = ((16, 2), (32, 8))
 FASTER = Bar(">=", 1.0)  # for decoding; prefill is compared with the matrix product rate only
 RIGHT = Bar("<=", 1e-2)
-MANY = 32  # rows, of which a bar is for
+MANY = 32  # rows from which on the bar for bandwidth applies
+BLOCK_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}  # the engine's defaults
 
 
 def decode(context: Context) -> Iterator[Result]:
@@ -64,17 +65,11 @@ def _work(
     num_kv_heads: int = 8,
     format: str | None = None,
 ) -> Work:
-    block_size = {"cpu": 16, "gpu": 64, "tpu": 128}[
-        jax.devices()[0].platform
-    ]  # an engine's defaults
-    head_dim = 128
+    head_dim, is_prompt = 128, query_len == length
     if context.tiny:
         num_heads, num_kv_heads, head_dim = 4, 2, 32
-        batch, query_len, length = (
-            min(batch, 2),
-            64 if query_len == length else min(query_len, 9),
-            64,
-        )
+        batch, length = min(batch, 2), 64
+        query_len = length if is_prompt else min(query_len, 9)
     return Work(
         batch=batch,
         length=length,
@@ -82,7 +77,7 @@ def _work(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        block_size=block_size,
+        block_size=BLOCK_SIZE[jax.devices()[0].platform],
         format=format,
     )
 
@@ -96,7 +91,8 @@ def _all(context: Context, works: dict[str, Work], *, long: bool = False) -> Ite
 class Launch:
     """CALLS calls of a peer's attention, each on the previous one's result, in one program, compiled when created."""
 
-    def __init__(self, peer: Peer, given: Inputs) -> None:
+    def __init__(self, peer: Peer, given: Inputs, kv: list[Any] | None = None) -> None:
+        """kv: `peer.kv(given)`, if other launches have it already, too."""
         attend = jax.jit(peer.attend)  # traced and lowered once for all calls
 
         def run(q: Any, kv: Any, rows: Any) -> Any:
@@ -107,7 +103,7 @@ class Launch:
 
         # A peer that writes needs its own pools; the others share theirs.
         jitted = jax.jit(run, donate_argnums=(0, 1) if peer.writes else ())
-        kv, rows = peer.kv(given), given.rows()
+        kv, rows = kv or peer.kv(given), given.rows()
         compiled = jitted.lower(given.q, kv, rows).compile()
         self.name = peer.name
         self._launch = lambda carry: compiled(carry[0], carry[1] if peer.writes else kv, rows)
@@ -135,6 +131,9 @@ class Comparison:
             self.share = None
         self.limit = "bandwidth" if work.decode else "matrix product rate"
         self.peers, self.absent = attention_peers.peers(work, self.device.platform)
+        if long:  # it needs a copy of the pool
+            self.peers = [each for each in self.peers if TRITON not in each[0].name]
+            self.absent.setdefault(TRITON, "see `decode`: its copy of a large pool may not fit")
 
     def results(self) -> Iterator[Result]:
         """The error of ours, the time of each, our share of the peak rate, and our speed relative to the best."""
@@ -148,11 +147,11 @@ class Comparison:
             return
         ours, *others = self.peers
         due = {wrong: RIGHT, share: bar, faster: self.faster}
-        with ThreadPoolExecutor(1) as other:
-            other.submit(self._set_up_torch)  # while jax compiles
+        with ThreadPoolExecutor(1) as background:
+            torch_is_ready = background.submit(self._set_up_torch)  # while jax compiles
             try:
-                reference = others[0][0] if self.long and others else None
-                yield measured(wrong, self.error(ours[0], reference), "", due.pop(wrong))
+                yield self._error(wrong, ours[0], others)
+                due.pop(wrong)
                 launch = Launch(ours[0], self.given)
                 launch.seconds(tiny=True)
             except Exception as problem:  # any error of a compiler or a device
@@ -160,8 +159,9 @@ class Comparison:
                 for name, missed in due.items():
                     yield failed(name, error_summary(problem), missed)
                 return
-            launches = [launch, *self._fastest(others)]
-        times = self._rounds(launches)
+            compiled = self._compile(others)
+            torch_is_ready.result()
+        times = self._rounds([launch, *self._fastest(compiled)])
         for name, reason in self.absent.items():
             yield missing(f"{self.name}, {name}", "us", reason)
         medians = {name: statistics.median(taken) for name, taken in times.items()}
@@ -171,21 +171,29 @@ class Comparison:
         yield self._share(share, medians[launch.name], bar)
         yield self._against_best(faster, medians.pop(launch.name), medians)
 
-    def error(self, peer: Peer, reference: Peer | None = None) -> float:
-        """The peer's error in the first pool: of the worst of every eighth row, and of the end of the last row.
+    def _error(self, name: str, ours: Peer, others: list[list[Peer]]) -> Result:
+        """Compared with float64, or for long contexts, where that takes minutes, with plain XLA."""
+        reference = others[0][0] if self.long and others else None
+        if reference and ours.writes and self.work.format:
+            return missing(
+                name, "", "it quantises what it writes, which plain XLA does not see", RIGHT
+            )
+        return measured(name, self.error(ours, reference), "", RIGHT)
 
-        Float64 on the host would take minutes for long contexts: there the `reference` is another peer, for all rows.
+    def error(self, peer: Peer, reference: Peer | None = None) -> float:
+        """The peer's error in the first pool: of the worst of every eighth row, and of the end of the last row; with a
+        `reference`, which takes a pool such as ours, of the worst of all rows.
         """
         work, given = self.work, self.given
         out, kv = jax.jit(peer.attend)(given.q, peer.kv(given)[0], *given.rows())
+        pool = kv.reshape(given.pools[0].shape) if peer.writes else given.pools[0]
         if reference is not None:
-            rows, count = range(work.batch), work.query_len
-            want, _ = jax.jit(reference.attend)(given.q, reference.kv(given)[0], *given.rows())
-            by_row = oracle.float64(want).reshape(work.batch, count, *want.shape[1:])
-            return oracle.worst_row(out, given.query_starts, dict(zip(rows, by_row, strict=True)))
+            want, _ = jax.jit(reference.attend)(given.q, pool, *given.rows())
+            by_row = oracle.float64(want).reshape(work.batch, work.query_len, *want.shape[1:])
+            return oracle.worst_row(out, given.query_starts, dict(enumerate(by_row)))
         arguments = {
             "q": given.q,
-            "pool": kv.reshape(given.pools[0].shape) if peer.writes else given.pools[0],
+            "pool": pool,
             "block_table": given.table,
             "kv_lens": given.kv_lens,
             "query_starts": given.query_starts,
@@ -195,27 +203,44 @@ class Comparison:
         expected |= oracle.attention(arguments, (work.batch - 1,), queries=16)
         return oracle.worst_row(out, given.query_starts, expected)
 
-    def _fastest(self, peers: list[list[Peer]]) -> list[Launch]:
-        """The fastest variant of each peer that runs. They are compiled in parallel, which takes most of the time."""
+    def _compile(self, peers: list[list[Peer]]) -> dict[str, list[Launch]]:
+        """By peer the variants that compile, in parallel, which takes most of the time. They share keys and values."""
+        compiling: dict[str, list[Future[Launch]]] = {}
         with ThreadPoolExecutor(THREADS) as pool:
-            compiling = {
-                variants[0].name: [pool.submit(Launch, peer, self.given) for peer in variants]
-                for variants in peers
-            }
-        found = []
+            for name, variants in ((each[0].name, each) for each in peers):
+                try:
+                    kv = None if variants[0].writes else variants[0].kv(self.given)
+                except Exception as problem:  # too little memory
+                    self._leave_out(name, problem)
+                    continue
+                compiling[name] = [pool.submit(Launch, peer, self.given, kv) for peer in variants]
+        found: dict[str, list[Launch]] = {}
         for name, futures in compiling.items():
-            launches: dict[float, Launch] = {}
             for future in futures:
                 try:
-                    launch = future.result()
-                    launches[launch.seconds(tiny=True)] = launch
-                except Exception as problem:  # any error of a compiler or a device
-                    traceback.print_exc()
-                    self.absent[name] = error_summary(problem)
-            if launches:
-                self.absent.pop(name, None)
-                found.append(launches[min(launches)])
+                    found.setdefault(name, []).append(future.result())
+                except Exception as problem:  # any error of a compiler
+                    self._leave_out(name, problem)
         return found
+
+    def _fastest(self, compiled: dict[str, list[Launch]]) -> list[Launch]:
+        """The fastest variant of each peer that runs."""
+        fastest = []
+        for name, launches in compiled.items():
+            times: dict[float, Launch] = {}
+            for launch in launches:
+                try:
+                    times[launch.seconds(tiny=True)] = launch
+                except Exception as problem:  # any error of a device
+                    self._leave_out(name, problem)
+            if times:
+                self.absent.pop(name, None)
+                fastest.append(times[min(times)])
+        return fastest
+
+    def _leave_out(self, name: str, problem: Exception) -> None:
+        traceback.print_exception(problem)
+        self.absent[name] = error_summary(problem)
 
     def _set_up_torch(self) -> None:
         """Torch is absent unless it finds the same device as jax, and reads such a pool."""

@@ -53,7 +53,7 @@ def check_strict(config: ResolvedConfig, model: ModelConfig, platform: str) -> N
     if platform == "gpu" and GPU_FLAG not in compiler_flags().split():
         raise ValueError(
             f'numerics="strict" needs XLA_FLAGS={GPU_FLAG} on a GPU, set before jax starts. Otherwise XLA measures '
-            "several ways to compute each product and chooses one for every program, so that their bits differ"
+            "several ways to compute each product and chooses one for each program, so that bits differ"
         )
     reasons = {
         f"quantization={config.quantization!r}": config.quantization is not None,

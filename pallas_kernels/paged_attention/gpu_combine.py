@@ -31,7 +31,7 @@ from pallas_kernels import hopper
 from pallas_kernels.paged_attention.gpu_tiles import MASKED, normalised
 from pallas_kernels.wgmma import Ref, filled, load, piece, store, tiled
 
-PROGRAMS_PER_SM = 6  # with 32 KB of parts each
+PROGRAMS_PER_SM, FOR_TILES = 6, 4  # with 32 KB of parts each; tiles of queries need 16 KB more
 HEIGHT = 64  # of the rows of a part, wgmma's: so many are added up at once
 
 
@@ -48,17 +48,15 @@ class Parts(NamedTuple):
     stats: Any
 
 
-def _chunk(columns: int) -> int:
-    """Parts that are on their way to a program at once: up to 32 KB."""
-    return max(1, min(16, 32768 // (4 * HEIGHT * columns)))
-
-
 class Places(NamedTuple):
-    """Where the output of tiles of queries is: int32[tiles] each."""
+    """Where the output of tiles of queries is: int32[tiles] each.
 
-    token: Any  # of a tile's row 0 of each head; before the tile's own, where that would end beyond the last token
-    first: Any  # row that is the tile's own,
-    count: Any  # and so many from there on
+    Of a tile's queries, which begin at `token`, `count` from number `first` on are its own.
+    """
+
+    token: Any
+    first: Any
+    count: Any
 
 
 class _Inputs(NamedTuple):
@@ -95,7 +93,7 @@ def combine(parts: Parts, number, starts, sinks, results: jax.Array, interpret) 
 
     The rest is as in `_Inputs`.
     """
-    plan = _Plan(_num_programs(parts, results.shape[0]), least_parts=2)
+    plan = _Plan(_num_programs(parts, results.shape[0], PROGRAMS_PER_SM), least_parts=2)
     return _combine(plan, _Inputs(parts, number, starts, sinks), results, interpret)
 
 
@@ -106,13 +104,19 @@ def combine_tiles(
 
     Of a tile's 128 rows of wgmma, g * tile_q + i is head g of query i.
     """
-    plan = _Plan(_num_programs(parts, places.token.shape[0]), least_parts=0, tile_q=tile_q)
+    num_programs = _num_programs(parts, places.token.shape[0], FOR_TILES)
+    plan = _Plan(num_programs, least_parts=0, tile_q=tile_q)
     return _combine(plan, _Inputs(parts, number, starts, sinks, places), out, interpret)
 
 
-def _num_programs(parts: Parts, num_rows: int) -> int:
+def _num_programs(parts: Parts, num_rows: int, per_sm: int) -> int:
     num_heads, _, rows, _ = parts.sums.shape
-    return min(PROGRAMS_PER_SM * hopper.num_sms(), num_rows * num_heads * (rows // HEIGHT))
+    return min(per_sm * hopper.num_sms(), num_rows * num_heads * (rows // HEIGHT))
+
+
+def _chunk(columns: int) -> int:
+    """Parts that are on their way to a program at once: up to 32 KB."""
+    return max(1, min(16, 32768 // (4 * HEIGHT * columns)))
 
 
 def _combine(plan: _Plan, inputs: _Inputs, out: jax.Array, interpret) -> jax.Array:
@@ -203,9 +207,10 @@ class _Program:
             self._store_tile(row, head, of_piece, x, self.plan.tile_q)
 
     def _store_tile(self, tile, half, of_piece, x, tile_q: int):
-        """x [64, 64]: some of D, of the tile's rows of a half. Its own go to their tokens one by one."""
-        memory, out, dtype = self.memory, self.out, self.out.dtype
-        token, first, count = (each[tile] for each in self.inputs.places or ())
+        """Copy the tile's own queries to their tokens, row by row. x: [64, 64], a piece of D of 64 rows of wgmma."""
+        memory, out, dtype, places = self.memory, self.out, self.out.dtype, self.inputs.places
+        assert places is not None
+        token, first, count = (each[tile] for each in places)
         group = out.shape[1] // (self.inputs.parts.sums.shape[0] // 2)
         head, begin = lax.div(half, jnp.int32(2)) * group, lax.rem(half, jnp.int32(2)) * 64
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # `lines` have left

@@ -378,7 +378,7 @@ def _programs_and_stages(
 ) -> tuple[int, int]:
     """Programs that share an SM, as many as are asked for and fit with two stages; and stages of each, K and V.
 
-    Where there is little to do, fewer programs have more stages each: their time is the latency of the copies.
+    Where items are few, they wait for their copies rather than for each other: fewer programs have more stages.
     """
     itemsize, head_dim = q.dtype.itemsize, q.shape[2]
     stage_bytes = 2 * TILE * source.bytes_per_key()

@@ -41,7 +41,6 @@ They meet before QK, when both are written (`wide`, `factors`), and after PV, wh
 from __future__ import annotations
 
 from functools import partial
-from itertools import product as product_of
 from typing import Any, NamedTuple
 
 import jax
@@ -153,7 +152,7 @@ class _Program:
         for columns in plan.pieces:
             if columns.start > 0:
                 plgpu.barrier_wait(memory.queries_done)
-            for g, (strip, of_strip) in product_of(range(plan.group), plan.strips(columns)):
+            for g, strip, of_strip in plan.copies(columns):
                 queries = inputs.queries.at[tokens, at.head * plan.group + g, of_strip]
                 into = memory.arrived.at[strip, pl.ds(g * plan.tile_q, plan.tile_q)]
                 plgpu.copy_gmem_to_smem(queries, into, memory.queries_ready)
@@ -352,23 +351,20 @@ class _Program:
         """This half's rows of a piece, in as many columns as wgmma's tiles have: where they are in `queries`, and in
         `arrived` and `output`; and the registers to copy them by way of.
 
-        There a few threads have a whole line. As wgmma has them, 8 rows would meet in the same banks of `arrived` and
-        `output`, which are not tiled.
+        There a few threads have a whole line. As wgmma has them, 8 rows may meet in the same banks of `arrived` and
+        `output`.
         """
         dtype = self.dtype
         swizzle = swizzle_of(self.plan.head_dim * dtype.itemsize)
         width = swizzle // dtype.itemsize
         by_line: Any = plgpu.Layout.SMEM_GMEM_COPY((64, width), dtype, swizzle)
-        end = min(columns.stop, self.plan.head_dim)
-        return [
-            (
-                (self.half, slice(first, first + width)),
-                (strip, self.half, slice(first - of_strip.start, first - of_strip.start + width)),
-                by_line,
-            )
-            for strip, of_strip in self.plan.strips(columns)
-            for first in range(of_strip.start, min(of_strip.stop, end), width)
-        ]
+        found = []
+        for strip, of_strip in self.plan.strips(columns):
+            for first in range(of_strip.start, min(of_strip.stop, self.plan.head_dim), width):
+                begin = first - of_strip.start
+                place = (strip, self.half, slice(begin, begin + width))
+                found.append(((self.half, slice(first, first + width)), place, by_line))
+        return found
 
     def _write(self, at: Tile, columns: slice):
         """When both halves are there. Of a head's rows of `output`, `count` from `skipped` on are the tile's own."""
@@ -376,7 +372,7 @@ class _Program:
         plgpu.barrier_wait(self.memory.written)
 
         def write(i, num_queries):
-            for g, (strip, of_strip) in product_of(range(plan.group), plan.strips(columns)):
+            for g, strip, of_strip in plan.copies(columns):
                 head = at.head * plan.group + g
                 to = self.out.at[pl.ds(at.token + i, num_queries), head, of_strip]
                 part = self.memory.output.at[strip, pl.ds(g * plan.tile_q + i, num_queries)]

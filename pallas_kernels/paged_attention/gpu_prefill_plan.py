@@ -21,8 +21,8 @@ from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages
 from pallas_kernels.wgmma import Ref, swizzle_of, tiled
 
 ROWS = 128  # of a query tile: two warpgroups of 64
-# Columns of queries and output that lie together. Mosaic GPU swizzles shared memory as it likes, by the number of each
-# line of 128 bytes, counted from where a slice begins: slices of columns would begin at other lines than their rows.
+# Columns of queries and output that lie together: lines of 128 bytes. Mosaic GPU swizzles shared memory as it likes, by
+# the number of each such line, which code that loads or stores a slice counts from where the slice begins.
 STRIP = 64
 
 
@@ -35,8 +35,8 @@ class Plan:
     head_dim: int
     num_kv_heads: int
     group: int
-    # Queries of a tile: row g * tile_q + i of wgmma is head g of query i, and the rows left over go to waste. An even
-    # number of queries of a multiple of 64 columns begins at a multiple of 128 bytes, as TMA wants it.
+    # Queries of a tile, an even number: row g * tile_q + i of wgmma is head g of query i, and the rows left over go to
+    # waste.
     tile_q: int
     last_token: int  # where a tile may begin
     num_programs: int
@@ -63,6 +63,10 @@ class Plan:
         """Number and columns of each strip of STRIP columns of a piece."""
         starts = range(columns.start, columns.stop, STRIP)
         return [(i, slice(first, first + STRIP)) for i, first in enumerate(starts)]
+
+    def copies(self, columns: slice) -> list[tuple[int, int, slice]]:
+        """Of a piece, one for each head of the group and strip: the head, the strip and its columns."""
+        return [(g, *strip) for g in range(self.group) for strip in self.strips(columns)]
 
     @property
     def tile_and_stages(self) -> tuple[int, int]:

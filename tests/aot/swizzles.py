@@ -2,9 +2,10 @@
 
 Mosaic GPU chooses by itself how shared memory without transforms is swizzled, and may choose tiles of fewer than 8
 lines. Code that loads or stores a slice then counts lines of 128 bytes from where the slice begins, while TMA knows
-their addresses. Both agree if all of a line's columns are in the slice.
+their addresses. A slice of columns agrees if rows have at most 128 bytes; rows are not looked at, whose first must be a
+multiple of 8.
 
-`python -m tests.aot.swizzles FOLDER` lowers the kernels for an H200, with their final form in FOLDER.
+`python -m tests.aot.swizzles` lowers the kernels for an H200; their final form goes to MOSAIC_GPU_DUMP_TO.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ _TRANSFER = re.compile(
 )
 
 
+def transfers(text: str) -> list[re.Match[str]]:
+    """The loads and stores of a kernel whose slice of shared memory is swizzled."""
+    return [found for line in text.splitlines() if (found := _TRANSFER.search(line))]
+
+
 def misread(text: str) -> Iterator[str]:
-    """The loads and stores of a kernel that use such slices."""
-    for line in text.splitlines():
-        if found := _TRANSFER.search(line):
-            *_, row, column = (int(each) for each in found["strides"].split(","))
-            if int(found["lines"]) < 8 and column == 1 and row * _BYTES[found["dtype"]] > LINE:
-                yield line.strip()
+    """Those of them that compute wrong addresses."""
+    for found in transfers(text):
+        *_, row, column = (int(each) for each in found["strides"].split(","))
+        if int(found["lines"]) < 8 and column == 1 and row * _BYTES[found["dtype"]] > LINE:
+            yield found[0]
 
 
 def kernels() -> Iterator[tuple[str, Any]]:

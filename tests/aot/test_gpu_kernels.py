@@ -89,9 +89,10 @@ def test_no_kernel_misreads_slices_of_swizzled_memory(tmp_path):
     variables = dict(each.split("=", 1) for each in environment(parse_target("h200")))
     told = variables | {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_MLIR_PASSES": "1"}
     command = [sys.executable, "-m", "tests.aot.swizzles"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | told, check=True, capture_output=True)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     dumps = [path.read_text() for path in tmp_path.glob(swizzles.DUMPS)]
-    assert sum("mosaic_gpu.swizzle" in dump for dump in dumps) > 15
+    assert sum(len(swizzles.transfers(dump)) for dump in dumps) > 100
     assert [line for dump in dumps for line in swizzles.misread(dump)] == []
 
 

@@ -61,10 +61,13 @@ ENTRY %main (x: bf16[4,64], w: bf16[64,32], pool.1: bf16[1000,64]) -> f32[4,32] 
   %pool.1 = bf16[1000,64]{1,0} parameter(2)
   %begin = (s32[], bf16[1000,64]{1,0}) tuple(%x, %pool.1)
   %loop = (s32[], bf16[1000,64]{1,0}) while(%begin), body=%body, backend_config={"known_trip_count":{"n":"3"}}
-  %cublas = (bf16[4,32]{1,0}, s8[0]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm"
+  %cublas = (bf16[4,32]{1,0}, s8[0]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", CONTRACTED
+  %sum = f32[4,32]{1,0} all-reduce(%product), channel_id=1
   ROOT %product = f32[4,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused_product
 }
 """
+CONTRACTED = 'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
+PROGRAM = PROGRAM.replace("CONTRACTED", CONTRACTED)
 
 
 def test_bytes_are_what_is_read_and_written():
@@ -74,7 +77,7 @@ def test_bytes_are_what_is_read_and_written():
     assert found["written"] == 2 * 4 * row + slots  # in place, not the whole pool
     assert found["product"] == 4 * row + 64 * 32 * 2 + 4 * 32 * 4
     assert found["slots"] == slots
-    assert not {"x", "pool", "out", "loop", "begin"} & set(found)
+    assert not {"x", "pool", "out", "loop", "begin", "sum"} & set(found)
 
 
 def test_products_take_their_flops_where_those_are_more():

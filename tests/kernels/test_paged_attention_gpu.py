@@ -231,7 +231,11 @@ FEW_QUERIES = SMALL(
 )
 
 
-@pytest.mark.parametrize("options", [{}, {"format": "int8"}, {"head_dim": 256}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"format": "int8"}, {"head_dim": 256}, {"num_heads": 3, "num_kv_heads": 1}],
+    ids=str,
+)
 def test_few_queries_see_all_parts_of_their_keys(options, monkeypatch):
     monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
     TestInterpreted().check(replace(FEW_QUERIES, **options))
@@ -410,10 +414,19 @@ def check_turns_on_gpu() -> None:
 
 
 def of_a_model(query_len: int, heads: int, kv_heads: int, **options: Any) -> Case:
-    """Many programs an SM at once, or many tiles a program. NumPy takes long for prompts: a quarter of the rows."""
+    """Many programs an SM at once; or prompts, of which NumPy computes a quarter as many: see `with_few_programs`."""
     lens = tuple(range(300, 4300, 250 if query_len == 1 else 1000))
     options = {"head_dim": 128, "num_heads": heads, "num_kv_heads": kv_heads, **options}
     return SMALL(name="", query_lens=(query_len,) * len(lens), kv_lens=lens, **options)
+
+
+def with_few_programs(case: Case) -> None:
+    """Many tiles for each of them."""
+    every_sm, hopper.num_sms = hopper.num_sms, lambda: 8
+    try:
+        check_on_gpu(case)
+    finally:
+        hopper.num_sms = every_sm
 
 
 SIZES = gpu_layout.TileSizes(tile_kv=64, stages=3, programs_per_sm=2)
@@ -447,6 +460,9 @@ ON_GPU: dict[str, Callable[[], None]] = {
             "128": dict(head_dim=128, num_heads=8),
             "256": dict(head_dim=256, sinks=True),
             "int8": dict(format="int8"),
+            "192": dict(head_dim=192),
+            "group-of-three": dict(num_heads=3, num_kv_heads=1),
+            "group-of-seven": dict(num_heads=14, num_kv_heads=2, head_dim=128),
         }.items()
     },
     "repeats": check_repeats_on_gpu,
@@ -454,11 +470,12 @@ ON_GPU: dict[str, Callable[[], None]] = {
     "other-sizes": partial(check_on_gpu, MIXED[0], sizes=SIZES),
     "model-decode-16-2": partial(check_on_gpu, of_a_model(1, 16, 2), one_query_per_row=True),
     "model-decode-32-8": partial(check_on_gpu, of_a_model(1, 32, 8), one_query_per_row=True),
-    "model-prompts-16-2": partial(check_on_gpu, of_a_model(300, 16, 2)),
-    "model-prompts-32-8": partial(check_on_gpu, of_a_model(300, 32, 8)),
-    "model-prompts-256": partial(check_on_gpu, of_a_model(130, 16, 2, head_dim=256)),
-    "model-prompts-window": partial(check_on_gpu, of_a_model(130, 16, 2, window=300)),
-    "model-int8": partial(check_on_gpu, of_a_model(30, 16, 2, format="int8")),
+    "model-prompts-16-2": partial(with_few_programs, of_a_model(300, 16, 2)),
+    "model-prompts-32-8": partial(with_few_programs, of_a_model(300, 32, 8)),
+    "model-prompts-192": partial(with_few_programs, of_a_model(130, 16, 2, head_dim=192)),
+    "model-prompts-256": partial(with_few_programs, of_a_model(130, 16, 2, head_dim=256)),
+    "model-prompts-window": partial(with_few_programs, of_a_model(130, 16, 2, window=300)),
+    "model-int8": partial(with_few_programs, of_a_model(130, 16, 2, format="int8")),
 }
 SECONDS_A_CHECK, SECONDS_IN_ALL = 45, 300
 PROCESSES = 6  # most of a check is compiling
