@@ -124,10 +124,8 @@ def _gpu_attention(
     chip, (count, query_len, kv_len) = measured["chip"], case
     pairs = count * query_len * (2 * kv_len - query_len + 1) // 2
     rate = chip["flops_per_second"] * chip["product_share"]
-    of_flops, of_bytes = (
-        1000 * pairs * measured["attention_flops"] / rate,
-        of_kv / chip["copy_share"],
-    )
+    of_flops = 1000 * pairs * measured["attention_flops"] / rate
+    of_bytes = of_kv / chip["copy_share"]
     bound = "flops" if of_flops > of_bytes else "bytes"
     ms = max(of_flops, of_bytes) + 1000 * calls * chip["seconds_per_kernel"]
     return Part(what=f"attention ({bound})", count=calls, ms=ms)

@@ -22,9 +22,7 @@ class Chip:
     num_bytes: int  # memory that the TPU compiler lets programs use, or jax allocates on a GPU
     bytes_per_second: float  # of that memory
     flops_per_second: float  # of bfloat16 products
-    clock: (
-        float  # of a TensorCore, in Hz; for a GPU, whose programs are estimated in nanoseconds, 1e9
-    )
+    clock: float  # of a TensorCore, in Hz; 1e9 for a GPU, whose programs are estimated in ns
     link_bytes_per_second: float  # of one link between chips, in one direction
     seconds_per_step: float  # latency from one chip of a ring to the next
     seconds_per_call: float = 0.0  # additional latency of a collective
