@@ -63,7 +63,7 @@ def _compile_one(spec: EngineSpec, target: Target | None, emit: Callable[[str], 
         emit(line)
     flags = compiler_flags()
     if spec.device.platform == "gpu" and target is not None:
-        # Of those that `topology.environment` sets an engine on that GPU has this one, or none.
+        # The engine that will load them has none of the flags that `topology.environment` sets, or only this one.
         flags = GPU_FLAG if spec.config.numerics == "strict" else ""
     cache = executable_cache(spec, flags=flags, devices=spec.devices if target is None else ())
     if cache.root is None:
