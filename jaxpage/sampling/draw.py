@@ -23,6 +23,7 @@ from jaxpage.sampling.row_ops import argmax
 _GROUP = 128  # tokens; a vocabulary of 151,936 has 1187 groups
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Distributions:
     """softmax(logits / temperature) of each row's tokens with a logit of at least `lowest`, and its noise."""
@@ -49,6 +50,7 @@ class Distributions:
         return gumbel_noise(self.keys, self.positions, words, stream)
 
 
+@jax.jit
 def draw(logits: jax.Array, rows: Distributions) -> jax.Array:
     """int32[R]: a token of each row, from logits, float32[R, V]."""
     vocab_size = logits.shape[1]
@@ -61,6 +63,7 @@ def draw(logits: jax.Array, rows: Distributions) -> jax.Array:
     return jnp.minimum(token_ids, vocab_size - 1)  # which the padding exceeds if there is NaN
 
 
+@jax.jit
 def draw_among(logits: jax.Array, ids: jax.Array, rows: Distributions) -> jax.Array:
     """int32[R]: one of ids, int32[R, N], by their logits, float32[R, N]. The order of the N tokens does not matter."""
     index = argmax(rows.exponents(logits) + rows.noise(ids, TOKENS))

@@ -11,6 +11,7 @@ from jax import lax
 _LARGE = 64 << 20  # bytes, which an H200 reads in 14 us
 
 
+@jax.jit
 def argmax(x: jax.Array) -> jax.Array:
     """int32[R]: the first of the largest of x, float32[R, N]; with NaN in the row, any index. N at most 2**24."""
     return lax.platform_dependent(
@@ -21,6 +22,7 @@ def argmax(x: jax.Array) -> jax.Array:
     )
 
 
+@jax.jit
 def first_of(x: jax.Array, best: jax.Array) -> jax.Array:
     """int32[R]: the first index of best[r], the largest of x, float32[R, N]; with NaN in the row, the last index.
 

@@ -217,6 +217,7 @@ def _choose(
     return lax.cond(_any(features, RANDOM), random, greedy)
 
 
+@jax.jit
 def _draw(
     logits: jax.Array,
     best: jax.Array,

@@ -110,6 +110,7 @@ def truncate(
     return Kept(lowest=lowest, best=best, best_ids=ids)
 
 
+@partial(jax.jit, static_argnames="k")
 def find_best(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """`lax.top_k` of float32[R, V]: values in falling order and their ids, int32[R, k]; of equal ones the first.
 
@@ -153,6 +154,7 @@ def _num_short(weights: jax.Array, target: jax.Array) -> jax.Array:
     return (sums < target[:, None]).sum(-1, dtype=jnp.int32)
 
 
+@jax.jit
 def _bisect(
     logits: jax.Array, weights: jax.Array, target: jax.Array, low: jax.Array, high: jax.Array
 ) -> jax.Array:

@@ -46,6 +46,7 @@ def scatter_blocks(layers: Sequence[Any], block_ids: Int[Array, " C"], contents:
     ]
 
 
+@jax.jit
 def put_blocks(
     array: Shaped[Array, "N ..."], block_ids: Int[Array, " C"], contents: Shaped[Array, "C ..."]
 ) -> Shaped[Array, "N ..."]:

@@ -146,9 +146,8 @@ def _combine(plan: _Plan, inputs: _Inputs, out: jax.Array, interpret) -> jax.Arr
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    written = jax.new_ref(out)
-    kernel(inputs, written)
-    return jax.freeze(written)
+    # Not a ref of the caller's: jax would trace a whole step again, only to turn it into an array.
+    return pl.run_state(partial(kernel, inputs))(out)
 
 
 def store_transposed(out_ref: Ref, x) -> None:

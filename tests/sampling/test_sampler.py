@@ -93,7 +93,8 @@ any_row = st.builds(
     temperature=st.just(0.0) | st.floats(0.1, 2),
     top_k=st.sampled_from([0, 1, 5, 39, 40, 100]),
     top_p=st.just(1.0) | st.floats(0.01, 0.99),
-    min_p=st.just(0.0) | st.floats(0, 1),
+    # XLA takes subnormal numbers for zero, which turns min_p off.
+    min_p=st.just(0.0) | st.floats(0, 1, width=32, allow_subnormal=False),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     repetition_penalty=st.floats(0.5, 2),

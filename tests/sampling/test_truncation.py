@@ -72,7 +72,8 @@ def test_min_p_equals_transformers(min_p):
         st.tuples(
             st.sampled_from([0, 1, 3, 100, 128, 130, 400, 699, 700, 10**6]),
             st.sampled_from([1.0]) | st.floats(1e-4, 0.999),
-            st.sampled_from([0.0]) | st.floats(0, 1),
+            # XLA takes subnormal numbers for zero, which turns min_p off.
+            st.sampled_from([0.0]) | st.floats(0, 1, width=32, allow_subnormal=False),
         ),
         min_size=4,
         max_size=4,
