@@ -233,10 +233,17 @@ def _error(expected: np.ndarray, out: jax.Array) -> float:
 def _grouped_checks(platform: str, tiny: bool) -> Iterator[Check]:
     """Experts with many, few and no rows; NaN in rows without an expert, whose results must be 0."""
     for module_name, module in _modules("grouped_matmul", platform):
-        run = partial(module.grouped_matmul, **_tuned(grouped_tune, module_name))
+        product = partial(module.grouped_matmul, **_tuned(grouped_tune, module_name))
+
+        def run(x, weights, group_sizes, row_scale=None, scale=None, product=product):
+            return product(x, weights, group_sizes, row_scale=row_scale, scale=scale)
+
         for case in grouped_cases.SMALL[:: 5 if tiny else 1]:
             arguments = grouped_cases.arguments(case)
             x, weights = (oracle.float64(arguments[name]) for name in ("x", "weights"))
+            if case.dtype == "int8":
+                x = x * oracle.float64(arguments["row_scale"])
+                weights = weights * oracle.float64(arguments["scale"])[:, :, None]
             *of_experts, rest = np.split(x, np.cumsum(case.group_sizes))
             products = [rows @ w.T for rows, w in zip(of_experts, weights, strict=True)]
             want = np.concatenate([*products, np.zeros((len(rest), case.num_outputs))])

@@ -87,10 +87,9 @@ def _accept_tpu(request: _Request) -> ExpertsKernel:
 
 def _accept_hopper(request: _Request) -> ExpertsKernel:
     require(hopper.unsupported_reason_on(request.device.compute_capability))
-    if request.gate_up.dtype == jnp.int8:
-        raise Unsupported("experts in int8; the kernel takes the dtype of the model")
+    dtype = jnp.int8 if request.gate_up.dtype == jnp.int8 else request.dtype
     for weights in (request.gate_up, request.down):
-        rows = jax.ShapeDtypeStruct((1, weights.shape[2]), request.dtype)
+        rows = jax.ShapeDtypeStruct((1, weights.shape[2]), dtype)
         require(kernel_of("gpu").unsupported_reason(rows, weights))
     require(hopper.unsupported_ptxas_here())
     return ExpertsKernel("gpu", tuned_sizes("gpu", request.device.kind))

@@ -32,6 +32,7 @@ SMALL = (
     Case(name="edges-of-tiles", group_sizes=(127, 1, 128, 129, 31, 33), num_rows=449),
     Case(name="wide", group_sizes=(9, 20), num_rows=32, num_inputs=640, num_outputs=768),
     Case(name="float32", group_sizes=(9, 20, 1), num_rows=32, dtype="float32"),
+    Case(name="int8", group_sizes=(9, 0, 70, 1), num_rows=90, num_inputs=384, dtype="int8"),
 )
 
 
@@ -58,14 +59,23 @@ TOKENS = (64, 2048)  # of a decode step, and of one with prompts
 
 
 def arguments(case: Case, *, seed: int = 0, poison: bool = True) -> dict:
-    """With `poison`, rows without a group are NaN."""
+    """With `poison`, rows without a group are NaN, or the scales of those in int8."""
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((case.num_rows, case.num_inputs))
-    if poison:
-        x[sum(case.group_sizes) :] = np.nan
     shape = (len(case.group_sizes), case.num_outputs, case.num_inputs)
+    group_sizes = jnp.asarray(case.group_sizes, jnp.int32)
+    rest = slice(sum(case.group_sizes), case.num_rows if poison else 0)
+    if case.dtype == "int8":
+        shapes = (case.num_rows, case.num_inputs), shape
+        x, weights = (jnp.asarray(rng.integers(-127, 128, n), jnp.int8) for n in shapes)
+        shapes = (case.num_rows, 1), shape[:2]
+        row_scale, scale = (np.exp(rng.standard_normal(n), dtype=np.float32) for n in shapes)
+        row_scale[rest] = np.nan
+        scales = {"row_scale": jnp.asarray(row_scale), "scale": jnp.asarray(scale)}
+        return {"x": x, "weights": weights, "group_sizes": group_sizes} | scales
+    x = rng.standard_normal((case.num_rows, case.num_inputs))
+    x[rest] = np.nan
     return {
         "x": jnp.asarray(x, case.dtype),
         "weights": jnp.asarray(rng.standard_normal(shape), case.dtype),
-        "group_sizes": jnp.asarray(case.group_sizes, jnp.int32),
+        "group_sizes": group_sizes,
     }

@@ -9,8 +9,8 @@ their place, and the tiles of all experts run in parallel.
 and sums over the inputs in order, whatever else is in the batch: a row's result depends only on the row and its expert.
 Rows of other groups in a tile are multiplied too, but not stored.
 
-**Stages.** Step t multiplies DEPTH inputs, which lie in stage t % S of S stages of shared memory. With few rows the
-weights' bytes are the bound: to saturate an H200's memory, 36 KB must be in flight per SM; two programs per SM with
+**Stages.** Step t multiplies STEP bytes of inputs, which lie in stage t % S of S stages of shared memory. With few rows
+the weights' bytes are the bound: to saturate an H200's memory, 36 KB must be in flight per SM; two programs per SM with
 three stages ahead have 96.
 
 **Protocol.** The warpgroup starts all copies itself: those for step t in step t - S + 1, the first S before the loop.
@@ -34,13 +34,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.wgmma import Ref, piece, tiled
 
 COLUMNS = 128  # outputs of a program, or twice as many
-DEPTH = 64  # inputs of a stage: 128 bytes, the widest swizzle
+STEP = 128  # bytes of a row in a stage, the widest swizzle
 STORED = 32  # outputs stored at once
 BAND = 16  # most tiles of columns that are multiplied with all rows before the next ones
 ALIGNED = 8  # rows: tiles begin at multiples of it, as the swizzled tiles in shared memory do
@@ -72,27 +72,29 @@ def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
     """Why the kernel does not support these arguments, in one line; None if it does. Needs only shapes and dtypes."""
     if reason := unsupported_jax():
         return reason
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
-        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16 or float16, and the same"
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.int8) or weights.dtype != x.dtype:
+        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16, float16 or int8, and the same"
     _, num_outputs, num_inputs = weights.shape
-    if num_inputs % DEPTH or num_outputs % COLUMNS:
+    if num_inputs % _depth(x) or num_outputs % COLUMNS:
         return (
             f"weights of {num_outputs} outputs and {num_inputs} inputs; they must be multiples of "
-            f"{COLUMNS} and {DEPTH}"
+            f"{COLUMNS} and {_depth(x)}"
         )
     return None
 
 
 def grouped_matmul(
-    x: Float[Array, "T E"],
-    weights: Float[Array, "G F E"],
+    x: Real[Array, "T E"],
+    weights: Real[Array, "G F E"],
     group_sizes: Int[Array, " G"],
     *,
+    row_scale: Float[Array, "T 1"] | None = None,
+    scale: Float[Array, "G F"] | None = None,
     sizes: TileSizes = DEFAULT,
     interpret: Any = None,
 ) -> Float[Array, "T F"]:
-    """`reference.grouped_matmul` without its scales, which only integers have; sums in float32. Raises
-    NotImplementedError with `unsupported_reason`'s reason.
+    """`reference.grouped_matmul`; sums in float32, or of integers in int32. Raises NotImplementedError with
+    `unsupported_reason`'s reason.
 
     `interpret`: `plgpu.InterpretGPUParams` (jax >= 0.11.2), or None to compile.
     """
@@ -108,8 +110,18 @@ def grouped_matmul(
     tiles = _tiles(group_sizes, num_rows, tile)
     arrays = _Arrays(x, weights, tiles)
     out = _call(arrays, (tile, num_columns), num_stages, interpret)
-    is_row = jnp.arange(num_rows, dtype=jnp.int32) < group_sizes.sum(dtype=jnp.int32)
-    return jnp.where(is_row[:, None], out[:num_rows], 0.0)  # rows without a group are not written
+    row, ends = jnp.arange(num_rows, dtype=jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)
+    out = out[:num_rows].astype(jnp.float32)
+    if row_scale is not None and scale is not None:
+        # In the pass over the sums that is made in any case. The scales of a model's experts stay in L2.
+        group = jnp.searchsorted(ends, row, side="right", method="compare_all")
+        out = out * row_scale * scale.at[group].get(mode="clip")
+    return jnp.where(row[:, None] < ends[-1], out, 0.0)  # rows without a group are not written
+
+
+def _depth(x: jax.Array) -> int:
+    """Inputs of a stage."""
+    return STEP // x.dtype.itemsize
 
 
 class _Tiles(NamedTuple):
@@ -124,17 +136,17 @@ class _Tiles(NamedTuple):
 class _Arrays(NamedTuple):
     """What the kernel reads, or in the kernel refs to it."""
 
-    x: Any  # [T, E], bfloat16 or float16
-    weights: Any  # [G, F, E], likewise
+    x: Any  # [T, E]
+    weights: Any  # [G, F, E], of the same dtype
     tiles: _Tiles
 
 
 class _Memory(NamedTuple):
     """A program's shared memory and barriers: their types, or in the kernel refs."""
 
-    x: Any  # [stages, tile, DEPTH], in x's dtype
-    weights: Any  # [stages, columns, DEPTH], likewise
-    out: Any  # float32[tile, STORED], row-major
+    x: Any  # [stages, tile, STEP bytes]
+    weights: Any  # [stages, columns, STEP bytes]
+    out: Any  # [tile, STORED] sums, row-major
     ready: Any  # a barrier per stage
 
 
@@ -156,10 +168,11 @@ def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> _Tiles:
 
 
 def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: Any) -> jax.Array:
-    """float32[T, F]; rows without a tile are uninitialized. shape: rows and outputs of a program."""
+    """[T, F] sums; rows without a tile are uninitialized. shape: rows and outputs of a program."""
     x, (tile, num_columns) = arrays.x, shape
+    depth, sums = _depth(x), jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     (num_rows, num_inputs), num_outputs = x.shape, arrays.weights.shape[1]
-    num_steps = num_inputs // DEPTH
+    num_steps = num_inputs // depth
     num_stages = min(num_stages, num_steps)
     num_tiles = num_outputs // num_columns
     band = max(n for n in range(1, BAND + 1) if num_tiles % n == 0)
@@ -174,7 +187,7 @@ def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: A
         columns = pl.ds(pl.multiple_of(column, num_columns), num_columns)
 
         def fetch(step, stage):
-            inputs, ready = piece(step, DEPTH), memory.ready.at[stage]
+            inputs, ready = piece(step, depth), memory.ready.at[stage]
             rows = refs.x.at[pl.ds(row, tile), inputs]
             plgpu.copy_gmem_to_smem(rows, memory.x.at[stage], ready)
             of_group = refs.weights.at[group, columns, inputs]
@@ -200,7 +213,7 @@ def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: A
         def _():
             for stage in range(num_stages):
                 fetch(jnp.int32(stage), stage)
-            acc = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+            acc = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, sums))
             for part in range(0, num_columns, STORED):
                 memory.out[...] = acc[:, part : part + STORED]
                 plgpu.commit_smem()
@@ -209,16 +222,16 @@ def _call(arrays: _Arrays, shape: tuple[int, int], num_stages: int, interpret: A
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), sums),
         # Programs run at about the same time if they have the same rows, or tiles of the same expert: the first reads
         # both from memory, the others from L2.
         grid=(num_outputs // (num_columns * band), arrays.tiles.group.shape[0], band),
         grid_names=("band", "tile", "column"),
         scratch_types=(
             _Memory(
-                x=tiled(num_stages, tile, DEPTH, dtype=x.dtype, swizzle=128),
-                weights=tiled(num_stages, num_columns, DEPTH, dtype=x.dtype, swizzle=128),
-                out=plgpu.SMEM((tile, STORED), jnp.float32),
+                x=tiled(num_stages, tile, depth, dtype=x.dtype, swizzle=128),
+                weights=tiled(num_stages, num_columns, depth, dtype=x.dtype, swizzle=128),
+                out=plgpu.SMEM((tile, STORED), sums),
                 ready=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
             ),
         ),

@@ -31,7 +31,8 @@ from pallas_kernels import hopper
 from pallas_kernels.paged_attention.gpu_tiles import MASKED, normalised
 from pallas_kernels.wgmma import Ref, filled, load, piece, store, tiled
 
-PROGRAMS_PER_SM, FOR_TILES = 6, 4  # with 32 KB of parts each; tiles of queries need 16 KB more
+PROGRAMS_PER_SM = 6  # with 32 KB of parts each
+TILE_PROGRAMS_PER_SM = 4  # those for tiles of queries need 16 KB more
 HEIGHT = 64  # of the rows of a part, wgmma's: so many are added up at once
 
 
@@ -104,7 +105,7 @@ def combine_tiles(
 
     Of a tile's 128 rows of wgmma, g * tile_q + i is head g of query i.
     """
-    num_programs = _num_programs(parts, places.token.shape[0], FOR_TILES)
+    num_programs = _num_programs(parts, places.token.shape[0], TILE_PROGRAMS_PER_SM)
     plan = _Plan(num_programs, least_parts=0, tile_q=tile_q)
     return _combine(plan, _Inputs(parts, number, starts, sinks, places), out, interpret)
 

@@ -19,12 +19,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.tpu_pick import collect, pick, put, spread
 from pallas_kernels.paged_attention.tpu_shape import (
     QUERY_BUFFERS,
     UNROLLED_BLOCKS,
     Shape,
 )
+from pallas_kernels.paged_attention.tpu_spread import collect_results, pick, put, spread_queries
 from pallas_kernels.paged_attention.tpu_tile import (
     Scratch,
     add_tiles,
@@ -83,7 +83,7 @@ class Attend:
         pl.when(is_whole)(lambda: self.wait_for_all(slot))
         pl.when(~is_whole)(lambda: self.wait_for_part(first, end, slot))
         widen_factors(shape, scratch, slot, first, end)
-        queries = scratch.picked.own if scratch.picked else self.queries_of(unit)[0]
+        queries = self.operand_of(unit)
         add = partial(add_tiles, shape, scratch, queries, slot)
         if shape.tiles_of_fetch > 1:
             bits = shape.tile_kv.bit_length() - 1
@@ -212,13 +212,24 @@ class Attend:
         slot = self.units.visit[unit] & (QUERY_BUFFERS - 1)
         return self.scratch.queries.at[slot], self.scratch.query_sems.at[slot]
 
+    def operand_of(self, unit):
+        """The unit's queries, [K', P, A, W]."""
+        spread = self.scratch.spread
+        if spread is None:
+            return self.queries_of(unit)[0]
+        return spread.own if self.shape.picks_rows else spread.queries
+
     def out_of(self, visit) -> tuple:
-        """The buffer, and its semaphore."""
+        """The buffer that leaves, and its semaphore."""
         return self.scratch.out.at[visit & 1], self.scratch.out_sems.at[visit & 1]
+
+    def results_of(self, visit):
+        """Where the results of a tile of queries are collected, [K', P, A, W]."""
+        return self.scratch.spread.out if self.scratch.spread else self.out_of(visit)[0]
 
     def for_each_part(self, ref, query_tile, buffer, act: Callable) -> None:
         """act(part of a tile of `ref`, the same of the buffer): the whole tile, or each head of a flat one that is not
-        picked from.
+        spread.
         """
         shape = self.shape
         if not shape.is_flat:
@@ -226,7 +237,7 @@ class Attend:
             return
         tokens, lanes = shape.tile_tokens, shape.head_lanes
         of_tile = pl.ds(pl.multiple_of(query_tile * tokens, tokens), tokens)
-        if shape.picks_rows:
+        if shape.spreads_heads:
             act(ref.at[of_tile], buffer)
             return
         for number in range(shape.num_heads * shape.num_planes):
@@ -245,36 +256,34 @@ class Attend:
             pltpu.make_async_copy(queries, queries, sem).wait()
             visit = units.visit[unit]
             pl.when(visit >= 2)(lambda: self.wait_for_out(visit))  # of two visits ago
-            if scratch.picked:
-                spread(self.shape, scratch.picked, queries)
-            if self.shape.tile_q > 1:
-                scratch.out[visit & 1] = jnp.zeros(scratch.out.shape[1:], scratch.out.dtype)
+            if scratch.spread:
+                spread_queries(self.shape, scratch.spread, queries)
 
         @pl.when((unit + 1 < units.total) & units.ends_visit(unit))
         def _():
             self.start_queries(unit + 1)
 
-        if scratch.picked:
-            pick(self.shape, scratch.picked, self.token_of_tile(unit))
+        if self.shape.picks_rows:
+            pick(self.shape, scratch.spread, self.token_of_tile(unit))
         begin(self.shape, scratch)
 
     def end_unit(self, unit) -> None:
-        shape, picked = self.shape, self.scratch.picked
-        out, _ = self.out_of(self.units.visit[unit])
-        if picked:
-            keep = partial(put, shape, picked, self.token_of_tile(unit))
+        shape, visit = self.shape, self.units.visit[unit]
+        if shape.picks_rows:
+            keep = partial(put, shape, self.scratch.spread, self.token_of_tile(unit))
         elif shape.tile_q == 1:
-            keep = partial(self.keep, out, None)
+            keep = partial(self.keep, self.results_of(visit), None)
         else:
             first, end = self.units.rows.queries(self.units.row[unit])[:2]
             token = _tokens(shape, self.units.query_tile[unit])
-            keep = partial(self.keep, out, (token >= first) & (token < end))
+            mine = (token >= first) & (token < end)
+            keep = partial(self.keep, self.results_of(visit), mine)
         finish(shape, self.sinks_ref, self.scratch, keep)
 
         @pl.when(self.units.ends_visit(unit))
         def _():
-            if picked:
-                collect(shape, picked, out)
+            if self.scratch.spread:
+                collect_results(shape, self.scratch.spread, self.out_of(visit)[0])
             self.start_out(unit)
 
     def keep(self, out, mine, stack, plane, result) -> None:

@@ -88,24 +88,36 @@ class Shape:
         """Tokens whose queries come, and whose results go, at once: with one query per row those of a register, if
         heads are whole registers, or halves of them.
         """
-        is_half = 2 * self.head_lanes == LANES and self.num_heads * self.num_planes % 2 == 0
-        is_fit = self.head_lanes % LANES == 0 or is_half
+        is_fit = self.head_lanes % LANES == 0 or self._is_half
         return slots_of_register(self.dtype) if self.tile_q == 1 and is_fit else self.tile_q
 
     @property
     def is_flat(self) -> bool:
-        """Whether queries come, and results go, as [T, H * D]: rows are picked out of it, or a tile of a head is whole
-        registers of it.
+        """Whether queries come, and results go, as [T, H * D]: a tile of a head is whole registers of it, or heads are
+        spread in VMEM.
 
         Else XLA brings them into tiles before, and back after: 120 k cycles on a v6e for 2,048 tokens of 16 heads.
         """
-        is_whole = self.tile_q % slots_of_register(self.dtype) == 0 and self.head_lanes % LANES == 0
-        return is_whole or self.picks_rows
+        return self.spreads_heads or (self._is_tall and self.head_lanes % LANES == 0)
+
+    @property
+    def spreads_heads(self) -> bool:
+        """Whether a tile of all heads comes at once, and each head is given registers of its own (`tpu_spread.py`)."""
+        return self.picks_rows or (self._is_tall and self._is_half)
 
     @property
     def picks_rows(self) -> bool:
-        """Whether a row's queries are picked out of a tile of tokens (`tpu_pick.py`)."""
+        """Whether a row's queries are picked out of a tile of tokens."""
         return self.tile_q < self.tile_tokens
+
+    @property
+    def _is_tall(self) -> bool:
+        return self.tile_q % slots_of_register(self.dtype) == 0
+
+    @property
+    def _is_half(self) -> bool:
+        """Whether two heads, or two planes of one, fill a register."""
+        return 2 * self.head_lanes == LANES and self.num_heads * self.num_planes % 2 == 0
 
     @property
     def width(self) -> int:

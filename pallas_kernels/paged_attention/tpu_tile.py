@@ -22,14 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
-from pallas_kernels.paged_attention import tpu_pick
-from pallas_kernels.paged_attention.tpu_pick import Picked
+from pallas_kernels.paged_attention import tpu_spread
 from pallas_kernels.paged_attention.tpu_shape import (
     LANES,
     QUERY_BUFFERS,
     Pool,
     Shape,
 )
+from pallas_kernels.paged_attention.tpu_spread import Spread
 from pallas_kernels.paged_attention.tpu_write import repeat, wide
 
 MASK = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: no difference of two scores is NaN
@@ -41,7 +41,7 @@ class Scratch(NamedTuple):
 
     kv: Any  # [kv_buffers, blocks, S, width] of the pool's dtype
     queries: (
-        Any  # [QUERY_BUFFERS, K', P, A, W]; if `picks_rows` [QUERY_BUFFERS, tile_tokens, H * D]
+        Any  # [QUERY_BUFFERS, K', P, A, W]; if `spreads_heads` [QUERY_BUFFERS, tile_tokens, H * D]
     )
     out: Any  # [2, ..] likewise
     top: Any  # float32[K', A, LANES] greatest score so far, in every lane
@@ -52,7 +52,7 @@ class Scratch(NamedTuple):
     kv_sems: Any
     query_sems: Any
     out_sems: Any
-    picked: Picked | None = None  # if `picks_rows`
+    spread: Spread | None = None  # if `spreads_heads`
     scale_zero: Any = None  # [kv_buffers, blocks, scale_rows * K, S]
     factors: Any = None  # float32[tiles of a fetch, K, 4, B]: scale and zero of K, of V
 
@@ -62,7 +62,7 @@ def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
     stacks, rows, lanes = shape.num_stacks, shape.rows, shape.read_lanes
     column = pltpu.VMEM((stacks, rows, LANES), jnp.float32)
     out = tile = (stacks, shape.num_planes, rows, lanes)
-    if shape.picks_rows:
+    if shape.spreads_heads:
         tile = (shape.tile_tokens, shape.num_heads * shape.head_dim)
     scratch = Scratch(
         kv=pltpu.VMEM((buffers, num_blocks, shape.block_size, shape.width), shape.pool_dtype),
@@ -74,7 +74,7 @@ def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
         kv_sems=pltpu.SemaphoreType.DMA((buffers,)),
         query_sems=pltpu.SemaphoreType.DMA((QUERY_BUFFERS,)),
         out_sems=pltpu.SemaphoreType.DMA((2,)),
-        picked=tpu_pick.scratch_shapes(shape) if shape.picks_rows else None,
+        spread=tpu_spread.scratch_shapes(shape) if shape.spreads_heads else None,
     )
     if not isinstance(pool, QuantizedPool) or pool.scale_zero is None:
         return scratch

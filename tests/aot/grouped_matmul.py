@@ -73,17 +73,16 @@ def _products(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
         yield f"{name}-other", partial(kernel.grouped_matmul, sizes=sizes), arguments()
         if platform == "tpu":
             yield f"{name}-float32", kernel.grouped_matmul, arguments(jnp.float32)
-            scales = (
-                spec((rows, 1), jnp.float32),
-                spec((model.num_groups, model.num_outputs), jnp.float32),
-            )
-            yield f"{name}-int8", _of_integers, (*arguments(jnp.int8), *scales)
+        scales = (
+            spec((rows, 1), jnp.float32),
+            spec((model.num_groups, model.num_outputs), jnp.float32),
+        )
+        of_integers = partial(_of_integers, kernel.grouped_matmul)
+        yield f"{name}-int8", of_integers, (*arguments(jnp.int8), *scales)
 
 
-def _of_integers(x, weights, group_sizes, row_scale, scale):
-    from pallas_kernels.grouped_matmul import tpu
-
-    return tpu.grouped_matmul(x, weights, group_sizes, row_scale=row_scale, scale=scale)
+def _of_integers(product: Callable, x, weights, group_sizes, row_scale, scale):
+    return product(x, weights, group_sizes, row_scale=row_scale, scale=scale)
 
 
 def _look(arguments: tuple, compiled: Any, log: str) -> dict[str, Any]:

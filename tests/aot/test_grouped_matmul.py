@@ -21,10 +21,10 @@ def target(request) -> str:
 
 
 def test_one_kernel_reads_the_weights_where_they_are(target):
-    """With the default sizes and with others, in float32, whose tiles are not to be twice as large, and in int8."""
+    """With the default sizes and with others, in int8, and on TPUs in float32, whose tiles are not to be larger."""
     found = seen("grouped_matmul", target).programs
     ours = [each for each in found if not each["name"].endswith("ragged_dot")]
-    assert len(ours) == (2 if target == "h200" else 4) * len(cases.MODELS) * len(cases.TOKENS)
+    assert len(ours) == (3 if target == "h200" else 4) * len(cases.MODELS) * len(cases.TOKENS)
     for each in ours:
         assert each["kernels"] == 1 and each["copies"] == [], each
         # Rows are padded to whole tiles, and rows of no group become 0 in a second array.

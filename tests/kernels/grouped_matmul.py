@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -20,7 +21,7 @@ class GroupedMatmulTests:
     fast: ClassVar[tuple[str, ...] | None] = None
 
     def multiply(self, **arguments) -> np.ndarray:
-        """x, weights and group_sizes → float32[T, F]"""
+        """x, weights and group_sizes, with integers their scales → float32[T, F]"""
         raise NotImplementedError
 
     def test_the_product_is_the_definition_s(self, case: Case):
@@ -56,10 +57,12 @@ class GroupedMatmulTests:
 def check(case: Case, got: np.ndarray, arguments: dict) -> None:
     with jax.default_matmul_precision("highest"):
         sizes = arguments["group_sizes"]  # known to the program: the definition slices by them
-        expected = jax.jit(lambda x, weights: reference.grouped_matmul(x, weights, sizes))(
-            arguments["x"], arguments["weights"]
-        )
+        others = {name: x for name, x in arguments.items() if name != "group_sizes"}
+        definition = partial(reference.grouped_matmul, group_sizes=sizes)
+        expected = jax.jit(lambda others: definition(**others))(others)
     assert got.dtype == np.float32
+    if case.dtype == "int8":
+        np.testing.assert_array_equal(got, expected)
     # Products of bfloat16 are exact in float32; sums of 128 to 640 of them are not.
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
     assert (got[sum(case.group_sizes) :] == 0).all()

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpage.device import Device
+from jaxpage.ops import experts
+from pallas_kernels import hopper
 from pallas_kernels.grouped_matmul import cases, gpu
-from pallas_kernels.hopper import unsupported_jax
 from tests.kernels.grouped_matmul import GroupedMatmulTests, case_of, check
 
-__test__ = unsupported_jax() is None
+__test__ = hopper.unsupported_jax() is None
 
 
 def multiply(arguments, sizes=gpu.DEFAULT, **options):
@@ -86,6 +88,7 @@ def test_other_sizes_are_right_too(name, sizes, capsys):
         (dict(dtype=jnp.float32), "x is float32 and the weights float32; they must be bfloat16"),
         (dict(num_inputs=96), "weights of 256 outputs and 96 inputs; they must be multiples of"),
         (dict(num_outputs=200), "weights of 200 outputs and 128 inputs"),
+        (dict(num_inputs=192, dtype=jnp.int8), "192 inputs; they must be multiples of 128 and 128"),
     ],
     ids=str,
 )
@@ -95,3 +98,12 @@ def test_what_the_kernel_cannot_do_it_refuses_with_the_reason(change, reason):
     weights = jnp.zeros((2, shape["num_outputs"], shape["num_inputs"]), shape["dtype"])
     with pytest.raises(NotImplementedError, match=reason):
         gpu.grouped_matmul(x, weights, jnp.ones(2, jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_experts_are_multiplied_by_the_kernel(monkeypatch, dtype):
+    """In the dtype of the model, and rounded to int8."""
+    monkeypatch.setattr(hopper, "unsupported_ptxas_here", lambda: None)
+    weights = [jax.ShapeDtypeStruct((8, 256, 256), jnp.dtype(dtype))] * 2
+    device = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
+    assert experts.choose(*weights, device).chosen.platform == "gpu"

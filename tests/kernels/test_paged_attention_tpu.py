@@ -269,6 +269,34 @@ def test_heads_of_every_size(num_heads, num_kv_heads, head_dim, format):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dtype", "format"),
+    [
+        (
+            6,
+            2,
+            "bfloat16",
+            None,
+        ),  # a register with the last head of one KV head and the first of the other
+        (6, 2, "float32", None),
+        (3, 1, "bfloat16", None),  # an odd number of halves: XLA makes the tiles
+        (3, 1, "bfloat16", "int4"),  # two planes a register
+    ],
+)
+def test_heads_of_half_a_register(num_heads, num_kv_heads, dtype, format):
+    """Several tiles of queries, of several rows."""
+    case = replace(
+        case_of("mixed"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        dtype=dtype,
+        head_dim=128 if format else 64,
+    )
+    case = fitting(case, format)
+    check(case, arrays_of(case), sizes=tpu_layout.TileSizes(tile_rows=64), sinks=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["prompt-of-many-tiles", "mixed", "empty-rows-between", "padding"])
 def test_heads_of_whole_registers_stay_side_by_side(name, dtype):
