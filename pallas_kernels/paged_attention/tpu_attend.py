@@ -263,14 +263,14 @@ class Attend:
         def _():
             self.start_queries(unit + 1)
 
-        if self.shape.picks_rows:
+        if scratch.spread and self.shape.picks_rows:
             pick(self.shape, scratch.spread, self.token_of_tile(unit))
         begin(self.shape, scratch)
 
     def end_unit(self, unit) -> None:
-        shape, visit = self.shape, self.units.visit[unit]
-        if shape.picks_rows:
-            keep = partial(put, shape, self.scratch.spread, self.token_of_tile(unit))
+        shape, visit, spread = self.shape, self.units.visit[unit], self.scratch.spread
+        if spread and shape.picks_rows:
+            keep = partial(put, shape, spread, self.token_of_tile(unit))
         elif shape.tile_q == 1:
             keep = partial(self.keep, self.results_of(visit), None)
         else:
@@ -282,8 +282,8 @@ class Attend:
 
         @pl.when(self.units.ends_visit(unit))
         def _():
-            if self.scratch.spread:
-                collect_results(shape, self.scratch.spread, self.out_of(visit)[0])
+            if spread:
+                collect_results(shape, spread, self.out_of(visit)[0])
             self.start_out(unit)
 
     def keep(self, out, mine, stack, plane, result) -> None:
