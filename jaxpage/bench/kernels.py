@@ -231,14 +231,15 @@ def _error(expected: np.ndarray, out: jax.Array) -> float:
 
 
 def _grouped_checks(platform: str, tiny: bool) -> Iterator[Check]:
-    """Experts with many, few and no rows; NaN in rows without an expert, whose results must be 0."""
+    """Experts with many, few and no rows; in rows without an expert NaN, or such a scale, and 0 in their results."""
+    small = grouped_cases.SMALL
     for module_name, module in _modules("grouped_matmul", platform):
         product = partial(module.grouped_matmul, **_tuned(grouped_tune, module_name))
 
         def run(x, weights, group_sizes, row_scale=None, scale=None, product=product):
             return product(x, weights, group_sizes, row_scale=row_scale, scale=scale)
 
-        for case in grouped_cases.SMALL[:: 5 if tiny else 1]:
+        for case in (small[0], small[-1]) if tiny else small:
             arguments = grouped_cases.arguments(case)
             x, weights = (oracle.float64(arguments[name]) for name in ("x", "weights"))
             if case.dtype == "int8":

@@ -32,7 +32,7 @@ SMALL = (
     Case(name="edges-of-tiles", group_sizes=(127, 1, 128, 129, 31, 33), num_rows=449),
     Case(name="wide", group_sizes=(9, 20), num_rows=32, num_inputs=640, num_outputs=768),
     Case(name="float32", group_sizes=(9, 20, 1), num_rows=32, dtype="float32"),
-    Case(name="int8", group_sizes=(9, 0, 70, 1), num_rows=90, num_inputs=384, dtype="int8"),
+    Case(name="int8", group_sizes=(9, 0, 70, 1), num_rows=90, num_inputs=1024, dtype="int8"),
 )
 
 

@@ -221,7 +221,8 @@ class Shape:
             self.num_planes * self.read_lanes,
             self.dtype.itemsize,
         )
-        # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own.
+        # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own. Where
+        # heads of half a register are spread, 4 buffers of half the size and 2 of this one take as much.
         of_row = wide * ((QUERY_BUFFERS + 2) * item + 4) + 3 * LANES * 4
         sizes = [CHUNK_BUFFERS * (size + write_window(self, size)) for size in write_sizes(self)]
         slots = self.kv_buffers * self.fetch_kv + sizes[0]

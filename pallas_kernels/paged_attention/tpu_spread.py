@@ -20,7 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.paged_attention.tpu_shape import LANES, Shape
 from pallas_kernels.paged_attention.tpu_write import repeat
 
-UNROLLED, UNROLLED_OF_PROMPTS = 4, 8  # steps of the loop over heads, at most
+# Registers of heads in a turn of the loop, at most: each turn waits for its first rotation. With one query per row it
+# matters less, since heads are spread once for several rows.
+UNROLLED, UNROLLED_OF_PROMPTS = 4, 8
 
 
 class Spread(NamedTuple):

@@ -25,7 +25,7 @@ class GroupedMatmulTests:
         raise NotImplementedError
 
     def test_the_product_is_the_definition_s(self, case: Case):
-        """Rows of no group, where x is NaN, are 0."""
+        """Rows of no group, where x or its scale is NaN, are 0."""
         arguments = cases.arguments(case)
         check(case, self.multiply(**arguments), arguments)
 

@@ -71,8 +71,9 @@ class TestOnARealGPU(Hopper):
         ("odd", gpu.TileSizes(few_rows=1, many_stages=2)),
         ("wide", gpu.TileSizes(few_columns=256, few_stages=2)),
         ("edges-of-tiles", gpu.TileSizes(few_rows=1, many_stages=2)),
+        ("int8", gpu.TileSizes(few_rows=1, many_stages=2)),
     ],
-    ids=["odd", "wide", "edges-of-tiles"],
+    ids=["odd", "wide", "edges-of-tiles", "int8"],
 )
 def test_other_sizes_are_right_too(name, sizes, capsys):
     """Twice as many columns, or tiles of 128 rows for few; no more stages than there must be."""

@@ -270,20 +270,18 @@ def test_heads_of_every_size(num_heads, num_kv_heads, head_dim, format):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "dtype", "format"),
+    ("num_heads", "num_kv_heads", "dtype", "format", "spreads"),
     [
-        (
-            6,
-            2,
-            "bfloat16",
-            None,
-        ),  # a register with the last head of one KV head and the first of the other
-        (6, 2, "float32", None),
-        (3, 1, "bfloat16", None),  # an odd number of halves: XLA makes the tiles
-        (3, 1, "bfloat16", "int4"),  # two planes a register
+        # A register with the last head of one KV head and the first of the other; three turns over heads.
+        (18, 2, "bfloat16", None, True),
+        (6, 2, "float32", None, True),
+        # An odd number of halves: XLA makes the tiles.
+        (3, 1, "bfloat16", None, False),
+        # Two planes of a head in a register.
+        (3, 1, "bfloat16", "int4", True),
     ],
 )
-def test_heads_of_half_a_register(num_heads, num_kv_heads, dtype, format):
+def test_heads_of_half_a_register(num_heads, num_kv_heads, dtype, format, spreads):
     """Several tiles of queries, of several rows."""
     case = replace(
         case_of("mixed"),
@@ -292,8 +290,13 @@ def test_heads_of_half_a_register(num_heads, num_kv_heads, dtype, format):
         dtype=dtype,
         head_dim=128 if format else 64,
     )
-    case = fitting(case, format)
-    check(case, arrays_of(case), sizes=tpu_layout.TileSizes(tile_rows=64), sinks=True)
+    case, sizes = fitting(case, format), tpu_layout.TileSizes(tile_rows=64)
+    arrays = arrays_of(case)
+    shape = tpu_shape.shape_of(
+        arrays["q"], to_tpu(arrays["pool"]), num_kv_heads, blocks_per_row=1, sizes=sizes
+    )
+    assert shape.spreads_heads == spreads
+    check(case, arrays, sizes=sizes, sinks=True)
 
 
 @pytest.mark.slow
