@@ -35,10 +35,12 @@ class Case:
     target: str
     num_devices: int
     model: str  # of EXPERTS
+    quantization: str | None = None
 
     @property
     def name(self) -> str:
-        return f"TP {self.num_devices} {self.model}"
+        name = f"TP {self.num_devices} {self.model}"
+        return f"{self.quantization} {name}" if self.quantization else name
 
 
 CASES = (
@@ -48,6 +50,7 @@ CASES = (
     Case("tpu7x:2x2x1", 1, "Qwen3-30B-A3B"),
     Case("h200", 1, "Qwen3-30B-A3B"),
     Case("h200", 1, "gpt-oss-20b"),
+    Case("h200", 1, "Qwen3-30B-A3B", "int8"),
 )
 TARGETS = tuple(dict.fromkeys(case.target for case in CASES))
 
@@ -82,6 +85,7 @@ def _job(case: Case, folder: Path) -> CompileJob:
     path = folder / f"{case.model}.json"
     path.write_text(json.dumps(EXPERTS[case.model]))
     options = {"model": str(path), "swap_space": 0.0, "max_model_len": 8192}
+    options["quantization"] = case.quantization
     where = parse_target(case.target), case.num_devices
     few = {
         "hf_overrides": {"num_hidden_layers": FEW, "layer_types": None},

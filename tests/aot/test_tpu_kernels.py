@@ -47,6 +47,12 @@ def test_the_pool_stays_where_it_is(programs):
         assert each["temp_bytes"] < 12 * each["q_bytes"] + 2**23, each
 
 
+def test_heads_of_half_a_register_need_no_tiles_in_hbm(programs):
+    """There each would be padded to a whole one, before and after: more than four times the queries' bytes."""
+    for name in ("qwen-0.5b", "gpt-oss", "llama-8b-int4"):
+        assert programs[name]["temp_bytes"] < 3 * programs[name]["q_bytes"], programs[name]
+
+
 def test_heads_on_several_chips_need_no_collective(programs):
     assert {
         each["name"]: each["collectives"] for each in programs.values() if each["collectives"]
