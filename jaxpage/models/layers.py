@@ -148,6 +148,7 @@ class RMSNorm(nnx.Module):
         return _like(self.weight[...], x) * normalise(x, self.eps).astype(x.dtype)
 
 
+# A separate jit, so that it is traced once; XLA inlines it.
 @functools.partial(jax.jit, static_argnames="eps")
 def normalise(x: jax.Array, eps: float) -> jax.Array:
     """float32 x / sqrt(mean(x^2) + eps) over the last axis."""

@@ -45,6 +45,7 @@ def gumbel_noise(keys: jax.Array, positions: jax.Array, words: jax.Array, stream
     return -jnp.log(-jnp.log1p(-uniform))
 
 
+# A separate jit, so that it is traced once; XLA inlines it.
 @jax.jit
 def _threefry2x32(
     key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array

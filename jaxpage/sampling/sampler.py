@@ -217,6 +217,7 @@ def _choose(
     return lax.cond(_any(features, RANDOM), random, greedy)
 
 
+# A separate jit, like what it calls, so that it is traced once and not in each branch; XLA inlines it.
 @jax.jit
 def _draw(
     logits: jax.Array,

@@ -46,6 +46,7 @@ def scatter_blocks(layers: Sequence[Any], block_ids: Int[Array, " C"], contents:
     ]
 
 
+# A separate jit, so that it is traced once; XLA inlines it.
 @jax.jit
 def put_blocks(
     array: Shaped[Array, "N ..."], block_ids: Int[Array, " C"], contents: Shaped[Array, "C ..."]

@@ -147,7 +147,7 @@ def _combine(plan: _Plan, inputs: _Inputs, out: jax.Array, interpret) -> jax.Arr
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    # Not a ref of the caller's: jax would trace a whole step again, only to turn it into an array.
+    # With `jax.new_ref` jax would trace the whole step again, to replace the reference by an array.
     return pl.run_state(partial(kernel, inputs))(out)
 
 
