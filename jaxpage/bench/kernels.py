@@ -231,7 +231,7 @@ def _error(expected: np.ndarray, out: jax.Array) -> float:
 
 
 def _grouped_checks(platform: str, tiny: bool) -> Iterator[Check]:
-    """Experts with many, few and no rows; in rows without an expert NaN, or such a scale, and 0 in their results."""
+    """Experts with many, few and no rows. Rows without an expert are NaN, or their scale is; results must be 0."""
     small = grouped_cases.SMALL
     for module_name, module in _modules("grouped_matmul", platform):
         product = partial(module.grouped_matmul, **_tuned(grouped_tune, module_name))

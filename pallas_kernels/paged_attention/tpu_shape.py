@@ -112,6 +112,7 @@ class Shape:
 
     @property
     def _is_tall(self) -> bool:
+        """Whether the queries of a head in a tile are whole registers of rows."""
         return self.tile_q % slots_of_register(self.dtype) == 0
 
     @property
