@@ -290,12 +290,11 @@ async def _read_little(llm: AsyncLLM) -> None:
 
 
 def test_a_slow_reader_gets_merged_deltas(make):
-    llm = make()
+    llm = make(step_seconds=0.003)
 
     async def run():
         stream = await llm.start([5, 6], long(RequestOutputKind.DELTA, n=2, logprobs=1))
-        await until(lambda: is_empty(llm))
-        await asyncio.sleep(0.05)
+        await until(lambda: stream._output is not None and stream._output.finished)
         outputs = [output async for output in stream]
         assert len(outputs) == 1 and outputs[0].finished
         assert [c.token_ids for c in outputs[0].outputs] == expected([5, 6], long(n=2))
