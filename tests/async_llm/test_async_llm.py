@@ -369,7 +369,7 @@ def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(make):
     async def run():
         await llm.pause_generation()
         task = asyncio.create_task(collect(llm, [9], long(), "late"))
-        await asyncio.sleep(0.02)
+        await until(lambda: "late" in llm._tasks._ids)
         await llm.abort("late")
         assert (await task)[-1].outputs[0].finish_reason == "abort"
         await llm.resume_generation()
