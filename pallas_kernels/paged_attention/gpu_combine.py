@@ -39,8 +39,8 @@ HEIGHT = 64  # of the rows of a part, wgmma's: so many are added up at once
 class Parts(NamedTuple):
     """What is added up for each item and KV head: arrays or their types, or in a kernel refs.
 
-    For rows with one query `columns` is G as wgmma pads it, and `rows` is D, or 128 for D = 96 (`gpu_decode._pieces`).
-    A tile of queries is two KV heads here, of 64 columns each.
+    For rows with one query `columns` is G as wgmma pads it, and `rows` is D, or 128 for D = 96 (`pieces` in
+    `gpu_decode_plan.py`). A tile of queries is two KV heads here, of 64 columns each.
     """
 
     sums: Any  # float32[K, items, rows, columns]: weights times V, not divided by their total

@@ -8,15 +8,17 @@ of a row (`gpu_layout.Splits`), for one KV head. A row's only item gives its res
 `gpu_combine.py` adds them. All parts together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come
 after others. (Split keys: Dao et al., Flash-Decoding.)
 
-**Stages.** Step i multiplies TILE keys; K and V lie in stage i % S each. To keep an H200's memory busy 4.8 TB/s x 1 us
-/ 132 = 36 KB must be on their way to each SM; at D = 128 three programs an SM with two stages of 64 keys (32 KB) have
-96 to 192 KB.
+**Stages.** Step i multiplies TILE keys, the steps of all items of a program counted; K and V lie in stage i % S each.
+To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three programs
+an SM with two stages of 64 keys (32 KB) have 96 to 192 KB, also where one item ends and the next begins.
 
-**Protocol.** The warpgroup starts all copies itself: those for step i at the end of step i - S, the first S before the
-loop.
+**Protocol.** The warpgroup starts all copies itself: those for step i at the end of step i - S, be it of the same item
+or of the one before; the first S before all items. What belongs to neither item, as the item between is shorter than S,
+is started when that begins. The queries of item t + 1 are copied from when item t begins.
 
     buffer              producer         consumer          barrier                waits for
-    queries             TMA, once        wgmma of S'       queries_ready          the copy to arrive
+    queries [t % 2]     TMA for item t   wgmma of S'       queries_ready[t % 2]   the copy to arrive
+    queries, free       wgmma of item t  TMA of item t+2   implied by reading S'  wgmma to have read them
     keys [i % S]        TMA for step i   wgmma of S'       keys.ready[i % S]      the tile's blocks to arrive
     values [i % S]      TMA for step i   wgmma of O'       values.ready[i % S]    the tile's blocks to arrive
     weights (P)         warpgroup        wgmma of O'       commit_smem            the writes to be visible
@@ -26,7 +28,6 @@ loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,9 +37,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_combine import Parts, combine, store_transposed
+from pallas_kernels.paged_attention.gpu_decode_plan import (
+    TILE,
+    Item,
+    Memory,
+    Plan,
+    memory_of,
+    part_shape,
+    pieces,
+)
 from pallas_kernels.paged_attention.gpu_tiles import (
     MASKED,
     Options,
@@ -50,16 +59,14 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     scores,
     weights,
 )
-from pallas_kernels.wgmma import Ref, filled, load, product, store, swizzle_of, tiled
-
-TILE = 64  # keys: the rows of one wgmma
+from pallas_kernels.wgmma import Ref, filled, load, product, store
 
 
 def decode(q, pool, block_table, kv_lens, options: Options):
     """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, D]; zeros for rows of length 0."""
     num_rows, num_heads, _ = q.shape
     num_kv_heads, num_keys = pool.shape[2] // 2, block_table.shape[1] * pool.shape[1]
-    rows, columns = _part_shape(num_heads // num_kv_heads, q.shape[2])
+    rows, columns = part_shape(num_heads // num_kv_heads, q.shape[2])
     of_row = 4 * rows * columns * num_kv_heads * gpu_layout.most_splits(num_keys, options.window)
     at_once = gpu_layout.rows_at_once(num_rows, of_row)
     if at_once == num_rows:
@@ -74,29 +81,6 @@ def decode(q, pool, block_table, kv_lens, options: Options):
 
     out = lax.map(turn, (in_turns(q), in_turns(block_table), in_turns(kv_lens)))
     return out.reshape(-1, *q.shape[1:])[:num_rows]
-
-
-def _pieces(head_dim: int) -> list[tuple[int, int]]:
-    """V' is the left operand of wgmma, whose rows are multiples of 64: of 96 columns the first and the last 64."""
-    return [(0, head_dim)] if head_dim % 64 == 0 else [(0, 64), (head_dim - 64, 64)]
-
-
-def _part_shape(group: int, head_dim: int) -> tuple[int, int]:
-    """Of a part's sum, O': D, and G as wgmma pads it."""
-    return sum(width for _, width in _pieces(head_dim)), pl.cdiv(group, 8) * 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is known before a program runs."""
-
-    options: Options
-    source: Source
-    num_kv_heads: int
-    head_dim: int
-    columns: int  # G as wgmma pads it
-    num_stages: int
-    num_programs: int
 
 
 class _Inputs(NamedTuple):
@@ -118,42 +102,21 @@ class _Outputs(NamedTuple):
     results: Any  # [R, K, columns, rows] of other rows, see `Parts`
 
 
-class _Memory(NamedTuple):
-    """A program's shared memory and barriers: their types, or in the kernel refs. Arrays are in wgmma's layout."""
-
-    queries: Any  # [columns, D]
-    weights: Any  # [columns, TILE], in q's dtype
-    wide: Any  # [TILE, D]: a tile of K or V, widened; None if the pool is not quantised
-    queries_ready: Any
-    keys: Stages
-    values: Stages
-
-
 def _decode_rows(q, pool, block_table, kv_lens, options: Options):
     num_rows, num_heads, head_dim = q.shape
     source, block_size, num_kv_heads = Source.of(pool), pool.shape[1], pool.shape[2] // 2
     group = num_heads // num_kv_heads
-    rows, columns = _part_shape(group, head_dim)
+    rows, columns = part_shape(group, head_dim)
     num_keys = block_table.shape[1] * block_size
     items = gpu_layout.splits(kv_lens, num_keys, options.window)
     max_items = items.row.shape[0]
-    per_sm, num_stages = _programs_and_stages(source, columns, q, options, max_items * num_kv_heads)
-    plan = _Plan(
-        options=options,
-        source=source,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        columns=columns,
-        num_stages=num_stages,
-        num_programs=min(per_sm * hopper.num_sms(), max_items * num_kv_heads),
-    )
+    plan = Plan.of(q, source, num_kv_heads, options, max_items)
     heads_by_kv = ((0, 0), (0, 0), (0, columns - group), (0, 0))
     queries = jnp.pad(q.reshape(num_rows, num_kv_heads, group, head_dim), heads_by_kv)
 
-    def paged_decode(inputs: _Inputs, outputs: _Outputs, memory: _Memory):
+    def paged_decode(inputs: _Inputs, outputs: _Outputs, memory: Memory):
         _Program(plan, inputs, outputs, memory).run()
 
-    as_wgmma = partial(tiled, dtype=q.dtype, swizzle=swizzle_of(head_dim * q.dtype.itemsize))
     kernel = plgpu.kernel(
         paged_decode,
         out_type=(
@@ -167,16 +130,7 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
         ),
         grid=(plan.num_programs,),
         grid_names=("program",),
-        scratch_types=(
-            _Memory(
-                queries=as_wgmma(columns, head_dim),
-                weights=as_wgmma(columns, TILE),
-                wide=None if source.format is None else as_wgmma(TILE, head_dim),
-                queries_ready=plgpu.Barrier(),
-                keys=source.stages(num_stages, TILE),
-                values=source.stages(num_stages, TILE),
-            ),
-        ),
+        scratch_types=(memory_of(plan, q.dtype),),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=options.interpret,
     )
@@ -188,26 +142,13 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
     inputs = _Inputs(queries, query_sums, block_table, kv_lens, items, source.arrays, sinks)
     (made,) = kernel(inputs)
     out = combine(made.parts, number, items.starts, sinks, made.results, options.interpret)
-    if len(_pieces(head_dim)) > 1:  # without what the second has in common with the first
+    if len(pieces(head_dim)) > 1:  # without what the second has in common with the first
         out = jnp.concatenate([out[..., :64], out[..., 64 - head_dim :]], axis=-1)
     return out[:, :, :group].reshape(q.shape)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-@dataclass(frozen=True)
-class _Item:
-    """An item of `Splits` and a KV head, all numbers that the kernel computes."""
-
-    number: jax.Array  # of the item
-    row: jax.Array
-    head: jax.Array
-    low: jax.Array  # positions of the keys that the query sees, from here
-    high: jax.Array  # to before here
-    first: jax.Array  # position where the first tile begins
-    num_tiles: jax.Array
 
 
 class _Sums(NamedTuple):
@@ -226,42 +167,40 @@ class _Sums(NamedTuple):
 class _Program:
     """One of `num_programs`. It takes every `num_programs`-th pair of an item and a KV head."""
 
-    def __init__(self, plan: _Plan, inputs: _Inputs, outputs: _Outputs, memory: _Memory) -> None:
+    def __init__(self, plan: Plan, inputs: _Inputs, outputs: _Outputs, memory: Memory) -> None:
         self.plan, self.inputs, self.outputs, self.memory = plan, inputs, outputs, memory
         self.number = lax.axis_index("program")
 
     def run(self):
         plan, starts = self.plan, self.inputs.items.starts
         num_items = starts[starts.shape[0] - 1] * plan.num_kv_heads
-        num_turns = pl.cdiv(num_items - self.number, plan.num_programs)
-        lax.fori_loop(0, num_turns, self._attend, None)
+        self.num_turns = pl.cdiv(num_items - self.number, plan.num_programs)
+        first, zero = self._item_of(jnp.int32(0)), jnp.int32(0)
+        pl.when(self.num_turns > 0)(lambda: self._fetch_queries(first, zero))
+        self._fetch_first(first, zero, plan.num_stages)
+        lax.fori_loop(0, self.num_turns, self._attend, (first, zero))
 
-    def _item_of(self, turn) -> _Item:
-        plan, inputs, tile = self.plan, self.inputs, jnp.int32(TILE)
-        index = self.number + turn * plan.num_programs
-        item = lax.div(index, jnp.int32(plan.num_kv_heads))
-        head = lax.rem(index, plan.num_kv_heads)
-        row, low = inputs.items.row[item], inputs.items.first[item]
-        kv_len = inputs.kv_lens[row]
-        high = jnp.minimum(low + inputs.items.size[row], kv_len)
-        if (window := plan.options.window) is not None:
-            low = jnp.minimum(jnp.maximum(low, kv_len - window), high)
-        first = lax.div(low, tile) * TILE
-        num_tiles = lax.div(jnp.maximum(high - first, 0) + (TILE - 1), tile)
-        num_tiles = jnp.where(low < high, num_tiles, 0)
-        return _Item(item, row, head, low, high, first, num_tiles)
+    def _item_of(self, turn) -> Item:
+        pair, is_there = self._pair(turn), turn < self.num_turns
+        return Item.of(self.plan, self.inputs.items, self.inputs.kv_lens, pair, is_there)
 
-    def _attend(self, turn, _):
-        plan, memory, at = self.plan, self.memory, self._item_of(turn)
-        queries = self.inputs.queries.at[at.row, at.head]
-        plgpu.copy_gmem_to_smem(queries, memory.queries, memory.queries_ready)
-        for stage in range(plan.num_stages):
-            pl.when(stage < at.num_tiles)(partial(self._fetch, at, jnp.int32(stage), stage))
-        plgpu.barrier_wait(memory.queries_ready)
+    def _pair(self, turn):
+        return self.number + turn * self.plan.num_programs
+
+    def _attend(self, turn, carry):
+        """carry: the item, and the steps of those before; returns that of the next turn."""
+        plan, (at, used) = self.plan, carry
+        following = self._item_of(turn + 1)
+        is_there = turn + 1 < self.num_turns
+        pl.when(is_there)(lambda: self._fetch_queries(following, turn + 1))
+        self._fetch_first(following, used + at.num_tiles, plan.num_stages - at.num_tiles)
+        slot = lax.rem(turn, jnp.int32(2))
+        queries = self.memory.queries.at[slot]
+        plgpu.barrier_wait(self.memory.queries_ready.at[slot])
         by_key, by_head = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
         begin = _Sums(
             accs=tuple(
-                filled((width, plan.columns), 0.0, by_key) for _, width in _pieces(plan.head_dim)
+                filled((width, plan.columns), 0.0, by_key) for _, width in pieces(plan.head_dim)
             ),
             m=filled((plan.columns,), MASKED, by_head),
             total=filled((TILE, plan.columns), 0.0, by_key),
@@ -273,7 +212,7 @@ class _Program:
             query_sums = load(
                 self.inputs.query_sums.at[at.row, at.head], layout=by_head, optimized=False
             )
-        step = partial(self._step, at, query_sums)
+        step = partial(self._step, at, following, used, queries, query_sums)
         accs, m, total, zeros = lax.fori_loop(0, at.num_tiles, step, begin)
         if zeros is not None:
             zeros = zeros.sum(axis=0)
@@ -281,9 +220,10 @@ class _Program:
         total, starts = total.sum(axis=0), self.inputs.items.starts
         is_only = starts[at.row + 1] - starts[at.row] == 1
         pl.when(is_only)(lambda: self._store_result(at, accs, m, total))
-        pl.when(~is_only)(lambda: self._store_part(at, accs, m, total))
+        pl.when(~is_only)(lambda: self._store_part(turn, at, accs, m, total))
+        return following, used + at.num_tiles
 
-    def _store_result(self, at: _Item, accs, m, total) -> None:
+    def _store_result(self, at: Item, accs, m, total) -> None:
         sink = self.inputs.sinks
         if sink is not None:
             sink = load(sink.at[at.head], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
@@ -291,14 +231,30 @@ class _Program:
             out = self.outputs.results.at[at.row, at.head, :, pl.ds(i * 64, acc.shape[0])]
             store_transposed(out, normalised(acc, m, total, sink, axis=1))
 
-    def _store_part(self, at: _Item, accs, m, total) -> None:
-        parts = self.outputs.parts
+    def _store_part(self, turn, at: Item, accs, m, total) -> None:
+        parts, number = self.outputs.parts, lax.div(self._pair(turn), self.plan.num_kv_heads)
         for i, acc in enumerate(accs):
-            store(parts.sums.at[at.head, at.number, pl.ds(i * 64, acc.shape[0])], acc)
-        store(parts.stats.at[at.head, at.number, 0], m)
-        store(parts.stats.at[at.head, at.number, 1], total)
+            store(parts.sums.at[at.head, number, pl.ds(i * 64, acc.shape[0])], acc)
+        store(parts.stats.at[at.head, number, 0], m)
+        store(parts.stats.at[at.head, number, 1], total)
 
-    def _fetch(self, at: _Item, i, stage):
+    def _fetch_queries(self, at: Item, turn):
+        slot = lax.rem(turn, jnp.int32(2))
+        queries, ready = self.inputs.queries.at[at.row, at.head], self.memory.queries_ready.at[slot]
+        plgpu.copy_gmem_to_smem(queries, self.memory.queries.at[slot], ready)
+
+    def _fetch_first(self, at: Item, used, most):
+        """Start the copies of an item's first tiles, `most` at most. `used`: the steps before it."""
+
+        def fetch(i, _):
+            self._fetch(at, i, self._stage(used + i))
+
+        lax.fori_loop(0, jnp.minimum(at.num_tiles, most), fetch, None)
+
+    def _stage(self, step):
+        return lax.rem(step, jnp.int32(self.plan.num_stages))
+
+    def _fetch(self, at: Item, i, stage):
         """Start the copies of tile i."""
         source, start = self.plan.source, at.first + i * TILE
 
@@ -315,9 +271,9 @@ class _Program:
         ):
             source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
 
-    def _step(self, at: _Item, query_sums, i, carry: _Sums):
+    def _step(self, at: Item, following: Item, used, queries, query_sums, i, carry: _Sums):
         plan, memory, source = self.plan, self.memory, self.plan.source
-        stage, start = lax.rem(i, jnp.int32(plan.num_stages)), at.first + i * TILE
+        stage, start = self._stage(used + i), at.first + i * TILE
         by_key = partial(lax.broadcast_in_dim, shape=carry.total.shape, broadcast_dimensions=[0])
         by_head = partial(lax.broadcast_in_dim, shape=carry.total.shape, broadcast_dimensions=[1])
 
@@ -325,7 +281,7 @@ class _Program:
             found = source.factors(stages, stage, 0, column, start, (at.low, at.high))
             return tuple(by_key(each) for each in found)
 
-        s = product(self._keys(stage), memory.queries.transpose((1, 0)))
+        s = product(self._keys(stage), queries.transpose((1, 0)))
         if query_sums is not None:
             scale, zero = factors(memory.keys, 2 * at.head)
             s = (s - zero * by_head(query_sums)) * scale
@@ -338,16 +294,19 @@ class _Program:
             scale, zero = factors(memory.values, 2 * at.head + 1)
             p = p * scale
             zeros = zeros * by_head(rescale) + p * zero
-        memory.weights.transpose((1, 0))[...] = p.astype(memory.queries.dtype)
+        memory.weights.transpose((1, 0))[...] = p.astype(queries.dtype)
         v = self._values(at, stage, start)
         plgpu.commit_smem()
         accs = tuple(
             acc * lax.broadcast_in_dim(rescale, acc.shape, [1])
             + product(v.at[:, pl.ds(*piece)].transpose((1, 0)), memory.weights.transpose((1, 0)))
-            for acc, piece in zip(carry.accs, _pieces(plan.head_dim), strict=True)
+            for acc, piece in zip(carry.accs, pieces(plan.head_dim), strict=True)
         )
         later = i + plan.num_stages
-        pl.when(later < at.num_tiles)(lambda: self._fetch(at, later, stage))
+        is_mine = later < at.num_tiles
+        item = Item(*(jnp.where(is_mine, *each) for each in zip(at, following, strict=True)))
+        tile = jnp.where(is_mine, later, later - at.num_tiles)
+        pl.when(tile < item.num_tiles)(lambda: self._fetch(item, tile, stage))
         return _Sums(accs, m, total, zeros)
 
     def _keys(self, stage) -> Ref:
@@ -360,7 +319,7 @@ class _Program:
         plgpu.commit_smem()
         return memory.wide
 
-    def _values(self, at: _Item, stage, start) -> Ref:
+    def _values(self, at: Item, stage, start) -> Ref:
         """Likewise, when they have arrived; zeros for what is no key and might be NaN. The caller commits."""
         source, memory = self.plan.source, self.memory
         if source.format is not None:
@@ -371,24 +330,3 @@ class _Program:
             lambda: clear_outside(smem, start, at.low, at.high)
         )
         return smem
-
-
-def _programs_and_stages(
-    source: Source, columns: int, q, options: Options, num_items: int
-) -> tuple[int, int]:
-    """Programs that share an SM, as many as are asked for and fit with two stages; and stages of each, K and V.
-
-    Where items are few, they wait for their copies rather than for each other: fewer programs have more stages.
-    """
-    itemsize, head_dim = q.dtype.itemsize, q.shape[2]
-    stage_bytes = 2 * TILE * source.bytes_per_key()
-    own_bytes = columns * (head_dim + TILE) * itemsize + 4096  # q, p, barriers, reductions
-    if source.format is not None:
-        own_bytes += TILE * head_dim * itemsize
-    fitting = gpu_layout.SM_BYTES // (2 * stage_bytes + own_bytes + gpu_layout.RESERVED_BYTES)
-    if source.has_scales:  # scales and zeros: more registers than a third of an SM's
-        fitting = min(fitting, 2)
-    wanted = min(options.sizes.programs_per_sm, pl.cdiv(num_items, hopper.num_sms()))
-    per_sm = max(1, min(wanted, fitting))
-    share = gpu_layout.SM_BYTES // per_sm - gpu_layout.RESERVED_BYTES
-    return per_sm, min((share - own_bytes) // stage_bytes, gpu_layout.SPLIT // TILE)

@@ -160,13 +160,9 @@ def decoding(case: Case) -> Case:
     return replace(case, query_lens=lens, num_padding_tokens=len(lens) - sum(lens))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"format": "int8"}, {"head_dim": 192}, {"head_dim": 256}, {"window": None}],
-    ids=str,
-)
-def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch, capsys):
-    """More tiles than stages, all kernels, much for one program. wgmma reads as a load would."""
+@pytest.fixture
+def detecting_races(monkeypatch, capsys):
+    """An interpreter. wgmma reads as a load would."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     wgmma = gpu_callbacks.wgmma
@@ -183,6 +179,18 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch,
         return wgmma(**operands)
 
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
+    yield interpreter(detect_races=True)
+    # Not `get_races().races_found`, which knows the last kernel only.
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"format": "int8"}, {"head_dim": 192}, {"head_dim": 256}, {"window": None}],
+    ids=str,
+)
+def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch, detecting_races):
+    """More tiles than stages, all kernels, much for one program."""
     monkeypatch.setattr(gpu_layout, "SPLIT", 384)
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
     monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
@@ -190,9 +198,30 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch,
     case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450)
     case = replace(case, **options)
     sizes = gpu_layout.TileSizes(programs_per_sm=4)  # and so fewer stages
-    TestInterpreted().check(case, sizes=sizes, interpret=interpreter(detect_races=True))
-    # Not `get_races().races_found`, which knows the last kernel only.
-    assert "RACE DETECTED" not in capsys.readouterr().out
+    TestInterpreted().check(case, sizes=sizes, interpret=detecting_races)
+
+
+@pytest.mark.parametrize(
+    ("options", "programs"),
+    [({}, 1), ({}, 3), ({"format": "int8"}, 2), ({"head_dim": 256, "window": 100}, 1)],
+    ids=str,
+)
+def test_copies_for_an_item_start_during_the_one_before(
+    options, programs, monkeypatch, detecting_races
+):
+    """Items of one program with more tiles than there are stages, as many, fewer, and none."""
+    monkeypatch.setattr(hopper, "num_sms", lambda: 1)
+    sizes = gpu_layout.TileSizes(programs_per_sm=programs)
+    kv_lens = (30, 500, 64, 65, 520, 1, 260, 129, 0, 0)
+    case = SMALL(name="", query_lens=(1,) * len(kv_lens), kv_lens=kv_lens)
+    case = decoding(replace(case, **options))
+    arguments = cases.arguments(case)
+    order = np.asarray((8, 0, 1, 9, *range(2, 8)))  # those without keys among the others
+    ordered = arguments | {k: arguments[k][order] for k in ("q", "block_table", "kv_lens")}
+    how = dict(one_query_per_row=True, sizes=sizes, interpret=detecting_races)
+    result = run(gpu.paged_attention, ordered, **how)[np.argsort(order)]
+    TestInterpreted().compare(case, result[:8], dense_attention(case, arguments))
+    assert not result[8:].any()
 
 
 def alone_in(arguments: dict, case: Case, row: int, first: int, last: int) -> dict:
