@@ -5,7 +5,8 @@ of outputs at a time, each with all its inputs: tiles of tokens are large, since
 
 Weights are converted to integers that bfloat16 represents exactly, or to fp8's values, so they are never rounded, and
 scales multiply float32 sums: of an output (int8, fp8), or of a group (int4), minus its zero times the sum of the
-group's x. Bias and cast come last, in the kernel: a result in bfloat16 is half the bytes of the sums.
+group's x. Of int4 these are q - 8 and zero - 8, so that without zeros there is nothing to subtract. Bias and cast come
+last, in the kernel: a result in bfloat16 is half the bytes of the sums.
 
 The sum of an output is over chunks of inputs in an order that depends only on the weight's shape: a row's result does
 not depend on the number of rows, as long as the MXU's does not.
@@ -36,6 +37,10 @@ TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
 VMEM_BYTES = 52 << 20  # of at least 64 MB
 GROUP_SIZES = (32, 64, 128)
+# Chunks of LANES bytes of int4 in an iteration, with up to LANES tokens, or more. While the results of one are on their
+# way, the MXU takes the next; with many tokens that gains little, and programs are large and compile slowly.
+CHUNKS_OF_FEW, CHUNKS_OF_MANY = 8, 2
+UNIT = 16  # of q - 8, as the kernel has it: in the upper half of a byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +210,7 @@ def _body(refs: _Arrays, out_ref, scratch: _Scratch, *, group_size: int | None):
     sums[...] = jnp.zeros(sums.shape, sums.dtype)
     if group_size is not None:
         _add_groups(refs, scratch, group_size)
-        out = sums[...]
+        out = sums[...] * (1.0 / UNIT)
     else:
         _add_chunks(refs, sums)
         out = sums[...].astype(jnp.float32)
@@ -246,32 +251,42 @@ def _widen(w):
 
 
 def _add_groups(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
-    """int4: 128 bytes of an output at a time: one pair of groups, or several smaller ones."""
+    """int4: chunks of 128 bytes of an output, in order. Each is a pair of groups, or several pairs of smaller ones."""
     if refs.zero is not None:
-        scratch.zero[...] = refs.zero[...].astype(jnp.int32).astype(jnp.float32)
-    pairs = LANES // group_size
+        zero = refs.zero[...].astype(jnp.int32).astype(jnp.float32)
+        scratch.zero[...] = (zero - MIDDLE) * UNIT
+    per_chunk, num_chunks = 2 * LANES // group_size, refs.data.shape[1] // LANES
 
-    def add(index, _):
-        planes = _planes(refs.data[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)])
-        x = refs.x[:, pl.ds(pl.multiple_of(index * 2 * LANES, LANES), 2 * LANES)]
+    def add(chunk):
+        planes = _planes(refs.data[:, pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)])
+        x = refs.x[:, pl.ds(pl.multiple_of(chunk * 2 * LANES, LANES), 2 * LANES)]
         total = scratch.sums[...]
-        for number in range(2 * pairs):
+        for number in range(per_chunk):
             first = number // 2 * group_size
             x_group = x[:, number * group_size : (number + 1) * group_size]
             w_group = planes[number % 2][:, first : first + group_size]
-            row = pl.ds(index * 2 * pairs + number, 1)
-            sums = x_group.astype(jnp.float32).sum(axis=1, keepdims=True)
-            zero = float(MIDDLE) if refs.zero is None else scratch.zero[row, :]
-            part = _dot(x_group, w_group, jnp.float32) - sums * zero
+            row = pl.ds(chunk * per_chunk + number, 1)
+            part = _dot(x_group, w_group, jnp.float32)
+            if refs.zero is not None:
+                sums = x_group.astype(jnp.float32).sum(axis=1, keepdims=True)
+                part -= sums * scratch.zero[row, :]
             total += part * refs.scale[row, :]
         scratch.sums[...] = total
 
-    lax.fori_loop(0, refs.data.shape[1] // LANES, add, None)
+    at_once = CHUNKS_OF_FEW if scratch.sums.shape[0] <= LANES else CHUNKS_OF_MANY
+
+    def add_some(i, _):
+        for number in range(at_once):
+            add(i * at_once + number)
+
+    lax.fori_loop(0, num_chunks // at_once, add_some, None)
+    for chunk in range(num_chunks - num_chunks % at_once, num_chunks):
+        add(chunk)
 
 
 def _planes(data: jax.Array) -> list[jax.Array]:
-    """The low and the high halves of bytes, as bfloat16."""
-    words = pltpu.bitcast(data, jnp.uint32)
-    halves = (words & jnp.uint32(0x0F0F0F0F), (words >> 4) & jnp.uint32(0x0F0F0F0F))
-    integers = [pltpu.bitcast(half, jnp.uint8).astype(jnp.int32) for half in halves]
-    return [each.astype(jnp.float32).astype(jnp.bfloat16) for each in integers]
+    """UNIT (q - 8) of the low and the high halves of bytes, as bfloat16."""
+    upper = jnp.uint32(0xF0F0F0F0)
+    # In the upper half of a signed byte q with its highest bit flipped is 16 (q - 8).
+    words = pltpu.bitcast(data, jnp.uint32) ^ jnp.uint32(0x88888888)
+    return [_widen(pltpu.bitcast(half & upper, jnp.int8)) for half in (words << 4, words)]

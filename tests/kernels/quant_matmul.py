@@ -69,7 +69,8 @@ def scale_of_powers_of_two(weight: QuantizedWeight) -> jax.Array:
 
 @jax.jit
 def zero_of_powers_of_two(weight: QuantizedWeight) -> jax.Array | None:
-    return None if weight.zero is None else jnp.uint8(1) << (weight.zero & 3)
+    """4 or 8: less 8 they are powers of two, or nothing, too."""
+    return None if weight.zero is None else jnp.uint8(4) << (weight.zero & 1)
 
 
 def numpy_weight(weight: QuantizedWeight) -> np.ndarray:
