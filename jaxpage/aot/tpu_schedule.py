@@ -291,7 +291,7 @@ def _trips(program: str, condition: str | None) -> int | None:
         return None
     test = re.search(rf"{condition[1:]} = scmp\.ge\.s32\.totalorder (%\w+), (\d+)\b", program)
     step = test and re.search(rf"{test[1]} = sadd\.s32 (\d+), (%\w+)", program)
-    start = step and re.search(rf"{step[2]} = sphi (%?\w+), ", program)
+    start = step and re.search(rf"{_unspilled(program, step[2])} = sphi (%?\w+), ", program)
     if not (test and step and start):
         return None
     first = start[1]
@@ -301,6 +301,13 @@ def _trips(program: str, condition: str | None) -> int | None:
             return None
         first = constant[1]
     return -(-(int(test[2]) - int(first)) // int(step[1]))
+
+
+def _unspilled(program: str, name: str) -> str:
+    """The value that was in the scalar memory before it had this name, or the name."""
+    slot = re.search(rf"{name} = sld \[smem:\[#(\w+_spill)\]\]", program)
+    stored = slot and re.search(rf"sst \[smem:\[#{slot[1]}\]\] (%\w+)", program)
+    return stored[1] if stored else name
 
 
 def table(schedule: Schedule) -> str:

@@ -86,10 +86,10 @@ class Shape:
     @property
     def tile_tokens(self) -> int:
         """Tokens whose queries come, and whose results go, at once: with one query per row those of a register, if
-        heads are whole registers, or halves of them.
+        all heads together are whole registers.
         """
-        is_fit = self.head_lanes % LANES == 0 or self._is_half
-        return slots_of_register(self.dtype) if self.tile_q == 1 and is_fit else self.tile_q
+        is_one = self.tile_q == 1 and self._is_whole
+        return slots_of_register(self.dtype) if is_one else self.tile_q
 
     @property
     def is_flat(self) -> bool:
@@ -103,7 +103,8 @@ class Shape:
     @property
     def spreads_heads(self) -> bool:
         """Whether a tile of all heads comes at once, and each head is given registers of its own (`tpu_spread.py`)."""
-        return self.picks_rows or (self._is_tall and self._is_half)
+        is_spread = self.head_lanes % LANES > 0 and self._is_whole
+        return self.picks_rows or (self._is_tall and is_spread)
 
     @property
     def picks_rows(self) -> bool:
@@ -116,9 +117,9 @@ class Shape:
         return self.tile_q % slots_of_register(self.dtype) == 0
 
     @property
-    def _is_half(self) -> bool:
-        """Whether two heads, or two planes of one, fill a register."""
-        return 2 * self.head_lanes == LANES and self.num_heads * self.num_planes % 2 == 0
+    def _is_whole(self) -> bool:
+        """Whether all heads side by side fill registers."""
+        return self.num_heads * self.head_dim % LANES == 0
 
     @property
     def width(self) -> int:
@@ -222,9 +223,11 @@ class Shape:
             self.num_planes * self.read_lanes,
             self.dtype.itemsize,
         )
-        # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own. Where
-        # heads of half a register are spread, 4 buffers of half the size and 2 of this one take as much.
-        of_row = wide * ((QUERY_BUFFERS + 2) * item + 4) + 3 * LANES * 4
+        # Queries and results; float32 sums; greatest score, sums of weights and sinks in registers of their own.
+        lanes = (QUERY_BUFFERS + 2) * wide
+        if self.spreads_heads and not self.picks_rows:
+            lanes = (QUERY_BUFFERS + 2) * self.head_dim + 2 * wide
+        of_row = lanes * item + 4 * wide + 3 * LANES * 4
         sizes = [CHUNK_BUFFERS * (size + write_window(self, size)) for size in write_sizes(self)]
         slots = self.kv_buffers * self.fetch_kv + sizes[0]
         total = self.num_stacks * self.rows * of_row

@@ -1,14 +1,16 @@
 """The heads of a tile of tokens, one below the other, and their results side by side again. Letters as in `tpu.py`.
 
 In HBM a token is a row of lanes, one head after the other; so XLA needs no copy, and one DMA brings a tile. A matmul
-needs the heads as rows. Where two heads fill a register, each is put into the lanes of its keys. Where every row has
-one query, it is picked out of the tile: registers of 4 bytes can be loaded with a stride, and of the heads one below
-the other those of a token are every `tile_tokens`-th row. Knows nothing of keys.
+needs the heads as rows. Where heads are no whole registers, each is put into the lanes of its keys, among zeros. Where
+every row has one query, it is picked out of the tile: registers of 4 bytes can be loaded with a stride, and of the
+heads one below the other those of a token are every `tile_tokens`-th row. Knows nothing of keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.paged_attention.tpu_shape import LANES, Shape
 from pallas_kernels.paged_attention.tpu_write import repeat
 
-# Registers of heads in a turn of the loop, at most: each turn waits for its first rotation. With one query per row it
-# matters less, since heads are spread once for several rows.
+# Registers of a tile in a turn of the loop, if there need not be more: each turn waits for its first rotation. With one
+# query per row it matters less, since heads are spread once for several rows.
 UNROLLED, UNROLLED_OF_PROMPTS = 4, 8
 
 
@@ -45,30 +47,32 @@ def scratch_shapes(shape: Shape) -> Spread:
 
 
 def spread_queries(shape: Shape, spread: Spread, tile: Any) -> None:
-    """A tile of queries, [tile_tokens, H * D], head by head; half a register in the lanes of keys."""
+    """A tile of queries, [tile_tokens, H * D], head by head, in the lanes of keys."""
 
-    def act(lanes, places):
-        x = tile[:, lanes].astype(jnp.float32)
-        if len(places) == 1:
-            spread.queries[places[0]] = x
-            return
-        for place, half in zip(places, (x, pltpu.roll(x, LANES // 2, 1)), strict=True):
-            own = jnp.where(_in_first_half(x), half, 0.0)
-            spread.queries[place] = own.astype(spread.queries.dtype)
+    def act(lanes_of, parts):
+        for part in parts:
+            moves = list(_moves(part.lane, part.of_keys, shape.head_lanes))
+            for register in range(shape.read_lanes // LANES):
+                x = _gathered(moves, register, lambda source: tile[:, lanes_of(source)], 0.0)
+                x = jnp.broadcast_to(x, (shape.tile_tokens, LANES))
+                spread.queries[part.place(register)] = x.astype(spread.queries.dtype)
 
-    _for_each_register(shape, act)
+    _for_each_turn(shape, act)
 
 
 def collect_results(shape: Shape, spread: Spread, tile: Any) -> None:
     """The inverse, of results, which lie in the lanes of values."""
 
-    def act(lanes, places):
-        x, *other = (spread.out[place].astype(jnp.float32) for place in places)
-        if other:
-            x = jnp.where(_in_first_half(x), pltpu.roll(x, LANES // 2, 1), other[0])
-        tile[:, lanes] = x.astype(shape.dtype)
+    def act(lanes_of, parts):
+        ends = parts[-1].lane + shape.head_lanes
+        for register in range(ends // LANES):
+            x: Any = None
+            for part in parts:
+                moves = _moves(part.of_values, part.lane, shape.head_lanes)
+                x = _gathered(moves, register, lambda i, p=part: spread.out[p.place(i)], x)
+            tile[:, lanes_of(register)] = x.astype(shape.dtype)
 
-    _for_each_register(shape, act)
+    _for_each_turn(shape, act)
 
 
 def pick(shape: Shape, spread: Spread, token) -> None:
@@ -88,37 +92,94 @@ def put(shape: Shape, spread: Spread, token, stack, plane: int, out: jax.Array) 
         spread.out[register, heads] = out[:num_heads, i * LANES : (i + 1) * LANES]
 
 
-def _for_each_register(shape: Shape, act: Callable) -> None:
-    """act(lanes of a tile, places of what is in them): a place is where a register of a head has its tokens."""
-    count, tokens = shape.num_planes * shape.read_lanes // LANES, shape.tile_tokens
-    in_register = max(1, LANES // shape.head_lanes)
-    num_heads = max(1, in_register // shape.num_planes)  # whose registers are whole
-    places = [(head, register) for head in range(num_heads) for register in range(count)]
-    num_registers = len(places) // in_register
-    num_steps = shape.num_heads // num_heads
-    most = UNROLLED if shape.picks_rows else UNROLLED_OF_PROMPTS
-    unrolled = max(n for n in range(1, most + 1) if num_steps % n == 0)
+class _Part(NamedTuple):
+    """A head, or a plane of one: `head_lanes` lanes of a tile."""
 
-    def place(head, register):
-        if shape.picks_rows:
-            return register, pl.ds(pl.multiple_of(head * tokens, tokens), tokens)
-        first = pl.multiple_of(lax.rem(head, shape.group) * tokens, tokens)
-        return lax.div(head, shape.group), register, pl.ds(first, tokens)
+    lane: int  # where it begins, counted from the turn's first register
+    of_keys: int  # and among the lanes that are read of its keys,
+    of_values: int  # and of its values
+    place: Callable[
+        [int], tuple
+    ]  # of its tokens in the arrays of `Spread`, by register of those lanes
+
+
+def _for_each_turn(shape: Shape, act: Callable) -> None:
+    """act(lanes of a tile by register, parts): as many parts as lie in whole registers, and until the lanes that are
+    read of their keys begin anew, too.
+    """
+    planes, tokens, lanes = shape.num_planes, shape.tile_tokens, shape.head_lanes
+    of_period = 1 if shape.period == 1 else shape.period * shape.group
+    num_parts = math.lcm(LANES // math.gcd(lanes, LANES), of_period * planes)
+    num_turns, num_registers = shape.num_heads * planes // num_parts, num_parts * lanes // LANES
+    most = (UNROLLED if shape.picks_rows else UNROLLED_OF_PROMPTS) // num_registers
+    unrolled = max(n for n in range(1, max(1, most) + 1) if num_turns % n == 0)
+
+    def part(turn, number: int) -> _Part:
+        in_turn, plane = divmod(number, planes)
+        kv_head = in_turn // shape.group
+        head = turn * (num_parts // planes) + in_turn
+
+        def place(register: int) -> tuple:
+            if shape.picks_rows:
+                rows = pl.ds(pl.multiple_of(head * tokens, tokens), tokens)
+                return _registers(shape, plane)[register], rows
+            first = pl.multiple_of(lax.rem(head, shape.group) * tokens, tokens)
+            some = pl.ds(register * LANES, LANES)
+            return lax.div(head, shape.group), plane, pl.ds(first, tokens), some
+
+        keys, values = (shape.lanes(kv_head, value)[1] for value in (False, True))
+        return _Part(number * lanes, keys, values, place)
 
     def some(index):
         for i in range(unrolled):
-            step = index * unrolled + i
-            for number in range(num_registers):
-                lane = pl.multiple_of((step * num_registers + number) * LANES, LANES)
-                mine = places[number * in_register : (number + 1) * in_register]
-                heads = [place(step * num_heads + head, register) for head, register in mine]
-                act(pl.ds(lane, LANES), heads)
+            turn = index * unrolled + i
 
-    repeat(0, num_steps // unrolled, some)
+            def lanes_of(register: int, turn=turn):
+                first = turn * num_registers + register
+                return pl.ds(pl.multiple_of(first * LANES, LANES), LANES)
+
+            act(lanes_of, [part(turn, number) for number in range(num_parts)])
+
+    repeat(0, num_turns // unrolled, some)
 
 
-def _in_first_half(x: jax.Array) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, x.shape, 1) < LANES // 2
+class _Move(NamedTuple):
+    """Lanes of a register that come from another one, which is rotated for it."""
+
+    source: int
+    target: int
+    first: int  # of the target's lanes
+    end: int
+    rotation: int
+
+
+def _moves(source: int, target: int, count: int) -> Iterator[_Move]:
+    """What brings `count` lanes from lane `source` of some registers to lane `target` of others."""
+    borders = (i for i in range(1, count) if (source + i) % LANES == 0 or (target + i) % LANES == 0)
+    for begin, end in itertools.pairwise([0, *borders, count]):
+        register, first = divmod(target + begin, LANES)
+        yield _Move(
+            source=(source + begin) // LANES,
+            target=register,
+            first=first,
+            end=first + end - begin,
+            rotation=(target - source) % LANES,
+        )
+
+
+def _gathered(moves, register: int, load: Callable, x: Any) -> Any:
+    """What goes to a register, float32, and x elsewhere; None: anything."""
+    for move in moves:
+        if move.target != register:
+            continue
+        found = load(move.source).astype(jnp.float32)
+        if move.rotation:
+            found = pltpu.roll(found, move.rotation, 1)
+        if x is not None and move.end - move.first < LANES:
+            lane = lax.broadcasted_iota(jnp.int32, found.shape, 1)
+            found = jnp.where((lane >= move.first) & (lane < move.end), found, x)
+        x = found
+    return x
 
 
 def _heads_of(shape: Shape, stack, token, size: int) -> Any:

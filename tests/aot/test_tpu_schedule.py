@@ -57,6 +57,16 @@ def test_loops_nest_and_say_how_often_they_run():
     assert turn.starts and not turn.waits and inner.waits
 
 
+def test_a_counter_may_be_in_the_scalar_memory_meanwhile():
+    text = BUNDLES.replace(
+        "%s6_s3 = sadd.s32 1, %s5_s3",
+        "%16 = sst [smem:[#allocation9_spill]] %s5_s3  ;;  "
+        "%s17_s4 = sld [smem:[#allocation9_spill]]  ;;  %s6_s3 = sadd.s32 1, %s17_s4",
+    )
+    (turn,) = parse("kernel.1", text, SLOTS).main_loops
+    assert turn.loops[0].trips == 4
+
+
 def test_what_a_jump_leaves_out_is_a_branch():
     (turn,) = parse("kernel.1", BUNDLES, SLOTS).main_loops
     (branch,) = turn.branches

@@ -27,10 +27,12 @@ from pallas_kernels.paged_attention import (
     tpu,
     tpu_layout,
     tpu_shape,
+    tpu_spread,
     tpu_work,
     tune,
 )
 from pallas_kernels.paged_attention.cases import Case
+from pallas_kernels.paged_attention.tpu_shape import LANES
 from tests.kernels.paged_attention import PagedAttentionTests, case_of
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -268,27 +270,51 @@ def test_heads_of_every_size(num_heads, num_kv_heads, head_dim, format):
     check(case, arrays_of(case), sinks=True)
 
 
+@pytest.mark.parametrize("source", [0, 40, 64, 96])
+@pytest.mark.parametrize("target", [0, 32, 112])
+@pytest.mark.parametrize("count", [48, 96, 128, 192])
+def test_lanes_move_from_registers_to_others(source, target, count):
+    given, wanted = np.arange(1, 1 + 4 * LANES), np.zeros(4 * LANES, int)
+    wanted[target : target + count] = given[source : source + count]
+    found = np.zeros((4, LANES), int)
+    for move in tpu_spread._moves(source, target, count):
+        lanes = slice(move.first, move.end)
+        rotated = np.roll(given.reshape(4, LANES)[move.source], move.rotation)
+        found[move.target, lanes] = rotated[lanes]
+    np.testing.assert_array_equal(found.ravel(), wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "dtype", "format", "spreads"),
+    ("num_heads", "num_kv_heads", "head_dim", "dtype", "format", "spreads"),
     [
         # A register with the last head of one KV head and the first of the other; three turns over heads.
-        (18, 2, "bfloat16", None, True),
-        (6, 2, "float32", None, True),
+        (18, 2, 64, "bfloat16", None, True),
+        (6, 2, 64, "float32", None, True),
         # An odd number of halves: XLA makes the tiles.
-        (3, 1, "bfloat16", None, False),
+        (3, 1, 64, "bfloat16", None, False),
         # Two planes of a head in a register.
-        (3, 1, "bfloat16", "int4", True),
+        (3, 1, 128, "bfloat16", "int4", True),
+        # Heads that begin anywhere in a register, as their keys do; two turns.
+        (8, 4, 96, "bfloat16", None, True),
+        (8, 4, 96, "bfloat16", "int4", True),
+        # Values that begin in one register and end in another.
+        (8, 8, 112, "float32", None, True),
+        # Heads of one KV head begin at different lanes.
+        (16, 4, 80, "bfloat16", None, True),
+        (4, 2, 192, "bfloat16", None, True),
     ],
 )
-def test_heads_of_half_a_register(num_heads, num_kv_heads, dtype, format, spreads):
+def test_heads_that_are_no_whole_registers(
+    num_heads, num_kv_heads, head_dim, dtype, format, spreads
+):
     """Several tiles of queries, of several rows."""
     case = replace(
         case_of("mixed"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         dtype=dtype,
-        head_dim=128 if format else 64,
+        head_dim=head_dim,
     )
     case, sizes = fitting(case, format), tpu_layout.TileSizes(tile_rows=64)
     arrays = arrays_of(case)
@@ -362,6 +388,14 @@ def check_one_query_per_row(case: Case, arrays: dict, **options) -> None:
         (14, 2, 64, "bfloat16", None),  # two heads a register
         (6, 2, 128, "bfloat16", "int4"),  # two planes a register
         (3, 1, 64, "bfloat16", None),  # an odd number of halves: XLA makes the tiles
+        (
+            8,
+            4,
+            96,
+            "bfloat16",
+            None,
+        ),  # heads that begin anywhere in a register; four KV heads share rows
+        (16, 4, 80, "float32", None),
     ],
 )
 def test_rows_are_picked_out_of_tiles_of_tokens(num_heads, num_kv_heads, head_dim, dtype, format):
