@@ -290,7 +290,7 @@ def _trips(program: str, condition: str | None) -> int | None:
     if not condition or not condition.startswith("!"):
         return None
     test = re.search(rf"{condition[1:]} = scmp\.ge\.s32\.totalorder (%\w+), (\d+)\b", program)
-    step = test and re.search(rf"{test[1]} = sadd\.s32 (\d+), (%\w+)", program)
+    step = test and re.search(rf"{_unspilled(program, test[1])} = sadd\.s32 (\d+), (%\w+)", program)
     start = step and re.search(rf"{_unspilled(program, step[2])} = sphi (%?\w+), ", program)
     if not (test and step and start):
         return None
@@ -304,10 +304,10 @@ def _trips(program: str, condition: str | None) -> int | None:
 
 
 def _unspilled(program: str, name: str) -> str:
-    """The value that was in the scalar memory before it had this name, or the name."""
+    """The value that was in the scalar memory before it had this name, or the name if it was not, or is unknown."""
     slot = re.search(rf"{name} = sld \[smem:\[#(\w+_spill)\]\]", program)
-    stored = slot and re.search(rf"sst \[smem:\[#{slot[1]}\]\] (%\w+)", program)
-    return stored[1] if stored else name
+    stored = re.findall(rf"sst \[smem:\[#{slot[1]}\]\] (%\w+)", program) if slot else []
+    return stored[0] if len(stored) == 1 else name
 
 
 def table(schedule: Schedule) -> str:

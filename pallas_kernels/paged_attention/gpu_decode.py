@@ -8,13 +8,13 @@ of a row (`gpu_layout.Splits`), for one KV head. A row's only item gives its res
 `gpu_combine.py` adds them. All parts together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come
 after others. (Split keys: Dao et al., Flash-Decoding.)
 
-**Stages.** Step i multiplies TILE keys, the steps of all items of a program counted; K and V lie in stage i % S each.
-To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three programs
-an SM with two stages of 64 keys (32 KB) have 96 to 192 KB, also where one item ends and the next begins.
+**Stages.** Steps are numbered over all items of a program. Step i multiplies TILE keys, whose K and V lie in stage
+i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three
+programs an SM with two stages of 64 keys (32 KB) have 96 to 192 KB, also where one item ends and the next begins.
 
-**Protocol.** The warpgroup starts all copies itself: those for step i at the end of step i - S, be it of the same item
-or of the one before; the first S before all items. What belongs to neither item, as the item between is shorter than S,
-is started when that begins. The queries of item t + 1 are copied from when item t begins.
+**Protocol.** The warpgroup starts all copies itself. Those for step i start at the end of step i - S, which may belong
+to the previous item; the first S start before the first item. If an item has fewer than S tiles, copies for the next
+one that no step of it starts are started when it begins. So is the copy of the next item's queries.
 
     buffer              producer         consumer          barrier                waits for
     queries [t % 2]     TMA for item t   wgmma of S'       queries_ready[t % 2]   the copy to arrive
@@ -169,15 +169,14 @@ class _Program:
 
     def __init__(self, plan: Plan, inputs: _Inputs, outputs: _Outputs, memory: Memory) -> None:
         self.plan, self.inputs, self.outputs, self.memory = plan, inputs, outputs, memory
-        self.number = lax.axis_index("program")
+        self.number, starts = lax.axis_index("program"), inputs.items.starts
+        num_pairs = starts[starts.shape[0] - 1] * plan.num_kv_heads
+        self.num_turns = pl.cdiv(num_pairs - self.number, plan.num_programs)
 
     def run(self):
-        plan, starts = self.plan, self.inputs.items.starts
-        num_items = starts[starts.shape[0] - 1] * plan.num_kv_heads
-        self.num_turns = pl.cdiv(num_items - self.number, plan.num_programs)
         first, zero = self._item_of(jnp.int32(0)), jnp.int32(0)
         pl.when(self.num_turns > 0)(lambda: self._fetch_queries(first, zero))
-        self._fetch_first(first, zero, plan.num_stages)
+        self._fetch_first(first, zero, self.plan.num_stages)
         lax.fori_loop(0, self.num_turns, self._attend, (first, zero))
 
     def _item_of(self, turn) -> Item:
@@ -188,11 +187,10 @@ class _Program:
         return self.number + turn * self.plan.num_programs
 
     def _attend(self, turn, carry):
-        """carry: the item, and the steps of those before; returns that of the next turn."""
+        """carry: the item, and the number of steps before it. Returns the same for the next turn."""
         plan, (at, used) = self.plan, carry
         following = self._item_of(turn + 1)
-        is_there = turn + 1 < self.num_turns
-        pl.when(is_there)(lambda: self._fetch_queries(following, turn + 1))
+        pl.when(turn + 1 < self.num_turns)(lambda: self._fetch_queries(following, turn + 1))
         self._fetch_first(following, used + at.num_tiles, plan.num_stages - at.num_tiles)
         slot = lax.rem(turn, jnp.int32(2))
         queries = self.memory.queries.at[slot]

@@ -46,7 +46,7 @@ class Plan:
 
     @classmethod
     def of(cls, q, source: Source, num_kv_heads: int, options: Options, max_items: int) -> Plan:
-        """`max_items`: the most that all rows have, which each KV head has anew."""
+        """`max_items`: the most items that all rows together can have, for each KV head."""
         head_dim, max_pairs = q.shape[2], max_items * num_kv_heads
         _, columns = part_shape(q.shape[1] // num_kv_heads, head_dim)
         per_sm, num_stages = _programs_and_stages(source, columns, q, options, max_pairs)
@@ -70,7 +70,7 @@ def _programs_and_stages(
     """
     itemsize, head_dim = q.dtype.itemsize, q.shape[2]
     stage_bytes = 2 * TILE * source.bytes_per_key()
-    own_bytes = columns * (2 * head_dim + TILE) * itemsize + 4096  # q, p, barriers, reductions
+    own_bytes = columns * (2 * head_dim + TILE) * itemsize + 4096  # two q, p, barriers, reductions
     if source.format is not None:
         own_bytes += TILE * head_dim * itemsize
     fitting = gpu_layout.SM_BYTES // (2 * stage_bytes + own_bytes + gpu_layout.RESERVED_BYTES)
@@ -94,7 +94,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(plan: Plan, dtype) -> Memory:
-    """The types."""
+    """The types of a program's shared memory."""
     as_wgmma = partial(tiled, dtype=dtype, swizzle=swizzle_of(plan.head_dim * dtype.itemsize))
     return Memory(
         queries=as_wgmma(2, plan.columns, plan.head_dim),
@@ -116,7 +116,7 @@ class Item(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, items: gpu_layout.Splits, kv_lens, pair, is_there) -> Item:
-        """`pair`: number of the item and the head, heads first. Without a key unless it `is_there`."""
+        """`pair`: item * num_kv_heads + head. An item without keys unless it `is_there`."""
         pair = jnp.where(is_there, pair, 0)
         item, head = (f(pair, jnp.int32(plan.num_kv_heads)) for f in (lax.div, lax.rem))
         row, low = items.row[item], items.first[item]

@@ -69,6 +69,7 @@ class Shape:
     scale_rows: int  # of a KV head in scale_zero; 0 if there is none
     mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
     sizes: TileSizes
+    may_pick: bool = True  # whether there is VMEM for `picks_rows`
 
     @property
     def num_planes(self) -> int:
@@ -86,9 +87,9 @@ class Shape:
     @property
     def tile_tokens(self) -> int:
         """Tokens whose queries come, and whose results go, at once: with one query per row those of a register, if
-        all heads together are whole registers.
+        all heads together are whole registers and there is VMEM for it.
         """
-        is_one = self.tile_q == 1 and self._is_whole
+        is_one = self.tile_q == 1 and self._is_whole and self.may_pick
         return slots_of_register(self.dtype) if is_one else self.tile_q
 
     @property
@@ -292,7 +293,7 @@ def shape_of(
     )
     while shape.tile_q > 1 and shape.vmem_bytes > VMEM_BYTES:
         shape = replace(shape, tile_q=shape.tile_q // 2)
-    return shape
+    return replace(shape, may_pick=shape.vmem_bytes <= VMEM_BYTES)
 
 
 def write_sizes(shape: Shape) -> list[int]:

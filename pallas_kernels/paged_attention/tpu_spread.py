@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.paged_attention.tpu_shape import LANES, Shape
 from pallas_kernels.paged_attention.tpu_write import repeat
 
-# Registers of a tile in a turn of the loop, if there need not be more: each turn waits for its first rotation. With one
-# query per row it matters less, since heads are spread once for several rows.
+# Registers of a tile in an iteration, unless a stretch of heads has more: each iteration waits for its first rotation.
+# With one query per row it matters less, since heads are spread once for several rows.
 UNROLLED, UNROLLED_OF_PROMPTS = 4, 8
 
 
@@ -51,28 +52,29 @@ def spread_queries(shape: Shape, spread: Spread, tile: Any) -> None:
 
     def act(lanes_of, parts):
         for part in parts:
-            moves = list(_moves(part.lane, part.of_keys, shape.head_lanes))
+            moves = _moves(part.lane, part.of_keys, shape.head_lanes)
+            load = _loader(lambda source: tile[:, lanes_of(source)])
             for register in range(shape.read_lanes // LANES):
-                x = _gathered(moves, register, lambda source: tile[:, lanes_of(source)], 0.0)
+                x = _gathered(moves, register, load, 0.0)
                 x = jnp.broadcast_to(x, (shape.tile_tokens, LANES))
                 spread.queries[part.place(register)] = x.astype(spread.queries.dtype)
 
-    _for_each_turn(shape, act)
+    _for_each_stretch(shape, act)
 
 
 def collect_results(shape: Shape, spread: Spread, tile: Any) -> None:
     """The inverse, of results, which lie in the lanes of values."""
 
     def act(lanes_of, parts):
-        ends = parts[-1].lane + shape.head_lanes
-        for register in range(ends // LANES):
+        moves = [_moves(part.of_values, part.lane, shape.head_lanes) for part in parts]
+        loads = [_loader(lambda i, p=part: spread.out[p.place(i)]) for part in parts]
+        for register in range((parts[-1].lane + shape.head_lanes) // LANES):
             x: Any = None
-            for part in parts:
-                moves = _moves(part.of_values, part.lane, shape.head_lanes)
-                x = _gathered(moves, register, lambda i, p=part: spread.out[p.place(i)], x)
+            for each, load in zip(moves, loads, strict=True):
+                x = _gathered(each, register, load, x)
             tile[:, lanes_of(register)] = x.astype(shape.dtype)
 
-    _for_each_turn(shape, act)
+    _for_each_stretch(shape, act)
 
 
 def pick(shape: Shape, spread: Spread, token) -> None:
@@ -95,29 +97,28 @@ def put(shape: Shape, spread: Spread, token, stack, plane: int, out: jax.Array) 
 class _Part(NamedTuple):
     """A head, or a plane of one: `head_lanes` lanes of a tile."""
 
-    lane: int  # where it begins, counted from the turn's first register
+    lane: int  # where it begins, counted from the stretch's first register
     of_keys: int  # and among the lanes that are read of its keys,
     of_values: int  # and of its values
-    place: Callable[
-        [int], tuple
-    ]  # of its tokens in the arrays of `Spread`, by register of those lanes
+    # Where its tokens are in the arrays of `Spread`, by register of those lanes.
+    place: Callable[[int], tuple]
 
 
-def _for_each_turn(shape: Shape, act: Callable) -> None:
-    """act(lanes of a tile by register, parts): as many parts as lie in whole registers, and until the lanes that are
-    read of their keys begin anew, too.
+def _for_each_stretch(shape: Shape, act: Callable) -> None:
+    """Calls act(lanes of a tile by register, parts) for each stretch of heads: the shortest that fills whole registers,
+    and after which the lanes of keys repeat.
     """
     planes, tokens, lanes = shape.num_planes, shape.tile_tokens, shape.head_lanes
     of_period = 1 if shape.period == 1 else shape.period * shape.group
     num_parts = math.lcm(LANES // math.gcd(lanes, LANES), of_period * planes)
-    num_turns, num_registers = shape.num_heads * planes // num_parts, num_parts * lanes // LANES
+    num_stretches, num_registers = shape.num_heads * planes // num_parts, num_parts * lanes // LANES
     most = (UNROLLED if shape.picks_rows else UNROLLED_OF_PROMPTS) // num_registers
-    unrolled = max(n for n in range(1, max(1, most) + 1) if num_turns % n == 0)
+    unrolled = max(n for n in range(1, max(1, most) + 1) if num_stretches % n == 0)
 
-    def part(turn, number: int) -> _Part:
-        in_turn, plane = divmod(number, planes)
-        kv_head = in_turn // shape.group
-        head = turn * (num_parts // planes) + in_turn
+    def part(stretch, number: int) -> _Part:
+        in_stretch, plane = divmod(number, planes)
+        kv_head = in_stretch // shape.group
+        head = stretch * (num_parts // planes) + in_stretch
 
         def place(register: int) -> tuple:
             if shape.picks_rows:
@@ -132,15 +133,15 @@ def _for_each_turn(shape: Shape, act: Callable) -> None:
 
     def some(index):
         for i in range(unrolled):
-            turn = index * unrolled + i
+            stretch = index * unrolled + i
 
-            def lanes_of(register: int, turn=turn):
-                first = turn * num_registers + register
+            def lanes_of(register: int, stretch=stretch):
+                first = stretch * num_registers + register
                 return pl.ds(pl.multiple_of(first * LANES, LANES), LANES)
 
-            act(lanes_of, [part(turn, number) for number in range(num_parts)])
+            act(lanes_of, [part(stretch, number) for number in range(num_parts)])
 
-    repeat(0, num_turns // unrolled, some)
+    repeat(0, num_stretches // unrolled, some)
 
 
 class _Move(NamedTuple):
@@ -153,28 +154,41 @@ class _Move(NamedTuple):
     rotation: int
 
 
-def _moves(source: int, target: int, count: int) -> Iterator[_Move]:
+def _moves(source: int, target: int, count: int) -> list[_Move]:
     """What brings `count` lanes from lane `source` of some registers to lane `target` of others."""
     borders = (i for i in range(1, count) if (source + i) % LANES == 0 or (target + i) % LANES == 0)
+    moves = []
     for begin, end in itertools.pairwise([0, *borders, count]):
         register, first = divmod(target + begin, LANES)
-        yield _Move(
-            source=(source + begin) // LANES,
-            target=register,
-            first=first,
-            end=first + end - begin,
-            rotation=(target - source) % LANES,
+        moves.append(
+            _Move(
+                source=(source + begin) // LANES,
+                target=register,
+                first=first,
+                end=first + end - begin,
+                rotation=(target - source) % LANES,
+            )
         )
+    return moves
 
 
-def _gathered(moves, register: int, load: Callable, x: Any) -> Any:
-    """What goes to a register, float32, and x elsewhere; None: anything."""
+def _loader(load: Callable[[int], jax.Array]) -> Callable[[int, int], jax.Array]:
+    """load(register), rotated, float32: once for each, since two registers may need it."""
+
+    @cache
+    def loaded(register: int, rotation: int) -> jax.Array:
+        x = load(register).astype(jnp.float32)
+        return pltpu.roll(x, rotation, 1) if rotation else x
+
+    return loaded
+
+
+def _gathered(moves: list[_Move], register: int, load: Callable, x: Any) -> Any:
+    """A register in float32: what is moved there, and x elsewhere. If x is None, other lanes are undefined."""
     for move in moves:
         if move.target != register:
             continue
-        found = load(move.source).astype(jnp.float32)
-        if move.rotation:
-            found = pltpu.roll(found, move.rotation, 1)
+        found = load(move.source, move.rotation)
         if x is not None and move.end - move.first < LANES:
             lane = lax.broadcasted_iota(jnp.int32, found.shape, 1)
             found = jnp.where((lane >= move.first) & (lane < move.end), found, x)

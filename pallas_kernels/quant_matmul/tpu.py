@@ -5,8 +5,8 @@ of outputs at a time, each with all its inputs: tiles of tokens are large, since
 
 Weights are converted to integers that bfloat16 represents exactly, or to fp8's values, so they are never rounded, and
 scales multiply float32 sums: of an output (int8, fp8), or of a group (int4), minus its zero times the sum of the
-group's x. Of int4 these are q - 8 and zero - 8, so that without zeros there is nothing to subtract. Bias and cast come
-last, in the kernel: a result in bfloat16 is half the bytes of the sums.
+group's x. For int4 the kernel uses q - 8 and zero - 8, so a weight without zeros needs no subtraction. Bias and cast
+come last, in the kernel: a result in bfloat16 is half the bytes of the sums.
 
 The sum of an output is over chunks of inputs in an order that depends only on the weight's shape: a row's result does
 not depend on the number of rows, as long as the MXU's does not.
@@ -37,10 +37,10 @@ TILE_BYTES = 7 << 20
 CHUNK = 4096  # inputs multiplied at once. Sums are divided there, so it is never tuned
 VMEM_BYTES = 52 << 20  # of at least 64 MB
 GROUP_SIZES = (32, 64, 128)
-# Chunks of LANES bytes of int4 in an iteration, with up to LANES tokens, or more. While the results of one are on their
-# way, the MXU takes the next; with many tokens that gains little, and programs are large and compile slowly.
-CHUNKS_OF_FEW, CHUNKS_OF_MANY = 8, 2
-UNIT = 16  # of q - 8, as the kernel has it: in the upper half of a byte
+# Slices of int4, of LANES bytes each, in an iteration: with up to LANES tokens, and with more. The MXU can begin one
+# before it has the results of another; with many tokens that gains little, and large programs compile slowly.
+SLICES_OF_FEW, SLICES_OF_MANY = 8, 2
+UNIT = 16  # the kernel has UNIT * (q - 8), in the upper half of a byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +160,9 @@ class _Arrays(NamedTuple):
 class _Scratch(NamedTuple):
     """VMEM, or in the kernel refs to it."""
 
-    sums: Any  # [tile of T, tile of F]: float32, or int32 of integers
-    zero: Any = None  # float32[J, tile of F]: single rows of bytes are not addressable
+    sums: Any  # [tile of T, tile of F]: float32, or int32 of integers; of int4 UNIT times the sums
+    # float32[J, tile of F]: UNIT * (zero - 8), since single rows of bytes are not addressable.
+    zero: Any = None
 
 
 def _call(
@@ -251,21 +252,21 @@ def _widen(w):
 
 
 def _add_groups(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
-    """int4: chunks of 128 bytes of an output, in order. Each is a pair of groups, or several pairs of smaller ones."""
+    """int4: slices of LANES bytes of each output, in order: a pair of groups, or several pairs of smaller ones."""
     if refs.zero is not None:
         zero = refs.zero[...].astype(jnp.int32).astype(jnp.float32)
         scratch.zero[...] = (zero - MIDDLE) * UNIT
-    per_chunk, num_chunks = 2 * LANES // group_size, refs.data.shape[1] // LANES
+    per_slice, num_slices = 2 * LANES // group_size, refs.data.shape[1] // LANES
 
-    def add(chunk):
-        planes = _planes(refs.data[:, pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)])
-        x = refs.x[:, pl.ds(pl.multiple_of(chunk * 2 * LANES, LANES), 2 * LANES)]
+    def add(index):
+        planes = _planes(refs.data[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)])
+        x = refs.x[:, pl.ds(pl.multiple_of(index * 2 * LANES, LANES), 2 * LANES)]
         total = scratch.sums[...]
-        for number in range(per_chunk):
+        for number in range(per_slice):
             first = number // 2 * group_size
             x_group = x[:, number * group_size : (number + 1) * group_size]
             w_group = planes[number % 2][:, first : first + group_size]
-            row = pl.ds(chunk * per_chunk + number, 1)
+            row = pl.ds(index * per_slice + number, 1)
             part = _dot(x_group, w_group, jnp.float32)
             if refs.zero is not None:
                 sums = x_group.astype(jnp.float32).sum(axis=1, keepdims=True)
@@ -273,15 +274,16 @@ def _add_groups(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
             total += part * refs.scale[row, :]
         scratch.sums[...] = total
 
-    at_once = CHUNKS_OF_FEW if scratch.sums.shape[0] <= LANES else CHUNKS_OF_MANY
+    at_once = SLICES_OF_FEW if scratch.sums.shape[0] <= LANES else SLICES_OF_MANY
 
     def add_some(i, _):
         for number in range(at_once):
             add(i * at_once + number)
 
-    lax.fori_loop(0, num_chunks // at_once, add_some, None)
-    for chunk in range(num_chunks - num_chunks % at_once, num_chunks):
-        add(chunk)
+    if num_slices >= at_once:
+        lax.fori_loop(0, num_slices // at_once, add_some, None)
+    for index in range(num_slices - num_slices % at_once, num_slices):
+        add(index)
 
 
 def _planes(data: jax.Array) -> list[jax.Array]:

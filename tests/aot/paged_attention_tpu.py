@@ -49,6 +49,7 @@ class Call:
 # Of what `tune.CANDIDATES` has, all at once; a test holds it to that.
 _LARGEST = (("tile_rows", 512), ("head_rows", 4096), ("tile_kv", 2048), ("tile_bytes", 4 << 20))
 _WIDE = Call(name="", num_heads=32, num_kv_heads=32, head_dim=256, num_blocks=1009)
+_PHI_3 = Call(name="phi-3-mini", num_heads=32, num_kv_heads=32, head_dim=96, num_blocks=1009)
 _PHI_4 = Call(name="", num_heads=40, num_kv_heads=10, head_dim=128)
 _LLAMA_8B = Call(name="llama-8b", num_heads=32, num_kv_heads=8, head_dim=128)
 _F32 = replace(_LLAMA_8B, name="llama-8b-float32", dtype="float32", num_blocks=1009)
@@ -67,7 +68,9 @@ CALLS = (
     replace(_LLAMA_8B, name="full-scalar-memory", num_rows=384, max_model_len=131072),
     replace(_LLAMA_8B, name="llama-8b-tp4", num_devices=4),
     replace(_LLAMA_8B, name="two-layers-in-a-loop", num_tokens=64, num_layers=2, num_steps=8),
-    Call(name="phi-3-mini", num_heads=32, num_kv_heads=32, head_dim=96, num_blocks=1009),
+    _PHI_3,
+    replace(_PHI_3, name="phi-3-mini-decode", num_tokens=64),
+    Call(name="head-dim-80", num_heads=32, num_kv_heads=8, head_dim=80),
     Call(name="head-dim-192", num_heads=16, num_kv_heads=4, head_dim=192),
     Call(name="gemma-2b", num_heads=8, num_kv_heads=1, head_dim=256),
     Call(name="gemma-2-9b", num_heads=16, num_kv_heads=8, head_dim=256, window=4096, soft_cap=50.0),

@@ -57,14 +57,18 @@ def test_loops_nest_and_say_how_often_they_run():
     assert turn.starts and not turn.waits and inner.waits
 
 
-def test_a_counter_may_be_in_the_scalar_memory_meanwhile():
-    text = BUNDLES.replace(
-        "%s6_s3 = sadd.s32 1, %s5_s3",
-        "%16 = sst [smem:[#allocation9_spill]] %s5_s3  ;;  "
-        "%s17_s4 = sld [smem:[#allocation9_spill]]  ;;  %s6_s3 = sadd.s32 1, %s17_s4",
-    )
+@pytest.mark.parametrize(
+    ("old", "spilled"), [("sadd.s32 1, %s5_s3", "%s5_s3"), ("totalorder %s6_s3", "%s6_s3")]
+)
+def test_a_counter_may_be_in_the_scalar_memory_meanwhile(old, spilled):
+    head, line, tail = BUNDLES.partition(next(x for x in BUNDLES.splitlines() if old in x))
+    line = line.replace(old, old.replace(spilled, "%s17_s4"))
+    moved = f"%16 = sst [smem:[#a9_spill]] {spilled}  ;;  %s17_s4 = sld [smem:[#a9_spill]]  ;;  "
+    text = head + line.replace("{ ", "{ " + moved, 1) + tail
     (turn,) = parse("kernel.1", text, SLOTS).main_loops
     assert turn.loops[0].trips == 4
+    (turn,) = parse("kernel.1", text + moved, SLOTS).main_loops
+    assert turn.loops[0].trips is None
 
 
 def test_what_a_jump_leaves_out_is_a_branch():

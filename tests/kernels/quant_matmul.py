@@ -69,7 +69,7 @@ def scale_of_powers_of_two(weight: QuantizedWeight) -> jax.Array:
 
 @jax.jit
 def zero_of_powers_of_two(weight: QuantizedWeight) -> jax.Array | None:
-    """4 or 8: less 8 they are powers of two, or nothing, too."""
+    """4 or 8, so that zero - 8 is a power of two, too, but for its sign, or 0."""
     return None if weight.zero is None else jnp.uint8(4) << (weight.zero & 1)
 
 

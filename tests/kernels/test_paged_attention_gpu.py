@@ -186,7 +186,13 @@ def detecting_races(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"format": "int8"}, {"head_dim": 192}, {"head_dim": 256}, {"window": None}],
+    [
+        {},
+        {"format": "int8", "head_dim": 128},
+        {"head_dim": 192},
+        {"head_dim": 256},
+        {"window": None},
+    ],
     ids=str,
 )
 def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch, detecting_races):
@@ -203,13 +209,16 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch,
 
 @pytest.mark.parametrize(
     ("options", "programs"),
-    [({}, 1), ({}, 3), ({"format": "int8"}, 2), ({"head_dim": 256, "window": 100}, 1)],
+    [
+        ({}, 1),
+        ({}, 3),
+        ({"format": "int8", "head_dim": 128}, 2),
+        ({"head_dim": 256, "window": 300}, 1),
+    ],
     ids=str,
 )
-def test_copies_for_an_item_start_during_the_one_before(
-    options, programs, monkeypatch, detecting_races
-):
-    """Items of one program with more tiles than there are stages, as many, fewer, and none."""
+def test_items_of_a_program_share_its_stages(options, programs, monkeypatch, detecting_races):
+    """Items with fewer tiles than there are stages, as many, none, and but for the first case more."""
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
     sizes = gpu_layout.TileSizes(programs_per_sm=programs)
     kv_lens = (30, 500, 64, 65, 520, 1, 260, 129, 0, 0)

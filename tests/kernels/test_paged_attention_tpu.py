@@ -295,7 +295,7 @@ def test_lanes_move_from_registers_to_others(source, target, count):
         (3, 1, 64, "bfloat16", None, False),
         # Two planes of a head in a register.
         (3, 1, 128, "bfloat16", "int4", True),
-        # Heads that begin anywhere in a register, as their keys do; two turns.
+        # Heads that begin anywhere in a register, as their keys do.
         (8, 4, 96, "bfloat16", None, True),
         (8, 4, 96, "bfloat16", "int4", True),
         # Values that begin in one register and end in another.
@@ -388,13 +388,8 @@ def check_one_query_per_row(case: Case, arrays: dict, **options) -> None:
         (14, 2, 64, "bfloat16", None),  # two heads a register
         (6, 2, 128, "bfloat16", "int4"),  # two planes a register
         (3, 1, 64, "bfloat16", None),  # an odd number of halves: XLA makes the tiles
-        (
-            8,
-            4,
-            96,
-            "bfloat16",
-            None,
-        ),  # heads that begin anywhere in a register; four KV heads share rows
+        # Heads that begin anywhere in a register. Of the first four KV heads share rows.
+        (8, 4, 96, "bfloat16", None),
         (16, 4, 80, "float32", None),
     ],
 )
@@ -414,6 +409,16 @@ def test_rows_are_picked_out_of_tiles_of_tokens(num_heads, num_kv_heads, head_di
         format,
     )
     check_one_query_per_row(case, arrays_of(case), sinks=format is None)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "picks_rows"), [(64, False), (8, True)])
+def test_rows_are_not_picked_where_vmem_is_short(num_kv_heads, picks_rows):
+    q = jax.ShapeDtypeStruct((64, 128, 192), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((100, 64, 2 * num_kv_heads * 192), jnp.bfloat16)
+    assert tpu_layout.unsupported_reason(q, pool, num_kv_heads, (64, 32)) is None
+    sizes = tpu_layout.TileSizes()
+    shape = tpu_shape.shape_of(q, pool, num_kv_heads, 32, sizes=sizes, one_query_per_row=True)
+    assert shape.picks_rows == shape.is_flat == picks_rows
 
 
 @pytest.mark.parametrize("others", ["reads none", "reads one", "reads the last one"])
