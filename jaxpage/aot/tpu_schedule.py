@@ -290,8 +290,8 @@ def _trips(program: str, condition: str | None) -> int | None:
     if not condition or not condition.startswith("!"):
         return None
     test = re.search(rf"{condition[1:]} = scmp\.ge\.s32\.totalorder (%\w+), (\d+)\b", program)
-    step = test and re.search(rf"{_unspilled(program, test[1])} = sadd\.s32 (\d+), (%\w+)", program)
-    start = step and re.search(rf"{_unspilled(program, step[2])} = sphi (%?\w+), ", program)
+    step = test and _definition(program, test[1], r"sadd\.s32 (\d+), (%\w+)")
+    start = step and _definition(program, step[2], r"sphi (%?\w+), ")
     if not (test and step and start):
         return None
     first = start[1]
@@ -303,11 +303,13 @@ def _trips(program: str, condition: str | None) -> int | None:
     return -(-(int(test[2]) - int(first)) // int(step[1]))
 
 
-def _unspilled(program: str, name: str) -> str:
-    """The value that was in the scalar memory before it had this name, or the name if it was not, or is unknown."""
+def _definition(program: str, name: str, pattern: str) -> re.Match[str] | None:
+    """`name = pattern`, or that of the value which was in the scalar memory before it had this name."""
+    if found := re.search(rf"{name} = {pattern}", program):
+        return found
     slot = re.search(rf"{name} = sld \[smem:\[#(\w+_spill)\]\]", program)
     stored = re.findall(rf"sst \[smem:\[#{slot[1]}\]\] (%\w+)", program) if slot else []
-    return stored[0] if len(stored) == 1 else name
+    return re.search(rf"{stored[0]} = {pattern}", program) if len(stored) == 1 else None
 
 
 def table(schedule: Schedule) -> str:
