@@ -43,13 +43,13 @@ def test_the_pool_stays_where_it_is(programs):
     for each in programs.values():
         assert each["alias_bytes"] == each["pool_bytes"], each
         assert each["copies"] == [], each
-        # Tiles of queries and results, where a head_dim of 96 is padded to 256 lanes; at most 144 MB of 1.6 GB here.
-        assert each["temp_bytes"] < 12 * each["q_bytes"] + 2**23, each
+        # Queries, results, and new keys and values, which are as large where every head has its own.
+        assert each["temp_bytes"] < 4 * each["q_bytes"] + 2**23, each
 
 
-def test_heads_of_half_a_register_need_no_tiles_in_hbm(programs):
-    """There each would be padded to a whole one, before and after: more than four times the queries' bytes."""
-    for name in ("qwen-0.5b", "gpt-oss", "llama-8b-int4"):
+def test_heads_that_are_no_whole_registers_need_no_tiles_in_hbm(programs):
+    """There they would be padded, before and after: more than three times the queries' bytes."""
+    for name in ("qwen-0.5b", "gpt-oss", "llama-8b-int4", "head-dim-80", "head-dim-192"):
         assert programs[name]["temp_bytes"] < 3 * programs[name]["q_bytes"], programs[name]
 
 

@@ -69,7 +69,7 @@ def scale_of_powers_of_two(weight: QuantizedWeight) -> jax.Array:
 
 @jax.jit
 def zero_of_powers_of_two(weight: QuantizedWeight) -> jax.Array | None:
-    """4 or 8, so that zero - 8 is a power of two, too, but for its sign, or 0."""
+    """4 or 8: zero - 8, which a kernel may use instead, is then -4 or 0, and exact as well."""
     return None if weight.zero is None else jnp.uint8(4) << (weight.zero & 1)
 
 

@@ -218,7 +218,7 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch,
     ids=str,
 )
 def test_items_of_a_program_share_its_stages(options, programs, monkeypatch, detecting_races):
-    """Items with fewer tiles than there are stages, as many, none, and but for the first case more."""
+    """Items with no tile, fewer than there are stages, as many, and, except in the first case, more."""
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
     sizes = gpu_layout.TileSizes(programs_per_sm=programs)
     kv_lens = (30, 500, 64, 65, 520, 1, 260, 129, 0, 0)

@@ -30,8 +30,8 @@ from tests.kernels.quant_matmul import (
 )
 
 ONE_OF_EACH = ("int8", "int4", "fp8", "int8-rounded-x")
-# Of int4: an iteration and three chunks more with few tokens, five and one more with many.
-MANY_CHUNKS = 11 * 2 * tpu.LANES
+# Inputs of 11 slices of int4: an iteration and three slices with few tokens, five and one with many.
+MANY_SLICES = 11 * 2 * tpu.LANES
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
@@ -67,8 +67,8 @@ class TestTPU(QuantMatmulTests):
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["int4", "int4-symmetric", "int4-groups-of-32"])
     @pytest.mark.parametrize("num_tokens", [19, 200])
-    def test_chunks_of_int4_that_are_no_multiple_of_those_of_an_iteration(self, name, num_tokens):
-        case = replace(case_of(name), num_tokens=num_tokens, num_in=MANY_CHUNKS)
+    def test_int4_slices_that_do_not_fill_the_last_iteration(self, name, num_tokens):
+        case = replace(case_of(name), num_tokens=num_tokens, num_in=MANY_SLICES)
         self.check(case)
 
     @pytest.mark.slow
@@ -87,10 +87,10 @@ class TestTPU(QuantMatmulTests):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_sizes_change_no_bit(name):
-    """With scales and zeros that are powers of two, as above. 300 tokens are one tile, two or three. In tiles of many
-    tokens the loop over int4 differs from that of few.
+    """With scales and zeros that are powers of two, as above. 300 tokens are one tile, two or three. For int4 the loop
+    differs between tiles of few and of many tokens.
     """
-    case = replace(case_of(name), num_tokens=300, num_out=1100, num_in=MANY_CHUNKS)
+    case = replace(case_of(name), num_tokens=300, num_out=1100, num_in=MANY_SLICES)
     x, weight = cases.arguments(case)
     scale, zero = scale_of_powers_of_two(weight), zero_of_powers_of_two(weight)
     weight = replace(weight, scale=scale, zero=zero)
