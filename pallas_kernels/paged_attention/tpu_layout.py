@@ -125,14 +125,14 @@ def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) ->
 
 
 def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[tuple[jax.Array, ...]]:
-    """The new tokens: [.., 2*K*D] as they stand in the pool, or K and V apart, [.., K*D] each, if a head is whole
-    registers, which `tpu_write` puts side by side. And [scale_rows*K, ..] of a pool with scales.
+    """The new tokens: K and V apart, [.., K*D] each, if those are whole registers and not quantised, which `tpu_write`
+    puts side by side; else [.., 2*K*D] as they stand in the pool. And [scale_rows*K, ..] of a pool with scales.
 
     Padded to whole registers, and to as many as `tpu_write` fetches at once.
     """
     num_tokens = k.shape[0]
     is_quantized = isinstance(pool, QuantizedPool)
-    if shape.head_lanes % LANES == 0 and not is_quantized:
+    if k[0].size % LANES == 0 and not is_quantized:
         new = [(k.reshape(num_tokens, -1), v.reshape(num_tokens, -1))]
     else:
         kv = jnp.stack([k, v], axis=2)  # [T, K, 2, D]; of [T, 2*K, D] XLA would keep float32 copies

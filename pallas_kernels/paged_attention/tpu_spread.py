@@ -8,10 +8,8 @@ heads one below the other those of a token are every `tile_tokens`-th row. Knows
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention.tpu_lanes import gathered, loader, moves
 from pallas_kernels.paged_attention.tpu_shape import LANES, Shape
 from pallas_kernels.paged_attention.tpu_write import repeat
 
@@ -52,10 +51,10 @@ def spread_queries(shape: Shape, spread: Spread, tile: Any) -> None:
 
     def act(lanes_of, parts):
         for part in parts:
-            moves = _moves(part.lane, part.of_keys, shape.head_lanes)
-            load = _loader(lambda source: tile[:, lanes_of(source)])
+            wanted = moves(part.lane, part.of_keys, shape.head_lanes)
+            load = loader(lambda source: tile[:, lanes_of(source)])
             for register in range(shape.read_lanes // LANES):
-                x = _gathered(moves, register, load, 0.0)
+                x = gathered(wanted, register, load, 0.0)
                 x = jnp.broadcast_to(x, (shape.tile_tokens, LANES))
                 spread.queries[part.place(register)] = x.astype(spread.queries.dtype)
 
@@ -66,12 +65,12 @@ def collect_results(shape: Shape, spread: Spread, tile: Any) -> None:
     """The inverse, of results, which lie in the lanes of values."""
 
     def act(lanes_of, parts):
-        moves = [_moves(part.of_values, part.lane, shape.head_lanes) for part in parts]
-        loads = [_loader(lambda i, p=part: spread.out[p.place(i)]) for part in parts]
+        wanted = [moves(part.of_values, part.lane, shape.head_lanes) for part in parts]
+        loads = [loader(lambda i, p=part: spread.out[p.place(i)]) for part in parts]
         for register in range((parts[-1].lane + shape.head_lanes) // LANES):
             x: Any = None
-            for each, load in zip(moves, loads, strict=True):
-                x = _gathered(each, register, load, x)
+            for each, load in zip(wanted, loads, strict=True):
+                x = gathered(each, register, load, x)
             tile[:, lanes_of(register)] = x.astype(shape.dtype)
 
     _for_each_stretch(shape, act)
@@ -142,58 +141,6 @@ def _for_each_stretch(shape: Shape, act: Callable) -> None:
             act(lanes_of, [part(stretch, number) for number in range(num_parts)])
 
     repeat(0, num_stretches // unrolled, some)
-
-
-class _Move(NamedTuple):
-    """Lanes of a register that come from another one, which is rotated for it."""
-
-    source: int
-    target: int
-    first: int  # of the target's lanes
-    end: int
-    rotation: int
-
-
-def _moves(source: int, target: int, count: int) -> list[_Move]:
-    """What brings `count` lanes from lane `source` of some registers to lane `target` of others."""
-    borders = (i for i in range(1, count) if (source + i) % LANES == 0 or (target + i) % LANES == 0)
-    moves = []
-    for begin, end in itertools.pairwise([0, *borders, count]):
-        register, first = divmod(target + begin, LANES)
-        moves.append(
-            _Move(
-                source=(source + begin) // LANES,
-                target=register,
-                first=first,
-                end=first + end - begin,
-                rotation=(target - source) % LANES,
-            )
-        )
-    return moves
-
-
-def _loader(load: Callable[[int], jax.Array]) -> Callable[[int, int], jax.Array]:
-    """load(register), rotated, float32: once for each, since two registers may need it."""
-
-    @cache
-    def loaded(register: int, rotation: int) -> jax.Array:
-        x = load(register).astype(jnp.float32)
-        return pltpu.roll(x, rotation, 1) if rotation else x
-
-    return loaded
-
-
-def _gathered(moves: list[_Move], register: int, load: Callable, x: Any) -> Any:
-    """A register in float32: what is moved there, and x elsewhere. If x is None, other lanes are undefined."""
-    for move in moves:
-        if move.target != register:
-            continue
-        found = load(move.source, move.rotation)
-        if x is not None and move.end - move.first < LANES:
-            lane = lax.broadcasted_iota(jnp.int32, found.shape, 1)
-            found = jnp.where((lane >= move.first) & (lane < move.end), found, x)
-        x = found
-    return x
 
 
 def _heads_of(shape: Shape, stack, token, size: int) -> Any:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention.tpu_lanes import alternating
 from pallas_kernels.paged_attention.tpu_shape import CHUNK_BUFFERS, Shape, write_window
 from pallas_kernels.paged_attention.tpu_work import Rows
 
@@ -118,7 +119,8 @@ class Write:
         slot, size, old_buffers = _slot(index), self.size, self.buffers.old
         first, end, before = self.rows.queries(self.chunk_rows[index])
         parts = [buffer[slot] for buffer in self.buffers.new]
-        new, old = wide(self._side_by_side(parts)), wide(old_buffers[slot])
+        new = wide(parts[0]) if len(parts) == 1 else alternating(parts, self.rows.shape.head_dim)
+        old = wide(old_buffers[slot])
         ahead = self._first_fetched(index) - (self.chunk_positions[index] - before)
         new = pltpu.roll(new, ahead & (self.window - 1), self.axis)
         new = new[:, :size] if self.axis else new[:size]
@@ -126,14 +128,6 @@ class Write:
         position = self.chunk_positions[index] + token
         is_new = (position >= first + before) & (position < end + before)
         old_buffers[slot] = jnp.where(is_new, new, old).astype(old_buffers.dtype)
-
-    def _side_by_side(self, parts: list[jax.Array]) -> jax.Array:
-        """[.., 2*K*D] of K and V apart: whole registers, which do not move."""
-        if len(parts) == 1:
-            return parts[0]
-        lanes = self.rows.shape.head_lanes
-        starts = range(0, parts[0].shape[1], lanes)
-        return jnp.concatenate([x[:, i : i + lanes] for i in starts for x in parts], axis=1)
 
     def _place(self, index):
         block_size, position = self.rows.shape.block_size, self.chunk_positions[index]

@@ -25,9 +25,9 @@ from pallas_kernels.paged_attention import (
     cases,
     reference,
     tpu,
+    tpu_lanes,
     tpu_layout,
     tpu_shape,
-    tpu_spread,
     tpu_work,
     tune,
 )
@@ -277,7 +277,7 @@ def test_lanes_move_from_registers_to_others(source, target, count):
     given, wanted = np.arange(1, 1 + 4 * LANES), np.zeros(4 * LANES, int)
     wanted[target : target + count] = given[source : source + count]
     found = np.zeros((4, LANES), int)
-    for move in tpu_spread._moves(source, target, count):
+    for move in tpu_lanes.moves(source, target, count):
         lanes = slice(move.first, move.end)
         rotated = np.roll(given.reshape(4, LANES)[move.source], move.rotation)
         found[move.target, lanes] = rotated[lanes]
