@@ -13,8 +13,7 @@ from typing import NamedTuple
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _CALL = re.compile(rf" (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<sizes>[\d,]*)\]")
-_BITS = {"pred": 8, "bf16": 16}  # the names of other dtypes end in their bits
+_ARRAY = re.compile(r"(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sizes>[\d,]*)\]")
 # jax gives it to all collectives of a `shard_map`. XLA numbers its own.
 _SHARED_CHANNEL = "1"
 
@@ -60,6 +59,5 @@ def _result(made: str) -> str:
 
 
 def _bytes(array: re.Match[str]) -> int:
-    dtype = array["dtype"]
-    bits = _BITS.get(dtype) or int(re.sub(r"\D+", "", dtype))
+    bits = int(array["bits"] or 8)  # pred has none
     return math.prod(int(n) for n in array["sizes"].split(",") if n) * bits // 8

@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Real
 
-LANES = 128
+from pallas_kernels.mosaic_tpu import LANES, dot_transposed, in_chunks
+
 CHUNK = 8192  # bytes of inputs multiplied at once. Sums are divided there, so it is never tuned
 X_BYTES = 8 << 20  # per tile of rows, at most
 TILE_BYTES = 8 << 20  # per tile of weights, at most; two of both and of the result: at most 44 MB
@@ -197,21 +198,8 @@ def _body(visits: _Visits, refs: _Arrays, out_ref, sum_ref):
 
 def _add_products(x_ref, w_ref, sum_ref):
     """Over chunks of inputs, in order."""
-    num_inputs = x_ref.shape[1]
-    size = CHUNK // x_ref.dtype.itemsize
 
     def add(chunk):
-        sum_ref[...] += lax.dot_general(
-            x_ref[:, chunk],
-            w_ref[:, chunk],
-            (((1,), (1,)), ((), ())),
-            preferred_element_type=sum_ref.dtype,
-        )
+        sum_ref[...] += dot_transposed(x_ref[:, chunk], w_ref[:, chunk], sum_ref.dtype)
 
-    def add_next(index, _):
-        add(pl.ds(pl.multiple_of(index * size, LANES), size))
-
-    if num_inputs >= size:
-        lax.fori_loop(0, num_inputs // size, add_next, None)
-    if rest := num_inputs % size:
-        add(pl.ds(num_inputs - rest, rest))
+    in_chunks(x_ref.shape[1], CHUNK // x_ref.dtype.itemsize, add)

@@ -30,7 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-LANES = 128
+from pallas_kernels.mosaic_tpu import LANES, dot_transposed
+
 SUBLANES = 16  # tokens per tile, and ranks in bfloat16, are multiples of it
 VMEM_BYTES = 48 << 20  # of at least 64 MB
 TILES_BYTES = 40 << 20  # all tiles together
@@ -274,5 +275,4 @@ def _body(units, count, y_ref, slot_ref, x_ref, a_ref, *refs, shapes: _Shapes):
 def _product(x, weight):
     """x [T, E] times weight [F, E] transposed; float32 with the highest precision."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dims = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
+    return dot_transposed(x, weight, precision=precision)

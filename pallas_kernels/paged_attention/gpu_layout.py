@@ -28,6 +28,7 @@ PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,
 RESERVED_BYTES = 1024  # and each takes besides what it asks for
 HEAD_DIMS = (64, 96, 128, 192, 256)
+MOST_TILE_KV = 128  # a tile lies in one block, or consists of whole ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,10 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str |
         return f"q is {q.dtype}{other}; they must be bfloat16 or float16, and the same"
     if q.shape[2] not in HEAD_DIMS:
         return f"head dim {q.shape[2]} is none of {HEAD_DIMS}"
-    if pool.shape[1] not in (8, 16, 32) and pool.shape[1] % 64:
-        return f"block size {pool.shape[1]} is neither 8, 16, 32 nor a multiple of 64"
+    if pool.shape[1] not in (8, 16, 32, 64) and pool.shape[1] % MOST_TILE_KV:
+        return (
+            f"block size {pool.shape[1]} is neither 8, 16, 32, 64 nor a multiple of {MOST_TILE_KV}"
+        )
     group = q.shape[1] // (pool.shape[2] // 2)
     if group > 64:
         return f"{group} query heads per KV head are more than 64"

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.mosaic_tpu import repeat
 from pallas_kernels.paged_attention.tpu_shape import (
     QUERY_BUFFERS,
     UNROLLED_BLOCKS,
@@ -34,7 +35,6 @@ from pallas_kernels.paged_attention.tpu_tile import (
     widen_factors,
 )
 from pallas_kernels.paged_attention.tpu_work import Units
-from pallas_kernels.paged_attention.tpu_write import repeat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.tpu_shape import LANES
+from pallas_kernels.mosaic_tpu import LANES
 
 
 class Move(NamedTuple):

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool, quantize
+from pallas_kernels.mosaic_tpu import LANES
 from pallas_kernels.paged_attention.tpu_shape import (
-    LANES,
     VMEM_BYTES,
     Pool,
     Shape,
@@ -35,7 +35,9 @@ from pallas_kernels.paged_attention.tpu_shape import (
 )
 
 MOST_BLOCKS = 1 << 16  # whose ids have 2 bytes
-SMEM_BYTES = 3 << 18  # of a block table; a core has 1 MB
+# Of a block table and the lists of `tpu_work.py`. A core has 1 MB; the rest is for the compiler, and for the lists of
+# prompts, which are longer by some bytes for each 16 tokens.
+SMEM_BYTES = 15 << 16
 BLOCK_BYTES = 4 << 20  # two are in VMEM at once
 
 
@@ -108,20 +110,31 @@ def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) ->
             f"the TPU kernel keeps ids of blocks in 2 bytes, and there are {pool.shape[0]} blocks; raise block_size "
             f"(it is {block_size})"
         )
-    if (num_bytes := 4 * table[0] * -(-table[1] // 2)) > SMEM_BYTES:
+    kinds = [
+        shape_of(q, pool, num_kv_heads, table[1], sizes=sizes, one_query_per_row=one)
+        for one in (True, False)
+    ]
+    if (num_bytes := _scalar_bytes(kinds[0], table)) > SMEM_BYTES:
         return (
-            f"a block table of {table[0]} rows and {table[1]} blocks takes {num_bytes} bytes of the scalar memory, of "
-            f"which the TPU kernel gives it {SMEM_BYTES}; raise block_size (it is {block_size}), or lower max_num_seqs "
-            f"or max_model_len"
+            f"a block table of {table[0]} rows and {table[1]} blocks takes {num_bytes} bytes of the scalar memory "
+            f"with the lists of a step, and the TPU kernel gives them {SMEM_BYTES}; raise block_size (it is "
+            f"{block_size}), or lower max_num_seqs or max_model_len"
         )
-    least = shape_of(q, pool, num_kv_heads, table[1], sizes=sizes, one_query_per_row=True)
-    if least.vmem_bytes > VMEM_BYTES:
+    if (num_bytes := max(shape.vmem_bytes for shape in kinds)) > VMEM_BYTES:
         return (
             f"with {num_kv_heads} KV heads of {q.shape[2]} and blocks of {block_size} the TPU kernel needs "
-            f"{least.vmem_bytes} bytes of VMEM, of which it may have {VMEM_BYTES}; lower block_size, or raise "
+            f"{num_bytes} bytes of VMEM, of which it may have {VMEM_BYTES}; lower block_size, or raise "
             f"tensor_parallel_size"
         )
     return None
+
+
+def _scalar_bytes(shape: Shape, table: tuple[int, ...]) -> int:
+    """Of the block table, and of the rows, units and chunks of a step in which every row has one query."""
+    num_rows, num_blocks = table
+    of_units = 5 * (-(-num_rows // shape.tile_tokens) + num_rows)
+    of_chunks = sum(2 * (num_rows // size + 2 * num_rows) for size in write_sizes(shape))
+    return 4 * (num_rows * -(-num_blocks // 2) + 2 * num_rows + of_units + of_chunks)
 
 
 def new_rows(shape: Shape, k: jax.Array, v: jax.Array, pool: Pool) -> list[tuple[jax.Array, ...]]:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.kv_write.quantized import QuantizedPool
+from pallas_kernels.mosaic_tpu import LANES
 
 Pool = Shaped[Array, "N S 2*K*D"] | QuantizedPool  # see `tpu_layout.to_tpu`
 
-LANES = 128
 VMEM_BYTES = 32 << 20  # of 64 MB and more
 QUERY_BUFFERS = 2
 CHUNK_BUFFERS = 8
@@ -35,14 +35,15 @@ class TileSizes:
     """What may differ from one kind of device to another (`tune.py`), but not within an engine: `tile_kv` and
     `tile_bytes` say where the sums of a row are cut. Fewer are taken where VMEM would not hold so many.
 
-    tile_rows: A at most, flops that pay for reading a byte of KV. By their data sheets v5e does 240 meanwhile, TPU7x
-    310, v6e 560. head_rows: K * A at most. tile_kv: B at most; tile_bytes: what such a tile has at most.
+    tile_rows: most rows in a tile of queries (A). In bfloat16 that is also the flops for each byte of KV that is read:
+    by the data sheets a v5e needs 240 to be bound by its MXUs and not by memory, a TPU7x 310, a v6e 560. head_rows:
+    most K * A. tile_kv, tile_bytes: most keys in a tile (B), and most bytes.
     """
 
     tile_rows: int = 256
     head_rows: int = 4096
     tile_kv: int = 512
-    tile_bytes: int = 2 << 20
+    tile_bytes: int = 4 << 20
 
 
 def scale_rows(num_kv_heads: int) -> int:
@@ -69,7 +70,6 @@ class Shape:
     scale_rows: int  # of a KV head in scale_zero; 0 if there is none
     mask: tuple[float, int | None, float | None]  # scale, window, soft_cap
     sizes: TileSizes
-    may_pick: bool = True  # whether there is VMEM for `picks_rows`
 
     @property
     def num_planes(self) -> int:
@@ -87,9 +87,9 @@ class Shape:
     @property
     def tile_tokens(self) -> int:
         """Tokens whose queries come, and whose results go, at once: with one query per row those of a register, if
-        all heads together are whole registers and there is VMEM for it.
+        all heads together are whole registers.
         """
-        is_one = self.tile_q == 1 and self._is_whole and self.may_pick
+        is_one = self.tile_q == 1 and self._is_whole
         return slots_of_register(self.dtype) if is_one else self.tile_q
 
     @property
@@ -202,7 +202,9 @@ class Shape:
         if self.tile_q > 1:
             return 1
         of_tile = self.tile_kv * self.width * self.pool_dtype.itemsize
-        return min(MOST_TILES, max(1, FETCH_BYTES // of_tile))
+        fitting = max(1, FETCH_BYTES // of_tile)
+        # A power of two, since fetches are counted by shifts.
+        return min(MOST_TILES, 1 << (fitting.bit_length() - 1))
 
     @property
     def fetch_kv(self) -> int:
@@ -272,7 +274,9 @@ def shape_of(
     mask: tuple[float, int | None, float | None] = (1.0, None, None),
     one_query_per_row: bool = False,
 ) -> Shape:
-    """Of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with prompts."""
+    """Of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with prompts; 1
+    where rows have one query.
+    """
     group = q.shape[1] // num_kv_heads
     rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)
     tile_q = 1 << (min(128, max(16, rows // group)).bit_length() - 1)
@@ -291,9 +295,10 @@ def shape_of(
         mask=mask,
         sizes=sizes,
     )
-    while shape.tile_q > 1 and shape.vmem_bytes > VMEM_BYTES:
+    # 1 would mean that every row has one query.
+    while shape.tile_q > 2 and shape.vmem_bytes > VMEM_BYTES:
         shape = replace(shape, tile_q=shape.tile_q // 2)
-    return replace(shape, may_pick=shape.vmem_bytes <= VMEM_BYTES)
+    return shape
 
 
 def write_sizes(shape: Shape) -> list[int]:

@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.mosaic_tpu import LANES, repeat
 from pallas_kernels.paged_attention.tpu_lanes import gathered, loader, moves
-from pallas_kernels.paged_attention.tpu_shape import LANES, Shape
-from pallas_kernels.paged_attention.tpu_write import repeat
+from pallas_kernels.paged_attention.tpu_shape import Shape
 
 # Registers of a tile in an iteration, unless a stretch of heads has more: each iteration waits for its first rotation.
 # With one query per row it matters less, since heads are spread once for several rows.

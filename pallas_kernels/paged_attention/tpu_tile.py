@@ -22,15 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
+from pallas_kernels.mosaic_tpu import LANES, repeat, wide
 from pallas_kernels.paged_attention import tpu_spread
 from pallas_kernels.paged_attention.tpu_shape import (
-    LANES,
     QUERY_BUFFERS,
     Pool,
     Shape,
 )
 from pallas_kernels.paged_attention.tpu_spread import Spread
-from pallas_kernels.paged_attention.tpu_write import repeat, wide
 
 MASK = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: no difference of two scores is NaN
 LOG2E = math.log2(math.e)

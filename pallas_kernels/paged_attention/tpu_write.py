@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.mosaic_tpu import repeat, wide
 from pallas_kernels.paged_attention.tpu_lanes import alternating
 from pallas_kernels.paged_attention.tpu_shape import CHUNK_BUFFERS, Shape, write_window
 from pallas_kernels.paged_attention.tpu_work import Rows
@@ -169,13 +170,3 @@ def write_beside(writes: list[Write], is_read_by_others: jax.Array) -> Callable:
         write.begin()
     repeat(0, jnp.where(is_read_by_others, writes[0].total + AHEAD, lead), turn)
     return lambda unit: pl.when(~is_read_by_others)(lambda: turn(unit + lead))
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """In 4 bytes, which registers rotate."""
-    return x.astype(jnp.int32 if x.dtype == jnp.uint8 else jnp.float32)
-
-
-def repeat(first, end, act: Callable) -> None:
-    """Calls act(i) for i in [first, end)."""
-    lax.fori_loop(first, end, lambda index, _: act(index), None)

@@ -28,9 +28,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.mosaic_tpu import LANES, dot_transposed, in_chunks
 from pallas_kernels.quant_matmul.quantized import MIDDLE, QuantizedWeight, padded, round_rows
 
-LANES = 128
 X_BYTES = 14 << 20  # per tile of x, at most
 # Per weight tile, at most. Two of both and of the result, and sums: at most 48 MB.
 TILE_BYTES = 7 << 20
@@ -225,24 +225,12 @@ def _body(refs: _Arrays, out_ref, scratch: _Scratch, *, group_size: int | None):
 
 def _add_chunks(refs: _Arrays, sums) -> None:
     """int8 and fp8: chunks of inputs, in order."""
-    num_in = refs.x.shape[1]
 
     def add(chunk):
         x, w = refs.x[:, chunk], refs.data[:, chunk]
-        sums[...] += _dot(x, w if x.dtype == jnp.int8 else _widen(w), sums.dtype)
+        sums[...] += dot_transposed(x, w if x.dtype == jnp.int8 else _widen(w), sums.dtype)
 
-    def add_next(index, _):
-        add(pl.ds(pl.multiple_of(index * CHUNK, CHUNK), CHUNK))
-
-    if num_in >= CHUNK:
-        lax.fori_loop(0, num_in // CHUNK, add_next, None)
-    if rest := num_in % CHUNK:
-        add(pl.ds(num_in - rest, rest))
-
-
-def _dot(x, w, dtype):
-    """x [T, E] times w [F, E] transposed."""
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    in_chunks(refs.x.shape[1], CHUNK, add)
 
 
 def _widen(w):
@@ -267,7 +255,7 @@ def _add_groups(refs: _Arrays, scratch: _Scratch, group_size: int) -> None:
             x_group = x[:, number * group_size : (number + 1) * group_size]
             w_group = planes[number % 2][:, first : first + group_size]
             row = pl.ds(index * per_slice + number, 1)
-            part = _dot(x_group, w_group, jnp.float32)
+            part = dot_transposed(x_group, w_group)
             if refs.zero is not None:
                 sums = x_group.astype(jnp.float32).sum(axis=1, keepdims=True)
                 part -= sums * scratch.zero[row, :]

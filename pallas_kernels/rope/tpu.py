@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-LANES = 128
+from pallas_kernels.mosaic_tpu import LANES
+
 ROWS = 16  # tokens that are turned at once: a register of bfloat16
 MOST_TOKENS = 256  # of a block
 VMEM_BYTES = 32 << 20
@@ -27,6 +28,8 @@ VMEM_BYTES = 32 << 20
 
 def unsupported_reason(heads: Sequence[int], head_dim: int, dtype: Any) -> str | None:
     """Why the kernel cannot serve arrays of so many heads; None if it can."""
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"heads are {dtype}; the kernel reads bfloat16 or float32"
     lanes = math.lcm(head_dim, LANES)
     for each in heads:
         if each * head_dim % lanes:

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from pallas_kernels.mosaic_tpu import LANES
 from pallas_kernels.token_mask.xla import num_used
 
-LANES = 128
 ROWS = 8  # of a block
 VMEM_BYTES = 60 << 20  # of 64 MB and more
 CHUNK = 32 * LANES  # tokens whose words fill a register

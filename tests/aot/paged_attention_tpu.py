@@ -65,7 +65,7 @@ CALLS = (
     replace(_LLAMA_8B, name="llama-8b-fp8-e4m3", format="fp8_e4m3"),
     replace(_LLAMA_8B, name="llama-8b-fp8-e5m2-decode", format="fp8_e5m2", num_tokens=64),
     _F32,
-    replace(_LLAMA_8B, name="full-scalar-memory", num_rows=384, max_model_len=131072),
+    replace(_LLAMA_8B, name="full-scalar-memory", num_rows=464, max_model_len=131072),
     replace(_LLAMA_8B, name="llama-8b-tp4", num_devices=4),
     replace(_LLAMA_8B, name="two-layers-in-a-loop", num_tokens=64, num_layers=2, num_steps=8),
     _PHI_3,

@@ -48,3 +48,11 @@ def test_an_asynchronous_call_makes_its_operands_too():
       %all-gather-done = (s32[8]{0}, pred[8,4]{1,0}) all-gather-done(%all-gather-start)
     """
     assert exchanges(text) == [("all-gather", 1, 64), ("all-reduce", 1, 64)]
+
+
+def test_arrays_of_8_bit_floats_and_tokens_are_counted():
+    text = """
+      %all-gather.1 = (f8e4m3fn[8,128]{1,0}, pred[8]{0}) all-gather(%a, %b), channel_id=1, dimensions={0}
+      %all-reduce.2 = (bf16[8,64]{1,0}, token[]) all-reduce(%a, %b), channel_id=2, to_apply=%add
+    """
+    assert exchanges(text) == [("all-gather", 1, 1032), ("all-reduce", 1, 1024)]

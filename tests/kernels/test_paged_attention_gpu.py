@@ -362,6 +362,7 @@ def test_query_tiles_are_all_queries_but_single_ones_and_the_longest_come_first(
         (dict(dtype="float32"), "q is float32 and the pool float32; they must be bfloat16"),
         (dict(head_dim=80), "head dim 80 is none of"),
         (dict(block_size=4), "block size 4 is neither"),
+        (dict(block_size=192), "block size 192 is neither"),  # a tile of 128 would cross blocks
         (dict(num_heads=128, num_kv_heads=1), "128 query heads per KV head are more than 64"),
         (dict(format="int8", num_kv_heads=1), "1 KV heads are odd"),
         (dict(format="int4", head_dim=96), "head dim 96 in int4 does not fit"),

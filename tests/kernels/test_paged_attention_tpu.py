@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
+from pallas_kernels.mosaic_tpu import LANES
 from pallas_kernels.paged_attention import (
     cases,
     reference,
@@ -32,7 +33,6 @@ from pallas_kernels.paged_attention import (
     tune,
 )
 from pallas_kernels.paged_attention.cases import Case
-from pallas_kernels.paged_attention.tpu_shape import LANES
 from tests.kernels.paged_attention import PagedAttentionTests, case_of
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -411,14 +411,42 @@ def test_rows_are_picked_out_of_tiles_of_tokens(num_heads, num_kv_heads, head_di
     check_one_query_per_row(case, arrays_of(case), sinks=format is None)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "picks_rows"), [(64, False), (8, True)])
-def test_rows_are_not_picked_where_vmem_is_short(num_kv_heads, picks_rows):
-    q = jax.ShapeDtypeStruct((64, 128, 192), jnp.bfloat16)
-    pool = jax.ShapeDtypeStruct((100, 64, 2 * num_kv_heads * 192), jnp.bfloat16)
-    assert tpu_layout.unsupported_reason(q, pool, num_kv_heads, (64, 32)) is None
-    sizes = tpu_layout.TileSizes()
-    shape = tpu_shape.shape_of(q, pool, num_kv_heads, 32, sizes=sizes, one_query_per_row=True)
-    assert shape.picks_rows == shape.is_flat == picks_rows
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 1100])
+def test_a_fetch_has_a_power_of_two_of_tiles(window):
+    """Three would fit, but the scalar core counts fetches by shifts."""
+    case = Case(
+        name="",
+        query_lens=(1, 1),
+        kv_lens=(1000, 2000),
+        num_heads=5,
+        num_kv_heads=5,
+        head_dim=64,
+        dtype="bfloat16",
+        window=window,
+    )
+    case = fitting(case, "int8")
+    arrays = arrays_of(case)
+    shape = tpu_shape.shape_of(
+        arrays["q"],
+        to_tpu(arrays["pool"]),
+        5,
+        blocks_per_row=1,
+        sizes=tpu_layout.TileSizes(),
+        one_query_per_row=True,
+    )
+    assert 3 <= tpu_shape.FETCH_BYTES / (shape.tile_kv * shape.width) < 4
+    assert shape.tiles_of_fetch == 2
+    check(case, arrays, one_query_per_row=True)
+
+
+@pytest.mark.parametrize("heads", [(100, 100, 128), (8, 8, 64)])
+def test_rows_with_several_queries_have_tiles_of_several(heads):
+    q, pool = shapes(heads=heads, block_size=16)
+    shape = tpu_shape.shape_of(q, pool, heads[1], 32, sizes=tpu_layout.TileSizes())
+    assert shape.tile_q > 1
+    why = tpu_layout.unsupported_reason(q, pool, heads[1], (64, 32))
+    assert (why is not None) == (shape.vmem_bytes > tpu_layout.VMEM_BYTES)
 
 
 @pytest.mark.parametrize("others", ["reads none", "reads one", "reads the last one"])
@@ -607,8 +635,8 @@ def test_no_candidate_takes_more_memory_than_there_is(heads, dtype, format):
         ({"pool": (9, 48, 256)}, "a power of two"),
         ({"pool": (9, 16384, 256)}, "one has 8388608"),
         ({"pool": (70000, 16, 256)}, "there are 70000 blocks"),
-        ({"table": (256, 2048)}, "takes 1048576 bytes"),
-        ({"table": (1 << 18, 1)}, "takes 1048576 bytes"),  # a word for each row
+        ({"table": (256, 2048)}, "256 rows and 2048 blocks takes 1060416 bytes"),
+        ({"table": (1 << 15, 1)}, "takes 1646592 bytes"),  # most of them are lists of rows
         ({"pool": (9, 64, 256), "format": "int8"}, "at least 128"),
         ({"pool": (9, 16, 65536), "num_kv_heads": 64, "head_dim": 512}, "bytes of VMEM"),
     ],

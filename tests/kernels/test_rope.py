@@ -63,11 +63,16 @@ def test_the_kernel_rotates_arrays_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "reason"),
-    [((4, 2, 2), 64, None), ((14, 1), 64, "1 heads of 64"), ((4096, 512), 128, "MB of VMEM")],
+    ("heads", "head_dim", "dtype", "reason"),
+    [
+        ((4, 2, 2), 64, jnp.bfloat16, None),
+        ((14, 1), 64, jnp.bfloat16, "1 heads of 64"),
+        ((4096, 512), 128, jnp.bfloat16, "MB of VMEM"),
+        ((4, 2, 2), 64, jnp.float16, "heads are float16"),
+    ],
 )
-def test_what_the_kernel_cannot_serve(heads, head_dim, reason):
-    found = tpu.unsupported_reason(heads, head_dim, jnp.bfloat16)
+def test_what_the_kernel_cannot_serve(heads, head_dim, dtype, reason):
+    found = tpu.unsupported_reason(heads, head_dim, jnp.dtype(dtype))
     assert found is None if reason is None else reason in (found or "")
 
 
