@@ -48,6 +48,7 @@ from jaxpage.models.decoder import CausalLM
 from jaxpage.pictures.border import PictureProcessor
 from jaxpage.research_config import ResearchSpec
 from jaxpage.runner.block_store import BlockStore, fingerprint
+from jaxpage.runner.fingerprint import machine_fingerprint
 from jaxpage.runner.host_memory import HostMemory, content_shapes, content_shardings
 from jaxpage.runner.memory import check_room, pool_bytes
 from jaxpage.runner.programs import use_persistent_cache
@@ -332,6 +333,9 @@ def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
         # Any number of blocks of the pool will do: blocks on disk fit all of them.
         layout = repr(replace(pool, num_blocks=0))
         described = [repr(spec.model.config), repr(spec.groups), layout]
+        if config.numerics == "strict":  # other programs round in other places, and here every bit counts
+            machine = machine_fingerprint(spec.device, compiler_flags())
+            described += [repr(machine), str(spec.num_devices)]
         parameters = jax.tree.leaves(nnx.state(spec.model))
         folder = Path(config.kv_offload_dir) / fingerprint(described, map(np.asarray, parameters))
         store = BlockStore(folder, [x.shape for x in shapes], [x.dtype for x in shapes])

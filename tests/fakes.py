@@ -440,6 +440,7 @@ class FakeRunner:
         self.block_size = block_size
         self.fail_launch = fail_launch
         self.fail_collect = fail_collect
+        self.steps_are_done = False  # once they are launched, as far as `is_done` tells
         self.plans: list[StepPlan] = []
         self.num_computed_tokens = 0
         self._slots: dict[int, _Slot] = {}
@@ -500,6 +501,9 @@ class FakeRunner:
         self._broken = any(x in self.fail_collect for x, _ in [*self._under_way, (handle, None)])
         self._under_way.append((handle, self._run(plan)))
         return handle
+
+    def is_done(self, handle: int) -> bool:
+        return self.steps_are_done
 
     def collect(self, handle: int) -> StepResult:
         if handle in self.fail_collect:

@@ -43,6 +43,9 @@ class InstantRunner:
             top_logprobs=np.zeros(top.shape, np.float32),
         )
 
+    def is_done(self, launched: StepResult, /) -> bool:
+        return True
+
     def collect(self, launched: StepResult, /) -> StepResult:
         return launched
 

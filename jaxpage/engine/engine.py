@@ -26,6 +26,7 @@ from jaxpage.request import Request, WaitingFor
 
 # Seconds for which an idle step waits for a mask. Short, because the caller may have new requests by then.
 LONGEST_WAIT = 0.01
+LONGEST_NAP = 0.005  # seconds between two looks at the step under way
 MAX_FAILURES = 3  # consecutive failed steps, after which the engine counts as dead
 
 T = TypeVar("T")
@@ -39,6 +40,10 @@ class StepRunner(Protocol):
 
     def launch(self, plan: StepPlan) -> Any:
         """Start a step and return a handle at once."""
+        ...
+
+    def is_done(self, launched: Any, /) -> bool:
+        """Whether `collect` would not have to wait for the device."""
         ...
 
     def collect(self, launched: Any, /) -> StepResult:
@@ -183,13 +188,14 @@ class Engine:
         return list(self.scheduler.requests)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. Returns False and does nothing while any request holds blocks.
+        """Empty the prefix cache of device and host, not that on disk. Returns False and does nothing while any request
+        holds blocks.
 
         With `reset_running_requests`, running requests are preempted first and recomputed when they resume.
         """
         if reset_running_requests:
             self.scheduler.preempt_all()
-        return self.scheduler.kv.pool.reset_prefix_cache()
+        return self.scheduler.kv.reset_prefix_cache()
 
     def save_prefix_cache(self) -> None:
         """Write all cached blocks of device and host to `kv_offload_dir`; no effect without that option."""
@@ -224,10 +230,11 @@ class Engine:
         """See `EngineVerbs`."""
         if self._pace is None or self._launched is None:
             return
-        step = self._launched[0]
-        seconds = self._pace.next_launch(step.plan, step.launch_time) - time.monotonic()
-        if seconds > 0:
-            time.sleep(seconds)
+        step, launched = self._launched
+        due = self._pace.next_launch(step.plan, step.launch_time)
+        # A step may end long before it is expected to: a launch that waited for the compiler looked like a slow step.
+        while (seconds := due - time.monotonic()) > 0 and not self.runner.is_done(launched):
+            time.sleep(min(seconds, LONGEST_NAP))
         self._pace.woke(time.monotonic())
 
     def wait_until_warm(self) -> None:

@@ -145,9 +145,13 @@ class HostTier:
     def invalidate(self) -> None:
         """After a failed step, contents may be wrong or missing: forget all hashes and planned transfers."""
         self._transfers = BlockTransfers()
+        self.forget_cached()
+        self._departed, self._arrived = {}, {}
+
+    def forget_cached(self) -> None:
+        """Forget all hashes. Sequences keep their host blocks."""
         self.pool.forget_all()
         self.pool.evicted, self.device.evicted = [], []
-        self._departed, self._arrived = {}, {}
 
     def _save_evicted(self) -> None:
         """Move blocks that the device evicted in this plan here, and blocks that these evict in turn to disk.

@@ -316,8 +316,22 @@ class KVCache:
             sequence.block_hashes.clear()
             if sequence.block_tables or sequence.host_tables:
                 sequence.has_mixed_kv = True
+
+    def leave_store(self) -> None:
+        """Neither read nor write the store on disk any more, which is for the weights of the start."""
         if self.tier is not None:
-            self.tier.store = None  # the same epoch number means other weights in another process
+            self.tier.store = None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached on device and host. Returns False and does nothing while device blocks are in use.
+
+        What is on disk stays: other processes have it too, and it is for these weights.
+        """
+        if not self.pool.reset_prefix_cache():
+            return False
+        if self.tier is not None:
+            self.tier.forget_cached()
+        return True
 
     def invalidate(self, waiting: Iterable[Sequence]) -> None:
         """After a failed step, trust no cached block. Swapped-out sequences among `waiting` are recomputed."""

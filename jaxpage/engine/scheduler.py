@@ -174,6 +174,7 @@ class Scheduler:
         self.counters.num_weight_changes += 1
         for sequence in (*self.running, *self.waiting):
             sequences.note_weights(sequence, self.counters.num_weight_changes)
+        self.kv.leave_store()
         if keep_cache:
             return
         self.kv.begin_weight_epoch((*self.running, *self.waiting))

@@ -25,6 +25,11 @@ class Executed:
     # (rows int32[K], [C, P, E]) of each call
     captured: list[tuple[np.ndarray, jax.Array]] = field(default_factory=list)
 
+    def arrays(self) -> list[jax.Array]:
+        """All that `to_host` reads."""
+        leaves = jax.tree.leaves((self.sampled, self.scores, self.vocabulary, self.captured))
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
 
 @dataclass(frozen=True)
 class Launched:

@@ -214,6 +214,10 @@ class Runner:
         """Write the contents of blocks to disk: pairs of (device or host block, hash)."""
         self.execute(pack_stores(device, host))
 
+    def is_done(self, launched: Launched) -> bool:
+        """Whether the device has computed all that `collect` reads."""
+        return all(array.is_ready() for array in launched.result.arrays())
+
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step and copy its result to the host. The only method that waits for the device."""
         with self._computed(launched.result):
@@ -228,9 +232,7 @@ class Runner:
     def _computed(self, result: Executed) -> AbstractContextManager[None]:
         if self.other_hosts is None:
             return nullcontext()
-        read = (result.sampled, result.scores, result.vocabulary, result.captured)
-        leaves = jax.tree.leaves(read)
-        return self.other_hosts.reading([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
+        return self.other_hosts.reading(result.arrays())
 
     def _choose(self, plan: StepPlan) -> StepPrograms:
         """The smallest programs that fit the plan and are compiled."""

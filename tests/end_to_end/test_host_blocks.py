@@ -189,6 +189,19 @@ def test_a_prefix_is_found_on_the_host_and_after_a_restart_on_the_disk(
 
 
 @pytest.mark.slow
+def test_strict_numerics_do_not_read_what_other_programs_computed(folder, tmp_path):
+    options = {"swap_space": 0.1, "kv_offload_dir": str(tmp_path)}
+    prompt = work()[0][1]
+    one = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    found = []
+    for numerics in ("fast", "strict", "strict"):
+        llm = make_llm(folder, 17, numerics=numerics, **options)
+        found.append(llm.generate([prompt], one, use_tqdm=False)[0].num_cached_tokens)
+        llm.save_prefix_cache()
+    assert found == [0, 0, (len(prompt) - 1) // 8 * 8]
+
+
+@pytest.mark.slow
 def test_options_that_need_host_blocks_say_so(folder):
     for options in ({"preemption_mode": "swap"}, {"kv_offload_dir": "x"}):
         with pytest.raises(ValueError, match="give swap_space"):

@@ -166,6 +166,33 @@ def test_after_a_weight_epoch_nothing_is_found_on_host_or_disk():
     assert again.num_cached_tokens == 0 and engine.scheduler.kv.tier.store is None
 
 
+def test_what_new_weights_compute_is_not_stored_as_that_of_the_old_ones():
+    """Also where the cache is kept: another process would find it under its own weights."""
+    store = FakeStore()
+    engine = make_engine(num_blocks=9, num_host_blocks=2, store=store)
+    run(engine, make_request("first", PROMPT, max_tokens=2))
+    engine.scheduler.begin_weight_epoch(keep_cache=True)
+    again = make_request("again", PROMPT, max_tokens=2)
+    run(engine, again)
+    assert again.num_cached_tokens > 0
+    for i in range(3):
+        run(engine, make_request(str(i), [7 + i] * 30, max_tokens=2))
+    engine.save_prefix_cache()
+    assert not store.content
+
+
+def test_after_a_reset_nothing_is_found_on_the_host():
+    engine = make_engine(num_blocks=9, num_host_blocks=20)
+    run(engine, make_request("first", PROMPT, max_tokens=2))
+    run(engine, make_request("other", [9] * 30, max_tokens=2))
+    assert engine.stats().num_blocks_swapped_out > 0
+    assert engine.reset_prefix_cache()
+    again = make_request("again", PROMPT, max_tokens=2)
+    run(engine, again)
+    assert_expected(engine, again)
+    assert again.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("kind", ["fail_launch", "fail_collect"])
 @pytest.mark.parametrize("number", range(2, 12))
 @pytest.mark.parametrize("overlap", [False, True])

@@ -116,3 +116,17 @@ def test_requests_that_come_while_the_device_computes_are_in_the_next_step():
     engine.add(make_request("b", [2], max_tokens=20))
     engine.step()
     assert engine.runner.plans[-1].num_rows == 2
+
+
+def test_a_step_that_is_done_is_followed_at_once_whatever_was_expected():
+    """The first launch of a kind may have waited for its program to be compiled."""
+    engine = make_engine(overlap=True)
+    engine.keep_pace()
+    engine.add(make_request("a", [1], max_tokens=20))
+    steps(engine, 3)
+    step = engine._launched[0]
+    engine._pace._step_seconds = {(True, 0): 300.0}
+    due = engine._pace.next_launch(step.plan, step.launch_time)
+    engine.runner.steps_are_done = True
+    engine.rest()
+    assert time.monotonic() < due
