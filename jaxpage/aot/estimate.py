@@ -72,18 +72,24 @@ def estimate(measured: dict[str, Any]) -> Estimate:
 
 
 def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep:
-    """The step of `batch` sequences of `length` tokens, one of the lengths in `measured`."""
+    """The step of `batch` sequences of `length` tokens."""
     chip, num_devices, links = measured["chip"], measured["num_devices"], Links(**measured["links"])
-    kv_bytes = batch * measured["blocks"][str(length)] * measured["block_bytes"]
     exchange = sum(
         seconds_of(Collective(*each), batch, num_devices, links) for each in measured["exchange"]
     )
     return DecodeStep(
         weights=1000 * _bytes_per_step(measured, batch) / chip["bytes_per_second"],
-        kv=1000 * kv_bytes / chip["bytes_per_second"],
+        kv=1000 * kv_bytes(measured, batch, length) / chip["bytes_per_second"],
         products=1000 * batch * measured["flops_per_token"] / chip["flops_per_second"],
         exchange=1000 * exchange,
     )
+
+
+def kv_bytes(measured: dict[str, Any], count: int, kv_len: int) -> int:
+    """Bytes of keys and values that `count` rows read: of each KV-cache group the blocks within its window."""
+    block_size = measured["config"]["block_size"]
+    lens = (kv_len if window is None else min(kv_len, window) for window in measured["windows"])
+    return count * sum(-(-n // block_size) for n in lens) * measured["block_bytes"]
 
 
 def _bytes_per_step(measured: dict[str, Any], batch: int) -> float:

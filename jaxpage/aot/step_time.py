@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.aot.attention_time import Rows, bundles
-from jaxpage.aot.estimate import Estimate
+from jaxpage.aot.estimate import Estimate, kv_bytes
 from jaxpage.aot.tpu_schedule import Region
 
 NOT_MODELLED = (
@@ -81,7 +81,7 @@ def _parts(
     """case: rows, queries of each and their keys. Programs are as wide as they were compiled, however few the rows."""
     chip, found = measured["chip"], []
     count, query_len, kv_len = case
-    of_kv = 1000 * _kv_bytes(measured, count, kv_len) / chip["bytes_per_second"]
+    of_kv = 1000 * kv_bytes(measured, count, kv_len) / chip["bytes_per_second"]
     for program in programs:
         name, time = program["name"].split()[0], program["time"]
         of_cycle = 1000 / chip["clock"]
@@ -129,11 +129,6 @@ def _gpu_attention(
     bound = "flops" if of_flops > of_bytes else "bytes"
     ms = max(of_flops, of_bytes) + 1000 * calls * chip["seconds_per_kernel"]
     return Part(what=f"attention ({bound})", count=calls, ms=ms)
-
-
-def _kv_bytes(measured: dict[str, Any], count: int, kv_len: int) -> float:
-    block_size = measured["config"]["block_size"]
-    return count * -(-kv_len // block_size) * measured["block_bytes"]
 
 
 def show_times(times: list[StepTime], *, explain: bool, is_gpu: bool) -> list[str]:

@@ -159,6 +159,7 @@ def measure(
         "state_bytes": state_bytes,
         "temp_bytes": temp_bytes,
         "block_bytes": spec.block_bytes,
+        "windows": list(spec.groups.windows),  # of each KV-cache group
         "num_blocks": sized.pool.num_blocks,  # the null block included
         "pool_bytes": spec.pool.num_blocks * spec.block_bytes,  # as compiled
         "blocks": {str(n): spec.footprint.num_blocks(n) for n in lengths},

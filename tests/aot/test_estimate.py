@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.aot.estimate import decode_step, estimate
+from jaxpage.aot.estimate import decode_step, estimate, kv_bytes
 from jaxpage.aot.plan import show, show_table
 from jaxpage.aot.targets import CHIPS, parse_target
 
@@ -24,6 +24,7 @@ def measured(**changes):
         "kv_cache_dtype": "bfloat16",
         "quantization": None,
         "max_model_len": 100_000,
+        "block_size": 100,
         "max_num_seqs": 64,
         "gpu_memory_utilization": 0.9,
     }
@@ -45,6 +46,7 @@ def measured(**changes):
         "encoder": None,
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
+        "windows": [None],
         "in_int8": {"weight_bytes": 2 * GB, "block_bytes": 10**6 // 2},
         "temp_bytes": GB + GB // 10,
         "blocks": {"1000": 10, "100000": 1000},
@@ -162,3 +164,11 @@ def test_the_encoder_of_pictures_is_named():
     text = "2.00 GiB of the weights, 1.00 G parameters, encode pictures; the largest picture has 65536 patches"
     assert text in show(found, estimate(found)).splitlines()
     assert "encode pictures" not in show(measured(), estimate(measured()))
+
+
+def test_a_window_limits_the_keys_that_are_read():
+    """Of two KV-cache groups one sees 250 tokens: 3 blocks of 100, while the other reads all 10."""
+    both = measured(windows=[None, 250])
+    assert kv_bytes(both, 1, 1000) == 13 * 10**6
+    assert kv_bytes(both, 4, 200) == 4 * 4 * 10**6
+    assert decode_step(both, 2, 1000).kv == pytest.approx(26 * 10**6 / 1e9)
