@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,8 +26,8 @@ class Executed:
     # (rows int32[K], [C, P, E]) of each call
     captured: list[tuple[np.ndarray, jax.Array]] = field(default_factory=list)
 
-    def arrays(self) -> list[jax.Array]:
-        """All that `to_host` reads."""
+    def arrays(self) -> list[Any]:
+        """The jax.Arrays that `to_host` reads."""
         leaves = jax.tree.leaves((self.sampled, self.scores, self.vocabulary, self.captured))
         return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 

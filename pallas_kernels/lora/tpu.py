@@ -175,7 +175,7 @@ def _call(y, x, a, b, slots, shapes: _Shapes, interpret) -> jax.Array:
     together, pieces = max(1, LANES // shapes.rank), max(1, shapes.rank // LANES)
 
     def index_a(t, o, j, units, count):
-        # Later tiles of outputs keep the current block.
+        # Later tiles of outputs keep the current tile.
         unit = units[t, jnp.where(o == 0, j, shapes.num_units - 1)]
         return unit // pieces, 0, unit % pieces, 0
 
@@ -225,7 +225,7 @@ def _first_row(shapes: _Shapes, part: int, o):
 
 
 def _index_b(shapes: _Shapes, part: int, t, o, j, units, count):
-    """Outside the projection's turn: the block that is loaded already or needed next, so that nothing is read twice."""
+    """Outside the projection's turn: the tile that is loaded already or needed next, so that nothing is read twice."""
     begin, end = shapes.first_tiles[part : part + 2]
     turn = jnp.where(o < begin, 0, jnp.where(o < end, j, shapes.num_units - 1))
     column = pl.multiple_of(units[t, turn] * LANES, LANES)

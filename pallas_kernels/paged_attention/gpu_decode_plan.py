@@ -118,7 +118,8 @@ class Item(NamedTuple):
     def of(cls, plan: Plan, items: gpu_layout.Splits, kv_lens, pair, is_there) -> Item:
         """`pair`: item * num_kv_heads + head. An item without keys unless it `is_there`."""
         pair = jnp.where(is_there, pair, 0)
-        item, head = (f(pair, jnp.int32(plan.num_kv_heads)) for f in (lax.div, lax.rem))
+        num_kv_heads = jnp.int32(plan.num_kv_heads)
+        item, head = lax.div(pair, num_kv_heads), lax.rem(pair, num_kv_heads)
         row, low = items.row[item], items.first[item]
         kv_len = kv_lens[row]
         high = jnp.where(is_there, jnp.minimum(low + items.size[row], kv_len), low)

@@ -18,11 +18,11 @@ from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import Pool
 
-# A row with one query is cut at multiples of SPLIT keys, times a power of two where that were more than MAX_SPLITS
-# parts. Never tuned, since sums are cut there.
+# The keys of a row with one query are cut at multiples of SPLIT, doubled until there are at most MAX_SPLITS parts.
+# Never tuned, since sums are cut there.
 SPLIT, MAX_SPLITS = 512, 128
-# A row with few queries is cut into so many tiles of queries, times KV heads, times parts of their keys, and a part has
-# at least so many keys. Sums are cut there, so neither is tuned.
+# The keys of a row with few queries are cut into parts of at least CUT_KEYS, as long as the row has at most CUT_ITEMS
+# (tiles of queries, times KV heads, times parts). Sums are cut there too.
 CUT_ITEMS, CUT_KEYS = 128, 1024
 PARTS_BYTES = 256 << 20  # of those sums at once; rows that have more take turns
 SM_BYTES = 228 * 1024  # of shared memory, that an SM has for its programs,

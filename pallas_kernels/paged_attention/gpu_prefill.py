@@ -285,8 +285,9 @@ class _Program:
         return key <= query if window is None else (key <= query) & (key > query - window)
 
     def _clear(self, values, start, at: Tile):
-        """The first's work: the second reads these values when the first is in its next step."""
-
+        """Zero the rows of V outside [begin, end). The first warpgroup does it for both: the second reads them half a
+        step later.
+        """
         outside = (start < at.begin) | (start + self.plan.tile > at.end)
 
         @pl.when((self.warpgroup == 0) & outside)

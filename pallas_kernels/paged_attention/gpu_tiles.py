@@ -41,7 +41,7 @@ class Options:
 
 
 def scores(s, visible, options: Options):
-    """Raw products → scores, -inf where not `visible` (None: all are), and what they count in units of log2."""
+    """Scores from raw products, -inf where not `visible` (None: all are), and what turns them into units of log2."""
     scale, cap, unit = options.scale, options.soft_cap, options.scale * LOG2E
     if cap is not None:  # tanh by way of exp2: the hardware's tanh is good to 11 bits only
         e = jnp.exp2(s * (2 * LOG2E * scale / cap))
@@ -50,7 +50,7 @@ def scores(s, visible, options: Options):
 
 
 def weights(s, unit: float, m, axis: int):
-    """The new maximum over the keys, which lie along `axis`, what old sums shrink by, and exp(s - maximum).
+    """The new maximum over the keys, which lie along `axis`, the factor for the sums so far, and exp(s - maximum).
 
     `unit` is multiplied once for a row's maximum, and for each score by the instruction that subtracts it.
     """

@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import tpu_layout as layout
 from pallas_kernels.paged_attention.tpu_attend import Attend
-from pallas_kernels.paged_attention.tpu_shape import VMEM_BYTES, Pool, TileSizes, write_sizes
-from pallas_kernels.paged_attention.tpu_tile import scratch_shapes
+from pallas_kernels.paged_attention.tpu_shape import VMEM_BYTES, Pool, Shape, TileSizes, write_sizes
+from pallas_kernels.paged_attention.tpu_tile import Scratch, scratch_shapes
 from pallas_kernels.paged_attention.tpu_work import (
     Rows,
     Units,
@@ -35,7 +35,7 @@ from pallas_kernels.paged_attention.tpu_work import (
     reads_others_writes,
     units,
 )
-from pallas_kernels.paged_attention.tpu_write import Write, chunk_buffers, write_beside
+from pallas_kernels.paged_attention.tpu_write import Buffers, Write, chunk_buffers, write_beside
 
 
 def paged_attention(
@@ -77,10 +77,14 @@ def paged_attention(
         query_starts = jnp.arange(num_tokens + 1, dtype=jnp.int32)
     query_lens = jnp.where(kv_lens > 0, query_starts[1:] - query_starts[:-1], 0)
     rows = Rows(shape, pack_table(block_table), kv_lens, query_starts)
-    lists = chunks(shape, kv_lens, query_lens, num_tokens)
+    is_read_by_others = None
     if one_query_per_row:
-        lists.append(reads_others_writes(shape, block_table, kv_lens))
-    new = _New(layout.new_rows(shape, k, v, pool), lists)
+        is_read_by_others = reads_others_writes(shape, block_table, kv_lens)
+    new = _New(
+        layout.new_rows(shape, k, v, pool),
+        chunks(shape, kv_lens, query_lens, num_tokens),
+        is_read_by_others,
+    )
     options = {"sinks": sinks, "interpret": interpret}
     least = 1 if one_query_per_row else 2
     out, pool = _attend(rows, q, pool, query_lens >= least, new=new, **options)
@@ -105,7 +109,8 @@ class _New(NamedTuple):
     """What a launch writes, too."""
 
     rows: list[tuple[jax.Array, ...]]  # see `tpu_layout.new_rows`
-    lists: list[jax.Array]  # `tpu_work.chunks`; of rows with one query also `reads_others_writes`
+    chunks: list  # see `tpu_work.chunks`
+    is_read_by_others: jax.Array | None
 
 
 def _attend(
@@ -120,103 +125,132 @@ def _attend(
 ) -> tuple[jax.Array, Pool]:
     """A launch of the kernel: the queries of the rows that `has_units` bool[R]; of others the result is anything."""
     shape, num_tokens = rows.shape, q.shape[0]
-    scalars = [rows.table, rows.kv_lens, rows.query_starts]
-    scalars += new.lists if new else []
-    scalars += units(shape, rows.kv_lens, rows.query_starts, has_units, num_tokens)
-    given = new.rows if new else []
-    tiles = layout.to_tiles(shape, q)
-    out, pool = _call(shape, scalars, tiles, given, pool, sinks, interpret)
-    return layout.from_tiles(shape, out, num_tokens), pool
-
-
-def _call(shape, scalars, q, new, pool, sinks, interpret):
-    """The kernel. q: `to_tiles`; new: `new_rows`, nothing if none is written. Returns the pool, and `from_tiles` takes
-    the other result.
-    """
+    scalars = _Scalars(
+        rows=(rows.table, rows.kv_lens, rows.query_starts),
+        chunks=new.chunks if new else [],
+        is_read_by_others=new.is_read_by_others if new else None,
+        units=units(shape, rows.kv_lens, rows.query_starts, has_units, num_tokens),
+    )
     pools, structure = jax.tree.flatten(pool)
-    anywhere, num_pools = pl.BlockSpec(memory_space=pl.ANY), len(pools)
-    num_written, new_parts = len(new), [x for parts in new for x in parts]
-    in_hbm = not interpret
-    if in_hbm:
+    tiles, given = layout.to_tiles(shape, q), new.rows if new else []
+    if not interpret:
         # From VMEM, where XLA would keep them, a copy is a loop of the core's.
-        q, *new_parts = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (q, *new_parts))
-    if not new and in_hbm:
-        # Otherwise XLA may bring a small pool, or its scales, to VMEM as a whole, in each layer.
-        pools = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools]
-    inputs = [q, *new_parts, *pools]
-    in_specs = [anywhere] * len(inputs)
-    if sinks is not None:
-        per_row = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
-        per_row = jnp.repeat(per_row, shape.tile_q, axis=1).reshape(shape.num_stacks, -1)
-        per_row = jnp.pad(per_row, ((0, 0), (0, shape.rows - per_row.shape[1])))
-        inputs.append(per_row[:, :, None])
-        in_specs.append(pl.BlockSpec(memory_space=pltpu.VMEM))
-    buffers_of_chunks = [
-        chunk_buffers(shape, parts, array, axis, size)
-        for axis, (parts, array, size) in enumerate(
-            zip(new, pools, write_sizes(shape), strict=False)
-        )
-    ]
-    scratch, scratch_structure = jax.tree.flatten((buffers_of_chunks, scratch_shapes(shape, pool)))
+        tiles, given = _in_hbm((tiles, given))
+        if not new:
+            # Otherwise XLA may bring a small pool, or its scales, to VMEM as a whole, in each layer.
+            pools = _in_hbm(pools)
+    inputs = _Inputs(tiles, given, pools, None if sinks is None else _sinks_by_row(shape, sinks))
+    out, pools = _launch(shape, scalars, inputs, interpret)
+    return layout.from_tiles(shape, out, num_tokens), jax.tree.unflatten(structure, pools)
 
-    def kernel(*refs):
-        (table, kv_lens, query_starts, *lists), refs = refs[: len(scalars)], refs[len(scalars) :]
-        (q_ref, *given), refs = refs[: len(inputs)], refs[len(inputs) :]
-        out_ref, written, buffers = refs[0], refs[1 : 1 + num_written], refs[1 + num_written :]
-        pool_refs = written or given[:num_pools]
-        new_refs = jax.tree.unflatten(jax.tree.structure(new), given[: len(new_parts)])
-        of_chunks, buffers = jax.tree.unflatten(scratch_structure, buffers)
-        rows = Rows(shape, table, kv_lens, query_starts)
-        writes = []
-        for axis in range(num_written):
-            (chunk_rows, chunk_positions, num_chunks), lists = lists[:3], lists[3:]
-            write = Write(
+
+def _in_hbm(arrays):
+    return jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), arrays)
+
+
+def _sinks_by_row(shape: Shape, sinks: jax.Array) -> jax.Array:
+    """[H] → float32[K', A, 1]."""
+    by_head = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
+    by_row = jnp.repeat(by_head, shape.tile_q, axis=1).reshape(shape.num_stacks, -1)
+    return jnp.pad(by_row, ((0, 0), (0, shape.rows - by_row.shape[1])))[:, :, None]
+
+
+class _Scalars(NamedTuple):
+    """Lists of work, in the scalar memory."""
+
+    rows: tuple  # block table, kv_lens and query_starts, see `Rows`
+    chunks: list  # `tpu_work.chunks` of each array that is written; none if nothing is
+    is_read_by_others: (
+        Any  # `reads_others_writes`, where rows with one query are written; else None
+    )
+    units: list  # see `tpu_work.units`
+
+
+class _Inputs(NamedTuple):
+    """Arrays in HBM, but for the sinks, which are in VMEM."""
+
+    q: Any  # see `tpu_layout.to_tiles`
+    new: list[tuple]  # see `tpu_layout.new_rows`; none if nothing is written
+    pools: list  # the pool's data; its scales and zeros
+    sinks: Any = None  # float32[K', A, 1]
+
+
+class _Scratch(NamedTuple):
+    """VMEM and semaphores."""
+
+    chunks: list[Buffers]  # of each array that is written
+    attend: Scratch
+
+
+def _launch(
+    shape: Shape, scalars: _Scalars, inputs: _Inputs, interpret: Any
+) -> tuple[jax.Array, list]:
+    """The result, for `from_tiles`, and the arrays of the pool."""
+    num_written = len(inputs.new)
+    written = inputs.pools[:num_written]
+    scratch = _Scratch(
+        chunks=[
+            chunk_buffers(shape, new, pool, axis, size)
+            for axis, (new, pool, size) in enumerate(
+                zip(inputs.new, written, write_sizes(shape), strict=False)
+            )
+        ],
+        attend=scratch_shapes(shape, inputs.pools),
+    )
+
+    def kernel(scalars: _Scalars, inputs: _Inputs, out_ref, written_refs, scratch: _Scratch):
+        rows = Rows(shape, *scalars.rows)
+        pool_refs = written_refs or inputs.pools
+        writes = [
+            Write(
                 rows=rows,
                 chunk_rows=chunk_rows,
                 chunk_positions=chunk_positions,
-                total=num_chunks[0],
-                new_refs=new_refs[axis],
+                total=total[0],
+                new_refs=inputs.new[axis],
                 pool_ref=pool_refs[axis],
-                buffers=of_chunks[axis],
+                buffers=scratch.chunks[axis],
                 axis=axis,
             )
-            writes.append(write)
+            for axis, (chunk_rows, chunk_positions, total) in enumerate(scalars.chunks)
+        ]
         beside = None
-        if shape.tile_q > 1:
+        if scalars.is_read_by_others is not None:
+            beside = write_beside(writes, scalars.is_read_by_others[0] != 0)
+        else:
             for write in writes:
                 write.run()
-        elif writes:
-            is_read_by_others, *lists = lists
-            beside = write_beside(writes, is_read_by_others[0] != 0)
-        row, query_tile, visit, first_key, end_key, num_units = lists
+        row, query_tile, visit, first_key, end_key, total = scalars.units
         Attend(
-            units=Units(rows, row, query_tile, visit, first_key, end_key, num_units[0]),
-            q_ref=q_ref,
+            units=Units(rows, row, query_tile, visit, first_key, end_key, total[0]),
+            q_ref=inputs.q,
             pool_refs=pool_refs,
             out_ref=out_ref,
-            sinks_ref=None if sinks is None else given[-1],
-            scratch=buffers,
+            sinks_ref=inputs.sinks,
+            scratch=scratch.attend,
             beside=beside,
         ).run()
 
-    lanes_of_out = q.shape[-1] if shape.is_flat else shape.read_lanes
-    out, *written = pl.pallas_call(
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    specs = jax.tree.map(lambda _: anywhere, inputs)
+    if inputs.sinks is not None:
+        specs = specs._replace(sinks=pl.BlockSpec(memory_space=pltpu.VMEM))
+    lanes = inputs.q.shape[-1] if shape.is_flat else shape.read_lanes
+    first_pool = len(jax.tree.leaves((scalars, inputs.q, inputs.new)))
+    out, pools = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(1,),
-            in_specs=in_specs,
-            out_specs=[anywhere] * (1 + num_written),
-            scratch_shapes=scratch,
+            in_specs=(specs,),
+            out_specs=(anywhere, [anywhere] * num_written),
+            scratch_shapes=(scratch,),
         ),
-        out_shape=[
-            pltpu.HBM((*q.shape[:-1], lanes_of_out), q.dtype),
-            # And back again.
-            *(pltpu.HBM(x.shape, x.dtype) for x in pools[:num_written]),
-        ],
-        input_output_aliases={
-            len(scalars) + 1 + len(new_parts) + i: 1 + i for i in range(num_written)
-        },
+        out_shape=(
+            pltpu.HBM((*inputs.q.shape[:-1], lanes), inputs.q.dtype),
+            [pltpu.HBM(x.shape, x.dtype) for x in written],
+        ),
+        input_output_aliases={first_pool + i: 1 + i for i in range(num_written)},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES,
             # The interpreter of the tests checks both. Here they would cost more than starting a copy does.
@@ -225,5 +259,5 @@ def _call(shape, scalars, q, new, pool, sinks, interpret):
         ),
         interpret=interpret,
         name="paged_attention",
-    )(*scalars, *inputs)
-    return out, jax.tree.unflatten(structure, written or pools)
+    )(scalars, inputs)
+    return out, pools or inputs.pools

@@ -56,8 +56,8 @@ class Attend:
     def run(self) -> None:
         units = self.units
         later = (jnp.int32(0), units.fetches(0)[0])
-        for slot in range(self.shape.kv_buffers - 1):
-            self.prefetch(*later, slot)
+        for stage in range(self.shape.kv_buffers - 1):
+            self.prefetch(*later, stage)
             later = units.following(*later)
         pl.when(units.total > 0)(lambda: self.start_queries(0))
 
@@ -76,15 +76,15 @@ class Attend:
 
     def turn(self, unit, fetch, carry):
         units, scratch, shape = self.units, self.scratch, self.shape
-        slot, later_unit, later_fetch = carry
-        self.prefetch(later_unit, later_fetch, self.next_slot(slot, shape.kv_buffers - 1))
+        stage, later_unit, later_fetch = carry
+        self.prefetch(later_unit, later_fetch, self.next_stage(stage, shape.kv_buffers - 1))
         first, end = units.keys_of_fetch(unit, fetch)
         is_whole = (first == 0) & (end == shape.fetch_kv)
-        pl.when(is_whole)(lambda: self.wait_for_all(slot))
-        pl.when(~is_whole)(lambda: self.wait_for_part(first, end, slot))
-        widen_factors(shape, scratch, slot, first, end)
+        pl.when(is_whole)(lambda: self.wait_for_all(stage))
+        pl.when(~is_whole)(lambda: self.wait_for_part(first, end, stage))
+        widen_factors(shape, scratch, stage, first, end)
         queries = self.operand_of(unit)
-        add = partial(add_tiles, shape, scratch, queries, slot)
+        add = partial(add_tiles, shape, scratch, queries, stage)
         if shape.tiles_of_fetch > 1:
             bits = shape.tile_kv.bit_length() - 1
             tiles = first >> bits, (end + shape.tile_kv - 1) >> bits
@@ -100,7 +100,7 @@ class Attend:
             is_clear = self.all_visible(unit, fetch)
             pl.when(is_clear)(lambda: add([0], None))
             pl.when(~is_clear)(lambda: add([0], self.visible(unit, fetch, 0)))
-        return self.next_slot(slot, 1), *units.following(later_unit, later_fetch)
+        return self.next_stage(stage, 1), *units.following(later_unit, later_fetch)
 
     def visible(self, unit, fetch, tile):
         """bool[1 or A, B]: which keys of a tile of the fetch a row of queries sees."""
@@ -125,7 +125,7 @@ class Attend:
         is_past = begin + shape.fetch_kv <= first_query + before + 1
         return is_past if window is None else is_past & (begin >= units.end_key[unit] - window)
 
-    def prefetch(self, unit, fetch, slot) -> None:
+    def prefetch(self, unit, fetch, stage) -> None:
         """Starts the copies of a fetch's blocks with keys of the unit, data and scales."""
         blocks = self.shape.fetch_kv // self.shape.block_size
 
@@ -135,7 +135,7 @@ class Attend:
                 block = rows.block_of_fetch(row, fetch, number)
             else:
                 block = rows.block(row, fetch * blocks + number)
-            for pool_ref, buffer, sem in self.kv_buffers(slot):
+            for pool_ref, buffer, sem in self.kv_buffers(stage):
                 pltpu.make_async_copy(pool_ref.at[block], buffer.at[number], sem).start()
 
         @pl.when(unit < self.units.total)
@@ -153,33 +153,33 @@ class Attend:
 
             pl.when(~is_whole)(lambda: repeat(first, end, start))
 
-    def wait_for_all(self, slot) -> None:
-        for _, buffer, sem in self.kv_buffers(slot):
+    def wait_for_all(self, stage) -> None:
+        for _, buffer, sem in self.kv_buffers(stage):
             # Waiting needs no more than the size.
             pltpu.make_async_copy(buffer, buffer, sem).wait()
 
-    def wait_for_part(self, first, end, slot) -> None:
+    def wait_for_part(self, first, end, stage) -> None:
         def wait(number) -> None:
-            for _, buffer, sem in self.kv_buffers(slot):
+            for _, buffer, sem in self.kv_buffers(stage):
                 block = buffer.at[number]
                 pltpu.make_async_copy(block, block, sem).wait()
 
         repeat(*self.blocks_of(first, end), wait)
-        clear_others(self.shape, self.scratch, slot, first, end)
+        clear_others(self.shape, self.scratch, stage, first, end)
 
-    def kv_buffers(self, slot) -> list[tuple]:
+    def kv_buffers(self, stage) -> list[tuple]:
         """Of the pool's data, and of its scales: source, buffer of a fetch, semaphore."""
         buffers = [self.scratch.kv, self.scratch.scale_zero]
-        sem = self.scratch.kv_sems.at[slot]
+        sem = self.scratch.kv_sems.at[stage]
         return [
-            (pool_ref, buffer.at[slot], sem)
+            (pool_ref, buffer.at[stage], sem)
             for pool_ref, buffer in zip(self.pool_refs, buffers, strict=False)
         ]
 
-    def next_slot(self, slot, count: int):
+    def next_stage(self, stage, count: int):
         """The buffer of keys that comes so many after."""
-        slot, buffers = slot + count, self.shape.kv_buffers
-        return jnp.where(slot >= buffers, slot - buffers, slot)
+        stage, buffers = stage + count, self.shape.kv_buffers
+        return jnp.where(stage >= buffers, stage - buffers, stage)
 
     def blocks_of(self, first, end):
         """The blocks [first, end) with those keys of a fetch."""
@@ -209,8 +209,8 @@ class Attend:
 
     def queries_of(self, unit) -> tuple:
         """The buffer, and its semaphore."""
-        slot = self.units.visit[unit] & (QUERY_BUFFERS - 1)
-        return self.scratch.queries.at[slot], self.scratch.query_sems.at[slot]
+        stage = self.units.visit[unit] & (QUERY_BUFFERS - 1)
+        return self.scratch.queries.at[stage], self.scratch.query_sems.at[stage]
 
     def operand_of(self, unit):
         """The unit's queries, [K', P, A, W]."""
@@ -287,7 +287,7 @@ class Attend:
             self.start_out(unit)
 
     def keep(self, out, mine, stack, plane, result) -> None:
-        """Of rows that are not `mine` bool[A, 1], what another unit left stays; None: all are."""
+        """Store a result. Rows that are not `mine`, bool[A, 1], keep what another unit stored; None: all are."""
         if mine is not None:
             result = jnp.where(mine, result, out[stack, plane].astype(jnp.float32))
         out[stack, plane] = result.astype(self.shape.dtype)

@@ -4,8 +4,8 @@ Plain jnp around the kernel of `tpu.py`, whose letters it shares: layouts, and w
 Knows nothing of copies and of what is computed.
 
 A slot of the pool is one row of lanes, head after head, K before V. With K and V on an axis of their own, as elsewhere,
-XLA turns the layout of any head_dim but 128 and 256 around, so that nothing is padded, and copies the whole pool to
-turn it back for a kernel. As lanes nothing is padded either, and a head is a slice of lanes, not every (2K)-th row.
+XLA would transpose the layout for any head_dim but 128 and 256, so that nothing is padded, and copy the whole pool back
+for the kernel. As lanes nothing is padded either, and a head is a slice of lanes, not every (2K)-th row.
 A head whose lanes begin or end within a register is read with its neighbours': queries are 0 there, and of the result
 only the head's own lanes are taken. `scale_zero` has the slots as lanes, because scores have their keys there; of each
 head a scale and a zero for K, then for V.

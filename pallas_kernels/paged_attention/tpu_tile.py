@@ -1,10 +1,10 @@
 """The arithmetic of the TPU kernel: tiles of keys in VMEM for a tile of queries.
 
 Letters as in `tpu.py`. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.) Heads are unrolled as far as
-`Shape.heads_at_once` says, so that the waits of one are filled with the work of others. With one query per row, where
-registers hold the scores of all, in phases: all scores, then all weights, then all products with V; what they leave in
-VMEM is written last, because the compiler keeps the order of writes and reads that it cannot tell apart. Else the
-scores of a head are computed before the weights of the one before. Knows nothing of copies and of who wrote the keys.
+`Shape.heads_at_once` says, so that instructions of one fill the latencies of another. With one query per row registers
+hold the scores of all heads: first come all scores, then all weights, then all products with V. Results are stored
+last, because the compiler does not reorder a store and a load that it cannot tell apart. With several queries the
+scores of the next head are computed before the weights of this one. Knows nothing of copies and of who wrote the keys.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
+from pallas_kernels.kv_write.quantized import FLOATS
 from pallas_kernels.mosaic_tpu import LANES, repeat, wide
 from pallas_kernels.paged_attention import tpu_spread
 from pallas_kernels.paged_attention.tpu_shape import (
     QUERY_BUFFERS,
-    Pool,
     Shape,
 )
 from pallas_kernels.paged_attention.tpu_spread import Spread
@@ -56,7 +55,7 @@ class Scratch(NamedTuple):
     factors: Any = None  # float32[tiles of a fetch, K, 4, B]: scale and zero of K, of V
 
 
-def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
+def scratch_shapes(shape: Shape, pools: list) -> Scratch:
     num_blocks, buffers = shape.fetch_kv // shape.block_size, shape.kv_buffers
     stacks, rows, lanes = shape.num_stacks, shape.rows, shape.read_lanes
     column = pltpu.VMEM((stacks, rows, LANES), jnp.float32)
@@ -75,13 +74,13 @@ def scratch_shapes(shape: Shape, pool: Pool) -> Scratch:
         out_sems=pltpu.SemaphoreType.DMA((2,)),
         spread=tpu_spread.scratch_shapes(shape) if shape.spreads_heads else None,
     )
-    if not isinstance(pool, QuantizedPool) or pool.scale_zero is None:
+    if not shape.scale_rows:
         return scratch
     heads = shape.num_kv_heads
     return scratch._replace(
         scale_zero=pltpu.VMEM(
             (buffers, num_blocks, shape.scale_rows * heads, shape.block_size),
-            pool.scale_zero.dtype,
+            pools[1].dtype,
         ),
         factors=pltpu.VMEM((shape.tiles_of_fetch, heads, 4, shape.tile_kv), jnp.float32),
     )
@@ -93,7 +92,7 @@ def begin(shape: Shape, scratch: Scratch) -> None:
     scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
 
 
-def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
+def clear_others(shape: Shape, scratch: Scratch, stage, first, end) -> None:
     """Zeros for what is none of the fetch's keys [first, end), in tiles with one: a weight of 0 times what lies there
     may be NaN.
 
@@ -103,13 +102,13 @@ def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
     empty = jnp.zeros(kv.shape[2:], kv.dtype)
 
     def clear(number):
-        kv[slot, number] = empty
+        kv[stage, number] = empty
 
     def keep(number):
-        values = wide(kv[slot, number])
+        values = wide(kv[stage, number])
         row = number * block_size + lax.broadcasted_iota(jnp.int32, values.shape, 0)
         kept = jnp.where((row >= first) & (row < end), values, jnp.zeros_like(values))
-        kv[slot, number] = kept.astype(kv.dtype)
+        kv[stage, number] = kept.astype(kv.dtype)
 
     bits, within = block_size.bit_length() - 1, block_size - 1
     first_block, end_block = first >> bits, (end + within) >> bits
@@ -123,12 +122,12 @@ def clear_others(shape: Shape, scratch: Scratch, slot, first, end) -> None:
     pl.when(end & within != 0)(lambda: keep(end_block - 1))
 
 
-def widen_factors(shape: Shape, scratch: Scratch, slot, first, end) -> None:
+def widen_factors(shape: Shape, scratch: Scratch, stage, first, end) -> None:
     """Scales and zeros of the fetch's keys [first, end) in float32, and 0 for all others."""
     if scratch.scale_zero is None or scratch.factors is None:
         return
     for number in range(scratch.kv.shape[1]):
-        values = scratch.scale_zero[slot, number].astype(jnp.float32)
+        values = scratch.scale_zero[stage, number].astype(jnp.float32)
         key = number * shape.block_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
         values = jnp.where((key >= first) & (key < end), values, 0.0)
         tile, first_key = divmod(number * shape.block_size, shape.tile_kv)
@@ -138,7 +137,7 @@ def widen_factors(shape: Shape, scratch: Scratch, slot, first, end) -> None:
             scratch.factors[tile, head, :, lanes] = values[first_row : first_row + 4]
 
 
-def add_tiles(shape: Shape, scratch: Scratch, queries, slot, tiles, visible) -> None:
+def add_tiles(shape: Shape, scratch: Scratch, queries, stage, tiles, visible) -> None:
     """Tiles of a fetch, in order, for the queries of a unit, all heads.
 
     queries: [K', P, A, W]; tiles: their numbers within the fetch, several only with one query per row; visible:
@@ -154,14 +153,14 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, slot, tiles, visible) -> 
             base = pl.multiple_of(base, LANES)
 
         def score(i, tile):
-            keys = _read(shape, scratch, (slot, tile), base, i, False)
+            keys = _read(shape, scratch, (stage, tile), base, i, False)
             factors = _factors(shape, scratch, tile, first + i)
             own = _in_own_lanes(shape, queries[first + i])
             return keys, factors, _scores(shape, own, keys, factors, visible)
 
         def weigh(i, tile, scored, before):
             keys, factors, scores = scored
-            values = keys if same_lanes else _read(shape, scratch, (slot, tile), base, i, True)
+            values = keys if same_lanes else _read(shape, scratch, (stage, tile), base, i, True)
             return _softmax(shape, before, scores), values, factors
 
         def sums(i):
@@ -200,14 +199,14 @@ def add_tiles(shape: Shape, scratch: Scratch, queries, slot, tiles, visible) -> 
 def _read(shape: Shape, scratch: Scratch, where, base, stack: int, value: bool) -> list[jax.Array]:
     """K or V of a stack, by planes: [B, W'].
 
-    where: slot, tile; stack: counted from those whose lanes begin at `base`.
+    where: stage, tile; stack: counted from those whose lanes begin at `base`.
     """
-    (slot, tile), blocks = where, shape.tile_kv // shape.block_size
+    (stage, tile), blocks = where, shape.tile_kv // shape.block_size
     heads = []
     for head in range(stack * shape.stack, (stack + 1) * shape.stack):
         first = base + head // shape.period * (2 * shape.period * shape.head_lanes)
         lanes = pl.ds(first + shape.lanes(head, value)[0], shape.read_lanes)
-        data = scratch.kv[slot, pl.ds(tile * blocks, blocks), :, lanes]
+        data = scratch.kv[stage, pl.ds(tile * blocks, blocks), :, lanes]
         heads.append(_planes(shape, data.reshape(shape.tile_kv, shape.read_lanes)))
     return [jnp.concatenate(planes, axis=1) for planes in zip(*heads, strict=True)]
 

@@ -49,7 +49,7 @@ class Rows:
         return (self.shape.blocks_per_row + 1) // 2
 
     def queries(self, row):
-        """The row's packed tokens [first, end), and what a token's position is greater than its index by."""
+        """The row's packed tokens [first, end), and the difference between a token's position and its index."""
         first, end = self.query_starts[row], self.query_starts[row + 1]
         return first, end, self.kv_lens[row] - end
 
@@ -65,16 +65,18 @@ def _expand(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arr
 
 def chunks(
     shape: Shape, kv_lens: jax.Array, query_lens: jax.Array, num_tokens: int
-) -> list[jax.Array]:
-    """Chunks that get new tokens: row, first position; number of them. The same for blocks, if they have scales."""
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Chunks that get new tokens: the row of each, its first position; and their number, int32[1]. The same for blocks,
+    if they have scales.
+    """
     most_rows = min(kv_lens.shape[0], num_tokens)  # that have tokens
-    scalars = []
+    found = []
     for size in write_sizes(shape):
         first = (kv_lens - query_lens) // size
         counts = jnp.where(query_lens > 0, -(-kv_lens // size) - first, 0)
         row, number, total = _expand(counts, num_tokens // size + 2 * most_rows)
-        scalars += [row, (first[row] + number) * size, total]
-    return scalars
+        found.append((row, (first[row] + number) * size, total))
+    return found
 
 
 def reads_others_writes(shape: Shape, block_table: jax.Array, kv_lens: jax.Array) -> jax.Array:

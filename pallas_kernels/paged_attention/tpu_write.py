@@ -79,8 +79,8 @@ class Write:
         repeat(0, jnp.minimum(AHEAD, self.total), self.start)
 
     def turn(self, index) -> None:
-        """Merges chunk `index` while later ones come and earlier ones go. Turns go on until all are in the pool:
-        chunk `index` - AHEAD is when this one ends.
+        """Merges chunk `index`, starts the fetch of chunk `index` + AHEAD, and waits until chunk `index` - AHEAD is in
+        the pool. So there are AHEAD turns more than chunks.
         """
 
         @pl.when((index >= AHEAD) & (index < self.total + AHEAD))
@@ -101,34 +101,34 @@ class Write:
 
     def fetches(self, index) -> list:
         """The copies of new slots, and of the old ones."""
-        buffers, slot = self.buffers, _slot(index)
+        buffers, stage = self.buffers, _stage(index)
         begin = pl.multiple_of(self._first_fetched(index), self.size)
         window = (slice(None),) * self.axis + (pl.ds(begin, self.window),)
         copies = [
-            pltpu.make_async_copy(ref.at[window], buffer.at[slot], buffers.new_sems.at[slot])
+            pltpu.make_async_copy(ref.at[window], buffer.at[stage], buffers.new_sems.at[stage])
             for ref, buffer in zip(self.new_refs, buffers.new, strict=True)
         ]
-        old, sem = buffers.old.at[slot], buffers.old_sems.at[slot]
+        old, sem = buffers.old.at[stage], buffers.old_sems.at[stage]
         return [*copies, pltpu.make_async_copy(self._place(index), old, sem)]
 
     def put(self, index):
-        slot = _slot(index)
-        old, sem = self.buffers.old.at[slot], self.buffers.old_sems.at[slot]
+        stage = _stage(index)
+        old, sem = self.buffers.old.at[stage], self.buffers.old_sems.at[stage]
         return pltpu.make_async_copy(old, self._place(index), sem)
 
     def merge(self, index) -> None:
-        slot, size, old_buffers = _slot(index), self.size, self.buffers.old
+        stage, size, old_buffers = _stage(index), self.size, self.buffers.old
         first, end, before = self.rows.queries(self.chunk_rows[index])
-        parts = [buffer[slot] for buffer in self.buffers.new]
+        parts = [buffer[stage] for buffer in self.buffers.new]
         new = wide(parts[0]) if len(parts) == 1 else alternating(parts, self.rows.shape.head_dim)
-        old = wide(old_buffers[slot])
+        old = wide(old_buffers[stage])
         ahead = self._first_fetched(index) - (self.chunk_positions[index] - before)
         new = pltpu.roll(new, ahead & (self.window - 1), self.axis)
         new = new[:, :size] if self.axis else new[:size]
         token = lax.broadcasted_iota(jnp.int32, new.shape, self.axis)
         position = self.chunk_positions[index] + token
         is_new = (position >= first + before) & (position < end + before)
-        old_buffers[slot] = jnp.where(is_new, new, old).astype(old_buffers.dtype)
+        old_buffers[stage] = jnp.where(is_new, new, old).astype(old_buffers.dtype)
 
     def _place(self, index):
         block_size, position = self.rows.shape.block_size, self.chunk_positions[index]
@@ -148,7 +148,7 @@ class Write:
         return jnp.clip((self.chunk_positions[index] - before) & -self.size, 0, last)
 
 
-def _slot(index):
+def _stage(index):
     """The chunk's buffer."""
     return index & (CHUNK_BUFFERS - 1)
 

@@ -1,13 +1,13 @@
 """Tile sizes of the paged attention kernels for one kind of device: measured there, kept in `tuned/`, looked up.
 
-`python -m pallas_kernels.paged_attention.tune` measures on the Hopper GPU or TPU that is there; `tuned_sizes` looks up
-what was measured. The folder is empty as long as nobody has. For a TPU that is not there `python -m jaxpage.aot.tune`
-fills it from compiled schedules.
+`python -m pallas_kernels.paged_attention.tune` measures on the local Hopper GPU or TPU; `tuned_sizes` looks up what was
+measured, and returns defaults until then. For a TPU that is not there `python -m jaxpage.aot.tune` fills the folder
+from compiled schedules.
 
 Tuned is what changes the speed and, from one kind of device to another, the order of sums. Never tuned is what would
 make a result depend on its batch: `gpu_layout.SPLIT` and others, which cut the sums of a row, are constants; a TPU's
 `tile_kv`, which cuts them too, is one number for an engine, whatever it computes. No size lets a TPU's kernel take more
-VMEM than it may have (`tpu_layout.shape_of`).
+VMEM than it may have (`tpu_shape.shape_of`).
 """
 
 from __future__ import annotations

@@ -47,13 +47,13 @@ UNIT = 16  # the kernel has UNIT * (q - 8), in the upper half of a byte
 class TileSizes:
     """What may depend on the kind of device (`tune.py`); no result depends on it.
 
-    tile_tokens, tile_out: most tokens and outputs per tile, LANES times a power of two; halved until they fit. several:
-    with fewer tokens than LANES, the least number of tiles of outputs.
+    tile_tokens, tile_out: most tokens and outputs per tile, LANES times a power of two; halved until they fit.
+    least_tiles: of outputs, with fewer tokens than LANES.
     """
 
     tile_tokens: int = 1024
     tile_out: int = 512
-    several: int = 8
+    least_tiles: int = 8
 
 
 DEFAULT = TileSizes()
@@ -130,7 +130,7 @@ def tiles_of(x: jax.Array, weight: QuantizedWeight, sizes: TileSizes) -> tuple[i
     tile_tokens = pl.cdiv(pl.cdiv(num_tokens, num_tiles), sublanes) * sublanes
     fitting = TILE_BYTES // width
     if tile_tokens < LANES:
-        fitting = min(fitting, num_out // sizes.several)
+        fitting = min(fitting, num_out // sizes.least_tiles)
     return tile_tokens, min(_halved(sizes.tile_out, fitting), pl.cdiv(num_out, LANES) * LANES)
 
 

@@ -47,7 +47,7 @@ CANDIDATES = {
     ),
     "tpu": (
         (DECODE + PREFILL, {"tile_out": (256, 512, 1024)}),
-        (DECODE, {"several": (4, 8, 16)}),
+        (DECODE, {"least_tiles": (4, 8, 16)}),
         (PREFILL, {"tile_tokens": (512, 1024, 2048)}),
     ),
 }

@@ -1,6 +1,6 @@
-"""Rotary embeddings on a TPU: heads are turned where they lie, side by side in the lanes of their token.
+"""Rotary embeddings on a TPU: heads are rotated where they lie, side by side in the lanes of their token.
 
-A dimension's partner is some lanes away, and registers rotate. XLA would make the tokens lanes for that, and turn them
+A dimension's partner is some lanes away, and registers rotate. XLA would make the tokens lanes for that, and transpose
 back; or pad, merge and copy halves of registers. Letters: T tokens, N heads, D their dimensions, L lanes of the fewest
 heads that are whole registers.
 """
@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic_tpu import LANES
 
-ROWS = 16  # tokens that are turned at once: a register of bfloat16
-MOST_TOKENS = 256  # of a block
+ROWS = 16  # tokens that are rotated at once: a register of bfloat16
+MOST_TOKENS = 256  # of a tile
 VMEM_BYTES = 32 << 20
 
 
@@ -77,7 +77,7 @@ class _Made(NamedTuple):
     given: int
     first: int
     num_heads: int
-    is_turned: bool  # else copied
+    is_rotated: bool  # else copied
 
 
 def _call(given, made: list[_Made], head_dim: int, angles: tuple, interleaved: bool, interpret):
@@ -95,7 +95,7 @@ def _call(given, made: list[_Made], head_dim: int, angles: tuple, interleaved: b
         tokens //= 2
     tokens = min(tokens, -(-num_tokens // ROWS) * ROWS)
 
-    def turned(x, cos, sines):
+    def rotated(x, cos, sines):
         out = x * cos
         for distance, sin in zip((shift, lanes - shift), sines, strict=False):
             out += pltpu.roll(x, distance, 1) * sin
@@ -105,27 +105,27 @@ def _call(given, made: list[_Made], head_dim: int, angles: tuple, interleaved: b
         factor_refs, refs = refs[: len(factors)], refs[len(factors) :]
         given_refs, made_refs = refs[: len(given)], refs[len(given) :]
 
-        def turn(index, _):
+        def rotate_rows(index, _):
             rows = pl.ds(pl.multiple_of(index * ROWS, ROWS), ROWS)
             cos, *sines = (ref[rows] for ref in factor_refs)
             for each, made_ref in zip(made, made_refs, strict=True):
                 for at in range(0, each.num_heads * head_dim, lanes):
                     x = given_refs[each.given][rows, pl.ds(each.first * head_dim + at, lanes)]
-                    if each.is_turned:
-                        x = turned(x.astype(jnp.float32), cos, sines).astype(dtype)
+                    if each.is_rotated:
+                        x = rotated(x.astype(jnp.float32), cos, sines).astype(dtype)
                     made_ref[rows, pl.ds(at, lanes)] = x
 
-        lax.fori_loop(0, tokens // ROWS, turn, None)
+        lax.fori_loop(0, tokens // ROWS, rotate_rows, None)
 
-    def block(width):
+    def tile(width):
         return pl.BlockSpec((tokens, width), lambda index: (index, 0))
 
     widths = [each.num_heads * head_dim for each in made]
     out = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(num_tokens, tokens),),
-        in_specs=[block(x.shape[1]) for x in (*factors, *given)],
-        out_specs=[block(width) for width in widths],
+        in_specs=[tile(x.shape[1]) for x in (*factors, *given)],
+        out_specs=[tile(width) for width in widths],
         out_shape=[jax.ShapeDtypeStruct((num_tokens, width), dtype) for width in widths],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
@@ -141,7 +141,7 @@ def _factors(angles: tuple, head_dim: int, lanes: int, *, interleaved: bool, is_
     (cos, sin), dim = angles, np.arange(head_dim)
     half = cos.shape[-1]
     is_first = dim % 2 == 0 if interleaved else dim < half
-    is_turned = dim < 2 * half
+    is_rotated = dim < 2 * half
 
     def of_head(values, of_rest):
         values = values[:, 0].astype(jnp.float32)
@@ -149,8 +149,8 @@ def _factors(angles: tuple, head_dim: int, lanes: int, *, interleaved: bool, is_
         return jnp.pad(both, ((0, 0), (0, head_dim - 2 * half)), constant_values=of_rest)
 
     own, other = of_head(cos, 1.0), of_head(sin, 0.0)
-    before = jnp.where(is_turned & ~is_first, other, 0.0)
-    behind = jnp.where(is_turned & is_first, -other, 0.0)
+    before = jnp.where(is_rotated & ~is_first, other, 0.0)
+    behind = jnp.where(is_rotated & is_first, -other, 0.0)
     found = [own, before + behind] if is_one else [own, before, behind]
     return [jnp.tile(x, (1, lanes // head_dim)) for x in found]
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from pallas_kernels.mosaic_tpu import LANES
 from pallas_kernels.token_mask.xla import num_used
 
-ROWS = 8  # of a block
+ROWS = 8  # of a tile
 VMEM_BYTES = 60 << 20  # of 64 MB and more
 CHUNK = 32 * LANES  # tokens whose words fill a register
 
@@ -33,7 +33,7 @@ def unsupported_reason(logits: jax.ShapeDtypeStruct | jax.Array) -> str | None:
         return "of a single row Mosaic does not gather within a register"
     if num_rows > ROWS and num_rows % ROWS:
         return f"more than {ROWS} rows must be a multiple of it, not {num_rows}"
-    # A block on its way in, one on its way out, and one of each at work; beside them words and what rows name.
+    # A tile on its way in, one on its way out, and one of each at work; beside them words and what rows name.
     needed = 4 * ROWS * vocab_size * 4
     if needed > VMEM_BYTES * 3 // 4:
         return (
@@ -64,17 +64,17 @@ def mask_and_add(
         for row in range(rows):
             _add(row, num_named[first + row], ids_ref, values_ref, out_ref)
 
-    def block(width, space=pltpu.VMEM):
+    def tile(width, space=pltpu.VMEM):
         return pl.BlockSpec((rows, width), lambda index, _: (index, 0), memory_space=space)
 
-    named = block(ids.shape[1], pltpu.SMEM)
+    named = tile(ids.shape[1], pltpu.SMEM)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(num_rows // rows,),
-            in_specs=[named, named, block(words.shape[1]), block(vocab_size)],
-            out_specs=block(vocab_size),
+            in_specs=[named, named, tile(words.shape[1]), tile(vocab_size)],
+            out_specs=tile(vocab_size),
         ),
         out_shape=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
@@ -84,7 +84,7 @@ def mask_and_add(
 
 
 def _mask(words_ref, logits_ref, out_ref):
-    """Tokens of a block whose bit is 0 become -inf."""
+    """Tokens of a tile of rows whose bit is 0 become -inf."""
     rows, vocab_size = logits_ref.shape
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
@@ -109,7 +109,7 @@ def _mask(words_ref, logits_ref, out_ref):
 
 
 def _add(row, num_named, ids_ref, values_ref, out_ref):
-    """What a row of a block adds to tokens, one after the other."""
+    """What a row of a tile adds to tokens, one after the other."""
     lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
 
     def add(index, _):

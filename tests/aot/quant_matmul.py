@@ -18,7 +18,7 @@ TARGETS = ("v5e:2x2", "tpu7x:2x2x1", "h200")
 FORMATS = ("int8", "int8-rounded-x", "int4", "int4-symmetric", "fp8_e4m3")
 OTHER_SIZES = {
     "gpu": dict(smem_kib=200, most_stages=8, enough_programs=264),
-    "tpu": dict(tile_tokens=256, tile_out=1024, several=4),
+    "tpu": dict(tile_tokens=256, tile_out=1024, least_tiles=4),
 }
 environment = compiling.ptxas_environment
 

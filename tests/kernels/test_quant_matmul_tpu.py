@@ -97,7 +97,7 @@ def test_sizes_change_no_bit(name):
     out = run(x, weight)
     for sizes in (
         tpu.TileSizes(tile_tokens=128, tile_out=1024),
-        tpu.TileSizes(tile_tokens=256, tile_out=128, several=1),
+        tpu.TileSizes(tile_tokens=256, tile_out=128, least_tiles=1),
     ):
         np.testing.assert_array_equal(run(x, weight, sizes=sizes), out)
 

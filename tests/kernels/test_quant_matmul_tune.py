@@ -26,7 +26,7 @@ from pallas_kernels.quant_matmul import cases, gpu, quantized, tpu, tune
             "nvidia_h200.json",
             gpu.TileSizes(smem_kib=72, most_stages=4, enough_programs=50),
         ),
-        ("tpu", "TPU v6 lite", "tpu_v6_lite.json", tpu.TileSizes(tile_out=256, several=4)),
+        ("tpu", "TPU v6 lite", "tpu_v6_lite.json", tpu.TileSizes(tile_out=256, least_tiles=4)),
     ],
 )
 def test_sizes_are_those_that_were_measured_on_a_kind_of_device(
@@ -136,9 +136,9 @@ def test_where_nothing_runs_there_is_nothing_to_choose(capsys):
     def seconds(sizes, work):
         raise NotImplementedError("no such device\nat all")
 
-    with pytest.raises(RuntimeError, match=r"no candidate of \{'several': \(1, 2\)\} could be run"):
-        tuning.fastest(tpu.TileSizes(), [((0,), {"several": (1, 2)})], seconds)
-    assert capsys.readouterr().err == "several=1: no such device\nseveral=2: no such device\n"
+    with pytest.raises(RuntimeError, match=r"no candidate of \{'least_tiles': \(1, 2\)\} could be run"):
+        tuning.fastest(tpu.TileSizes(), [((0,), {"least_tiles": (1, 2)})], seconds)
+    assert capsys.readouterr().err == "least_tiles=1: no such device\nleast_tiles=2: no such device\n"
 
 
 @pytest.mark.parametrize(
