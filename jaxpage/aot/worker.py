@@ -159,7 +159,6 @@ def measure(
         "state_bytes": state_bytes,
         "temp_bytes": temp_bytes,
         "block_bytes": spec.block_bytes,
-        "windows": list(spec.groups.windows),  # of each KV-cache group
         "num_blocks": sized.pool.num_blocks,  # the null block included
         "pool_bytes": spec.pool.num_blocks * spec.block_bytes,  # as compiled
         "blocks": {str(n): spec.footprint.num_blocks(n) for n in lengths},
@@ -284,7 +283,7 @@ def _cached_or_measured(
 
 
 def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any]:
-    """ "kernel" if the steps call it, else "plain XLA" and the reason; the kernel's tiles on a TPU; and flops."""
+    """ "kernel" if the steps call it, else "plain XLA" and the reason; the kernel's tiles on a TPU; flops; windows."""
     reason = job.spec.no_kernel_reason
     served = f"plain XLA: {reason}" if reason else "plain XLA"
     if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
@@ -297,6 +296,7 @@ def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any
         "attention_tiles": attention_tiles(job.spec),
         # For each pair of a query and a key that it sees, in all layers of a device.
         "attention_flops": of_pair * model.num_layers,
+        "windows": list(job.spec.groups.windows),  # of each KV-cache group
     }
 
 

@@ -188,14 +188,19 @@ class Engine:
         return list(self.scheduler.requests)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache of device and host, not that on disk. Returns False and does nothing while any request
-        holds blocks.
+        """Empty the prefix cache of device and host. Returns False and does nothing while any request holds blocks.
 
-        With `reset_running_requests`, running requests are preempted first and recomputed when they resume.
+        With `reset_running_requests`, running requests are preempted first and recomputed when they resume. Blocks on
+        disk stay: other processes have them too, and they are for these weights.
         """
         if reset_running_requests:
             self.scheduler.preempt_all()
-        return self.scheduler.kv.reset_prefix_cache()
+        pool, tier = self.scheduler.kv.pool, self.scheduler.kv.tier
+        if not pool.reset_prefix_cache():
+            return False
+        if tier is not None:
+            tier.forget_cached()
+        return True
 
     def save_prefix_cache(self) -> None:
         """Write all cached blocks of device and host to `kv_offload_dir`; no effect without that option."""

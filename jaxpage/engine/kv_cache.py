@@ -322,17 +322,6 @@ class KVCache:
         if self.tier is not None:
             self.tier.store = None
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget what is cached on device and host. Returns False and does nothing while device blocks are in use.
-
-        What is on disk stays: other processes have it too, and it is for these weights.
-        """
-        if not self.pool.reset_prefix_cache():
-            return False
-        if self.tier is not None:
-            self.tier.forget_cached()
-        return True
-
     def invalidate(self, waiting: Iterable[Sequence]) -> None:
         """After a failed step, trust no cached block. Swapped-out sequences among `waiting` are recomputed."""
         self.pool.forget_all()
