@@ -165,7 +165,7 @@ def _build(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         # Tokenizers may know more ids than the model; those it can never sample.
-        eos_token_ids=tuple(i for i in eos if i < vocab_size),
+        eos_token_ids=tuple(i for i in eos if 0 <= i < vocab_size),
         default_sampling=default_sampling(generation_config),
         hosts=hosts,
         picture_processor=processor,

@@ -103,7 +103,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path} does not exist; is the folder a checkpoint? Where weights are alone, hf_config_path is the "
             "folder, or name on the hub, of config.json and the tokenizer"
         ) from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not JSON: {e}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, it holds a {type(values).__name__}")

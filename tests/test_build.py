@@ -131,7 +131,7 @@ def test_when_memory_is_short_the_largest_step_shrinks(path, monkeypatch):
 
 @pytest.mark.slow
 def test_eos_ids_that_the_model_does_not_have_are_left_out(path):
-    llm = make_llm(path, hf_overrides={"eos_token_id": [2, checkpoints.VOCAB_SIZE + 7]})
+    llm = make_llm(path, hf_overrides={"eos_token_id": [2, -1, checkpoints.VOCAB_SIZE + 7]})
     params = SamplingParams(temperature=0, max_tokens=3, detokenize=False)
     assert 1 <= len(tokens(llm, params=params)) <= 3
 

@@ -389,9 +389,10 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
         load_hf_config("Qwen/Qwen3-0.6B")
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         load_hf_config(str(tmp_path))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        load_hf_config(str(tmp_path))
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(ValueError, match="is not JSON"):
+            load_hf_config(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config\.json must hold a JSON object, it holds a list"):
         load_hf_config(str(tmp_path))

@@ -87,6 +87,15 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
 
 
+_COUNTS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "vocab_size",
+)
+
+
 def decoder_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
@@ -95,6 +104,11 @@ def decoder_config(
     `max_model_len` defaults to the config's `max_position_embeddings`. Raises ValueError for what is not supported.
     """
     architecture = facts.get("architecture") or (hf.architectures or ["?"])[0]
+    for name in _COUNTS:
+        if not isinstance(count := getattr(hf, name), int) or count < 1:
+            raise ValueError(
+                f"{architecture}: {name} is {count!r} in config.json; it must be a positive integer"
+            )
     num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     if num_heads % num_kv_heads:
         raise ValueError(

@@ -136,6 +136,8 @@ def _rope(p: dict[str, Any], hf: PretrainedConfig, head_dim: int, max_model_len:
         inv_freq, scale = _FREQUENCIES[rope_type](p, dim, lengths)
     except KeyError as missing:
         raise ValueError(f"rope_type {rope_type!r} needs {missing} in rope_parameters") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"rope_parameters {p} of config.json cannot be used: {error}") from None
     frequencies = tuple(inv_freq.astype(np.float32).tolist())
     return Rope(frequencies, float(scale), _sections(p, len(frequencies)), rope_type)
 

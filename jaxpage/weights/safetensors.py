@@ -97,7 +97,7 @@ def _read_index(file: Path) -> dict[str, str]:
         placement = json.loads(file.read_text())["weight_map"]
         if not all(isinstance(name, str) for name in placement.values()):
             raise TypeError("file names must be strings")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is not a safetensors index: {error!r}") from None
     return placement
 
@@ -119,7 +119,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         tensors = {name: _entry(name, entry, file, start) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} has a damaged safetensors header: {error}") from None
     for tensor in tensors.values():
         end = tensor.offset + tensor.num_bytes

@@ -41,6 +41,12 @@ def test_config_without_architecture_names_its_model_type():
     [
         ({"hidden_act": "relu6"}, "activation 'relu6'; supported are silu"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0 in config.json"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in config.json"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "a"}},
+            "'factor': 'a'} of config.json cannot be used",
+        ),
         ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "'axial'; supported are"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "needs 'factor'"),
         (
