@@ -333,9 +333,11 @@ def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
         # Any number of blocks of the pool will do: blocks on disk fit all of them.
         layout = repr(replace(pool, num_blocks=0))
         described = [repr(spec.model.config), repr(spec.groups), layout]
-        if config.numerics == "strict":  # other programs round in other places, and here every bit counts
-            machine = machine_fingerprint(spec.device, compiler_flags())
-            described += [repr(machine), str(spec.num_devices)]
+        # Other programs round in other places, and here every bit counts.
+        if config.numerics == "strict":
+            described.append(
+                f"{machine_fingerprint(spec.device, compiler_flags())} {spec.num_devices}"
+            )
         parameters = jax.tree.leaves(nnx.state(spec.model))
         folder = Path(config.kv_offload_dir) / fingerprint(described, map(np.asarray, parameters))
         store = BlockStore(folder, [x.shape for x in shapes], [x.dtype for x in shapes])

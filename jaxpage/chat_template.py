@@ -81,8 +81,10 @@ def _normalise(message: Any, *, wants_parts: bool) -> dict[str, Any]:
             )
         plain["content"] = "\n".join(part["text"] for part in parts)
     if message["role"] == "assistant":
-        if message.get("tool_calls"):
-            plain["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list | tuple):
+                raise ValueError(f"tool_calls of a message must be a list, got {calls!r}")
+            plain["tool_calls"] = [_tool_call(call) for call in calls]
         else:
             plain.pop("tool_calls", None)
         if message.get("reasoning") is not None:

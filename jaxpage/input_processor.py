@@ -220,7 +220,12 @@ class InputProcessor:
         each = [wanted] * count if isinstance(wanted, LoRARequest) else list(wanted)
         if len(each) != count:
             raise ValueError(f"lora_request has {len(each)} entries for {count} prompts")
-        return [None if one is None else self.adapters.get(one) for one in each]
+        # Each once, however many prompts name it: its folder may be rewritten meanwhile.
+        found: dict[LoRARequest, Adapter] = {}
+        for one in each:
+            if one is not None and not (isinstance(one, LoRARequest) and one in found):
+                found[one] = self.adapters.get(one)
+        return [None if one is None else found[one] for one in each]
 
     def _rounded(self, prompt: Prompt) -> np.ndarray | None:
         """The prompt's embeddings rounded to the model's dtype, as a copy that the caller cannot change."""

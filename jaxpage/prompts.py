@@ -156,6 +156,11 @@ def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, options: Mapping[str, A
             f"tokenization_kwargs has {', '.join(sorted(unknown))}; supported are "
             f"{', '.join(_TOKENIZER_OPTIONS)}"
         )
+    length = options.get("max_length")
+    if length is not None and (not _is_int(length) or length < 1):
+        raise ValueError(
+            f"max_length of tokenization_kwargs must be an int of at least 1, got {length!r}"
+        )
     texts = list(texts)
     ids_of = dict(zip(texts, tokenizer(texts, **options)["input_ids"], strict=True))
     for prompt in prompts:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"  # what decoders write for invalid or incomplete UTF-8
-_CONTEXT = 5  # prompt tokens that may affect the text of the first output token; as in vLLM
+# Prompt tokens that may affect the text of the first output token, as in vLLM: so many, or more where they begin
+# inside a character.
+_CONTEXTS = range(4, 24)
 _MAX_CHARACTER = 4  # bytes of a UTF-8 character, so also tokens
 # Half of it is at least 3 bytes, enough to end any character that began before them.
 _MAX_WINDOW = 8
@@ -265,11 +267,17 @@ class WindowDecoder:
             keyword = "spaces_between_special_tokens"
             self._keywords[keyword] = params.spaces_between_special_tokens
         self._skipped = _special_ids(tokenizer) if params.skip_special_tokens else frozenset()
-        self._ids = [i for i in prompt_token_ids[-_CONTEXT:] if i not in self._skipped]
-        if self._text(self._ids).endswith(REPLACEMENT):  # the prompt ends inside a character
-            self._ids = []
+        self._ids = self._context(prompt_token_ids)
         self._read = len(self._ids)
         self._seen = self._text(self._ids)
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The end of the prompt; [] if it ends inside a character."""
+        for length in _CONTEXTS:
+            ids = [i for i in prompt_token_ids[-length:] if i not in self._skipped]
+            if not self._text(ids).endswith(REPLACEMENT):
+                return ids
+        return []
 
     def append(self, token_id: int) -> str:
         if token_id in self._skipped:

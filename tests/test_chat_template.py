@@ -160,6 +160,7 @@ def test_the_format_is_detected_as_vllm_does(template, expected):
         ([{"role": "user", "content": [5]}], "only text can be in a message, got 5"),
         ([{"role": "user", "content": 7}], "content must be a str"),
         ([{"role": "assistant", "tool_calls": [5]}], "a tool call must be"),
+        ([{"role": "assistant", "tool_calls": 5}], "tool_calls of a message must be a list, got 5"),
     ],
 )
 def test_what_is_no_conversation_is_refused(tokenizer, messages, message):

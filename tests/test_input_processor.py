@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from jaxpage import tiny
+from jaxpage import LoRARequest, tiny
+from jaxpage.adapter_cache import AdapterCache
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.config import EngineConfig
 from jaxpage.input_processor import InputProcessor, derive_seed
@@ -167,3 +169,22 @@ def test_priorities_need_their_policy_and_bad_words_a_tokenizer(make):
     assert [r.priority for r in requests] == [3, 1]
     with pytest.raises(ValueError, match="needs a tokenizer"):
         inputs.requests(inputs.parse([5]), SamplingParams(bad_words=["x"]))
+
+
+def test_an_adapter_is_read_once_for_all_prompts_of_a_call(make):
+    """So that they have the same one, even if its folder is rewritten meanwhile."""
+    inputs, read = make(), []
+    inputs._adapters = AdapterCache(
+        lambda folder: read.append(folder) or [np.array(len(read), np.float32)], 2
+    )
+    adapter = LoRARequest("live", 1, "live", load_inplace=True)
+    equal = LoRARequest("live", 1, "live", load_inplace=True)
+    prompts = inputs.parse([[5], [6], [7], [8]])
+    first = inputs.requests(prompts, lora_request=adapter)
+    second = inputs.requests(prompts, lora_request=[adapter, None, equal, adapter])
+    assert len({request.adapter.key for request in first}) == 1
+    assert [request.adapter and request.adapter.key for request in second].count(None) == 1
+    assert len({request.adapter for request in second}) == 2
+    assert read == ["live"] * 2
+    with pytest.raises(ValueError, match="must be a LoRARequest"):
+        inputs.requests(prompts, lora_request=[{}] * 4)

@@ -35,3 +35,6 @@ def test_tokenization_kwargs_reach_the_tokenizer(tokenizer):
     assert short.token_ids == whole.token_ids[-2:]
     with pytest.raises(ValueError, match="tokenization_kwargs has padding_side; supp"):
         parse("Once", tokenizer, {"padding_side": "left"})
+    for length in (-3, "2"):
+        with pytest.raises(ValueError, match=f"max_length .* at least 1, got {length!r}"):
+            parse("Once", tokenizer, options | {"max_length": length})

@@ -137,6 +137,15 @@ def test_sentencepiece_text_continues_its_prompt(sentencepiece, text, context):
         assert texts[-1].startswith(shorter)
 
 
+@pytest.mark.parametrize("prompt", ["日😀", "😀" * 9, "a😀", "日日", "😀ab", "a�b"])
+def test_a_prompt_is_never_cut_inside_a_character(sentencepiece, prompt):
+    """Its end is the context of the first token: without one, that loses its space."""
+    pieces = [[c] if c in "ab" else [f"<0x{x:02X}>" for x in c.encode()] for c in prompt]
+    before = sentencepiece.convert_tokens_to_ids([t for piece in pieces for t in piece])
+    ids = sentencepiece.convert_tokens_to_ids(["▁the", "▁a"])
+    assert grow(sentencepiece, ids, context=before)[-1] == " the a"
+
+
 def test_special_tokens_show_only_if_asked_for(byte_level):
     ids = byte_level("a<|im_end|>b")["input_ids"]
     assert grow(byte_level, ids)[-1] == "ab"

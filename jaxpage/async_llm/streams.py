@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, Protocol
 
 from jaxpage.outputs import CompletionOutput, RequestOutput
@@ -117,15 +118,12 @@ class LastOutput:
         self.future.add_done_callback(lambda future: discard() if future.cancelled() else None)
 
     def receive(self, update: Update) -> None:
-        """See `Receiver`."""
-        if not isinstance(update, Exception) and not update.finished:
-            return
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if isinstance(update, Exception):
-            self.future.set_exception(update)
-        else:
-            self.future.set_result(update)
+        """See `Receiver`. May be called from any thread; what comes after the end is ignored."""
+        with suppress(InvalidStateError):  # it was cancelled, or has ended
+            if isinstance(update, Exception):
+                self.future.set_exception(update)
+            elif update.finished:
+                self.future.set_result(update)
 
 
 def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:

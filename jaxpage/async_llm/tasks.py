@@ -66,7 +66,8 @@ class Tasks:
             raise self.steps.error or EngineDeadError("the engine was shut down") from None
 
     def start(self, prepare: Prepare, receivers: Sequence[Receiver]) -> Future[list[Future[None]]]:
-        """Make a request for each receiver and submit them; none is submitted if `prepare` raises.
+        """Make a request for each receiver and submit them; none is submitted if `prepare` raises, or makes another
+        number of requests, which is a ValueError.
 
         An inner future is done when the engine has accepted or refused its request.
         """
@@ -74,6 +75,11 @@ class Tasks:
 
         def begin(inputs: InputProcessor) -> list[Future[None]]:
             requests = prepare(inputs)
+            if len(requests) != len(receivers):
+                raise ValueError(
+                    f"{len(requests)} requests were made for {len(receivers)} prompts; give a list with one entry for "
+                    "each prompt"
+                )
             for request in requests:
                 request.arrival_time, request.queued_time = arrival_time, queued_time
             return [self._add(*pair) for pair in zip(requests, receivers, strict=True)]
@@ -108,13 +114,16 @@ class Tasks:
         self.steps.post(lambda: self.steps.abort(ids))
         self.outputs.post(lambda: self.outputs.abort(ids))
 
+    def abort_all(self) -> Future[None]:
+        """`abort` all requests, also those that wait for the end of a pause."""
+        return self.steps.call(self._abort_all)
+
     def pause(self, mode: PauseMode) -> Future[Future[None]]:
         """The inner future is done when nothing runs on the device."""
 
         def begin() -> Future[None]:
             if mode is PauseMode.ABORT:
-                aborted = self.steps.abort_all()
-                self.outputs.post(lambda: self.outputs.abort(aborted))
+                self._abort_all()
             return self.steps.pause(mode)
 
         return self.steps.call(begin)
@@ -156,6 +165,11 @@ class Tasks:
             self.steps.post(lambda: self.steps.stop(dead))
             self.steps.read_all()
             self.outputs.fail_all(dead)
+
+    def _abort_all(self) -> None:
+        """In the engine's thread."""
+        aborted = self.steps.abort_all()
+        self.outputs.post(lambda: self.outputs.abort(aborted))
 
     def _discard(self, request_id: str) -> None:
         """The caller no longer waits for a request."""

@@ -77,7 +77,14 @@ class PoolingInputs:
     def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
         """One conversation or many, rendered; `options` are those of `prompts.parse_chat`. Raises ValueError."""
         template = options.pop("chat_template", None) or self._config.chat_template
-        return parse_chat(messages, self.tokenizer, chat_template=template, **options)
+        tokenization, _ = self._truncation(options.pop("tokenization_kwargs", None))
+        return parse_chat(
+            messages,
+            self.tokenizer,
+            chat_template=template,
+            tokenization_kwargs=tokenization,
+            **options,
+        )
 
     def pairs(
         self,
@@ -95,7 +102,7 @@ class PoolingInputs:
         options, length = self._truncation(tokenization_kwargs)
         template = load_chat_template(chat_template or self._config.chat_template)
         if template is None and self._joins_pairs:
-            return self._joined(queries, documents, options)
+            return self._joined(queries, documents, options, length)
         texts = [
             q + d if template is None else self._rendered(q, d, template)
             for q, d in zip(queries, documents, strict=True)
@@ -163,11 +170,22 @@ class PoolingInputs:
         return _mapped(prompts, lambda text: known[name] + text)
 
     def _joined(
-        self, queries: Sequence[str], documents: Sequence[str], options: Mapping[str, Any]
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        options: Mapping[str, Any],
+        length: int | None,
     ) -> list[Prompt]:
         if self._folder.lower_case:
             queries, documents = [q.lower() for q in queries], [d.lower() for d in documents]
         found = self.tokenizer(list(queries), list(documents), **options)
+        # The tokenizer does not truncate to less than its special tokens.
+        if length is not None and max(map(len, found["input_ids"]), default=0) > length:
+            num_special = self.tokenizer.num_special_tokens_to_add(pair=True)
+            raise ValueError(
+                f"truncate_prompt_tokens={length} is too small for a pair of texts, which has {num_special} special "
+                "tokens"
+            )
         type_ids = found.get("token_type_ids") or [None] * len(queries)
         return [
             PairPrompt(token_ids=list(ids), type_ids=types)

@@ -40,6 +40,8 @@ class Binding:
         }
         if not self._sources:
             raise ValueError(f"{type(module).__name__} has no parameters to sample with")
+        # The form in which the engine's programs take each of their arrays.
+        self._forms = {n: _struct(each.get_raw_value()) for n, each in self._sources.items()}
         self._swapped: dict[str, nnx.Variable] = {}  # override `_sources`, see `swap`
         self._names: list[str] = []  # what the engine reads, in its order; "" for its own arrays
         self._places: list[Sharding] = []
@@ -51,7 +53,7 @@ class Binding:
     @property
     def dtype(self) -> str:
         """The most common dtype of the parameters."""
-        names = [str(variable.get_raw_value().dtype) for variable in self._sources.values()]
+        names = [str(form.dtype) for form in self._forms.values()]
         return max(set(names), key=names.count)
 
     def prepare(self, spec: EngineSpec) -> EngineSpec:
@@ -67,7 +69,7 @@ class Binding:
             for path, each in specs(model).items()
             if slot_axis(variables(model)[path]) is None
         }
-        arrays = {name: _struct(each.get_raw_value()) for name, each in self._sources.items()}
+        arrays = self._forms
         found = find_layout(model.config, described, {n: x.shape for n, x in arrays.items()})
         _check(found, described, arrays, spec)
         self.trainer = found.trainer
@@ -121,44 +123,26 @@ class Binding:
     def refresh(self) -> int:
         """Check where all arrays are, and copy those that are not where the engine needs them. Returns bytes copied.
 
-        One `jax.device_put` per array; the copy that it replaces is freed first. Raises RuntimeError for an array that
-        was donated or deleted.
+        One `jax.device_put` per array; the copy that it replaces is freed first. Host arrays are copied each time.
+        Raises RuntimeError, before anything changes, for an array that was donated or deleted, or whose dtype or shape
+        is not that for which the engine was built.
         """
-        num_bytes = 0
-        for index, (name, place) in enumerate(zip(self._names, self._places, strict=True)):
-            if not name:
-                continue
-            source = self._swapped.get(name, self._sources[name])
-            leaf = source.get_raw_value()
-            if isinstance(leaf, jax.Array):
-                _check_alive(name, leaf)
-                if leaf.sharding.is_equivalent_to(place, leaf.ndim):
-                    self.variables[index] = source
-                    self._copies.pop(name, None)
-                    continue
-            seen = self._copies.get(name)
-            if seen is None or seen[0]() is not leaf:
-                copy = nnx.Param(None) if seen is None else seen[1]
-                copy.set_raw_value(None)
-                copy.set_raw_value(jax.device_put(leaf, place))
-                self._copies[name] = weakref.ref(leaf), copy
-                num_bytes += leaf.nbytes
-                if name in self._swapped:  # the original array is no longer needed
-                    self._swapped[name] = copy
-            self.variables[index] = self._copies[name][1]
-        return num_bytes
+        return self._read(self._swapped)
 
-    def check_alive(self) -> None:
-        """Raise RuntimeError if an array that the engine would read was donated or deleted."""
-        for name, variable in zip(self._names, self.variables, strict=True):
-            _check_alive(name, variable.get_raw_value())
+    def check_usable(self) -> None:
+        """Raise RuntimeError if the engine cannot read an array where and as it is."""
+        for name, place, variable in zip(self._names, self._places, self.variables, strict=True):
+            leaf = variable.get_raw_value()
+            if name and leaf is not None:  # None: `update` is copying it
+                _check_form(name, leaf, self._forms[name])
+                _check_place(name, leaf, place)
 
-    def swap(self, params: Any) -> None:
+    def swap(self, params: Any) -> int:
         """Read these arrays instead of the module's, until the next swap; all of its parameters or some.
 
         `params`: a module, an `nnx.State`, or a tree of arrays with the module's names. Arrays that are the module's
-        own are read from the module. Raises ValueError, before anything changes, for a name or shape that the module
-        does not have.
+        own are read from the module. Returns and raises like `refresh`; ValueError, before anything changes, for a name
+        or shape that the module does not have.
         """
         given = _flat(nnx.state(params) if isinstance(params, nnx.Module) else params)
         leaves = {name: _array(leaf) for name, leaf in given.items() if _is_param(leaf)}
@@ -170,22 +154,58 @@ class Binding:
                 f"{listed(sorted(self._sources))}"
             )
         for name, leaf in leaves.items():
-            own = self._sources[name].get_raw_value()
-            if leaf.shape != own.shape or leaf.dtype != own.dtype:
+            form = self._forms[name]
+            if leaf.shape != form.shape or leaf.dtype != form.dtype:
                 raise ValueError(
-                    f"params have {name} as {_say(leaf)}, the module has it as {_say(own)}"
+                    f"params have {name} as {_say(leaf)}, the module has it as {_say(form)}"
                 )
-            if isinstance(leaf, jax.Array):
-                _check_alive(name, leaf)
+        swapped = dict(self._swapped)
         for name, leaf in leaves.items():
             if leaf is self._sources[name].get_raw_value():
-                self._swapped.pop(name, None)
+                swapped.pop(name, None)
             else:
-                self._swapped[name] = nnx.Param(leaf)
+                swapped[name] = nnx.Param(leaf)
+        return self._read(swapped)
 
-    def forget_swapped(self) -> None:
-        """Read the module's arrays again."""
-        self._swapped.clear()
+    def forget_swapped(self) -> int:
+        """Read the module's arrays again. Returns and raises like `refresh`."""
+        return self._read({})
+
+    def _read(self, swapped: dict[str, nnx.Variable]) -> int:
+        """`refresh`, with these arrays in place of the module's from now on."""
+        sources = {name: swapped.get(name, own) for name, own in self._sources.items()}
+        for name, source in sources.items():
+            _check_form(name, source.get_raw_value(), self._forms[name])
+        # Nothing is refused from here on.
+        read, num_bytes = list(self.variables), 0
+        for index, (name, place) in enumerate(zip(self._names, self._places, strict=True)):
+            if not name:
+                continue
+            leaf = sources[name].get_raw_value()
+            if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(place, leaf.ndim):
+                read[index] = sources[name]
+                self._copies.pop(name, None)
+                continue
+            read[index], num_copied = self._copied(name, leaf, place)
+            num_bytes += num_copied
+            if name in swapped:  # the original array is no longer needed
+                swapped[name] = read[index]
+        self._swapped, self.variables = swapped, read
+        return num_bytes
+
+    def _copied(self, name: str, leaf: Any, place: Sharding) -> tuple[nnx.Variable, int]:
+        """A copy in its place, and the bytes copied: 0 if it has been copied before."""
+        seen = self._copies.pop(name, None)
+        is_host = not isinstance(leaf, jax.Array)
+        if seen is not None and seen[0]() is leaf and not is_host:
+            self._copies[name] = seen
+            return seen[1], 0
+        copy = nnx.Param(None) if seen is None else seen[1]
+        copy.set_raw_value(None)
+        # A host array may be refilled in place, and `device_put` may share its memory.
+        copy.set_raw_value(jax.device_put(np.array(leaf) if is_host else leaf, place))
+        self._copies[name] = weakref.ref(leaf), copy
+        return copy, leaf.nbytes
 
 
 def _check(
@@ -217,11 +237,26 @@ def _check(
         )
 
 
-def _check_alive(name: str, leaf: Any) -> None:
+def _check_form(name: str, leaf: Any, form: jax.ShapeDtypeStruct) -> None:
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise RuntimeError(
             f"parameter {name} of the bound module was donated or deleted: put the new array into the module, or call "
             "update(params), before sampling again"
+        )
+    if leaf.shape != form.shape or leaf.dtype != form.dtype:
+        raise RuntimeError(
+            f"parameter {name} of the bound module is now {_say(leaf)}, but programs were compiled for {_say(form)}: "
+            "put such an array into the module, or call update(params) with one, before sampling again"
+        )
+
+
+def _check_place(name: str, leaf: Any, place: Sharding) -> None:
+    # Programs move an array that is not committed to its devices.
+    is_bound = isinstance(leaf, jax.Array) and leaf.committed
+    if is_bound and not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+        raise RuntimeError(
+            f"parameter {name} of the bound module is now on {leaf.sharding}, but programs were compiled for {place}: "
+            "call update(), which copies it there, before sampling again"
         )
 
 

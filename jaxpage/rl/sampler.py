@@ -17,7 +17,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxpage.async_llm.step_loop import PauseMode
@@ -29,13 +28,14 @@ from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
 from jaxpage.rl.binding import Binding
+from jaxpage.rl.inputs import check_options, listed_prompts, plain, sampling_params
 from jaxpage.rl.logprobs import logprobs, logprobs_of_rows
 from jaxpage.rl.parity import ParityReport, compare
 from jaxpage.rl.rollout import Padded, Rollout, make_rollout
 from jaxpage.rl.scoring import Scored, make_scored, scoring_params
 from jaxpage.rl.seeds import GroupSeeds
 from jaxpage.rl.strict import strict_logprobs
-from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxpage.engine.stats import EngineStats
@@ -44,13 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# Option of the engine -> why a sampler does not support it.
-_NOT_FOR_TRAINING = {
-    "quantization": "the parameters are the trainer's",
-    "kv_offload_dir": "KV on disk would belong to weights that change",
-    "runner": "a sampler generates",
-}
 
 
 class Sampler:
@@ -76,7 +69,7 @@ class Sampler:
         if not hasattr(module, "visual"):  # perhaps the text part of a model with a vision tower
             options = {"limit_mm_per_prompt": {"image": 0}} | options
         config = EngineConfig.from_options(model=model, load_format="dummy", **options)
-        _check_options(config)
+        check_options(config)
         built = build(config, bind=binding.prepare)
         assert isinstance(built.engine, Engine)
         self.config: ResolvedConfig = built.config
@@ -85,7 +78,7 @@ class Sampler:
         self._versions = [(0, 0)]
         runner: Any = built.engine.runner
         self._runner: Runner = runner
-        self._read_weights()
+        self._read_weights(binding.refresh())
         runner.weights_changed()  # the first weights do not count as a change
         self._tasks = Tasks(built)
         self._is_asleep = False
@@ -116,15 +109,16 @@ class Sampler:
         `params`, else the engine's seeds, in the order of requests.
 
         Raises ValueError for what cannot be served, before anything runs; RuntimeError if a parameter was donated or
-        deleted; StepFailedError and EngineDeadError as `AsyncLLM.generate`.
+        deleted, or replaced by an array with another dtype, shape or sharding; StepFailedError and EngineDeadError as
+        `AsyncLLM.generate`.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else [_plain(each) for each in prompts]
+        prompts = listed_prompts(prompts)
         if not prompts:
             raise ValueError("prompts are empty; give at least one")
-        self._binding.check_alive()
-        params = _params(params, n, has_tokenizer=not self.config.skip_tokenizer_init)
+        self._binding.check_usable()
+        params = sampling_params(params, n, has_tokenizer=not self.config.skip_tokenizer_init)
         group = seed if isinstance(seed, GroupSeeds | None) else GroupSeeds(int(seed))
-        version = self.version if isinstance(seed, GroupSeeds) else 0
+        version = self._look_at_weights() if isinstance(seed, GroupSeeds) else 0
         seeds: list[int] = []
 
         def prepare(inputs: InputProcessor) -> list[Request]:
@@ -167,11 +161,11 @@ class Sampler:
             )
         if self.config.logprobs_mode.endswith("logits"):
             raise ValueError(f"logprobs_mode={self.config.logprobs_mode!r} has no logprobs")
-        sequences = [_plain(each) for each in token_ids]
+        sequences = [plain(each) for each in token_ids]
         if not sequences:
             raise ValueError("token_ids are empty; give at least one sequence")
-        wanted = None if targets is None else [_plain(each) for each in targets]
-        self._binding.check_alive()
+        wanted = None if targets is None else [plain(each) for each in targets]
+        self._binding.check_usable()
         params = scoring_params(sequences, wanted, top_k)
 
         def prepare(inputs: InputProcessor) -> list[Request]:
@@ -240,16 +234,15 @@ class Sampler:
 
         Arrays on the engine's devices are not copied, and nothing is compiled. For a module on the engine's devices
         this call is not needed: each step checks by itself. Running requests continue with the new weights, and
-        `weight_versions` says which tokens have which; `pause` first to avoid that. Raises ValueError for names or
-        shapes that the module does not have, RuntimeError for donated or deleted arrays; the old weights then stay.
+        `weight_versions` says which tokens have which; `pause` first to avoid that. NumPy arrays are copied at each
+        call, so they may be refilled afterwards. Raises ValueError for names or shapes that the module does not have,
+        RuntimeError for arrays that were donated or deleted, or whose dtype or shape has changed in the module; the old
+        weights then stay.
         """
 
         def take() -> int:
-            if params is None:
-                self._binding.forget_swapped()
-            else:
-                self._binding.swap(params)
-            self._read_weights()
+            binding = self._binding
+            self._read_weights(binding.forget_swapped() if params is None else binding.swap(params))
             number = self._engine.look_at_weights(keep_cache=keep_cache)
             if version is not None:
                 if self._versions[-1][0] == number:
@@ -260,11 +253,15 @@ class Sampler:
 
         return self._call(take)
 
-    def _read_weights(self) -> None:
-        num_bytes = self._binding.refresh()
+    def _read_weights(self, num_bytes: int) -> None:
+        """Read what the binding says now, for which it has copied `num_bytes`."""
         if num_bytes:
             logger.info("copied %.1f MB of parameters to the engine's devices", num_bytes / 1e6)
         self._runner.read_from(self._binding.variables)
+
+    def _look_at_weights(self) -> int:
+        """The version of the weights as the next step finds them, whether or not a step has noticed them."""
+        return self._call(lambda: self._version_of(self._engine.look_at_weights()))
 
     def _version_of(self, number: int) -> int:
         index = bisect_right(self._versions, number, key=itemgetter(0))
@@ -296,11 +293,11 @@ class Sampler:
         return self._tasks.steps.is_paused
 
     def abort(self) -> None:
-        """End all requests with the tokens they have, which their calls return with finish_reason "abort"."""
-        was_paused = self.is_paused
-        self.pause("abort")
-        if not was_paused:
-            self.resume()
+        """End all requests with the tokens they have, which their calls return with finish_reason "abort".
+
+        Not a pause, and does not end one.
+        """
+        self._tasks.abort_all().result()
 
     def sleep(self, kv: bool = True, weights: bool = False) -> None:
         """Pause, suspending requests, and free the memory of the KV pool until `wake`; its content is recomputed.
@@ -351,42 +348,6 @@ class Sampler:
     def _call(self, action: Callable[[], T]) -> T:
         """Run `action` in the engine's thread, between two steps."""
         return self._tasks.steps.call(action).result()
-
-
-def _check_options(config: EngineConfig) -> None:
-    for name, reason in _NOT_FOR_TRAINING.items():
-        if getattr(config, name) not in (None, "auto", "generate"):
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} is not supported by samplers: {reason}; leave it out"
-            )
-    if config.data_parallel_size > 1 or config.nnodes > 1:
-        raise ValueError(
-            f"a sampler is one engine in one process, got data_parallel_size={config.data_parallel_size} and "
-            f"nnodes={config.nnodes}; shard the parameters with tensor_parallel_size or mesh"
-        )
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, str | dict):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], int)
-
-
-def _plain(prompt: Any) -> Any:
-    return prompt.tolist() if isinstance(prompt, np.ndarray | jax.Array) else prompt
-
-
-def _params(params: SamplingParams | None, n: int | None, *, has_tokenizer: bool) -> SamplingParams:
-    params = SamplingParams(max_tokens=None) if params is None else params
-    return dataclasses.replace(
-        params,
-        n=params.n if n is None else n,
-        logprobs=0,
-        logprob_token_ids=None,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        detokenize=params.detokenize and has_tokenizer,
-    )
 
 
 def _wait(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:

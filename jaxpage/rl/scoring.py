@@ -25,7 +25,9 @@ class Scored:
 def scoring_params(
     token_ids: Sequence[Sequence[int]], targets: Sequence[Sequence[int]] | None, top_k: int
 ) -> list[SamplingParams]:
-    """The parameters of a request for each sequence. Raises ValueError for targets that do not fit."""
+    """The parameters of a request for each sequence. Raises ValueError for what cannot be scored."""
+    if top_k < 0:
+        raise ValueError(f"top_k must be at least 0, got {top_k}")
     options: dict[str, Any] = {
         "max_tokens": 1,
         "detokenize": False,

@@ -18,7 +18,7 @@ class GroupSeeds:
     def __init__(self, seed: int):
         self.seed = seed
         self._lock = threading.Lock()
-        self._version: int | None = None
+        self.version: int | None = None  # of the last seed
         self._num_seen: dict[bytes, int] = {}  # by prompt, at this version
 
     def next(self, token_ids: Sequence[int], version: int = 0) -> int:
@@ -26,8 +26,8 @@ class GroupSeeds:
         content = struct.pack(f"<qq{len(token_ids)}i", self.seed, version, *token_ids)
         key = hashlib.sha256(content).digest()
         with self._lock:
-            if version != self._version:
-                self._version, self._num_seen = version, {}
+            if version != self.version:
+                self.version, self._num_seen = version, {}
             number = self._num_seen.get(key, 0)
             self._num_seen[key] = number + 1
         digest = hashlib.sha256(key + struct.pack("<q", number)).digest()

@@ -63,7 +63,7 @@ class JaxpageRollout(base_rollout.BaseRollout):
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._version = 0
-        self._group_seeds: dict[int, GroupSeeds] = {}  # by a call's seed, at this version
+        self._group_seeds: dict[int, GroupSeeds] = {}  # by a call's seed
 
     def generate(
         self, prompts: str | Sequence[str], rollout_config: RolloutConfig, **kwargs: Any
@@ -178,9 +178,13 @@ class JaxpageRollout(base_rollout.BaseRollout):
 
     def _seeds(self, seed: int) -> GroupSeeds:
         with self._lock:
-            if self._version != self.sampler.version:
-                self._version = self.sampler.version
-                self._group_seeds.clear()
+            version = self.sampler.version
+            if self._version != version:
+                # One that counts at this version goes on; one without a version is another call's, about to count.
+                kept = [
+                    each for each in self._group_seeds.items() if each[1].version in (None, version)
+                ]
+                self._version, self._group_seeds = version, dict(kept)
             return self._group_seeds.setdefault(seed, GroupSeeds(seed))
 
 

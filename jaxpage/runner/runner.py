@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPoolSpec
@@ -40,6 +40,17 @@ from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step_result import DeviceResult, split_pieces
 from jaxpage.sampling.features import bits
 from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
+
+
+class UnfitParameterError(DeletedParameterError):
+    """The owner of the model replaced a parameter by an array that programs do not take."""
+
+    def __init__(self, found: object, expected: object):
+        RuntimeError.__init__(
+            self,
+            f"a parameter of the model is now {found}, but programs were compiled for {expected}; put such an array in "
+            "place, or call update() of a Sampler, before requests go on",
+        )
 
 
 class Runner:
@@ -121,8 +132,10 @@ class Runner:
         return self._counter.num_compilations
 
     def read_from(self, variables: Iterable[nnx.Variable]) -> None:
-        """Read parameters from these variables from the next launch on, in the order in which programs take them."""
-        self._variables = list(variables)
+        """Read parameters from these variables from the next launch on, in the order in which programs take them, and
+        in the form in which they take them.
+        """
+        self._parameters = [_Parameter(each, _form(each.get_raw_value())) for each in variables]
 
     def weights_changed(self) -> bool:
         """Whether a parameter was replaced since the last call, which makes KV of the old parameters stale."""
@@ -167,8 +180,7 @@ class Runner:
         try:
             result = self.execute(step)
         except Exception as error:
-            if any(leaf.is_deleted() for leaf in self._leaves()):
-                raise DeletedParameterError from error
+            self._check_parameters(error)
             raise
         assert result.sampled is not None, "a step ends with decode or sample"
         return Launched(
@@ -317,15 +329,27 @@ class Runner:
             self._memory.save(block_hash, [np.asarray(array) for array in content])
 
     def _load_adapter(self, slot: np.ndarray, *contents: np.ndarray) -> None:
-        found = [i for i, v in enumerate(self._variables) if slot_axis(v) is not None]
-        old = [self._variables[i].get_raw_value() for i in found]
+        variables = [each.variable for each in self._parameters]
+        found = [i for i, v in enumerate(variables) if slot_axis(v) is not None]
+        old = [variables[i].get_raw_value() for i in found]
         new = self.programs[calls.LOAD_ADAPTER](old, slot, list(contents))
         for i, array in zip(found, new, strict=True):
-            self._variables[i].set_raw_value(array)
+            variables[i].set_raw_value(array)
             self._seen[i] = weakref.ref(array)  # the base model's weights have not changed
 
+    def _check_parameters(self, error: Exception) -> None:
+        """Raise a DeletedParameterError if the parameters are the reason for an error."""
+        for variable, form in self._parameters:
+            leaf = variable.get_raw_value()
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise DeletedParameterError from error
+            if (leaf.dtype, leaf.shape) != (form.dtype, form.shape):
+                raise UnfitParameterError(_say(leaf), _say(form)) from error
+            if _is_elsewhere(leaf, form.sharding):
+                raise UnfitParameterError(leaf.sharding, form.sharding) from error
+
     def _leaves(self) -> list[jax.Array]:
-        return [variable.get_raw_value() for variable in self._variables]
+        return [each.variable.get_raw_value() for each in self._parameters]
 
 
 _MEMORY_CALLS = {
@@ -337,6 +361,26 @@ _MEMORY_CALLS = {
     calls.RESET: Runner._allocate,
     calls.LOAD_ADAPTER: Runner._load_adapter,
 }
+
+
+class _Parameter(NamedTuple):
+    variable: nnx.Variable
+    form: jax.ShapeDtypeStruct  # that programs were compiled for
+
+
+def _form(leaf: Any) -> jax.ShapeDtypeStruct:
+    place = leaf.sharding if isinstance(leaf, jax.Array) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _is_elsewhere(leaf: Any, place: Sharding | None) -> bool:
+    """Whether programs would not even move it to its place."""
+    is_bound = isinstance(leaf, jax.Array) and leaf.committed
+    return is_bound and place is not None and not leaf.sharding.is_equivalent_to(place, leaf.ndim)
+
+
+def _say(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def _reference(leaf: Any) -> Callable[[], Any]:

@@ -40,7 +40,8 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
     chat_format = inputs.chat_format(body.chat_template)
     params = chat_format.params(body.params(inputs.default_options), body.tools, choice)
     server.check_size(1, params)
-    check_messages(body.messages, inputs)
+    if params.truncate_prompt_tokens is None:
+        check_messages(body.messages, inputs)
     options = body.template_options(
         trust_template=server.options.trust_request_chat_template,
         defaults=server.options.default_chat_template_kwargs,

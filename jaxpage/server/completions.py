@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.prompts import Prompt, truncate
 from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import completion_logprobs, prompt_logprobs
@@ -35,16 +36,17 @@ class CompletionCall:
         def read(inputs: InputProcessor) -> _Asked:
             params = body.params(inputs.default_options)
             server.check_size(len(given), params)
-            first_texts: list[str | None] = []
-            for prompt in given:
+            length = params.truncate_prompt_tokens
+            for prompt in given if length is None else ():
                 check_length(prompt, inputs)
             options = {"add_special_tokens": body.add_special_tokens}
             prompts = inputs.parse(given, options)
+            first_texts: list[str | None] = [None] * len(prompts)
             for prompt in prompts:
                 prompt.cache_salt = body.cache_salt
-                if body.echo and prompt.text is None:
-                    prompt.text = inputs.decode(prompt.token_ids)
-                first_texts.append(inputs.decode(prompt.token_ids[:1]) if body.echo else None)
+            if body.echo:
+                prompts = [_echoed(prompt, length, inputs) for prompt in prompts]
+                first_texts = [inputs.decode(prompt.token_ids[:1]) for prompt in prompts]
             return _Asked(prompts=prompts, params=params, first_texts=first_texts)
 
         batch, asked = await server.start(
@@ -167,6 +169,14 @@ class CompletionCall:
         )
         written.num_chars += sum(map(len, logprobs["tokens"]))
         return logprobs
+
+
+def _echoed(prompt: Prompt, length: int | None, inputs: InputProcessor) -> Prompt:
+    """The prompt, truncated to `length` unless that is None, with the text to echo. Raises ValueError."""
+    kept = prompt if length is None else truncate(prompt, length, inputs.limits)
+    if kept.text is None or len(kept.token_ids) < len(prompt.token_ids):
+        kept.text = inputs.decode(kept.token_ids)
+    return kept
 
 
 @dataclass

@@ -103,6 +103,9 @@ def _of_server(error: BaseException) -> ApiError:
 def _of_validation(error: RequestValidationError) -> ApiError:
     """The first validation errors, each with its location."""
     complaints = []
+    # FastAPI parses JSON by its type, and passes on other bodies as they are.
+    if isinstance(error.body, bytes):
+        return ApiError(400, "the body must be JSON with the header Content-Type: application/json")
     if error.errors()[0]["type"] == "json_invalid":
         where = error.errors()[0]["loc"][-1]
         return ApiError(

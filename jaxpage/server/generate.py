@@ -11,7 +11,7 @@ from jaxpage.outputs import CompletionOutput
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Server
-from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs
+from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
 from jaxpage.server.protocol.sampling import make_params
 from jaxpage.server.protocol.tokens import GenerateRequest
 
@@ -27,6 +27,8 @@ class GenerateCall:
 
         def read(inputs: InputProcessor) -> Asked:
             params = make_params({**inputs.default_options, **body.sampling_params})
+            if body.stream:
+                _check_stream(params)
             kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
             params = dataclasses.replace(params, output_kind=kind)
             prompts = inputs.parse(
@@ -64,6 +66,7 @@ class GenerateCall:
             "request_id": self._call_id,
             "choices": [self._choice(completion) for completion in output.outputs],
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "prompt_token_id_logprobs": token_id_logprobs(output.prompt_token_id_logprobs),
             "kv_transfer_params": None,
             "usage": usage.body(),
         }
@@ -97,3 +100,10 @@ class GenerateCall:
             "stop_reason": completion.stop_reason,
             "weight_versions": completion.weight_versions,
         }
+
+
+def _check_stream(params: SamplingParams) -> None:
+    """Raise ValueError for what only whole answers have."""
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        if getattr(params, name) is not None:
+            raise ValueError(f"{name} are not available with stream=true; leave one of them out")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxpage.outputs import Logprob
 
 LEAST = -9999.0  # JSON has no -Infinity; vLLM's number
@@ -22,7 +24,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """For `/v1/completions`. `offset`: characters of the text before the first token.
 
-    The first token of a prompt has no entry; `unscored` is its text.
+    The first token of a prompt has no entry; `unscored` is its text, None without a tokenizer.
     """
     tokens: list[str] = []
     logprobs: list[float | None] = []
@@ -30,8 +32,8 @@ def completion_logprobs(
     offsets: list[int] = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = _text(token_id, entry.get(token_id) if entry else None, as_ids=as_ids)
-        if not entry and not as_ids:
-            token = unscored or ""
+        if not entry and not as_ids and unscored is not None:
+            token = unscored
         tokens.append(token)
         offsets.append(offset)
         offset += len(token)
@@ -83,15 +85,21 @@ def prompt_logprobs(entries: Iterable[Entries | None] | None) -> list[dict[str, 
     ]
 
 
+def token_id_logprobs(rows: np.ndarray | None) -> list[list[float]] | None:
+    """For each prompt token the values of the ids that were given for it."""
+    return None if rows is None else np.fmax(rows, np.float32(LEAST)).tolist()
+
+
 def _named(token_id: int, entry: Logprob, *, as_ids: bool) -> dict[str, Any]:
     token = _text(token_id, entry, as_ids=as_ids)
     return {"token": token, "logprob": _finite(entry), "bytes": list(token.encode())}
 
 
 def _text(token_id: int, entry: Logprob | None, *, as_ids: bool) -> str:
-    if as_ids:
+    # Without a tokenizer there are no texts.
+    if as_ids or entry is None or entry.decoded_token is None:
         return f"token_id:{token_id}"
-    return (entry.decoded_token if entry else None) or ""
+    return entry.decoded_token
 
 
 def _best_first(entry: Entries) -> list[tuple[int, Logprob]]:

@@ -230,21 +230,21 @@ def _num_inputs(body: InputFields) -> int:
 
 def _prompts(pooler: Pooler, body: InputFields, prompt_name: str | None = None) -> list[Prompt]:
     """The input as token ids. Raises ValueError."""
-    inputs = pooler.inputs
+    inputs, length = pooler.inputs, body.truncate_prompt_tokens
+    options = {"truncate_prompt_tokens": length}
     if body.messages is not None:
-        check_messages(body.messages, _as_any(inputs))
+        if length is None:
+            check_messages(body.messages, _as_any(inputs))
         return inputs.parse_chat(
             body.messages,
             add_generation_prompt=False,
             chat_template_kwargs=body.chat_template_kwargs,
+            tokenization_kwargs=options,
         )
-    options = dict(body.tokenization())
-    if body.truncate_prompt_tokens is not None:
-        options["truncate_prompt_tokens"] = body.truncate_prompt_tokens
     given = body.prompts()
-    for prompt in given if body.truncate_prompt_tokens is None else ():
+    for prompt in given if length is None else ():
         check_length(prompt, _as_any(inputs))
-    return inputs.parse(given, options, prompt_name=prompt_name)
+    return inputs.parse(given, {**body.tokenization(), **options}, prompt_name=prompt_name)
 
 
 def _items(kind: str, name: str, found: list[Any], encoding: str) -> list[Body]:

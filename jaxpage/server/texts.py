@@ -1,4 +1,7 @@
-"""Rejects texts that are too long before they are tokenized, which would take long."""
+"""Rejects texts that are too long before they are tokenized, which would take long.
+
+Not for texts that are truncated: they may be as long as `--max-body-size` allows.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def to_grammar(params: StructuredOutputsParams, config: StructuredOutputsConfig)
         grammar = _from_text(kind, text, config)
     except KeyError as e:
         raise ValueError(f"the {kind} cannot be served: {e} is missing") from None
-    except (ValueError, TypeError, AssertionError) as e:
+    except (ValueError, TypeError, AssertionError, RecursionError) as e:
         raise ValueError(f"the {kind} cannot be served: {e}") from None
     error = _error(grammar, config)
     if error:
@@ -164,37 +164,45 @@ def _tags(text: str, config: StructuredOutputsConfig) -> list[llguidance.StructT
     if isinstance(form, dict):
         if form.get("type") != "triggered_tags":
             raise ValueError(f'its format must be "triggered_tags", got {form.get("type")!r}')
-        structures = [
-            {
-                "begin": x["begin"],
-                "schema": x.get("content", {}).get("json_schema"),
-                "end": _one(x["end"]),
-            }
-            for x in form["tags"]
-        ]
+        structures = [_structure(x) for x in _typed("tags", form["tags"], list)]
         triggers = form["triggers"]
     elif isinstance(tag, dict):
-        structures, triggers = tag["structures"], tag["triggers"]
+        structures, triggers = _typed("structures", tag["structures"], list), tag["triggers"]
     else:
         raise ValueError(f"it must be a JSON object, got {text[:200]}")
+    triggers = [_typed("a trigger", t, str) for t in _typed("triggers", triggers, list)]
     tags = []
     for s in structures:
-        trigger = next((t for t in triggers if s["begin"].startswith(t)), None)
+        begin = _typed("begin", _typed("a tag", s, dict)["begin"], str)
+        trigger = next((t for t in triggers if begin.startswith(t)), None)
         if trigger is None:
-            raise ValueError(f"begin={s['begin']!r} starts with none of the triggers {triggers}")
+            raise ValueError(f"begin={begin!r} starts with none of the triggers {triggers}")
         if not isinstance(s.get("schema"), dict):
-            raise ValueError(f"begin={s['begin']!r} has no JSON schema")
+            raise ValueError(f"begin={begin!r} has no JSON schema")
         _check_nesting(s["schema"], config.max_nesting)
+        end = _typed("end", s["end"], str)
         tags.append(
-            llguidance.StructTag(
-                trigger=trigger, begin=s["begin"], grammar=s["schema"], end=s["end"]
-            )
+            llguidance.StructTag(trigger=trigger, begin=begin, grammar=s["schema"], end=end)
         )
     return tags
 
 
-def _one(end: Any) -> Any:
-    return end[0] if isinstance(end, list) and end else end
+def _structure(tag: Any) -> dict[str, Any]:
+    """xgrammar's newer form of a tag in vLLM's."""
+    tag = _typed("a tag", tag, dict)
+    content, end = _typed("content", tag.get("content", {}), dict), tag["end"]
+    end = end[0] if isinstance(end, list) and end else end
+    return {"begin": tag["begin"], "schema": content.get("json_schema"), "end": end}
+
+
+_TYPE_NAMES = {dict: "an object", list: "a list", str: "a string"}
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    """The value. Raises ValueError if it is of another type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {_TYPE_NAMES[kind]}, got {value!r:.200}")
+    return value
 
 
 def _path_of_error(

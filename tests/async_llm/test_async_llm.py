@@ -14,7 +14,7 @@ import pytest
 
 from jaxpage import RequestOutputKind, SamplingParams
 from jaxpage.async_llm import AsyncLLM, EngineDeadError, StepFailedError
-from jaxpage.async_llm.streams import merge_deltas
+from jaxpage.async_llm.streams import LastOutput, merge_deltas
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.hosts.errors import HostLostError
 from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
@@ -181,6 +181,28 @@ def test_bad_prompts_are_refused_before_anything_changes(make, prompt, message):
     with pytest.raises(ValueError, match=message):
         llm.submit(prompt, long()).result(5)
     assert llm.stats().num_steps == 0
+
+
+def test_another_number_of_requests_than_of_prompts_is_refused_before_any_is_added(make):
+    llm = make()
+    (future,) = llm._tasks.submit(
+        lambda inputs: inputs.requests(inputs.parse([[5], [6]]), long()), 1
+    )
+    with pytest.raises(ValueError, match="2 requests were made for 1 "):
+        future.result(5)
+    assert llm.stats().num_steps == 0 and not llm._tasks._ids
+    assert [c.token_ids for c in llm.submit([5], long()).result(5).outputs] == expected([5], long())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_comes_after_the_end_of_a_request_is_ignored(is_cancelled):
+    receiver, first = LastOutput(), ValueError("the first")
+    if is_cancelled:
+        receiver.future.cancel()
+    for error in (first, ValueError("the second")):
+        receiver.receive(error)
+    assert receiver.is_closed == is_cancelled
+    assert is_cancelled or receiver.future.exception(0) is first
 
 
 @pytest.mark.parametrize("how", ["break", "cancel", "abort", "close at once"])

@@ -136,9 +136,13 @@ def test_where_nothing_runs_there_is_nothing_to_choose(capsys):
     def seconds(sizes, work):
         raise NotImplementedError("no such device\nat all")
 
-    with pytest.raises(RuntimeError, match=r"no candidate of \{'least_tiles': \(1, 2\)\} could be run"):
+    with pytest.raises(
+        RuntimeError, match=r"no candidate of \{'least_tiles': \(1, 2\)\} could be run"
+    ):
         tuning.fastest(tpu.TileSizes(), [((0,), {"least_tiles": (1, 2)})], seconds)
-    assert capsys.readouterr().err == "least_tiles=1: no such device\nleast_tiles=2: no such device\n"
+    assert (
+        capsys.readouterr().err == "least_tiles=1: no such device\nleast_tiles=2: no such device\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,28 @@ def test_swapped_arrays_are_read_until_they_are_forgotten(path):
     assert read() is own
 
 
+def test_host_arrays_are_copied_at_each_swap_and_not_shared(path):
+    module = make_module(path)
+    binding, _ = prepared(module, path)
+    buffers = {name: np.array(each.get_value()) for name, each in variables(module).items()}
+
+    def read():
+        binding.refresh()
+        return [np.array(each.get_raw_value()) for each in binding.variables]
+
+    def agree():
+        pairs = zip(read(), [buffers[name] for name in binding._names], strict=True)
+        return {np.array_equal(one, other) for one, other in pairs}
+
+    binding.swap(buffers)
+    assert agree() == {True}
+    for buffer in buffers.values():
+        buffer += 1
+    assert agree() == {False}
+    binding.swap(buffers)
+    assert agree() == {True}
+
+
 def test_arrays_on_other_devices_are_copied_one_by_one_and_only_when_they_change(path, monkeypatch):
     module = make_module(path)
     away = jax.local_devices()[1]
@@ -143,8 +165,27 @@ def test_a_deleted_array_is_one_clear_error(path):
     module = make_module(path)
     binding, _ = prepared(module, path)
     binding.refresh()
-    binding.check_alive()
+    binding.check_usable()
     module.model.norm.weight.get_value().delete()
-    for check in (binding.check_alive, binding.refresh):
+    for check in (binding.check_usable, binding.refresh):
         with pytest.raises(RuntimeError, match="parameter model.norm.weight .* donated or deleted"):
             check()
+
+
+def test_an_array_that_cannot_be_read_is_one_clear_error(path):
+    module = make_module(path)
+    binding, _ = prepared(module, path)
+    binding.refresh()
+    norm = module.model.norm.weight
+    kept = norm.get_value()
+    norm.set_value(kept.astype(jnp.bfloat16))
+    for check in (binding.check_usable, binding.refresh):
+        with pytest.raises(
+            RuntimeError, match=r"model.norm.weight .* bfloat16\[32\].*float32\[32\]"
+        ):
+            check()
+    norm.set_value(jax.device_put(kept, jax.local_devices()[1]))
+    with pytest.raises(RuntimeError, match=r"model.norm.weight .* is now on .*call update\(\)"):
+        binding.check_usable()
+    assert binding.refresh() == kept.nbytes
+    binding.check_usable()

@@ -115,6 +115,15 @@ def test_seeds(bound):
     assert unseeded[0] != unseeded[1]
 
 
+def test_all_members_of_a_group_have_the_version_of_the_weights_that_they_find(bound):
+    module, sampler = bound
+    sampler.generate(PROMPTS, PARAMS)
+    change(module)  # which no step has noticed yet
+    seeds, expected = GroupSeeds(7), GroupSeeds(7)
+    found = [sampler.generate([PROMPTS[1]], PARAMS, seed=seeds).seeds[0] for _ in range(3)]
+    assert found == [expected.next(PROMPTS[1], sampler.version) for _ in range(3)]
+
+
 def test_threads_of_one_prompt_each_answer_as_one_call(bound):
     _, sampler = bound
     prompts = [[i, i + 1, i + 2] for i in range(3, 35)]
@@ -137,6 +146,16 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(bound):
     with pytest.raises(ValueError, match="prompts are empty"):
         sampler.generate([], PARAMS)
     assert sampler.stats().num_steps == num_steps and sampler.stats().num_running == 0
+
+
+def test_one_prompt_may_be_an_array_or_a_list_of_any_integers(bound):
+    _, sampler = bound
+    ids = np.array(PROMPTS[0])
+    expected = sampler.generate([PROMPTS[0]], PARAMS, seed=1)
+    for prompt in (ids, jnp.array(ids), list(ids), list(jnp.array(ids)), tuple(PROMPTS[0]), [ids]):
+        assert_same(expected, sampler.generate(prompt, PARAMS, seed=1))
+    with pytest.raises(ValueError, match="prompts are empty"):
+        sampler.generate(np.array([], np.int32), PARAMS)
 
 
 def test_a_replaced_parameter_is_sampled_with_and_finds_no_old_kv(bound, path):
@@ -247,6 +266,51 @@ def test_update_with_arrays_of_the_callers(bound, path):
     assert after.num_cached[0] == 0
 
 
+def test_a_refused_update_leaves_the_old_weights(bound, path):
+    module, sampler = bound
+    before = sampler.generate(PROMPTS, PARAMS, seed=4)
+    other = make_module(path, seed=2)
+    sampler.update(other)
+    expected = sampler.generate(PROMPTS, PARAMS, seed=4)
+    norm = module.model.norm.weight
+    kept, doomed = norm.get_value(), jnp.ones(32, jnp.float32)
+    norm.set_value(doomed)
+    doomed.delete()
+    with pytest.raises(RuntimeError, match="model.norm.weight .* donated or deleted"):
+        sampler.update()
+    rollout = sampler.generate(PROMPTS, PARAMS, seed=4)
+    assert_same(expected, rollout)
+    assert sampler.check_parity(rollout).max_abs < 2e-5
+    norm.set_value(kept)
+    sampler.update()
+    norm.set_value(doomed)
+    with pytest.raises(RuntimeError, match="model.norm.weight .* donated or deleted"):
+        sampler.update({"model": {"embed_tokens": other.model.embed_tokens}})
+    norm.set_value(kept)
+    sampler.update({"model": {"norm": module.model.norm}})  # nothing is left of the refused part
+    rollout = sampler.generate(PROMPTS, PARAMS, seed=4)
+    assert_same(before, rollout)
+    assert sampler.check_parity(rollout).max_abs < 2e-5
+
+
+def test_host_arrays_may_be_refilled_in_place(bound, path):
+    module, sampler = bound
+    buffers = {name: np.array(each.get_value()) for name, each in variables(module).items()}
+    sampler.update(buffers)
+    before = sampler.generate(PROMPTS, PARAMS, seed=4)
+    other = make_module(path, seed=1)
+    for name, each in variables(other).items():
+        buffers[name][...] = each.get_value()
+    assert_same(before, sampler.generate(PROMPTS, PARAMS, seed=4))  # until the update
+    version = sampler.version
+    assert sampler.update(buffers) == version + 1
+    rollout = sampler.generate(PROMPTS, PARAMS, seed=4)
+    np.testing.assert_allclose(
+        rollout.logprobs[rollout.mask], dense_logprobs(other, rollout, 0.8), atol=2e-5
+    )
+    sampler.update()
+
+
 def test_the_cache_is_kept_if_the_caller_says_so(bound):
     module, sampler = bound
     sampler.generate(PROMPTS, PARAMS)
@@ -292,15 +356,46 @@ def test_a_deleted_parameter_fails_requests_and_not_the_engine(bound):
     with pytest.raises(RuntimeError, match="parameter model.norm.weight .* donated or deleted"):
         sampler.update()
     # As if it was deleted behind the check: more often than an engine survives failures.
-    check, sampler._binding.check_alive = sampler._binding.check_alive, lambda: None
+    check, sampler._binding.check_usable = sampler._binding.check_usable, lambda: None
     for _ in range(4):
         with pytest.raises(
             StepFailedError, match="a parameter of the model was donated or deleted"
         ):
             sampler.generate(PROMPTS, PARAMS)
-    sampler._binding.check_alive = check
+    sampler._binding.check_usable = check
     norm.set_value(kept)
     assert (sampler.generate(PROMPTS, PARAMS).lengths == 10).all()
+
+
+def test_arrays_that_no_program_takes_fail_requests_and_not_the_engine(bound):
+    module, sampler = bound
+    norm = module.model.norm.weight
+    kept = norm.get_value()
+    expected = sampler.generate(PROMPTS, PARAMS, seed=1)
+    away = jax.device_put(kept, jax.local_devices()[1])
+    for array, match in [
+        (kept.astype(jnp.bfloat16), r"model.norm.weight .* bfloat16\[32\].* float32\[32\].*update"),
+        (kept[1:], r"model.norm.weight .* float32\[31\].* float32\[32\].*update"),
+        (away, r"model.norm.weight .* is now on .*id=1.*id=0.*update\(\)"),
+    ]:
+        norm.set_value(array)
+        with pytest.raises(RuntimeError, match=match):
+            sampler.generate(PROMPTS, PARAMS)
+        # As if it was replaced behind the check: more often than an engine survives failures.
+        check, sampler._binding.check_usable = sampler._binding.check_usable, lambda: None
+        for _ in range(4):
+            with pytest.raises(StepFailedError, match="a parameter of the model is now .*update"):
+                sampler.generate(PROMPTS, PARAMS)
+        sampler._binding.check_usable = check
+        if array is away:
+            sampler.update()
+            assert_same(expected, sampler.generate(PROMPTS, PARAMS, seed=1))
+        else:
+            with pytest.raises(RuntimeError, match=match):
+                sampler.update()
+    norm.set_value(kept)
+    sampler.update()
+    assert_same(expected, sampler.generate(PROMPTS, PARAMS, seed=1))
 
 
 def test_no_array_of_the_trainers_is_held(bound):
@@ -419,6 +514,7 @@ def test_scores_that_cannot_be_had_are_refused(bound):
         (([[1, 2]], [[1]]), "sequence 0 has 2 tokens and 1 targets"),
         (([[1, 2]], []), "0 targets for 1 sequences"),
         (([[1] * 128],), "128"),
+        (([[1, 2]], None, -1), "top_k must be at least 0, got -1"),
     ]:
         with pytest.raises(ValueError, match=match):
             sampler.score(*arguments)
@@ -485,6 +581,28 @@ def test_abort_returns_what_there_is(running):
     for row, spans in enumerate(rollout.weight_versions):
         assert spans == () or spans[-1][2] == rollout.lengths[row]
     assert (sampler.generate(PROMPTS, PARAMS).lengths == 10).all()
+
+
+def test_abort_ends_no_pause_of_another_thread(bound):
+    _, sampler = bound
+    is_over = threading.Event()
+
+    def abort():
+        while not is_over.is_set():
+            sampler.abort()
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(abort)
+        try:
+            for _ in range(100):
+                sampler.pause("keep")
+                time.sleep(0.001)
+                assert sampler.is_paused
+                sampler.resume()
+        finally:
+            is_over.set()
+            sampler.resume()
+        future.result()
 
 
 def test_pause_wait_answers_what_runs_and_holds_what_comes(running):

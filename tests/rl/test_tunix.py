@@ -234,6 +234,17 @@ def test_members_of_a_group_differ_and_come_again(path):
     assert sets[0] == sets[1] and len(set(sets[0])) == 8
 
 
+def test_members_of_a_group_differ_after_a_step_of_training_that_nobody_announced(path):
+    actor = make_actor()
+    rollout = make_rollout(actor, path)
+    rollout.generate(["a b"], CONFIG)
+    norm = actor.final_norm.w
+    norm.set_value(norm.get_value() * 1.01)
+    tokens = [tuple(rollout.generate(["a b"], CONFIG).tokens[0].tolist()) for _ in range(4)]
+    assert len(set(tokens)) == 4
+    rollout.sampler.shutdown()
+
+
 def test_longer_prompts_of_later_turns_are_kept(bound):
     _, rollout = bound
     output = rollout.generate("a b c d e f g h i", CONFIG)

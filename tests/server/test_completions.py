@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from jaxpage import SamplingParams
+from jaxpage.outputs import Logprob
+from jaxpage.server.logprobs import completion_logprobs
 from jaxpage.server.protocol.pooling import POOLING_PATHS
 from tests.server.conftest import serving
 from tests.server.test_operation import ask, error_of
@@ -17,6 +19,7 @@ from tests.test_chat_outputs import NAMED, TOOLS, WEATHER
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+BAD_TAG = {"structures": [{"begin": 1}], "triggers": ["a"]}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,48 @@ def test_streamed_logprobs_are_those_of_the_whole(client):
         parts = [x for c in chunks for x in getattr(c.logprobs, name)]
         assert parts == getattr(whole.logprobs, name), name
     assert "".join(c.text for c in chunks) == whole.text
+
+
+@pytest.mark.slow
+def test_the_echo_of_a_truncated_prompt_is_what_was_read(client, llm):
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer(PROMPT)["input_ids"]
+    for prompt in (PROMPT, ids):
+        asked = dict(model="demo", prompt=prompt, echo=True, logprobs=0, max_tokens=1)
+        cut = {"truncate_prompt_tokens": 2, "return_token_ids": True}
+        choice = client.completions.create(**asked, extra_body=cut).choices[0]
+        assert choice.prompt_token_ids == ids[-2:]
+        assert choice.logprobs.tokens[:2] == [tokenizer.decode([i]) for i in ids[-2:]]
+        assert choice.text == "".join(choice.logprobs.tokens)
+    whole = client.completions.create(
+        **asked | {"prompt": PROMPT}, extra_body=cut | {"truncate_prompt_tokens": 99}
+    )
+    assert whole.choices[0].text.startswith(PROMPT)
+
+
+def test_tokens_without_text_are_named_by_their_ids():
+    """As with --skip-tokenizer-init; a token inside a character has a text, which is empty."""
+    entries = [None, {5: Logprob(-1.0), 6: Logprob(-2.0)}]
+    found = completion_logprobs([4, 5], entries, as_ids=False)
+    assert found["tokens"] == ["token_id:4", "token_id:5"] and found["text_offset"] == [0, 10]
+    assert found["top_logprobs"] == [None, {"token_id:5": -1.0, "token_id:6": -2.0}]
+    inside = [None, {5: Logprob(-1.0, 1, "")}]
+    found = completion_logprobs([4, 5], inside, as_ids=False, unscored="")
+    assert found["tokens"] == ["", ""]
+
+
+@pytest.mark.slow
+def test_texts_of_any_length_may_be_truncated(client):
+    text = f"{PROMPT} there was a cat. " * 2000
+    asked = dict(model="demo", max_tokens=1)
+    cut = client.completions.create(**asked, prompt=text, extra_body={"truncate_prompt_tokens": 20})
+    assert cut.usage.prompt_tokens == 20
+    cut = client.chat.completions.create(
+        **asked,
+        messages=[{"role": "user", "content": text}],
+        extra_body={"truncate_prompt_tokens": -1},
+    )
+    assert cut.usage.prompt_tokens == 2047
 
 
 @pytest.mark.slow
@@ -284,6 +329,12 @@ def test_a_client_that_goes_away_leaves_nothing(client, llm):
         (dict(extra_body={"structured_outputs": {"regex": "("}}), None, "regex"),
         (dict(extra_body={"structured_outputs": {"json": {"type": "x"}}}), None, "type"),
         (dict(extra_body={"prompt_embeds": "AAAA"}), "prompt_embeds", "never loaded"),
+        (dict(extra_body={"prompt_logprobs": 1}, stream=True), "prompt_logprobs", "stream=true"),
+        (
+            dict(extra_body={"response_format": {"type": "structural_tag", **BAD_TAG}}),
+            None,
+            "begin must be a string, got 1",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -313,6 +364,7 @@ def test_impossible_values_are_400_with_the_field_named(client, llm, change, par
         (dict(extra_body={"chat_template": "{{ 1 }}"}), "--trust-request-chat-template"),
         (dict(extra_body={"chat_template_kwargs": {"tokenize": True}}), "tokenize"),
         (dict(response_format={"type": "xml"}), "response_format"),
+        (dict(extra_body={"prompt_logprobs": 0}, stream=True), "with stream=true"),
     ],
     ids=lambda value: str(value)[:40],
 )

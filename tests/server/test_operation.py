@@ -143,6 +143,27 @@ def test_ids_in_ids_out(url, llm):
     assert status == 400 and "x" in error_of(text)["message"]
 
 
+def test_scores_of_the_tokens_that_are_asked_for(url):
+    params = {"max_tokens": 1, "prompt_logprobs": 0, "prompt_logprob_token_ids": [[6], [9, -1]]}
+    body = {"token_ids": [5, 6, 7], "sampling_params": params}
+    found = json.loads(ask(url, "/inference/v1/generate", body)[2])
+    first, second = found["prompt_token_id_logprobs"]
+    assert first[0] == pytest.approx(found["prompt_logprobs"][1]["6"]["logprob"])
+    assert second[0] < 0 and first[1:] == second[1:] == [-9999.0]  # none was asked for
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        one = {"sampling_params": {name: params[name]}, "stream": True}
+        status, _, text = ask(url, "/inference/v1/generate", body | one)
+        assert status == 400 and "stream=true" in error_of(text)["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_body_of_another_type_is_told_so(url, path, kind):
+    status, _, text = ask(url, path, {"prompt": "the"}, headers={"Content-Type": kind})
+    assert status == 400
+    assert "the header Content-Type: application/json" in error_of(text)["message"]
+
+
 def test_the_id_of_a_request_comes_back(url):
     body = {"prompt": "the", "max_tokens": 1}
     _, headers, text = ask(url, "/v1/completions", body, headers={"X-Request-Id": "mine"})

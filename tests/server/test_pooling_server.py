@@ -47,6 +47,7 @@ def embedder(tmp_path_factory):
     write_tokenizer(folder)
     write_modules(folder, query="w9 ")
     config = {"hf_overrides": {"is_matryoshka": True}, "max_num_seqs": 16}
+    config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
     return AsyncPooler(EngineConfig.from_options(model=str(folder), **(OPTIONS | config)))
 
 
@@ -140,6 +141,17 @@ def test_a_cross_encoder_scores_ranks_and_classifies(ranker_url):
     assert status == 400 and "cannot embed: its tasks are classify" in answer["error"]["message"]
 
 
+def test_a_pair_is_not_cut_shorter_than_its_special_tokens(ranker_url):
+    body = {"text_1": "w8 w7", "text_2": "w9 w8"}
+    status, answer = ask(ranker_url, "/score", body | {"truncate_prompt_tokens": 5})
+    assert status == 200 and answer["usage"]["prompt_tokens"] == 5
+    for length in (1, 2):
+        status, answer = ask(ranker_url, "/score", body | {"truncate_prompt_tokens": length})
+        message = answer["error"]["message"]
+        assert status == 400 and message.startswith(f"truncate_prompt_tokens={length} is too small")
+        assert "3 special tokens" in message
+
+
 def test_raw_numbers_of_texts_and_of_tokens(url):
     _, answer = ask(url, "/pooling", {"input": "w8 w7", "use_activation": False})
     (item,) = answer["data"]
@@ -181,6 +193,16 @@ def test_bad_calls_are_told_why(url, path, body, status, complaint):
     if status != 200:
         assert complaint in answer["error"]["message"]
     assert ask(url, "/load")[1] == {"server_load": 0}
+
+
+@pytest.mark.parametrize(("length", "left"), [(3, 3), (-1, 32)])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_conversations_are_truncated_too(url, path, length, left):
+    messages = [{"role": "user", "content": "w8 " * 2000}]
+    status, answer = ask(url, path, {"messages": messages, "truncate_prompt_tokens": length})
+    assert status == 200 and answer["usage"]["prompt_tokens"] == left
+    status, answer = ask(url, path, {"messages": messages})
+    assert status == 400 and "6000 characters" in answer["error"]["message"]
 
 
 def test_what_operators_ask(url, embedder):

@@ -296,6 +296,9 @@ def test_prompts_that_are_too_long_may_lose_their_beginning(client):
         client.responses.create(**asked)
     answer = client.responses.create(**asked, truncation="auto", extra_body={"ignore_eos": True})
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (2043, 5)
+    longer = asked | {"input": words * 4}  # more characters than 2048 of the longest tokens
+    answer = client.responses.create(**longer, truncation="auto")
+    assert answer.usage.input_tokens == 2043
 
 
 @pytest.mark.parametrize(

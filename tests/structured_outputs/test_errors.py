@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -10,6 +11,27 @@ from jaxpage import LLM, SamplingParams, StructuredOutputsConfig, StructuredOutp
 from jaxpage.demo import checkpoint
 from jaxpage.structured_outputs.grammar import to_grammar
 from tests import checkpoints
+
+
+def tagged(**tag) -> dict:
+    """In the form of xgrammar; the parts of one tag are as given, or right."""
+    right = {"begin": "a", "content": {"json_schema": {}}, "end": "b"}
+    return {"format": {"type": "triggered_tags", "triggers": ["a"], "tags": [right | tag]}}
+
+
+TAGS = [  # and what is wrong with them
+    ({"structures": [{"begin": 1}], "triggers": ["a"]}, "begin must be a string, got 1"),
+    ({"structures": [5], "triggers": ["a"]}, "a tag must be an object, got 5"),
+    ({"structures": 5, "triggers": ["a"]}, "structures must be a list, got 5"),
+    ({"structures": [{"begin": "a"}], "triggers": [1]}, "a trigger must be a string, got 1"),
+    ({"structures": [{"begin": "a"}], "triggers": "a"}, "triggers must be a list, got 'a'"),
+    ({"structures": [{"begin": "a", "schema": {}, "end": 5}], "triggers": ["a"]}, "end must be"),
+    (tagged(content=[]), r"content must be an object, got \[\]"),
+    (tagged(content={}), "begin='a' has no JSON schema"),
+    (tagged(end=[]), r"end must be a string, got \[\]"),
+    (tagged(end=[7]), "end must be a string, got 7"),
+    ({"format": {"type": "triggered_tags", "triggers": [], "tags": 5}}, "tags must be a list"),
+]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +51,11 @@ from tests import checkpoints
         ({"grammar": "start: nothing"}, "unknown name"),
         ({"structural_tag": "{}"}, "'structures' is missing"),
         ({"structural_tag": "x"}, "structural_tag cannot be served"),
+        *(
+            ({"structural_tag": json.dumps(tag)}, f"the structural_tag cannot be served: {message}")
+            for tag, message in TAGS
+        ),
+        ({"structural_tag": "[" * 1999}, "structural_tag cannot be served"),
         ({"regex": "x" * 3000}, "3000 bytes, and structured_outputs_config allows"),
     ],
 )

@@ -147,6 +147,10 @@ class SamplingRequest(SamplingFields):
             raise ValueError("kv_transfer_params are not supported; leave them out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError(
+                "prompt_logprobs are not available with stream=true; leave one of them out"
+            )
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         """From any of the fields for it. Raises ValueError if several are given."""
