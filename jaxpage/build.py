@@ -333,11 +333,9 @@ def _make_host_memory(spec: EngineSpec) -> HostMemory | None:
         # Any number of blocks of the pool will do: blocks on disk fit all of them.
         layout = repr(replace(pool, num_blocks=0))
         described = [repr(spec.model.config), repr(spec.groups), layout]
-        # Other programs round in other places, and here every bit counts.
-        if config.numerics == "strict":
-            described.append(
-                f"{machine_fingerprint(spec.device, compiler_flags())} {spec.num_devices}"
-            )
+        if config.numerics == "strict":  # each bit counts, and other programs round otherwise
+            machine = machine_fingerprint(spec.device, compiler_flags())
+            described.append(f"{machine} {spec.num_devices}")
         parameters = jax.tree.leaves(nnx.state(spec.model))
         folder = Path(config.kv_offload_dir) / fingerprint(described, map(np.asarray, parameters))
         store = BlockStore(folder, [x.shape for x in shapes], [x.dtype for x in shapes])
