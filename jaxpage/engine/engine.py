@@ -26,7 +26,7 @@ from jaxpage.request import Request, WaitingFor
 
 # Seconds for which an idle step waits for a mask. Short, because the caller may have new requests by then.
 LONGEST_WAIT = 0.01
-LONGEST_NAP = 0.005  # seconds between two looks at the step under way
+POLL_INTERVAL = 0.005  # seconds between two looks at the step under way
 MAX_FAILURES = 3  # consecutive failed steps, after which the engine counts as dead
 
 T = TypeVar("T")
@@ -239,7 +239,7 @@ class Engine:
         due = self._pace.next_launch(step.plan, step.launch_time)
         # A step may end long before it is expected to: a launch that waited for the compiler looked like a slow step.
         while (seconds := due - time.monotonic()) > 0 and not self.runner.is_done(launched):
-            time.sleep(min(seconds, LONGEST_NAP))
+            time.sleep(min(seconds, POLL_INTERVAL))
         self._pace.woke(time.monotonic())
 
     def wait_until_warm(self) -> None:

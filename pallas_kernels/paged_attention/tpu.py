@@ -160,9 +160,8 @@ class _Scalars(NamedTuple):
 
     rows: tuple  # block table, kv_lens and query_starts, see `Rows`
     chunks: list  # `tpu_work.chunks` of each array that is written; none if nothing is
-    is_read_by_others: (
-        Any  # `reads_others_writes`, where rows with one query are written; else None
-    )
+    # `reads_others_writes`, where rows with one query are written; else None
+    is_read_by_others: Any
     units: list  # see `tpu_work.units`
 
 

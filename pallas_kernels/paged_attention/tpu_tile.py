@@ -38,14 +38,12 @@ class Scratch(NamedTuple):
     """VMEM and semaphores of `tpu_attend.py`. K': see `tpu_layout.to_tiles`."""
 
     kv: Any  # [kv_buffers, blocks, S, width] of the pool's dtype
-    queries: (
-        Any  # [QUERY_BUFFERS, K', P, A, W]; if `spreads_heads` [QUERY_BUFFERS, tile_tokens, H * D]
-    )
+    # [QUERY_BUFFERS, K', P, A, W]; if `spreads_heads` [QUERY_BUFFERS, tile_tokens, H * D]
+    queries: Any
     out: Any  # [2, ..] likewise
     top: Any  # float32[K', A, LANES] greatest score so far, in every lane
-    total: (
-        Any  # float32[K', A, LANES] of the weights so far, of each lane those of every LANES-th key
-    )
+    # float32[K', A, LANES] sums of the weights so far, of each lane those of every LANES-th key
+    total: Any
     acc: Any  # float32[K', P, A, W]
     kv_sems: Any
     query_sems: Any
