@@ -5,28 +5,24 @@ a program add up along its control flow:
 
 - A computation that an instruction names in `calls`, such as a fusion's, is included in that instruction's estimate.
 - The body of a loop counts with its known trip count, or else once.
-- Of a conditional one branch runs. The cheapest one counts, since the others are for requests that ask for more; what
-  the most expensive one would add is `Costs.in_other_branches`.
+- Of a conditional one branch runs. The cheapest one counts, since the others are for requests that ask for more.
 - Instructions without an estimate have a sentinel near 2**63, or nothing: kernels, which `tpu_schedule` covers, and the
   ends of asynchronous operations.
 
 For GPUs, `gpu_time` estimates nanoseconds instead, which stand for cycles here.
 
-Knows the text of optimised HLO and nothing of jax.
+Reads programs in the syntax of `hlo`. Must not know jax.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
-_INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<made>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\("
-)
+from jaxpage.aot.hlo import Instruction, Program
+
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -38,121 +34,81 @@ _SENTINEL = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of an instruction. `cycles`: of one execution; None for a kernel."""
+    """cycles: of one execution; None for a kernel. times: how often the instruction runs."""
 
-    name: str
-    opcode: str
-    made: str  # the type of its result, including layouts
-    op_name: str  # its origin, as traced
+    instruction: Instruction
     cycles: int | None
-    times: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """The costs of a program. `in_other_branches`: cycles that the most expensive branches would add to `costs`."""
-
-    costs: tuple[Cost, ...]
-    in_other_branches: int
+    times: int
 
     @property
-    def cycles(self) -> int:
-        """The sum, without kernels."""
-        return sum((each.cycles or 0) * each.times for each in self.costs)
+    def origin(self) -> str:
+        """As traced, or else its name."""
+        return self.instruction.op_name or self.instruction.name
 
 
-@dataclass(frozen=True)
-class _Line:
-    cost: Cost
-    called: tuple[tuple[str, ...], int] | None  # computations, one of which runs; how often
+def costs_of(program: Program, estimates: Mapping[str, int | None] | None = None) -> list[Cost]:
+    """Of the instructions that run and cost something.
 
-
-@dataclass
-class _Program:
-    entry: str = ""
-    lines: dict[str, list[_Line]] = field(default_factory=dict)
-
-
-def costs_of(text: str, estimates: Mapping[str, int | None] | None = None) -> Costs:
-    """`text`: a compiled program, `compiled.as_text()`. Instructions that cost nothing are left out.
-
-    `estimates`: of the instructions that cost something, by name, instead of those in the text; None for a kernel.
+    `estimates`: their cycles by name, instead of those in the text; None for a kernel.
     """
-    program = _parse(text, estimates)
-    return _walk(program, program.entry, 1)
+    return list(_costs(program, program.entry, 1, estimates))
 
 
-def _parse(text: str, estimates: Mapping[str, int | None] | None) -> _Program:
-    program, lines = _Program(), []
-    for line in text.splitlines():
-        if head := _HEAD.match(line):
-            lines = program.lines.setdefault(head["name"], [])
-            if head["entry"]:
-                program.entry = head["name"]
-        elif found := _INSTRUCTION.match(line):
-            lines.append(_line(line, found, estimates))
-    return program
+def total_cycles(costs: Sequence[Cost]) -> int:
+    """Without kernels."""
+    return sum((each.cycles or 0) * each.times for each in costs)
 
 
-def _line(line: str, found: re.Match[str], estimates: Mapping[str, int | None] | None) -> _Line:
-    cycles, op_name = _CYCLES.search(line), _OP_NAME.search(line)
-    estimate = int(cycles[1]) if cycles else 0
-    cost = Cost(
-        name=found["name"],
-        opcode=found["opcode"],
-        made=found["made"],
-        op_name=op_name[1] if op_name else found["name"],
-        cycles=None if _KERNEL in line else estimate if estimate < _SENTINEL else 0,
-    )
-    if estimates is not None:
-        cost = replace(cost, cycles=estimates.get(cost.name, 0))
-    return _Line(cost, _called(line, found["opcode"]))
+def _costs(
+    program: Program, name: str, times: int, estimates: Mapping[str, int | None] | None
+) -> Iterator[Cost]:
+    """Of a computation that runs `times` times."""
+    for each in program.computations.get(name, ()):
+        called, trips = _called(each)
+        if called:
+            branches = (list(_costs(program, c, times * trips, estimates)) for c in called)
+            yield from min(branches, key=total_cycles)
+            continue
+        cycles = _cycles(each) if estimates is None else estimates.get(each.name, 0)
+        if cycles != 0:
+            yield Cost(instruction=each, cycles=cycles, times=times)
 
 
-def _called(line: str, opcode: str) -> tuple[tuple[str, ...], int] | None:
+def _cycles(instruction: Instruction) -> int | None:
+    if _KERNEL in instruction.line:
+        return None
+    found = _CYCLES.search(instruction.line)
+    estimate = int(found[1]) if found else 0
+    return estimate if estimate < _SENTINEL else 0
+
+
+def _called(instruction: Instruction) -> tuple[Sequence[str], int]:
+    """The computations of which an instruction runs one, and how often it does."""
+    line, opcode = instruction.line, instruction.opcode
     if opcode == "while" and (body := _BODY.search(line)):
         trips = _TRIPS.search(line)
         return (body[1],), int(trips[1]) if trips else 1
     if opcode == "conditional":
         if branches := _BRANCHES.search(line):
-            return tuple(name.strip().lstrip("%") for name in branches[1].split(",")), 1
-        return tuple(_TRUE_FALSE.findall(line)), 1
+            return [name.strip().lstrip("%") for name in branches[1].split(",")], 1
+        return _TRUE_FALSE.findall(line), 1
     if opcode == "call" and (applied := _APPLIED.search(line)):
         return (applied[1],), 1
-    return None
+    return (), 1
 
 
-def _walk(program: _Program, name: str, times: int) -> Costs:
-    """The costs of a computation that runs `times` times."""
-    costs, others = [], 0
-    for line in program.lines.get(name, ()):
-        if line.called is None:
-            if line.cost.cycles != 0:
-                costs.append(replace(line.cost, times=times))
-            continue
-        names, trips = line.called
-        branches = sorted((_walk(program, each, times * trips) for each in names), key=_least)
-        costs += branches[0].costs
-        dearest = max(each.cycles + each.in_other_branches for each in branches)
-        others += dearest - branches[0].cycles
-    return Costs(costs=tuple(costs), in_other_branches=others)
-
-
-def _least(costs: Costs) -> int:
-    return costs.cycles
-
-
-def grouped(costs: tuple[Cost, ...]) -> Iterator[tuple[Cost, int, int]]:
-    """Groups similar costs, such as those of a model's layers: one of each group, how many there are, and their total
-    cycles; the most expensive first. Kernels are left out.
+def grouped(costs: Sequence[Cost]) -> list[tuple[Cost, int, int]]:
+    """Groups similar costs, such as those of a model's layers: one of each group, how often they run in all, and their
+    total cycles; the most expensive first. Kernels are left out.
     """
     groups: dict[tuple[str, str, str], list[Cost]] = {}
     for each in costs:
         if each.cycles is not None:
-            key = (each.opcode, re.sub(r"\d+", "#", each.op_name), each.made)
+            origin = re.sub(r"\d+", "#", each.origin)
+            key = (each.instruction.opcode, origin, each.instruction.made)
             groups.setdefault(key, []).append(each)
     totals = [
-        (found[0], sum(c.times for c in found), sum((c.cycles or 0) * c.times for c in found))
+        (found[0], sum(each.times for each in found), total_cycles(found))
         for found in groups.values()
     ]
-    yield from sorted(totals, key=lambda total: -total[2])
+    return sorted(totals, key=lambda total: -total[2])

@@ -13,7 +13,7 @@ from jaxpage.aot.targets import Links
 class Collective(NamedTuple):
     """A collective that a step calls `count` times."""
 
-    kind: str  # as in `hlo.COLLECTIVES`
+    kind: str  # as in `contents.COLLECTIVES`
     count: int
     bytes_per_row: float  # for each row of a step, see `bytes_sent`
 

@@ -1,71 +1,113 @@
-"""What the text of a compiled program shows: collectives, copies of large arrays, calls of kernels.
+"""The syntax of XLA's optimised programs (HLO): computations of instructions, of which each makes arrays.
 
-Knows the syntax of XLA's optimised programs (HLO). Must not know jax, nor what a program computes.
+Must not know jax, nor what a program computes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_COLLECTIVE = re.compile(
-    rf"= \(?(?P<made>.*?) (?P<name>{'|'.join(COLLECTIVES)})(?:-start)?\(.*channel_id=(?P<channel>\d+)"
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(
+    r"^\s*(?P<root>ROOT )?%?(?P<name>\S+) = (?P<made>\(.*?\)|\S+) "
+    r"(?P<opcode>[a-z][\w\-]*)\((?P<operands>[^)]*)\)"
 )
-_INSTRUCTION = re.compile(r"= (?P<made>.*?) (?P<opcode>[a-z][\w-]*)\(%")
-_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu_v2)"')
-_VMEM = re.compile(r'"scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"')
-_NAME = re.compile(r'op_name="([^"]*)"')
-_SHAPE = re.compile(r"(?P<dtype>\w+)\[(?P<sizes>[\d,]*)\]")
-
-# Instructions whose result has the place of an operand, or that only refer to the results of others: the instructions
-# of a fusion, a loop or a branch are in the text themselves. A custom call is a kernel, which declares what it aliases.
-# Where an update cannot be done in place, XLA adds a copy before it.
-_IN_PLACE = {"dynamic-update-slice", "scatter"}
-_NAMES = {"parameter", "get-tuple-element", "bitcast", "tuple", "opt-barrier"}
-_CALLS = {"custom-call", "fusion", "while", "conditional", "call"}
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d\w*)\[(?P<shape>[\d,]*)\]")
+_BITS = re.compile(r"[a-z]+(\d+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
-def collectives(text: str) -> dict[str, dict[str, int]]:
-    """By name: the number of collectives in a program's HLO, and the elements in the largest result.
+@dataclass(frozen=True)
+class Array:
+    """The type of an array, without its layout; dtype: in XLA's words, such as "bf16", "f8e4m3fn" and "pred"."""
 
-    One collective may appear several times, in the computations that it overlaps with; these share a channel.
-    """
-    largest: dict[str, dict[str, int]] = {}
-    for match in _COLLECTIVE.finditer(text):
-        sizes = list(_sizes(match["made"]))
-        largest.setdefault(match["name"], {})[match["channel"]] = max(sizes, default=0)
-    return {
-        name: {"count": len(channels), "largest": max(channels.values())}
-        for name, channels in largest.items()
-    }
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        bits = _BITS.match(self.dtype)
+        return self.size * int(bits[1] if bits else 8) // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def copies_of_size(text: str, shapes: Iterable[tuple[int, ...]]) -> Iterator[str]:
-    """Instructions that produce a new array as large as one of the shapes (of one device), in any layout."""
-    sizes = {math.prod(shape) for shape in shapes}
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """operands: the names of the instructions whose results it uses; made: the type of its result, with layouts."""
+
+    line: str
+    name: str
+    opcode: str
+    operands: tuple[str, ...]
+    made: str
+    is_root: bool  # whether its result is that of its computation
+
+    @cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """Those in its result."""
+        return arrays_in(self.made)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its result."""
+        return sum(each.num_bytes for each in self.arrays)
+
+    @property
+    def op_name(self) -> str:
+        """Its origin, as traced; "" if it has none."""
+        found = _OP_NAME.search(self.line)
+        return found[1] if found else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """entry: the name of the computation that runs; the others are called by instructions."""
+
+    entry: str
+    computations: dict[str, list[Instruction]]
+
+    def __iter__(self) -> Iterator[Instruction]:
+        """All instructions, including those of fusions, loops and branches."""
+        return (each for computation in self.computations.values() for each in computation)
+
+
+def parse(text: str) -> Program:
+    """`text`: a compiled program, `compiled.as_text()`."""
+    entry, computation = "", list[Instruction]()
+    computations = {entry: computation}
     for line in text.splitlines():
-        found = _INSTRUCTION.search(line)
-        if found and found["opcode"] not in _IN_PLACE | _NAMES | _CALLS:
-            if not sizes.isdisjoint(_sizes(found["made"])):
-                yield line.strip()[:200]
+        if head := _HEAD.match(line):
+            computation = computations.setdefault(head["name"], [])
+            entry = head["name"] if head["entry"] else entry
+        elif found := _INSTRUCTION.match(line):
+            computation.append(
+                Instruction(
+                    line=line,
+                    name=found["name"],
+                    opcode=found["opcode"],
+                    operands=tuple(_OPERAND.findall(found["operands"])),
+                    made=found["made"],
+                    is_root=bool(found["root"]),
+                )
+            )
+    return Program(entry=entry, computations=computations)
 
 
-def kernel_calls(text: str) -> list[tuple[str, int | None]]:
-    """For each call of a Pallas kernel its name, as traced, and its limit of VMEM bytes: the compiler refuses a TPU
-    kernel that needs more. None where there is no limit, as on GPUs.
-    """
-    found = []
-    for line in text.splitlines():
-        if _KERNEL.search(line):
-            name, limit = _NAME.search(line), _VMEM.search(line)
-            found.append((name[1] if name else "", limit and int(limit[1])))
-    return found
-
-
-def _sizes(made: str) -> Iterator[int]:
-    """The number of elements of each array in the type of an instruction."""
-    return (
-        math.prod(int(n) for n in shape["sizes"].split(",") if n) for shape in _SHAPE.finditer(made)
+def arrays_in(made: str) -> tuple[Array, ...]:
+    """Of the type of a result, or of a part of it. Tokens are no arrays."""
+    return tuple(
+        Array(found["dtype"], tuple(int(n) for n in found["shape"].split(",") if n))
+        for found in _ARRAY.finditer(made)
     )

@@ -5,32 +5,31 @@ nanoseconds of all kernels but attention's.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from jaxpage.aot.cycles import Cost, costs_of, grouped
+from jaxpage.aot.cycles import Cost, costs_of, grouped, total_cycles
 from jaxpage.aot.gpu_time import nanoseconds
+from jaxpage.aot.hlo import Program
 from jaxpage.aot.targets import Chip
 from jaxpage.aot.tpu_schedule import Schedule, base_name, schedules
 
 _MOST_PARTS = 40
-_ARRAY = re.compile(r"\w+\[[\d,]*\]")
 
 
-def time_of(text: str, chip: Chip, dumped: Path | None) -> dict[str, Any]:
-    """`text`: optimised HLO; `dumped`: the folder where libtpu writes schedules; None for a GPU."""
-    costs = costs_of(text, nanoseconds(text, chip) if dumped is None else None)
+def time_of(program: Program, chip: Chip, dumped: Path | None) -> dict[str, Any]:
+    """`dumped`: the folder where libtpu writes schedules; None for a GPU."""
+    costs = costs_of(program, nanoseconds(program, chip) if dumped is None else None)
     parts = [
         {"what": _what(cost), "count": count, "cycles": cycles}
-        for cost, count, cycles in list(grouped(costs.costs))[:_MOST_PARTS]
+        for cost, count, cycles in grouped(costs)[:_MOST_PARTS]
     ]
+    kernels = [each for each in costs if each.cycles is None]
     return {
-        "cycles": costs.cycles,
-        "in_other_branches": costs.in_other_branches,
+        "cycles": total_cycles(costs),
         "parts": parts,
-        "kernels": _kernels([each for each in costs.costs if each.cycles is None], dumped),
+        "kernels": _kernels(kernels, dumped),
     }
 
 
@@ -41,7 +40,8 @@ def _kernels(calls: list[Cost], dumped: Path | None) -> list[dict[str, Any]]:
         return [{"name": "paged_attention", "count": number, "program": None}] if number else []
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for call in calls:
-        counts[base_name(call.name), tuple(_ARRAY.findall(call.made))] += call.times
+        results = tuple(map(str, call.instruction.arrays))
+        counts[base_name(call.instruction.name), results] += call.times
     names = {name for name, _ in counts}
     found: dict[tuple[str, tuple[str, ...]], Schedule] = {}
     for schedule in schedules(dumped, sorted(names)) if names else ():
@@ -57,6 +57,6 @@ def _kernels(calls: list[Cost], dumped: Path | None) -> list[dict[str, Any]]:
 
 
 def _what(cost: Cost) -> str:
-    """The last two parts of its name, and its result's array type."""
-    made = _ARRAY.search(cost.made)
-    return f"{'/'.join(cost.op_name.split('/')[-2:])} {made[0] if made else ''}".strip()
+    """The last two parts of its origin, and its first array's type."""
+    arrays = cost.instruction.arrays
+    return f"{'/'.join(cost.origin.split('/')[-2:])} {arrays[0] if arrays else ''}".strip()

@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jaxpage.aot.collectives import exchanges
+from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
 from jaxpage.aot.experts import (
     exchange_of_experts,
     num_active,
     numbers_of,
     temp_bytes_of_experts,
 )
-from jaxpage.aot.hlo import copies_of_size, kernel_calls
+from jaxpage.aot.hlo import Program, parse
 from jaxpage.aot.pictures import numbers_of_encoder, temp_bytes_of_encoder
 from jaxpage.aot.process import Report, serve
 from jaxpage.aot.program_time import time_of
@@ -186,24 +186,24 @@ def compile_and_inspect(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return found | {"seconds": time.perf_counter() - start}
-    text = program.compiled.as_text() or ""
+    contents = parse(program.compiled.as_text() or "")
     return found | {
         "seconds": program.seconds,
         "temp_bytes": program.temp_bytes,
         "result_bytes": program.result_bytes,
         "alias_bytes": program.alias_bytes,
-        "exchanges": exchanges(text),
-        "pool_copies": list(copies_of_size(text, job.pool_shapes)),
-        "kernels": kernel_calls(text),
-        **_time(job, text),
+        "exchanges": exchanges(contents),
+        "pool_copies": list(copies_of_size(contents, job.pool_shapes)),
+        "kernels": kernel_calls(contents),
+        **_time(job, contents),
     }
 
 
-def _time(job: CompileJob, text: str) -> dict[str, Any]:
+def _time(job: CompileJob, program: Program) -> dict[str, Any]:
     """Empty for a TPU whose schedules are not dumped."""
     if job.target.chip.platform == "tpu" and job.dumped is None:
         return {}
-    return {"time": time_of(text, job.target.chip, job.dumped)}
+    return {"time": time_of(program, job.target.chip, job.dumped)}
 
 
 def _compile_largest(job: CompileJob, report: Report) -> list[dict[str, Any]]:

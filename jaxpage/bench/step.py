@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.aot.hlo import parse
 from jaxpage.bench import results
 from jaxpage.bench.offline import Shape, checkpoint
 from jaxpage.bench.workloads import random_prompt
@@ -116,7 +117,7 @@ def operations(folder: Path) -> dict[str, float]:
 
 def by_part(micros: dict[str, float], program: str) -> dict[str, float]:
     """`micros` of operations summed by PARTS, according to the metadata in the text of the compiled `program`."""
-    names = dict(re.findall(r"%(\S+) = [^\n]*?op_name=\"([^\"]*)\"", program))
+    names = {each.name: each.op_name for each in parse(program)}
     totals = dict.fromkeys([*PARTS, OTHER], 0.0)
     for operation, total in micros.items():
         if not _CONTAINERS.match(operation):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.hlo import copies_of_size
+from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from tests.aot.program import Program
@@ -140,7 +141,7 @@ def _lower(spec: Any, move: str, mesh: Any, arrays: Any) -> Any:
 def _look(arrays: Any, compiled: Any, log: str) -> dict[str, Any]:
     import jax
 
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    memory, program = compiled.memory_analysis(), parse(compiled.as_text() or "")
     shapes = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(arrays)]
     sizes = [
         math.prod(s) * x.dtype.itemsize
@@ -151,7 +152,7 @@ def _look(arrays: Any, compiled: Any, log: str) -> dict[str, Any]:
         "block_bytes": sum(sizes) // NUM_BLOCKS,  # of all layers
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "kernel_calls": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
-        "copies": [line for line in copies_of_size(text, shapes) if not _in_place.search(line)],
-        "collectives": re.findall(r"\b(all-\w+|collective-\w+|reduce-scatter)\(", text),
+        "kernel_calls": len(kernel_calls(program)),
+        "copies": [line for line in copies_of_size(program, shapes) if not _in_place.search(line)],
+        "exchanges": exchanges(program),
     }

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.aot import collectives
 from jaxpage.aot import experts as aot_experts
-from jaxpage.aot.hlo import copies_of_size, kernel_calls
+from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from tests.aot.models import EXPERTS
 from tests.aot.program import Program
@@ -75,7 +75,7 @@ def programs(target: str) -> Iterator[Program]:
                         name=f"{case.name} {bucket.name}",
                         lower=partial(_lower, job, bucket.name),
                         look=partial(_look, job, bucket.num_tokens),
-                        observers=(collectives, steps, aot_experts),
+                        observers=(steps, aot_experts),
                     )
 
 
@@ -105,23 +105,24 @@ def _look(
     from jaxpage.aot.steps import exchange_of, most_temp_bytes
     from jaxpage.weights.spec import specs
 
-    text, memory, spec = compiled.as_text() or "", compiled.memory_analysis(), job.spec
+    memory, spec = compiled.memory_analysis(), job.spec
+    contents = parse(compiled.as_text() or "")
     shares = {
         each.sharding(spec.mesh).shard_shape(each.shape)
         for path, each in specs(spec.model).items()
         if path.endswith(("experts.gate_up_proj", "experts.down_proj"))
     }
-    calls = [name for name, _ in kernel_calls(text)]
+    calls = [name for name, _ in kernel_calls(contents)]
     return {
         "num_tokens": num_tokens,
         "num_layers": spec.model.config.num_layers,
         "experts_of_a_device": min(shape[0] for shape in shares),
-        "weight_copies": list(copies_of_size(text, shares)),
-        "exchanges": collectives.exchanges(text),
+        "weight_copies": list(copies_of_size(contents, shares)),
+        "exchanges": exchanges(contents),
         "reckoned": [*exchange_of(spec), *aot_experts.exchange_of_experts(spec)],
         "kernel_calls": len(calls),
         "attention_calls": sum("paged_attention" in name for name in calls),
-        "pool_copies": list(copies_of_size(text, job.pool_shapes)),
+        "pool_copies": list(copies_of_size(contents, job.pool_shapes)),
         "most_temp_bytes": most_temp_bytes(spec) + aot_experts.temp_bytes_of_experts(spec),
         "temp_bytes": memory.temp_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.hlo import copies_of_size
+from jaxpage.aot.contents import copies_of_size, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from tests.aot import compiling, ptxas
@@ -87,14 +87,13 @@ def _of_integers(product: Callable, x, weights, group_sizes, row_scale, scale):
 
 def _look(arguments: tuple, compiled: Any, log: str) -> dict[str, Any]:
     x, weights, *_ = arguments
-    text = compiled.as_text() or ""
-    kernels = re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text)
+    contents = parse(compiled.as_text() or "")
     return {
         "weight_bytes": weights.size * weights.dtype.itemsize,
         "x_bytes": x.size * x.dtype.itemsize,
         "out_bytes": 4 * x.shape[0] * weights.shape[1],
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "kernels": len(kernels),
-        "copies": list(copies_of_size(text, [weights.shape])),
+        "kernels": len(kernel_calls(contents)),
+        "copies": list(copies_of_size(contents, [weights.shape])),
         "ptxas": ptxas.report(log),
     }

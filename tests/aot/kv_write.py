@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.hlo import copies_of_size
+from jaxpage.aot.contents import copies_of_size
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from tests.aot.program import Program
@@ -66,8 +67,7 @@ def _lower(format: str | None, num_tokens: int, target: str) -> Any:
 def _look(format: str | None, num_tokens: int, compiled: Any, log: str) -> dict[str, Any]:
     import jax
 
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
-    entry = text[text.index("\nENTRY ") :]
+    memory, program = compiled.memory_analysis(), parse(compiled.as_text() or "")
     shapes = [x.shape for x in jax.tree.leaves(_spec(format).abstract()[0])]
     in_place = re.compile("scatter")
     return {
@@ -77,7 +77,9 @@ def _look(format: str | None, num_tokens: int, compiled: Any, log: str) -> dict[
         "new_bytes": 2 * num_tokens * 8 * 128 * 2,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "kernels": re.findall(r" %(\S+) = [^=]* fusion\(", entry),
-        "copies": [line for line in copies_of_size(text, shapes) if not in_place.search(line)],
-        "loops": len(re.findall(r" while\(", text)),
+        "kernels": [
+            each.name for each in program.computations[program.entry] if each.opcode == "fusion"
+        ],
+        "copies": [line for line in copies_of_size(program, shapes) if not in_place.search(line)],
+        "loops": sum(each.opcode == "while" for each in program),
     }

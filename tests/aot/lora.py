@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.hlo import copies_of_size, kernel_calls
+from jaxpage.aot.contents import copies_of_size, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from tests.aot import compiling, ptxas
@@ -94,14 +95,14 @@ def _lower(layer: Layer, platform: str) -> Any:
 
 
 def _look(layer: Layer, compiled: Any, log: str) -> dict[str, Any]:
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    memory, contents = compiled.memory_analysis(), parse(compiled.as_text() or "")
     arguments = _arguments(layer)
     weights = [arguments["a"].shape, *(each.shape for each in arguments["b"])]
     return {
         "argument_bytes": memory.argument_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "kernel_calls": len(kernel_calls(text)),
-        "copies": list(copies_of_size(text, weights)),
+        "kernel_calls": len(kernel_calls(contents)),
+        "copies": list(copies_of_size(contents, weights)),
     }
 
 

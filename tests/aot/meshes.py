@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.aot import collectives
-from jaxpage.aot.hlo import copies_of_size, kernel_calls
+from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from tests.aot.models import MODELS
 from tests.aot.program import Program
@@ -82,7 +82,7 @@ def programs(target: str) -> Iterator[Program]:
                         name=f"{case.name} {bucket.name}",
                         lower=partial(_lower, job, bucket.name),
                         look=partial(_look, job, bucket.num_tokens),
-                        observers=(collectives, steps),
+                        observers=(steps,),
                     )
 
 
@@ -111,15 +111,15 @@ def _look(
 ) -> dict[str, Any]:
     from jaxpage.aot.steps import exchange_of, most_temp_bytes
 
-    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    memory, contents = compiled.memory_analysis(), parse(compiled.as_text() or "")
     return {
         "num_tokens": num_tokens,
         "num_layers": job.spec.model.config.num_layers,
-        "exchanges": collectives.exchanges(text),
+        "exchanges": exchanges(contents),
         "reckoned": exchange_of(job.spec),
-        "attention_calls": sum("paged_attention" in call for call, _ in kernel_calls(text)),
-        "product_calls": sum("quant_matmul" in call for call, _ in kernel_calls(text)),
-        "pool_copies": list(copies_of_size(text, job.pool_shapes)),
+        "attention_calls": sum("paged_attention" in call for call, _ in kernel_calls(contents)),
+        "product_calls": sum("quant_matmul" in call for call, _ in kernel_calls(contents)),
+        "pool_copies": list(copies_of_size(contents, job.pool_shapes)),
         "most_temp_bytes": most_temp_bytes(job.spec),
         "temp_bytes": memory.temp_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from jaxpage.aot.contents import exchanges
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.topology import H200
 from jaxpage.parallel.sharding import TENSOR
 from tests.aot import compiling, ptxas
@@ -15,9 +16,6 @@ from tests.aot.shapes import spec
 
 TARGETS = ("h200",)
 environment = compiling.ptxas_environment
-COLLECTIVE = re.compile(
-    r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
-)
 # By kind of step the bytes a thread that may leave the registers: in a program of prompts what it knows of its tile of
 # queries, and nothing in the loops over keys.
 SPILLED = {"decode": 0, "mixed": 32}
@@ -76,7 +74,7 @@ def _look(compiled: Any, log: str) -> dict[str, Any]:
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
-        "collectives": sorted(set(COLLECTIVE.findall(compiled.as_text()))),
+        "exchanges": exchanges(parse(compiled.as_text())),
         "ptxas": ptxas.report(log),
     }
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
+from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from jaxpage.parallel.sharding import TENSOR
@@ -193,13 +194,13 @@ def _look(program: Call, target: str, compiled: Any, log: str) -> dict[str, Any]
     mesh = mesh_of(parse_target(target), program.num_devices)
     leaves = jax.tree.leaves([_pool(program, mesh)] * program.num_layers)
     q_size = program.num_tokens * program.num_heads * program.head_dim
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    memory, contents = compiled.memory_analysis(), parse(compiled.as_text() or "")
     return {
         "pool_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // mesh.size,
         "alias_bytes": memory.alias_size_in_bytes,
         "q_bytes": q_size * jnp.dtype(program.dtype).itemsize // mesh.size,
         "temp_bytes": memory.temp_size_in_bytes,
-        "limits": [limit for _, limit in kernel_calls(text)],
-        "copies": list(copies_of_size(text, [x.sharding.shard_shape(x.shape) for x in leaves])),
-        "collectives": collectives(text),
+        "limits": [limit for _, limit in kernel_calls(contents)],
+        "copies": list(copies_of_size(contents, [x.sharding.shard_shape(x.shape) for x in leaves])),
+        "exchanges": exchanges(contents),
     }

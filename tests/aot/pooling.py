@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
+from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from tests.aot.models import QWEN3_EMBEDDING
@@ -77,9 +78,9 @@ def _look(
 ) -> dict[str, Any]:
     import jax
 
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    memory, contents = compiled.memory_analysis(), parse(compiled.as_text() or "")
     arrays = jax.tree.leaves(chunks.pool_of(size).abstract())
-    calls = [name for name, _ in kernel_calls(text)]
+    calls = [name for name, _ in kernel_calls(contents)]
     return {
         "num_tokens": size.num_tokens,
         "longest": size.longest,
@@ -89,7 +90,7 @@ def _look(
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
-        "pool_copies": list(copies_of_size(text, {each.shape for each in arrays})),
+        "pool_copies": list(copies_of_size(contents, {each.shape for each in arrays})),
         "attention_calls": sum("paged_attention" in name for name in calls),
-        "collectives": collectives(text),
+        "exchanges": exchanges(contents),
     }

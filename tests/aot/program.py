@@ -51,12 +51,12 @@ def hash_of_observer(look: Callable[..., Any], *modules: ModuleType) -> str:
     """Of the code that reads what is compiled, `modules` too: what it found is worth nothing once it looks for
     something else.
     """
-    from jaxpage.aot import hlo
+    from jaxpage.aot import contents, hlo
     from tests.aot import ptxas
 
     while isinstance(look, partial):
         look = look.func
-    sources = [inspect.getsource(each) for each in (hlo, ptxas, look, *modules)]
+    sources = [inspect.getsource(each) for each in (contents, hlo, ptxas, look, *modules)]
     return _sha(*(code_of(ast.parse(textwrap.dedent(source))) for source in sources))
 
 

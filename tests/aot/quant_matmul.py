@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.hlo import copies_of_size, kernel_calls
+from jaxpage.aot.contents import copies_of_size, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from tests.aot import compiling, ptxas
@@ -110,12 +111,12 @@ def _lower(product: Product, platform: str) -> Any:
 
 
 def _look(product: Product, compiled: Any, log: str) -> dict[str, Any]:
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    memory, contents = compiled.memory_analysis(), parse(compiled.as_text() or "")
     return {
         "x_bytes": product.num_tokens * product.num_in * 2,
         "argument_bytes": memory.argument_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "kernel_calls": len(kernel_calls(text)),
-        "copies": list(copies_of_size(text, [_arguments(product)[1].data.shape])),
+        "kernel_calls": len(kernel_calls(contents)),
+        "copies": list(copies_of_size(contents, [_arguments(product)[1].data.shape])),
         "ptxas": ptxas.report(log),
     }

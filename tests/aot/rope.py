@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpage.aot.hlo import copies_of_size, kernel_calls
+from jaxpage.aot.contents import copies_of_size, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from pallas_kernels.rope.cases import Case
@@ -73,11 +74,11 @@ def _shapes(case: Case) -> list[tuple[int, int]]:
 
 
 def _look(case: Case, compiled: Any, log: str) -> dict[str, Any]:
-    memory = compiled.memory_analysis()
+    memory, contents = compiled.memory_analysis(), parse(compiled.as_text() or "")
     return {
-        "kernel_calls": len(kernel_calls(compiled.as_text() or "")),
+        "kernel_calls": len(kernel_calls(contents)),
         "num_tokens": case.num_tokens,
         "given_bytes": memory.argument_size_in_bytes,
-        "copies": list(copies_of_size(compiled.as_text() or "", _shapes(case))),
+        "copies": list(copies_of_size(contents, _shapes(case))),
         "temp_bytes": memory.temp_size_in_bytes,
     }

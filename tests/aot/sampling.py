@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from jaxpage.aot import hlo
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from tests.aot.program import Program
 
 TARGETS = ("v6e:2x2", "h200")
 ROWS, VOCAB = 64, 151_936
+_TOP_K = re.compile(r'custom_call_target="\w*TopK\w*"')
 
 
 def programs(target: str) -> Iterator[Program]:
@@ -59,14 +61,13 @@ def _lower(target: str) -> Any:
 
 
 def _look(compiled: Any, log: str) -> dict[str, Any]:
-    text = compiled.as_text() or ""
+    contents = hlo.parse(compiled.as_text() or "")
     return {
-        "sorted": [[int(n) for n in sizes.split(",")] for sizes in sorts(text)],
-        "top_k": re.findall(r'custom_call_target="\w*TopK\w*"', text),
+        "sorted": sorted_shapes(contents),
+        "top_k": [each.name for each in contents if _TOP_K.search(each.line)],
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 
 
-def sorts(text: str) -> list[str]:
-    """Shapes of what is sorted in an HLO text."""
-    return re.findall(r"= \(?\w+\[([\d,]+)\][^=]* sort\(", text)
+def sorted_shapes(contents: hlo.Program) -> list[tuple[int, ...]]:
+    return [each.arrays[0].shape for each in contents if each.opcode == "sort"]

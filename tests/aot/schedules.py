@@ -17,6 +17,7 @@ from typing import Any
 from jaxpage.aot import attention_time, cycles, tpu_schedule
 from jaxpage.aot.attention_time import Turn, bundles_of_turn
 from jaxpage.aot.cycles import costs_of
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.tpu_schedule import Region
 from tests.aot import evidence
 from tests.aot import paged_attention_tpu as attention
@@ -84,8 +85,8 @@ def _look(compiled: Any, log: str) -> dict[str, Any]:
     over; of a kernel without such a loop, of all of it. Inner loops count as often as they are known to run, else once.
     Of attention's also those of turns, whose branches `attention_time` chooses.
     """
-    costs = costs_of(compiled.as_text() or "").costs
-    names = [each.name for each in costs if each.cycles is None]
+    costs = costs_of(parse(compiled.as_text() or ""))
+    names = [each.instruction.name for each in costs if each.cycles is None]
     kernels = tpu_schedule.take_schedules(Path(os.environ[_FOLDER]), names)
     assert kernels, "the compiled program has no kernel"
     loops = [loop for kernel in kernels for loop in kernel.main_loops]

@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
+from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from tests.aot import ptxas
 from tests.aot.models import qwen2
@@ -139,13 +140,15 @@ def _look(
     spec = job.spec
     bucket = next((b for b in spec.buckets if b.name == name), None)
     num_bytes = [math.prod(s) * spec.pool.dtype.itemsize for s in job.pool_shapes]
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    memory, contents = compiled.memory_analysis(), parse(compiled.as_text() or "")
     return {
         "temp_bytes": memory.temp_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
-        "collectives": collectives(text),
-        "pool_copies": list(copies_of_size(text, job.pool_shapes)),
-        "attention_calls": [vmem for call, vmem in kernel_calls(text) if "paged_attention" in call],
+        "exchanges": exchanges(contents),
+        "pool_copies": list(copies_of_size(contents, job.pool_shapes)),
+        "attention_calls": [
+            vmem for call, vmem in kernel_calls(contents) if "paged_attention" in call
+        ],
         "spilled": ptxas.spilled_by_kernel(log),
         "model": model,
         "num_layers": spec.model.config.num_layers,

@@ -28,7 +28,7 @@ def test_the_pool_stays_where_it_is_and_is_not_copied(target):
         writes = name.endswith(("copy", "scatter", "write"))
         assert each["alias_bytes"] == (each["pool_bytes"] if writes else 0), each
         assert each["copies"] == [], each
-        assert each["collectives"] == [], each
+        assert each["exchanges"] == [], each
 
 
 def test_one_kernel_moves_the_blocks_of_all_layers_of_a_tpu(target):

@@ -74,7 +74,7 @@ def test_the_parts_of_long_rows_stay_within_their_bytes(compiled, kind):
 
 def test_devices_that_share_the_heads_exchange_nothing(compiled):
     program = compiled["two-devices"]
-    assert program["collectives"] == []
+    assert program["exchanges"] == []
     share = 2 * 64 * 64 * 64 * 4 * 128 * 2  # of the pool, which stays in place
     assert program["alias_bytes"] == share and program["temp_bytes"] < share // 4
 

@@ -1,53 +1,62 @@
-"""What is read out of the text of compiled programs. The instructions are shortened ones of real programs."""
+"""The syntax of compiled programs. The text is a shortened one of a real program."""
 
 from __future__ import annotations
 
-from jaxpage.aot.hlo import collectives, copies_of_size, kernel_calls
+import pytest
+
+from jaxpage.aot.hlo import Array, arrays_in, parse
+
+TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%fused_computation (param_0: f32[8]) -> f32[8] {
+  %param_0 = f32[8]{0} parameter(0)
+  ROOT %add.9 = f32[8]{0:T(256)} add(%param_0, %param_0), metadata={op_name="jit(step)/add" stack_frame_id=7}
+}
+
+ENTRY %main.4 (x: f32[8], w: bf16[8,4]) -> (f32[8], s4[16]) {
+  %x = f32[8]{0} parameter(0), metadata={op_name="x"}
+  %begin = ((bf16[8,4]{1,0:T(8,128)(2,1)}), bf16[8,4]{1,0}, /*index=2*/u32[]{:S(2)}) copy-start(%w)
+  ROOT %done.1 = (f32[8]{0}, s4[16]{0}) fusion(%x, /*index=1*/%begin), kind=kLoop, calls=%fused_computation
+}
+"""
 
 
-def test_a_copy_of_the_pool_would_be_found():
-    text = """
-      %pool.1 = bf16[64,128,256]{2,1,0:T(8,128)(2,1)} parameter(0)
-      %copy.2 = bf16[64,2,128,128]{3,1,2,0:T(8,128)(2,1)} copy(%pool.1)
-      %copy-start.1 = (u8[64,128,256]{2,1,0:T(8,128)(4,1)S(1)}, u32[]{:S(2)}) copy-start(%pool.1)
-      ROOT %select.3 = bf16[64,128,256]{2,1,0} select(%mask, %pool.1, %other)
-      %all-gather.1 = bf16[64,128,256]{2,1,0} all-gather(%share), channel_id=1
-      %small.1 = bf16[64,128]{1,0} copy(%other)
-    """
-    found = copies_of_size(text, [(64, 128, 256)])
-    names = [line.removeprefix("ROOT ").split()[0] for line in found]
-    assert names == ["%copy.2", "%copy-start.1", "%select.3", "%all-gather.1"]
+def test_a_program_is_computations_of_instructions():
+    program = parse(TEXT)
+    assert program.entry == "main.4"
+    names = {name: [each.name for each in all] for name, all in program.computations.items() if all}
+    assert names == {"fused_computation": ["param_0", "add.9"], "main.4": ["x", "begin", "done.1"]}
+    assert [each.name for each in program] == [*names["fused_computation"], *names["main.4"]]
 
 
-def test_what_is_updated_where_it_lies_is_no_copy():
-    text = """
-      ROOT %update.1 = bf16[64,128,256]{2,1,0} dynamic-update-slice(%pool.1, %new, %i, %zero, %zero)
-      %scatter.1 = bf16[64,128,256]{2,1,0} scatter(%pool.1, %slots, %new), to_apply=%keep
-      %fused.1 = bf16[64,128,256]{2,1,0} fusion(%pool.1, %new), kind=kLoop, calls=%computation.1
-      %cond.1 = ((bf16[64,128,256]{2,1,0})) conditional(%some, %tuple.1, %tuple.2), branch_computations={%a, %b}
-      %while.1 = (s32[], bf16[64,128,256]{2,1,0}) while(%tuple.3), condition=%c, body=%d
-    """
-    assert list(copies_of_size(text, [(64, 128, 256)])) == []
+def test_an_instruction_makes_arrays_of_operands():
+    _, add, x, begin, done = parse(TEXT)
+    assert (add.opcode, add.operands, add.is_root) == ("add", ("param_0", "param_0"), True)
+    assert (add.op_name, done.op_name) == ("jit(step)/add", "")
+    assert not x.is_root and x.operands == ()
+    assert begin.opcode == "copy-start" and list(map(str, begin.arrays)) == [
+        "bf16[8,4]",
+        "bf16[8,4]",
+        "u32[]",
+    ]
+    assert done.operands == ("x", "begin")
+    assert done.num_bytes == 8 * 4 + 16 // 2
 
 
-def test_a_collective_is_counted_once_however_often_it_is_written_down():
-    text = """
-      %all-reduce.1 = f32[8,64]{1,0} all-reduce(%x), channel_id=3, replica_groups={{0,1}}, to_apply=%add
-      %all-reduce.2 = f32[8,64]{1,0} all-reduce(%x), channel_id=3, replica_groups={{0,1}}, to_apply=%add
-      %all-reduce-start.1 = (bf16[4]{0}, bf16[16]{0}) all-reduce-start(%y, %z), channel_id=4, to_apply=%add
-      %gather.1 = f32[8,1024]{1,0} all-gather(%w), channel_id=5, dimensions={1}
-    """
-    assert collectives(text) == {
-        "all-reduce": {"count": 2, "largest": 512},
-        "all-gather": {"count": 1, "largest": 8192},
-    }
+@pytest.mark.parametrize(
+    ("made", "shape", "num_bytes"),
+    [
+        ("bf16[64,128,256]{2,1,0:T(8,128)(2,1)}", (64, 128, 256), 2 * 64 * 128 * 256),
+        ("f8e4m3fn[8,128]", (8, 128), 1024),
+        ("pred[8]", (8,), 8),
+        ("f32[]", (), 4),
+        ("s8[0]", (0,), 0),
+    ],
+)
+def test_bytes_of_arrays(made, shape, num_bytes):
+    (array,) = arrays_in(made)
+    assert (array.shape, array.num_bytes) == (shape, num_bytes)
 
 
-def test_calls_of_kernels_and_what_they_may_use():
-    text = """
-      %k.1 = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="f/k/pallas_call"},\
- backend_config={"scoped_memory_configs":[{"memory_space":"1","offset":"256","size":"4096"}]}
-      %k.2 = bf16[8]{0} custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/g"}
-      %k.3 = bf16[8]{0} custom-call(%x), custom_call_target="TopK"
-    """
-    assert kernel_calls(text) == [("f/k/pallas_call", 4096), ("jit(f)/g", None)]
+def test_tokens_are_no_arrays():
+    assert arrays_in("(bf16[8,64]{1,0}, token[])") == (Array("bf16", (8, 64)),)

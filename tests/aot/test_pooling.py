@@ -28,7 +28,7 @@ def test_the_kv_of_a_text_stays_in_place(programs):
     for each in programs:
         vector = 4 * each["hidden_size"]  # `pooled`, carried from chunk to chunk
         assert each["alias_bytes"] >= each["pool_bytes"] + vector, each
-        assert each["pool_copies"] == [] and each["collectives"] == {}, each
+        assert each["pool_copies"] == [] and each["exchanges"] == [], each
 
 
 def test_a_kernel_attends_in_each_layer(programs):

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from jaxpage.aot.hlo import parse
 from tests.aot.compiling import missing, seen
-from tests.aot.sampling import ROWS, TARGETS, VOCAB, sorts
+from tests.aot.sampling import ROWS, TARGETS, VOCAB, sorted_shapes
 
 pytestmark = pytest.mark.aot
 
@@ -44,4 +45,4 @@ def test_a_sort_of_the_vocabulary_would_be_found():
       ROOT %sort.1 = (f32[64,151936]{1,0}, s32[64,151936]{1,0}) sort(%x, %iota), dimensions={1}
       %sort.2 = s32[64,128]{1,0:T(8,128)} sort(%y), dimensions={1}
     """
-    assert sorts(text) == ["64,151936", "64,128"]
+    assert sorted_shapes(parse(text)) == [(64, 151936), (64, 128)]

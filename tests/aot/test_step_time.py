@@ -142,7 +142,7 @@ def test_a_launch_that_writes_nothing_has_no_rows():
 def of_tpu(**time) -> dict:
     kernel = {"name": "paged_attention", "count": 28, "program": dataclasses.asdict(OF_TILES)}
     parts = [{"what": "dot", "count": 28, "cycles": 900_000}]
-    found = {"cycles": 1_000_000, "in_other_branches": 0, "parts": parts, "kernels": [kernel]}
+    found = {"cycles": 1_000_000, "parts": parts, "kernels": [kernel]}
     programs = [
         {"name": "layers R=64", "time": found | time},
         {"name": "forward T=2048", "time": found},

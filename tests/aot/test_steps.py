@@ -173,17 +173,24 @@ def check_collectives(place: Place, found: list[dict]) -> None:
         if place.num_devices > 1 and each["bucket"]:
             has_own_heads = model["num_attention_heads"] % place.num_devices == 0
             number = (1 + has_own_heads) * each["num_layers"] + 1
-            largest = num_tokens(each) * model["hidden_size"]
-            expected["all-reduce"] = {"count": number, "largest": largest}
+            expected["all-reduce"] = (number, 2 * num_tokens(each) * model["hidden_size"])
         if place.num_devices > 1 and each["name"] in ("score", "vocabulary"):
-            expected["all-gather"] = {"count": 1, "largest": rows * model["vocab_size"]}
+            expected["all-gather"] = (1, 4 * rows * model["vocab_size"])
         elif place.num_devices > 1 and rows:
-            largest = rows * model["vocab_size"] // place.num_devices
-            expected["all-to-all"] = {"count": 1, "largest": largest}
-            expected["all-gather"] = {"count": 1, "largest": rows * NUM_TOP_LOGPROBS}
-            sums = expected.setdefault("all-reduce", {"count": 0, "largest": rows})
-            sums["count"] += 1
-        assert each["collectives"] == expected, each
+            expected["all-to-all"] = (1, 4 * rows * model["vocab_size"] // place.num_devices)
+            expected["all-gather"] = (1, 4 * rows * NUM_TOP_LOGPROBS)
+            number, num_bytes = expected.get("all-reduce", (0, 4 * rows))
+            expected["all-reduce"] = (number + 1, num_bytes)
+        assert by_kind(each["exchanges"]) == expected, each
+
+
+def by_kind(exchanges: list) -> dict[str, tuple[int, int]]:
+    """Of each kind how many there are, and the bytes of the largest."""
+    found: dict[str, tuple[int, int]] = {}
+    for kind, count, num_bytes in exchanges:
+        number, largest = found.get(kind, (0, 0))
+        found[kind] = number + count, max(num_bytes, largest)
+    return found
 
 
 def name_of(bucket: dict) -> str:

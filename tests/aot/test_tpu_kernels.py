@@ -55,5 +55,5 @@ def test_heads_that_are_no_whole_registers_need_no_tiles_in_hbm(programs):
 
 def test_heads_on_several_chips_need_no_collective(programs):
     assert {
-        each["name"]: each["collectives"] for each in programs.values() if each["collectives"]
+        each["name"]: each["exchanges"] for each in programs.values() if each["exchanges"]
     } == {}

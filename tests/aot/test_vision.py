@@ -21,7 +21,7 @@ def test_towers_compile_and_scores_are_made_tile_by_tile(target):
     assert set(programs) == set(CASES)
     for name, (_, num_patches) in CASES.items():
         found = programs[name]
-        assert found["collectives"] == {}
+        assert found["exchanges"] == []
         assert found["output_bytes"] == pytest.approx(
             num_patches * EMBEDDING_BYTES[name.split("-")[0]], rel=0.05
         )

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpage.aot.hlo import collectives
+from jaxpage.aot.contents import exchanges
+from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
 from tests.aot.models import GEMMA_3_4B, QWEN2_5_VL_3B
@@ -76,10 +77,9 @@ def _lower(config: dict[str, Any], num_patches: int, target: str) -> Any:
 
 
 def _look(compiled: Any, log: str) -> dict[str, Any]:
-    text = compiled.as_text() or ""
     memory = compiled.memory_analysis()
     return {
         "temp_bytes": memory.temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
-        "collectives": collectives(text),
+        "exchanges": exchanges(parse(compiled.as_text() or "")),
     }

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpage.aot.hlo import collectives
+from jaxpage.aot.contents import exchanges
+from jaxpage.aot.hlo import parse
 from jaxpage.device import Device
 from jaxpage.ops import matmul as ops
 from pallas_kernels.quant_matmul import cases, reference, xla
@@ -141,8 +142,8 @@ def test_xla_divides_a_product_as_the_weight_is_divided(name, by_out, expected):
     )
     arguments = place(x, None if by_out else 1), placed
     product = jax.jit(xla.quant_matmul).lower(*arguments).compile()
-    found = collectives(product.as_text() or "")
-    assert {kind: each["count"] for kind, each in found.items()} == expected
+    found = exchanges(parse(product.as_text() or ""))
+    assert {each.kind: each.count for each in found} == expected
     assert distance(product(*arguments), numpy_product(x, weight, False)) < 3e-3
 
 

@@ -13,7 +13,8 @@ from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from jaxpage.aot.collectives import exchanges
+from jaxpage.aot.contents import exchanges
+from jaxpage.aot.hlo import parse
 from jaxpage.device import Device
 from jaxpage.models.decoder import mlp_or_experts
 from jaxpage.ops.experts import XLA, ExpertsKernel, ExpertWeights, choose, experts
@@ -207,12 +208,12 @@ def test_devices_share_the_experts_and_exchange_one_sum():
     divided = compute(ExpertsKernel(None, mesh=mesh, divided=True))
     np.testing.assert_allclose(divided(**given), compute()(**given), atol=1e-5)
     text = divided.lower(**given).compile().as_text()
-    assert exchanges(text) == [("all-reduce", 1, 4 * NUM_TOKENS * EMBED)]
+    assert exchanges(parse(text)) == [("all-reduce", 1, 4 * NUM_TOKENS * EMBED)]
     assert f"f32[{NUM_EXPERTS // 4},{2 * INNER},{EMBED}]" in text  # of a device
     assert f"f32[{NUM_EXPERTS},{2 * INNER},{EMBED}]" not in text
     whole = compute(ExpertsKernel(None, mesh=mesh, divided=False))
     np.testing.assert_array_equal(whole(**given), compute()(**given))
-    assert exchanges(whole.lower(**given).compile().as_text()) == []
+    assert exchanges(parse(whole.lower(**given).compile().as_text())) == []
 
 
 def test_devices_share_experts_in_int8():
@@ -222,7 +223,7 @@ def test_devices_share_experts_in_int8():
     divided = compute(ExpertsKernel(None, mesh=mesh, divided=True))
     np.testing.assert_allclose(divided(**given), compute()(**given), atol=1e-5)
     text = divided.lower(**given).compile().as_text()
-    assert exchanges(text) == [("all-reduce", 1, 4 * NUM_TOKENS * EMBED)]
+    assert exchanges(parse(text)) == [("all-reduce", 1, 4 * NUM_TOKENS * EMBED)]
     assert f"s8[{NUM_EXPERTS // 4},{2 * INNER},{EMBED}]" in text  # of a device
 
 
