@@ -20,7 +20,7 @@ import numpy as np
 
 from pallas_kernels.hopper import unsupported_reason_on
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
-from pallas_kernels.kv_write.xla import Pool, to_storage
+from pallas_kernels.kv_write.storage import Pool, to_storage
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 KERNELS = ("gpu", "tpu")  # modules of an operation that need such a device

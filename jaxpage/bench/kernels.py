@@ -22,7 +22,8 @@ from pallas_kernels.block_copy import cases as copy_cases
 from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.grouped_matmul import tune as grouped_tune
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
-from pallas_kernels.kv_write.xla import to_storage, write_kv
+from pallas_kernels.kv_write.storage import to_storage
+from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import cases as attention_cases
 from pallas_kernels.paged_attention import tune as attention_tune
 from pallas_kernels.paged_attention.cases import Case

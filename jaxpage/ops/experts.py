@@ -13,7 +13,7 @@ communication is one sum over the devices, [T, E] in the dtype of x.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,7 +28,6 @@ from jaxpage.device import Device
 from jaxpage.ops.implementations import (
     Choice,
     Implementation,
-    Unsupported,
     first_supported,
     require,
 )
@@ -78,18 +77,22 @@ class _Request:
     dtype: jnp.dtype
     device: Device
 
+    def products(self) -> Iterator[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+        """Rows and weights of the matmuls. Rows are rounded to int8 for int8 weights."""
+        for weights in (self.gate_up, self.down):
+            dtype = jnp.int8 if weights.dtype == jnp.int8 else self.dtype
+            yield jax.ShapeDtypeStruct((1, weights.shape[2]), dtype), weights
+
 
 def _accept_tpu(request: _Request) -> ExpertsKernel:
-    if request.dtype not in (jnp.bfloat16, jnp.float32):
-        raise Unsupported(f"experts in {request.dtype}; the kernel takes bfloat16 and float32")
+    for rows, weights in request.products():
+        require(kernel_of("tpu").unsupported_reason(rows, weights))
     return ExpertsKernel("tpu", tuned_sizes("tpu", request.device.kind))
 
 
 def _accept_hopper(request: _Request) -> ExpertsKernel:
     require(hopper.unsupported_reason_on(request.device.compute_capability))
-    dtype = jnp.int8 if request.gate_up.dtype == jnp.int8 else request.dtype
-    for weights in (request.gate_up, request.down):
-        rows = jax.ShapeDtypeStruct((1, weights.shape[2]), dtype)
+    for rows, weights in request.products():
         require(kernel_of("gpu").unsupported_reason(rows, weights))
     require(hopper.unsupported_ptxas_here())
     return ExpertsKernel("gpu", tuned_sizes("gpu", request.device.kind))

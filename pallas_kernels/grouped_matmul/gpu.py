@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.hopper import unsupported_jax
+from pallas_kernels.lists import expand
 from pallas_kernels.wgmma import Ref, piece, tiled
 
 COLUMNS = 128  # outputs of a program, or twice as many
@@ -156,13 +157,10 @@ def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> _Tiles:
     firsts = ends - group_sizes
     begins = firsts // ALIGNED * ALIGNED
     counts = jnp.where(group_sizes > 0, -(-(ends - begins) // tile), 0)
-    tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
     most_groups = min(num_groups, num_rows)
     most = (num_rows + most_groups * (ALIGNED - 1)) // tile + most_groups
-    index = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.searchsorted(tile_ends, index, side="right", method="compare_all")
-    group = jnp.minimum(group, num_groups - 1).astype(jnp.int32)
-    begin = begins[group] + (index - (tile_ends - counts)[group]) * tile
+    group, number, _ = expand(counts, most)
+    begin = begins[group] + number * tile
     first, end = jnp.maximum(firsts[group], begin), jnp.minimum(ends[group], begin + tile)
     return _Tiles(group, begin, first, end)
 

@@ -46,6 +46,13 @@ class TileSizes:
 DEFAULT = TileSizes()
 
 
+def unsupported_reason(x: jax.Array, weights: jax.Array) -> str | None:
+    """Why the kernel does not support these arguments, in one line; None if it does. Needs only shapes and dtypes."""
+    if x.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8) or weights.dtype != x.dtype:
+        return f"x is {x.dtype} and the weights {weights.dtype}; they must be bfloat16, float32 or int8, and the same"
+    return None
+
+
 def grouped_matmul(
     x: Real[Array, "T E"],
     weights: Real[Array, "G F E"],

@@ -11,10 +11,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Array, Bool, Float, Int, Real
 
 # In decode steps an expert has a few rows; larger tiles help only for long prompts.
 TILE_ROWS = 32
+# Of rows, so that no slice would reach past the end, where its start would be clamped.
+PADDING = ((0, TILE_ROWS), (0, 0))
 
 
 def grouped_matmul(
@@ -25,32 +27,42 @@ def grouped_matmul(
     row_scale: Float[Array, "T 1"] | None = None,
     scale: Float[Array, "G F"] | None = None,
 ) -> Float[Array, "T F"]:
-    num_rows, tile = x.shape[0], TILE_ROWS
-    group_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    tile_ends = jnp.cumsum(-(-group_sizes // tile), dtype=jnp.int32)
-    # Padding, so that no slice would reach past the end, where its start would be clamped.
-    padding = ((0, tile), (0, 0))
-    x = jnp.pad(x, padding)
+    num_rows, tiles = x.shape[0], RowTiles(group_sizes)
+    x = jnp.pad(x, PADDING)
     if row_scale is not None:
-        row_scale = jnp.pad(row_scale, padding)
+        row_scale = jnp.pad(row_scale, PADDING)
     dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     out = jnp.zeros((x.shape[0], weights.shape[1]), jnp.float32)
 
     def turn(index: jax.Array, out: jax.Array) -> jax.Array:
-        group = jnp.searchsorted(tile_ends, index, side="right", method="compare_all")
-        end = group_ends[group]
-        number = index - (tile_ends[group] - -(-group_sizes[group] // tile))
-        first = end - group_sizes[group] + number * tile
-        rows = lax.dynamic_slice_in_dim(x, first, tile)
+        group, first, inside = tiles.at(index)
+        rows = lax.dynamic_slice_in_dim(x, first, TILE_ROWS)
         product = lax.dot_general(
             rows, weights[group], (((1,), (1,)), ((), ())), preferred_element_type=dtype
         )
         if row_scale is not None and scale is not None:
-            scale_of_rows = lax.dynamic_slice_in_dim(row_scale, first, tile)
+            scale_of_rows = lax.dynamic_slice_in_dim(row_scale, first, TILE_ROWS)
             product = product.astype(jnp.float32) * scale_of_rows * scale[group][None]
-        inside = first + jnp.arange(tile, dtype=jnp.int32) < end
-        old = lax.dynamic_slice_in_dim(out, first, tile)
+        old = lax.dynamic_slice_in_dim(out, first, TILE_ROWS)
         product = jnp.where(inside[:, None], product, old)
         return lax.dynamic_update_slice_in_dim(out, product, first, 0)
 
-    return lax.fori_loop(0, tile_ends[-1], turn, out)[:num_rows]
+    return lax.fori_loop(0, tiles.count, turn, out)[:num_rows]
+
+
+class RowTiles:
+    """The tiles of all groups, in order; each begins with the group's first row or after the tile before."""
+
+    def __init__(self, group_sizes: Int[Array, " G"]):
+        self._sizes, self._counts = group_sizes, -(-group_sizes // TILE_ROWS)
+        self._group_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+        self._tile_ends = jnp.cumsum(self._counts, dtype=jnp.int32)
+        self.count = self._tile_ends[-1]
+
+    def at(self, index: jax.Array) -> tuple[jax.Array, jax.Array, Bool[Array, " TILE_ROWS"]]:
+        """A tile's group, its first row, and which of its rows belong to the group."""
+        group = jnp.searchsorted(self._tile_ends, index, side="right", method="compare_all")
+        end = self._group_ends[group]
+        number = index - (self._tile_ends[group] - self._counts[group])
+        first = end - self._sizes[group] + number * TILE_ROWS
+        return group, first, first + jnp.arange(TILE_ROWS, dtype=jnp.int32) < end

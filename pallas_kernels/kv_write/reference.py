@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.kv_write.quantized import QuantizedPool, quantize
-
-Pool = Shaped[Array, "N S 2*K D"] | QuantizedPool
+from pallas_kernels.kv_write.storage import Pool
 
 
 def write_kv(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv_write.quantized import LEVELS, QuantizedPool
-from pallas_kernels.kv_write.xla import Pool, to_storage
+from pallas_kernels.kv_write.storage import Pool, to_storage
 from pallas_kernels.paged_attention.queries import SeeingAhead
 
 

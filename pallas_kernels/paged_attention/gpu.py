@@ -28,7 +28,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_write.xla import Pool
+from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_decode import decode
 from pallas_kernels.paged_attention.gpu_layout import TileSizes

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.quantized import QuantizedPool
-from pallas_kernels.kv_write.xla import Pool
+from pallas_kernels.kv_write.storage import Pool
+from pallas_kernels.lists import expand
 
 # The keys of a row with one query are cut at multiples of SPLIT, doubled until there are at most MAX_SPLITS parts.
 # Never tuned, since sums are cut there.
@@ -98,7 +99,6 @@ class Splits(NamedTuple):
 
 def splits(kv_lens: Int[Array, " R"], num_keys: int, window: int | None) -> Splits:
     """`num_keys`: the most that a row can have."""
-    num_rows = kv_lens.shape[0]
     first, size = jnp.zeros_like(kv_lens), jnp.full_like(kv_lens, SPLIT)
     if window is not None:
         first = jnp.maximum(kv_lens - window, 0) // SPLIT
@@ -107,10 +107,8 @@ def splits(kv_lens: Int[Array, " R"], num_keys: int, window: int | None) -> Spli
         size, limit = jnp.where(kv_lens > limit, 2 * size, size), 2 * limit
     counts = jnp.maximum(-(-kv_lens // size) - first, 1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    item = jnp.arange(num_rows * most_splits(num_keys, window), dtype=jnp.int32)
-    row = jnp.searchsorted(starts[1:], item, side="right", method="compare_all")
-    row = jnp.minimum(row, num_rows - 1).astype(jnp.int32)
-    position = (item - starts[row] + first[row]) * size[row]
+    row, number, _ = expand(counts, kv_lens.shape[0] * most_splits(num_keys, window))
+    position = (number + first[row]) * size[row]
     return Splits(starts, size.astype(jnp.int32), row, position.astype(jnp.int32))
 
 
@@ -145,11 +143,9 @@ def query_tiles(
     padding = jnp.maximum(num_tokens - query_starts[-1:], 0)
     elsewhere = lens == 1 if cut is None else (lens == 1) | cut
     lens = jnp.append(jnp.where(elsewhere, 0, lens), padding).astype(jnp.int32)
-    ends = jnp.cumsum(-(-lens // tile_q), dtype=jnp.int32)
-    item = jnp.arange(num_tokens // tile_q + num_rows + 1, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, num_rows)
-    first = (item - ends[row] + -(-lens[row] // tile_q)) * tile_q
+    most = num_tokens // tile_q + num_rows + 1
+    row, number, total = expand(-(-lens // tile_q), most)
+    first = number * tile_q
     count = jnp.minimum(lens[row] - first, tile_q)
     ends_at = jnp.append(kv_lens, 0)[row]
     oldest = ends_at - lens[row]
@@ -158,10 +154,10 @@ def query_tiles(
     if window is not None:
         begin = jnp.maximum(oldest - (window - 1), 0)
         num_keys = jnp.minimum(num_keys, window + count)
-    order = jnp.argsort(jnp.where(item < ends[-1], -num_keys, 1), stable=True)
+    order = jnp.argsort(jnp.where(jnp.arange(most) < total, -num_keys, 1), stable=True)
     token = query_starts[row].astype(jnp.int32) + first
     lists = (row, token, count, position, begin, ends_at)
-    return QueryTiles(ends[-1:], *(x[order].astype(jnp.int32) for x in lists))
+    return QueryTiles(total, *(x[order].astype(jnp.int32) for x in lists))
 
 
 @dataclass(frozen=True)
@@ -240,18 +236,16 @@ def cut_tiles(
         for x in (query_starts[1:] - query_starts[:-1], kv_lens, query_starts[:-1], parts)
     )
     lens = jnp.where(parts > 0, lens, 0)
-    ends = jnp.cumsum(-(-lens // cuts.tile_q), dtype=jnp.int32)
-    tile = jnp.arange(cuts.tiles_of(row.shape[0]), dtype=jnp.int32)
-    i = _place(ends, tile)
-    first = (tile - ends[i] + -(-lens[i] // cuts.tile_q)) * cuts.tile_q
-    count = jnp.where(tile < ends[-1], jnp.minimum(lens[i] - first, cuts.tile_q), 0)
-    num_parts = jnp.where(tile < ends[-1], parts[i], 0)
+    most = cuts.tiles_of(row.shape[0])
+    i, tile, num_tiles = expand(-(-lens // cuts.tile_q), most)
+    first, is_tile = tile * cuts.tile_q, jnp.arange(most) < num_tiles
+    count = jnp.where(is_tile, jnp.minimum(lens[i] - first, cuts.tile_q), 0)
+    num_parts = jnp.where(is_tile, parts[i], 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_parts, dtype=jnp.int32)])
-    item = jnp.arange(cuts.items_of(row.shape[0]), dtype=jnp.int32)
-    j = _place(starts[1:], item)
+    j, part, total = expand(num_parts, cuts.items_of(row.shape[0]))
     num_keys = kv_lens[i[j]]
     size = -(-num_keys // jnp.maximum(num_parts[j] * 128, 1)) * 128
-    low = (item - starts[j]) * size
+    low = part * size
     position = num_keys - lens[i[j]] + first[j]
     first_token = token[i] + first
     lists = (
@@ -265,15 +259,9 @@ def cut_tiles(
         low + size,
     )
     return CutTiles(
-        ends[-1:],
+        num_tiles,
         starts,
         first_token.astype(jnp.int32),
         count.astype(jnp.int32),
-        QueryTiles(starts[-1:], *(x.astype(jnp.int32) for x in lists)),
+        QueryTiles(total, *(x.astype(jnp.int32) for x in lists)),
     )
-
-
-def _place(ends: Int[Array, " n"], item: Int[Array, " m"]) -> Int[Array, " m"]:
-    """Whose piece holds each item, if i's ends before item ends[i]; the last one's beyond them all."""
-    found = jnp.searchsorted(ends, item, side="right", method="compare_all")
-    return jnp.minimum(found, ends.shape[0] - 1).astype(jnp.int32)

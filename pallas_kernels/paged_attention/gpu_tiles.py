@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
-from pallas_kernels.kv_write.xla import Pool
+from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
 from pallas_kernels.wgmma import load, piece, swizzle_of, tiled
 

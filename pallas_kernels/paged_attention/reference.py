@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_write.xla import Pool, from_storage
+from pallas_kernels.kv_write.storage import Pool, from_storage
 from pallas_kernels.paged_attention.queries import Queries, parts
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.lists import expand
 from pallas_kernels.paged_attention.tpu_shape import Shape, write_sizes
 
 COMPARED = 8  # blocks at once, by `reads_others_writes`
@@ -54,15 +55,6 @@ class Rows:
         return first, end, self.kv_lens[row] - end
 
 
-def _expand(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row r, counts[r] times: [2, 0, 3] → rows [0, 0, 2, 2, 2, ..], numbers [0, 1, 0, 1, 2, ..] and how many, [5]."""
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    index = jnp.arange(size, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, counts.shape[0] - 1)
-    return row, index - (ends - counts)[row], ends[-1:]
-
-
 def chunks(
     shape: Shape, kv_lens: jax.Array, query_lens: jax.Array, num_tokens: int
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
@@ -74,7 +66,7 @@ def chunks(
     for size in write_sizes(shape):
         first = (kv_lens - query_lens) // size
         counts = jnp.where(query_lens > 0, -(-kv_lens // size) - first, 0)
-        row, number, total = _expand(counts, num_tokens // size + 2 * most_rows)
+        row, number, total = expand(counts, num_tokens // size + 2 * most_rows)
         found.append((row, (first[row] + number) * size, total))
     return found
 
@@ -121,7 +113,7 @@ def units(
     first = query_starts[:-1] // tokens
     counts = jnp.where(has_units, -(-query_starts[1:] // tokens) - first, 0)
     most_rows = min(kv_lens.shape[0], num_tokens)
-    row, number, total = _expand(counts, -(-num_tokens // tokens) + most_rows)
+    row, number, total = expand(counts, -(-num_tokens // tokens) + most_rows)
     tile = first[row] + number
     moved = jnp.concatenate([jnp.zeros(1, jnp.int32), (tile[1:] != tile[:-1]).astype(jnp.int32)])
     before = (kv_lens - query_starts[1:])[row]

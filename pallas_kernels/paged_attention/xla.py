@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.quantized import QuantizedPool
-from pallas_kernels.kv_write.xla import Pool, from_storage
+from pallas_kernels.kv_write.storage import Pool, from_storage
 from pallas_kernels.paged_attention.queries import Queries, parts
 
 # Measured on 2 cores, 14 query and 2 KV heads of 64: 64 keys suit decoding best; prompts took 1.4 times as long.

@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels.kv_write import cases, reference
 from pallas_kernels.kv_write.quantized import QuantizedPool
-from pallas_kernels.kv_write.xla import from_storage, to_storage, write_kv
+from pallas_kernels.kv_write.storage import from_storage, to_storage
+from pallas_kernels.kv_write.xla import write_kv
 from tests.kernels.block_copy import assert_same
 
 write = jax.jit(write_kv)
