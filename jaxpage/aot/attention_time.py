@@ -21,11 +21,12 @@ FIRST_ROWS = 6  # whose only tokens are written before the first turn
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """is_whole: whether the fetch brings as many keys as it may. num_blocks, num_tiles: with keys. num_cleared: other
-    blocks of these tiles. ends_within: whether the last block is not full. is_masked: whether some query does not see
-    all keys.
+    blocks of these tiles. begins_within, ends_within: whether not all of the first, or last, block is fetched.
+    is_masked: whether some query does not see all keys.
     """
 
     is_whole: bool
+    begins_within: bool = False
     ends_within: bool
     is_masked: bool
     num_blocks: int
@@ -35,9 +36,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Equal rows, without a window. kv_len: of each, including its queries; tile_q, tile_kv: queries and keys at once;
-    tile_tokens: tokens whose queries come at once; fetch_kv: keys of a turn; write_sizes: slots written at once by
-    each loop that writes.
+    """Equal rows. kv_len: of each, including its queries; tile_q, tile_kv: queries and keys at once; tile_tokens:
+    tokens whose queries come at once; fetch_kv: keys of a turn; write_sizes: slots written at once by each loop that
+    writes; window: the keys that a query sees, itself included.
     """
 
     count: int
@@ -49,6 +50,7 @@ class Rows:
     fetch_kv: int
     block_size: int
     write_sizes: tuple[int, ...]
+    window: int | None = None
 
     def units(self) -> Iterator[tuple[int, int]]:
         """Of each unit its queries [first, end), counted in its row. Tiles of queries begin at multiples of `tile_q`
@@ -68,21 +70,27 @@ class Rows:
         return self.count * -(-self.query_len // size)
 
     def turns(self) -> Counter[Turn]:
-        """Of all units: a tile of queries sees the keys up to its last query."""
+        """Of all units: a tile of queries needs the keys from the first that its first query sees to its last query."""
         found: Counter[Turn] = Counter()
         before = self.kv_len - self.query_len
         for (first, last), count in Counter(self.units()).items():
-            for begin in range(0, before + last, self.fetch_kv):
-                found[self._turn(begin, before + first, before + last)] += count
+            seen = 0 if self.window is None else max(before + first - self.window + 1, 0)
+            for begin in range(seen // self.fetch_kv * self.fetch_kv, before + last, self.fetch_kv):
+                found[self._turn(begin, seen, before + first, before + last)] += count
         return found
 
-    def _turn(self, begin: int, first_query: int, end: int) -> Turn:
-        num_keys = min(end - begin, self.fetch_kv)
-        num_blocks, num_tiles = -(-num_keys // self.block_size), -(-num_keys // self.tile_kv)
+    def _turn(self, begin: int, seen: int, first_query: int, end: int) -> Turn:
+        """Of the fetch from `begin`; `seen`: the first key, `end`: after the last one."""
+        low, high = max(seen - begin, 0), min(end - begin, self.fetch_kv)
+        num_blocks, num_tiles = (
+            -(-high // size) - low // size for size in (self.block_size, self.tile_kv)
+        )
+        is_left_behind = self.window is not None and begin < end - self.window
         return Turn(
-            is_whole=num_keys == self.fetch_kv,
-            ends_within=num_keys % self.block_size > 0,
-            is_masked=begin + self.fetch_kv > first_query + 1,
+            is_whole=high - low == self.fetch_kv,
+            begins_within=low % self.block_size > 0,
+            ends_within=high % self.block_size > 0,
+            is_masked=begin + self.fetch_kv > first_query + 1 or is_left_behind,
             num_blocks=num_blocks,
             num_tiles=num_tiles,
             num_cleared=num_tiles * self.tile_kv // self.block_size - num_blocks,
@@ -128,8 +136,8 @@ def _of_units(unit: Region, rows: Rows) -> float:
 
 def bundles_of_turn(region: Region, turn: Turn) -> float:
     """Of a turn, or of a branch that it takes. Loops over blocks start DMAs, wait for them, or clear blocks without
-    keys. Two loops clear whole blocks, and two branches parts of a block: before the keys and after them. Without a
-    window nothing lies before. The copies that a turn starts are for a later one, and are counted as its own.
+    keys. Two loops clear whole blocks, and two branches parts of a block: before the keys and after them. The copies
+    that a turn starts are for a later one, and are counted as its own.
     """
     total: float = region.own
     clears = False
@@ -142,7 +150,8 @@ def bundles_of_turn(region: Region, turn: Turn) -> float:
             clears = True
             total += turn.num_cleared * loop.bundles / 2
     if clears:
-        taken = region.branches[-1:] if turn.ends_within else ()
+        before, after = region.branches[:1], region.branches[-1:]
+        taken = [*(before if turn.begins_within else ()), *(after if turn.ends_within else ())]
     else:
         taken = _taken(region, turn)
     return total + sum(bundles_of_turn(branch, turn) for branch in taken)

@@ -86,10 +86,16 @@ def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep
 
 
 def kv_bytes(measured: dict[str, Any], count: int, kv_len: int) -> int:
-    """Bytes of keys and values that `count` rows read: of each KV-cache group the blocks within its window."""
-    block_size = measured["config"]["block_size"]
-    lens = (kv_len if window is None else min(kv_len, window) for window in measured["windows"])
-    return count * sum(-(-n // block_size) for n in lens) * measured["block_bytes"]
+    """Bytes of keys and values that `count` rows read: of each KV-cache group the blocks within its window. A group
+    with fewer layers than another leaves some of a block unused.
+    """
+    block_size, groups = measured["config"]["block_size"], measured["kv_groups"]
+    most_layers = max(num_layers for _, num_layers in groups)
+    in_layers = sum(
+        num_layers * -(-(kv_len if window is None else min(kv_len, window)) // block_size)
+        for window, num_layers in groups
+    )
+    return count * in_layers * measured["block_bytes"] // most_layers
 
 
 def _bytes_per_step(measured: dict[str, Any], batch: int) -> float:

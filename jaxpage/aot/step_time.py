@@ -22,7 +22,7 @@ NOT_MODELLED = (
 NOT_MODELLED_ON_GPUS = (
     "XLA has no estimates for a GPU: a kernel takes the time of its bytes or flops, at the rates that copies and "
     "products were measured to achieve, plus that of a launch; not modelled: how long attention waits for memory where "
-    "rows are few, windows, autotuning, gaps between programs, branches for requests that ask for more than sampling"
+    "rows are few, autotuning, gaps between programs, branches for requests that ask for more than sampling"
 )
 
 
@@ -104,17 +104,23 @@ def _parts(
         calls = sum(kernel["count"] for kernel in kernels)
         return [*found, _gpu_attention(measured, case, of_kv, calls)]
     kernels = [each for each in kernels if each["program"] is not None]
-    total = 0.0
-    for kernel in kernels:
-        tiles = measured["attention_tiles"]["decode" if query_len == 1 else "prefill"]
-        rows = Rows(count=count, query_len=query_len, kv_len=kv_len, **tiles)
-        total += (
-            kernel["count"] * bundles(Region.of(kernel["program"]), rows) * 1000 / chip["clock"]
-        )
+    total = 1000 / chip["clock"] * sum(_bundles(measured, kernel, case) for kernel in kernels)
     calls = sum(kernel["count"] for kernel in kernels) or 1
     bound = "bundles" if total > of_kv else "bytes"
     found.append(Part(what=f"attention ({bound})", count=calls, ms=max(total, of_kv)))
     return found
+
+
+def _bundles(measured: dict[str, Any], kernel: dict[str, Any], case: tuple[int, int, int]) -> float:
+    """Of all calls of an attention kernel. Layers with a window call it for fewer keys."""
+    (count, query_len, kv_len), region = case, Region.of(kernel["program"])
+    tiles = measured["attention_tiles"]["decode" if query_len == 1 else "prefill"]
+    num_layers = sum(layers for _, layers in measured["kv_groups"])
+    total = 0.0
+    for window, layers in measured["kv_groups"]:
+        rows = Rows(count=count, query_len=query_len, kv_len=kv_len, window=window, **tiles)
+        total += kernel["count"] * layers / num_layers * bundles(region, rows)
+    return total
 
 
 def _gpu_attention(
@@ -122,13 +128,20 @@ def _gpu_attention(
 ) -> Part:
     """`of_kv`: ms of all keys and values at the peak rate."""
     chip, (count, query_len, kv_len) = measured["chip"], case
-    pairs = count * query_len * (2 * kv_len - query_len + 1) // 2
+    pairs = count * sum(
+        layers * sum(_seen(end, window) for end in range(kv_len - query_len + 1, kv_len + 1))
+        for window, layers in measured["kv_groups"]
+    )
     rate = chip["flops_per_second"] * chip["product_share"]
     of_flops = 1000 * pairs * measured["attention_flops"] / rate
     of_bytes = of_kv / chip["copy_share"]
     bound = "flops" if of_flops > of_bytes else "bytes"
     ms = max(of_flops, of_bytes) + 1000 * calls * chip["seconds_per_kernel"]
     return Part(what=f"attention ({bound})", count=calls, ms=ms)
+
+
+def _seen(num_keys: int, window: int | None) -> int:
+    return num_keys if window is None else min(num_keys, window)
 
 
 def show_times(times: list[StepTime], *, explain: bool, is_gpu: bool) -> list[str]:

@@ -16,6 +16,7 @@ import math
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -283,20 +284,22 @@ def _cached_or_measured(
 
 
 def _attention(job: CompileJob, programs: list[dict[str, Any]]) -> dict[str, Any]:
-    """ "kernel" if the steps call it, else "plain XLA" and the reason; the kernel's tiles on a TPU; flops; windows."""
+    """ "kernel" if the steps call it, else "plain XLA" and the reason; the kernel's tiles on a TPU; flops; groups."""
     reason = job.spec.no_kernel_reason
     served = f"plain XLA: {reason}" if reason else "plain XLA"
     if any("paged_attention" in name for each in programs for name, _ in each["kernels"]):
         served = "kernel"
     model = job.spec.model.config
     shares = share_heads(model.num_heads, model.num_kv_heads, job.spec.num_devices)
-    of_pair = 4 * shares.query_heads_of_a_device * model.head_dim
+    groups = job.spec.groups
+    layers = Counter(group for group, _ in groups.layer_locations)
     return {
         "attention": served,
         "attention_tiles": attention_tiles(job.spec),
-        # For each pair of a query and a key that it sees, in all layers of a device.
-        "attention_flops": of_pair * model.num_layers,
-        "windows": list(job.spec.groups.windows),  # of each KV-cache group
+        # For each pair of a query and a key that it sees, in a layer of a device.
+        "attention_flops": 4 * shares.query_heads_of_a_device * model.head_dim,
+        # Of each KV-cache group its window and number of layers.
+        "kv_groups": [[window, layers[number]] for number, window in enumerate(groups.windows)],
     }
 
 

@@ -46,7 +46,7 @@ def measured(**changes):
         "encoder": None,
         "state_bytes": GB // 10,
         "block_bytes": 10**6,
-        "windows": [None],
+        "kv_groups": [[None, 28]],
         "in_int8": {"weight_bytes": 2 * GB, "block_bytes": 10**6 // 2},
         "temp_bytes": GB + GB // 10,
         "blocks": {"1000": 10, "100000": 1000},
@@ -168,7 +168,9 @@ def test_the_encoder_of_pictures_is_named():
 
 def test_a_window_limits_the_keys_that_are_read():
     """Of two KV-cache groups one sees 250 tokens: 3 blocks of 100, while the other reads all 10."""
-    both = measured(windows=[None, 250])
+    both = measured(kv_groups=[[None, 14], [250, 14]])
     assert kv_bytes(both, 1, 1000) == 13 * 10**6
     assert kv_bytes(both, 4, 200) == 4 * 4 * 10**6
+    fewer = measured(kv_groups=[[None, 14], [250, 7]])
+    assert kv_bytes(fewer, 2, 1000) == (2 * 10 + 3) * 10**6
     assert decode_step(both, 2, 1000).kv == pytest.approx(26 * 10**6 / 1e9)

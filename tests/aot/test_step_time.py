@@ -89,6 +89,22 @@ def test_a_fetch_with_fewer_keys_takes_what_these_take(kv_len, in_turns):
     assert bundles(OF_TILES, rows) == 300 + 6 * 200 + 64 * unit
 
 
+def test_a_window_leaves_keys_out():
+    """Of the last fetch's 2048 keys it leaves 1000: the end of a block, and 7 more; two tiles of 512."""
+    rows = Rows(count=1, query_len=1, kv_len=4096, window=1000, **TILES | ONE_QUERY)
+    in_turn = 60 + 25 + 8 * 14 + 35 + 8 * 8 + 44 + 5 + 2 * 200
+    assert bundles(OF_TILES, rows) == 300 + 200 + ONCE_A_UNIT + (9 + 8 * 14) / 16 + in_turn
+
+
+def test_a_prompt_with_a_window_masks_its_begin_and_its_end():
+    rows = Rows(count=1, query_len=1024, kv_len=1024, window=512, **TILES)
+    # The first 16 tiles of queries see one fetch, which ends with them; the others two, the first of them in part.
+    assert rows.turns().total() == 16 + 2 * 16
+    assert all(turn.is_masked for turn in rows.turns())
+    wide = dataclasses.replace(rows, window=1024)
+    assert wide.turns() == dataclasses.replace(rows, window=None).turns()
+
+
 def test_queries_of_a_chunk_see_the_keys_before_them():
     rows = Rows(count=1, query_len=1024, kv_len=2048, **TILES)
     assert len(list(rows.units())) == 32 and rows.num_chunks(16) == 1024 / 16
@@ -176,7 +192,7 @@ def test_a_kernel_takes_the_greater_of_its_bundles_and_its_bytes():
 def test_attention_of_a_gpu_takes_its_flops_or_bytes_and_its_launches():
     values = of_tpu(kernels=[{"name": "paged_attention", "count": 56, "program": None}])
     chip = CHIPS["h200"]
-    values |= {"chip": dataclasses.asdict(chip), "attention_flops": 28 * 4 * 16 * 128}
+    values |= {"chip": dataclasses.asdict(chip), "attention_flops": 4 * 16 * 128}
     *_, prefill = step_times(values, estimate(values))
     (attention,) = [part for part in prefill.parts if part.what == "attention (flops)"]
     flops = 28 * 4 * 16 * 128 * sum(range(1, 2049))
@@ -191,6 +207,18 @@ def test_attention_of_a_gpu_takes_its_flops_or_bytes_and_its_launches():
     assert attention.ms == pytest.approx(1000 * (seconds + 56 * chip.seconds_per_kernel))
     lines = show_times(step_times(values, estimate(values)), explain=False, is_gpu=True)
     assert "the kernels' bytes and flops" in lines[1] and "plus that of a launch" in lines[-1]
+
+
+def test_layers_with_a_window_take_the_time_of_its_keys():
+    def attention(**changes) -> float:
+        values = of_tpu() | changes
+        (decode, *_) = step_times(values, estimate(values))
+        (part,) = [part for part in decode.parts if part.what == "attention (bundles)"]
+        return part.ms
+
+    whole, short = attention(), attention(kv_groups=[[2, 28]])
+    assert attention(kv_groups=[[2, 21], [None, 7]]) == pytest.approx((3 * short + whole) / 4)
+    assert short < whole
 
 
 def test_what_was_not_compiled_takes_no_time():
