@@ -27,12 +27,26 @@ def _no_ints() -> Any:
     return field(default_factory=lambda: np.zeros(0, np.int32))
 
 
-class DeletedParameterError(RuntimeError):
-    """The owner of the model donated or deleted a parameter, so no step can run until it is replaced."""
+class ParameterError(RuntimeError):
+    """No step can run until the owner of the model replaces a parameter."""
+
+
+class DeletedParameterError(ParameterError):
+    """The owner of the model donated or deleted a parameter."""
 
     def __init__(self) -> None:
         super().__init__(
             "a parameter of the model was donated or deleted; put others in place before requests go on"
+        )
+
+
+class UnfitParameterError(ParameterError):
+    """The owner of the model replaced a parameter by an array that programs do not take."""
+
+    def __init__(self, found: object, expected: object):
+        super().__init__(
+            f"a parameter of the model is now {found}, but programs were compiled for {expected}; put such an array in "
+            "place, or call update() of a Sampler, before requests go on"
         )
 
 

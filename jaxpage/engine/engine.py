@@ -21,7 +21,7 @@ from jaxpage.engine.scheduled_step import ScheduledStep
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.stats import EngineStats, engine_stats
 from jaxpage.engine.step_output import StepOutput, TextEnd
-from jaxpage.plan import DeletedParameterError, StepPlan, StepResult
+from jaxpage.plan import ParameterError, StepPlan, StepResult
 from jaxpage.request import Request, WaitingFor
 
 # Seconds for which an idle step waits for a mask. Short, because the caller may have new requests by then.
@@ -138,7 +138,7 @@ class Engine:
     def _counting_failures(self, move_on: Callable[[], StepOutput]) -> StepOutput:
         try:
             output = move_on()
-        except DeletedParameterError:  # not counted: the trainer may still replace the parameter
+        except ParameterError:  # not counted: the trainer may still replace the parameter
             raise
         except Exception:
             self._num_failures += 1

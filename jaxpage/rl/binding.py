@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
+from jaxpage.array_form import in_words, is_elsewhere
 from jaxpage.engine_spec import EngineSpec
 from jaxpage.models.lora import slot_axis
 from jaxpage.rl.view import TrainerView
@@ -41,7 +42,8 @@ class Binding:
         if not self._sources:
             raise ValueError(f"{type(module).__name__} has no parameters to sample with")
         # The form in which the engine's programs take each of their arrays.
-        self._forms = {n: _struct(each.get_raw_value()) for n, each in self._sources.items()}
+        values = {name: each.get_raw_value() for name, each in self._sources.items()}
+        self._forms = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in values.items()}
         self._swapped: dict[str, nnx.Variable] = {}  # override `_sources`, see `swap`
         self._names: list[str] = []  # what the engine reads, in its order; "" for its own arrays
         self._places: list[Sharding] = []
@@ -157,7 +159,7 @@ class Binding:
             form = self._forms[name]
             if leaf.shape != form.shape or leaf.dtype != form.dtype:
                 raise ValueError(
-                    f"params have {name} as {_say(leaf)}, the module has it as {_say(form)}"
+                    f"params have {name} as {in_words(leaf)}, the module has it as {in_words(form)}"
                 )
         swapped = dict(self._swapped)
         for name, leaf in leaves.items():
@@ -245,15 +247,14 @@ def _check_form(name: str, leaf: Any, form: jax.ShapeDtypeStruct) -> None:
         )
     if leaf.shape != form.shape or leaf.dtype != form.dtype:
         raise RuntimeError(
-            f"parameter {name} of the bound module is now {_say(leaf)}, but programs were compiled for {_say(form)}: "
-            "put such an array into the module, or call update(params) with one, before sampling again"
+            f"parameter {name} of the bound module is now {in_words(leaf)}, but programs were compiled for "
+            f"{in_words(form)}: put such an array into the module, or call update(params) with one, before sampling "
+            "again"
         )
 
 
 def _check_place(name: str, leaf: Any, place: Sharding) -> None:
-    # Programs move an array that is not committed to its devices.
-    is_bound = isinstance(leaf, jax.Array) and leaf.committed
-    if is_bound and not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+    if is_elsewhere(leaf, place):
         raise RuntimeError(
             f"parameter {name} of the bound module is now on {leaf.sharding}, but programs were compiled for {place}: "
             "call update(), which copies it there, before sampling again"
@@ -287,11 +288,3 @@ def _is_param(leaf: Any) -> bool:
 def _array(leaf: Any) -> Any:
     value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
     return value if isinstance(value, jax.Array) else np.asarray(value)
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _say(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"

@@ -12,7 +12,7 @@ class GroupSeeds:
     """Derives a request's seed from a base seed, the weight version, the prompt, and how often the prompt has occurred.
 
     Members of a group may arrive one by one, from threads in any order: they have the same prompt, so which of them
-    gets which seed makes no difference to the set of samples. Thread-safe.
+    gets which seed makes no difference to the set of samples. `seed`: any int, used modulo 2**64. Thread-safe.
     """
 
     def __init__(self, seed: int):
@@ -23,7 +23,7 @@ class GroupSeeds:
 
     def next(self, token_ids: Sequence[int], version: int = 0) -> int:
         """The seed, uint32, of the next request with this prompt. A new version restarts the counts."""
-        content = struct.pack(f"<qq{len(token_ids)}i", self.seed, version, *token_ids)
+        content = struct.pack(f"<Qq{len(token_ids)}i", self.seed % 2**64, version, *token_ids)
         key = hashlib.sha256(content).digest()
         with self._lock:
             if version != self.version:

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
+from jaxpage.array_form import form_of, in_words, is_elsewhere
 from jaxpage.kv_groups import KVGroups
 from jaxpage.kv_pool import KVPoolSpec
 from jaxpage.models.lora import slot_axis
-from jaxpage.plan import DeletedParameterError, StepPlan, StepResult
+from jaxpage.plan import DeletedParameterError, StepPlan, StepResult, UnfitParameterError
 from jaxpage.runner import calls
 from jaxpage.runner.buckets import Bucket, StepPrograms, fitting_programs, start_order
 from jaxpage.runner.calls import Call
@@ -40,17 +41,6 @@ from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step_result import DeviceResult, split_pieces
 from jaxpage.sampling.features import bits
 from jaxpage.sampling.logprobs import TOP_LOGPROBS, Scores
-
-
-class UnfitParameterError(DeletedParameterError):
-    """The owner of the model replaced a parameter by an array that programs do not take."""
-
-    def __init__(self, found: object, expected: object):
-        RuntimeError.__init__(
-            self,
-            f"a parameter of the model is now {found}, but programs were compiled for {expected}; put such an array in "
-            "place, or call update() of a Sampler, before requests go on",
-        )
 
 
 class Runner:
@@ -135,7 +125,7 @@ class Runner:
         """Read parameters from these variables from the next launch on, in the order in which programs take them, and
         in the form in which they take them.
         """
-        self._parameters = [_Parameter(each, _form(each.get_raw_value())) for each in variables]
+        self._parameters = [_Parameter(each, form_of(each.get_raw_value())) for each in variables]
 
     def weights_changed(self) -> bool:
         """Whether a parameter was replaced since the last call, which makes KV of the old parameters stale."""
@@ -338,14 +328,14 @@ class Runner:
             self._seen[i] = weakref.ref(array)  # the base model's weights have not changed
 
     def _check_parameters(self, error: Exception) -> None:
-        """Raise a DeletedParameterError if the parameters are the reason for an error."""
+        """Raise a ParameterError if the parameters are the reason for an error."""
         for variable, form in self._parameters:
             leaf = variable.get_raw_value()
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise DeletedParameterError from error
             if (leaf.dtype, leaf.shape) != (form.dtype, form.shape):
-                raise UnfitParameterError(_say(leaf), _say(form)) from error
-            if _is_elsewhere(leaf, form.sharding):
+                raise UnfitParameterError(in_words(leaf), in_words(form)) from error
+            if is_elsewhere(leaf, form.sharding):
                 raise UnfitParameterError(leaf.sharding, form.sharding) from error
 
     def _leaves(self) -> list[jax.Array]:
@@ -366,21 +356,6 @@ _MEMORY_CALLS = {
 class _Parameter(NamedTuple):
     variable: nnx.Variable
     form: jax.ShapeDtypeStruct  # that programs were compiled for
-
-
-def _form(leaf: Any) -> jax.ShapeDtypeStruct:
-    place = leaf.sharding if isinstance(leaf, jax.Array) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-
-def _is_elsewhere(leaf: Any, place: Sharding | None) -> bool:
-    """Whether programs would not even move it to its place."""
-    is_bound = isinstance(leaf, jax.Array) and leaf.committed
-    return is_bound and place is not None and not leaf.sharding.is_equivalent_to(place, leaf.ndim)
-
-
-def _say(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def _reference(leaf: Any) -> Callable[[], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpage.engine.engine import MAX_FAILURES, StepRunner
-from jaxpage.plan import DeletedParameterError
+from jaxpage.plan import DeletedParameterError, ParameterError, UnfitParameterError
 from jaxpage.request import FinishReason
 from tests.engine.harness import (
     assert_consistent,
@@ -251,16 +251,21 @@ def test_kv_is_kept_if_whoever_replaces_weights_says_so():
     assert second.sequences[0].weight_starts == [(1, 0)]
 
 
-def test_deleted_parameters_do_not_count_as_failures_of_the_engine():
+@pytest.mark.parametrize(
+    "error",
+    [DeletedParameterError(), UnfitParameterError("float32[4]", "bfloat16[4]")],
+    ids=["deleted", "unfit"],
+)
+def test_parameters_to_be_replaced_do_not_count_as_failures_of_the_engine(error):
     engine = make_engine()
 
     def launch(plan):
-        raise DeletedParameterError
+        raise error
 
     works, engine.runner.launch = engine.runner.launch, launch
     for i in range(2 * MAX_FAILURES):
         engine.add(make_request(str(i), [1] * 5, max_tokens=2))
-        with pytest.raises(DeletedParameterError, match="donated or deleted"):
+        with pytest.raises(ParameterError, match="a parameter of the model"):
             engine.step()
     assert engine.death is None
     engine.runner.launch = works

@@ -159,6 +159,7 @@ def test_seeds_follow_from_seed_version_and_prompt():
     assert len({first(1, 0, [1]), first(2, 0, [1]), first(1, 1, [1]), first(1, 0, [2])}) == 4
     seeds = GroupSeeds(1)
     assert [seeds.next([1], v) for v in (0, 1)] == [first(1, 0, [1]), first(1, 1, [1])]
+    assert first(2**70 - 1, 0, [1]) == first(-1, 0, [1])  # modulo 2**64
 
 
 @pytest.mark.slow
