@@ -1,28 +1,23 @@
-"""Shared by the operations' `tune.py`: measures tile sizes on a kind of device, and stores them in files.
-
-An operation has the sizes of its kernel in a frozen dataclass of positive integers, `TileSizes`, with defaults for
-devices without measurements, and a folder `tuned/` with a file for each kind of device measured: `nvidia_h200.json`,
-`tpu_v6_lite.json`. Knows no details of kernels. How a kernel divides its sums is never a size: a row's result must not
-depend on the other rows, or on the device within a platform.
+"""Shared by the operations' `tune.py`: measures which of a kernel's tile sizes are the fastest. `tile_sizes.py` has the
+files of results. Knows no details of kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import itertools
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from pallas_kernels.hopper import unsupported_ptxas_here, unsupported_reason_on
+from pallas_kernels.tile_sizes import Sizes, write
 
 # Times closer than this ratio count as equal: neither measured times nor counted bundles are more precise.
 EQUAL = 1.03
@@ -31,58 +26,8 @@ SAMPLE_SECONDS = 5e-3  # of work: dispatch, 0.1 ms and more, counts only once pe
 MOST_LAUNCHES = 50  # in flight at once, with their results
 
 
-class Sizes(Protocol):
-    """A frozen dataclass: an operation's `TileSizes`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
 S = TypeVar("S", bound=Sizes)
 W = TypeVar("W")  # the arguments of one measurement
-
-
-def path_of(device_kind: str, folder: Path) -> Path:
-    """device_kind as in jax: "NVIDIA H200", "TPU v6 lite"."""
-    return folder / f"{'_'.join(device_kind.lower().split())}.json"
-
-
-def read(kind: type[S], device_kind: str, folder: Path) -> S:
-    """The sizes measured for a kind of device; without a measurement the defaults of `kind`, a class of sizes.
-
-    Raises ValueError unless the file has exactly the fields of `kind`, with positive integers.
-    """
-    path = path_of(device_kind, folder)
-    if not path.exists():
-        return kind()
-    sizes = json.loads(path.read_text(encoding="utf-8"))["sizes"]
-    names = [field.name for field in dataclasses.fields(kind)]
-    if set(sizes) != set(names) or not all(type(x) is int and x > 0 for x in sizes.values()):
-        raise ValueError(
-            f"{path}: sizes are {sizes}; wanted are positive numbers for {names}. Measure again, or remove the file"
-        )
-    return kind(**sizes)
-
-
-def write(
-    device_kind: str,
-    sizes: Sizes,
-    seconds: Mapping[str, float],
-    folder: Path,
-    source: str = "measured",
-) -> Path:
-    """Write sizes for `read`, with their origin. seconds: of each candidate, from `fastest`."""
-    path = path_of(device_kind, folder)
-    path.parent.mkdir(exist_ok=True)
-    content = {
-        "device_kind": device_kind,
-        "jax": jax.__version__,
-        "source": source,
-        "date": datetime.date.today().isoformat(),
-        "sizes": dataclasses.asdict(sizes),
-        "seconds": dict(seconds),
-    }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return path
 
 
 def fastest(
@@ -145,7 +90,7 @@ def _sample(launch: Callable[[], Any], launches: int) -> float:
 
 
 def tune_here(tune: Callable[[str], tuple[Sizes, dict[str, float]]], folder: Path) -> None:
-    """Measure on the available device, write its file and print the contents.
+    """Measure on the available device, write its file to `folder` and print the contents.
 
     tune: the result of `fastest` for a platform, "gpu" or "tpu". Raises SystemExit if there is no such device.
     """

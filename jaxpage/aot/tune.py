@@ -17,10 +17,10 @@ from jaxpage.aot.targets import Target, parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.aot.tpu_schedule import dump_variables
 from jaxpage.environment import libtpu_flags
-from pallas_kernels import tuning
 from pallas_kernels.paged_attention.tpu_shape import TileSizes
-from pallas_kernels.paged_attention.tune import FOLDER
+from pallas_kernels.tile_sizes import folder_of, path_of, write
 
+FOLDER = folder_of("paged_attention")
 SOURCE = "compiled schedules"
 
 
@@ -35,7 +35,7 @@ def tune_for(
         raise ValueError(f"{target.name} is not a TPU; only TPUs have schedules to count")
     if missing := missing_compiler("tpu"):
         raise ValueError(missing)
-    path = tuning.path_of(target.chip.device_kind, folder)
+    path = path_of(target.chip.device_kind, folder)
     if path.exists() and json.loads(path.read_text()).get("source", "measured") == "measured":
         raise ValueError(f"{path} was measured on a device; remove it to write one from schedules")
     with tempfile.TemporaryDirectory(prefix="jaxpage-") as dumped:
@@ -44,7 +44,7 @@ def tune_for(
         found: dict[str, Any] = run("jaxpage.aot.tune_worker", request, target, variables=variables)
     sizes = TileSizes(**found["sizes"])
     source = f"{SOURCE}, {found['compiler']}"
-    return tuning.write(target.chip.device_kind, sizes, found["seconds"], folder, source)
+    return write(target.chip.device_kind, sizes, found["seconds"], folder, source)
 
 
 def main() -> None:

@@ -172,9 +172,11 @@ def _ours(work: Work, platform: str) -> Peer:
     module = importlib.import_module(f"pallas_kernels.paged_attention.{name}")
     options: dict[str, Any] = {"scale": work.scale, "one_query_per_row": work.decode}
     if name in KERNELS:
-        from pallas_kernels.paged_attention.tune import tuned_sizes
+        from pallas_kernels.tile_sizes import tuned_sizes
 
-        options["sizes"] = tuned_sizes(name, jax.devices()[0].device_kind)  # as the engine has them
+        options["sizes"] = tuned_sizes(
+            "paged_attention", name, jax.devices()[0].device_kind
+        )  # as the engine has them
     attend = partial(module.paged_attention, **options)
     if name != "tpu":
         return Peer(OURS[name], lambda q, pool, *rows: (attend(q, pool, *rows), pool))

@@ -20,19 +20,17 @@ from jaxpage.bench import attention_peers, oracle
 from jaxpage.bench.results import Bar, Context, Result, error_summary, failed, measured, missing
 from pallas_kernels.block_copy import cases as copy_cases
 from pallas_kernels.grouped_matmul import cases as grouped_cases
-from pallas_kernels.grouped_matmul import tune as grouped_tune
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
 from pallas_kernels.kv_write.storage import to_storage
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import cases as attention_cases
-from pallas_kernels.paged_attention import tune as attention_tune
 from pallas_kernels.paged_attention.cases import Case
 from pallas_kernels.quant_matmul import cases as matmul_cases
 from pallas_kernels.quant_matmul import reference as matmul_definition
-from pallas_kernels.quant_matmul import tune as matmul_tune
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, round_rows
 from pallas_kernels.rope import cases as rope_cases
 from pallas_kernels.rope import reference as rope_definition
+from pallas_kernels.tile_sizes import tuned_sizes
 
 BAR = Bar("<=", 1e-2)  # relative, in bfloat16
 SAME = Bar("<=", 0)
@@ -108,11 +106,11 @@ def _modules(operation: str, platform: str) -> list[tuple[str, ModuleType]]:
     return [(n, importlib.import_module(f"pallas_kernels.{operation}.{n}")) for n in names]
 
 
-def _tuned(tune: ModuleType, module_name: str) -> dict[str, Any]:
+def _tuned(operation: str, module_name: str) -> dict[str, Any]:
     """The tile sizes that an engine uses for the operation's kernel on this device."""
     if module_name == "xla":
         return {}
-    return {"sizes": tune.tuned_sizes(module_name, jax.devices()[0].device_kind)}
+    return {"sizes": tuned_sizes(operation, module_name, jax.devices()[0].device_kind)}
 
 
 def attention_table(tiny: bool) -> list[Case]:
@@ -160,7 +158,7 @@ def _describe(case: Case) -> str:
 
 def _attention_check(name: str, module: ModuleType, arguments: dict, decode: bool) -> Check:
     options = {k: arguments[k] for k in ("scale", "window", "soft_cap")}
-    options |= _tuned(attention_tune, module.__name__.rpartition(".")[2])
+    options |= _tuned("paged_attention", module.__name__.rpartition(".")[2])
     attend = partial(module.paged_attention, one_query_per_row=decode, **options)
     given = {name: arguments[name] for name in (*ROWS, "sinks") if name in arguments}
     expected = arguments
@@ -211,7 +209,7 @@ def _matmul_checks(platform: str, tiny: bool) -> Iterator[Check]:
     inputs = [(case, *matmul_cases.arguments(case)) for case in cases]
     errors = [partial(_error, _product(*given)) for given in inputs]
     for module_name, module in _modules("quant_matmul", platform):
-        sizes = _tuned(matmul_tune, module_name)
+        sizes = _tuned("quant_matmul", module_name)
         for (case, *arguments), error in zip(inputs, errors, strict=True):
             run = partial(module.quant_matmul, round_x=case.round_x, **sizes)
             name = f"quant_matmul ({module_name}) {case.name}"
@@ -235,7 +233,7 @@ def _grouped_checks(platform: str, tiny: bool) -> Iterator[Check]:
     """Experts with many, few and no rows. Rows without an expert are NaN, or their scale is; results must be 0."""
     small = grouped_cases.SMALL
     for module_name, module in _modules("grouped_matmul", platform):
-        product = partial(module.grouped_matmul, **_tuned(grouped_tune, module_name))
+        product = partial(module.grouped_matmul, **_tuned("grouped_matmul", module_name))
 
         def run(x, weights, group_sizes, row_scale=None, scale=None, product=product):
             return product(x, weights, group_sizes, row_scale=row_scale, scale=scale)

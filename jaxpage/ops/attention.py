@@ -29,7 +29,7 @@ from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.xla import write_kv
 from pallas_kernels.paged_attention import gpu_layout, tpu_layout, xla
 from pallas_kernels.paged_attention.queries import SeeingAhead
-from pallas_kernels.paged_attention.tune import tuned_sizes
+from pallas_kernels.tile_sizes import tuned_sizes
 
 # Separate jits, so that they are traced and lowered once for all equal layers; XLA inlines them.
 _OPTIONS = ("scale", "window", "soft_cap", "one_query_per_row")
@@ -78,7 +78,7 @@ _AHEAD = (
 
 def _accept_tpu(request: _Request) -> KVPoolSpec:
     require(_AHEAD if request.sees_ahead else None)
-    sizes = tuned_sizes("tpu", request.device.kind)
+    sizes = tuned_sizes("paged_attention", "tpu", request.device.kind)
     rows = tpu_layout.scale_rows(request.num_kv_heads)
     spec = replace(request.spec, layout="tpu", scale_rows=rows)
     require(
@@ -94,7 +94,7 @@ def _accept_hopper(request: _Request) -> KVPoolSpec:
     require(hopper.unsupported_reason_on(request.device.compute_capability))
     require(gpu_layout.unsupported_reason(request.q, request.layer(request.spec)))
     require(hopper.unsupported_ptxas_here())
-    sizes = tuned_sizes("gpu", request.device.kind)
+    sizes = tuned_sizes("paged_attention", "gpu", request.device.kind)
     return replace(request.spec, attention="hopper", kernel_sizes=sizes)
 
 

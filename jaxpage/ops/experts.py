@@ -32,11 +32,11 @@ from jaxpage.ops.implementations import (
     require,
 )
 from jaxpage.parallel.sharding import EXPERT
-from pallas_kernels import hopper, tuning
+from pallas_kernels import hopper
 from pallas_kernels.grouped_matmul import xla
 from pallas_kernels.grouped_matmul.gradient import gradient
-from pallas_kernels.grouped_matmul.tune import kernel_of, tuned_sizes
 from pallas_kernels.quant_matmul.quantized import round_rows
+from pallas_kernels.tile_sizes import Sizes, kernel_of, tuned_sizes
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +60,7 @@ class ExpertsKernel:
     """
 
     platform: str | None
-    sizes: tuning.Sizes | None = None
+    sizes: Sizes | None = None
     mesh: Mesh | None = None
     divided: bool = False
 
@@ -86,16 +86,16 @@ class _Request:
 
 def _accept_tpu(request: _Request) -> ExpertsKernel:
     for rows, weights in request.products():
-        require(kernel_of("tpu").unsupported_reason(rows, weights))
-    return ExpertsKernel("tpu", tuned_sizes("tpu", request.device.kind))
+        require(kernel_of("grouped_matmul", "tpu").unsupported_reason(rows, weights))
+    return ExpertsKernel("tpu", tuned_sizes("grouped_matmul", "tpu", request.device.kind))
 
 
 def _accept_hopper(request: _Request) -> ExpertsKernel:
     require(hopper.unsupported_reason_on(request.device.compute_capability))
     for rows, weights in request.products():
-        require(kernel_of("gpu").unsupported_reason(rows, weights))
+        require(kernel_of("grouped_matmul", "gpu").unsupported_reason(rows, weights))
     require(hopper.unsupported_ptxas_here())
-    return ExpertsKernel("gpu", tuned_sizes("gpu", request.device.kind))
+    return ExpertsKernel("gpu", tuned_sizes("grouped_matmul", "gpu", request.device.kind))
 
 
 IMPLEMENTATIONS: tuple[Implementation[_Request, ExpertsKernel], ...] = (
@@ -211,7 +211,9 @@ def _product(
     """float32[T, F] for rows sorted by expert; int8 weights have a scale. Rows without an expert are 0."""
     product = xla.grouped_matmul
     if kernel.platform is not None:
-        product = partial(kernel_of(kernel.platform).grouped_matmul, sizes=kernel.sizes)
+        product = partial(
+            kernel_of("grouped_matmul", kernel.platform).grouped_matmul, sizes=kernel.sizes
+        )
     if scale is None:
         return _multiply(x, weights, group_sizes, product)
     integers, row_scale = round_rows(x)

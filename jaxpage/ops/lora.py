@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 import jax
 
@@ -26,6 +25,7 @@ from jaxpage.ops.implementations import (
 )
 from pallas_kernels import hopper
 from pallas_kernels.lora import xla
+from pallas_kernels.tile_sizes import kernel_of
 
 MOST_TOKENS = 128
 FEW_COLUMNS = 128
@@ -57,7 +57,7 @@ def _accept_kernel(request: _Request) -> LoraKernel:
             f"the kernel of adapters is for one device; these are {request.num_devices}"
         )
     a, b, platform = request.a, request.b, request.device.platform
-    require(_kernel_of(platform).unsupported_reason(a, b, num_slots=request.num_slots))
+    require(kernel_of("lora", platform).unsupported_reason(a, b, num_slots=request.num_slots))
     return LoraKernel(platform)
 
 
@@ -73,14 +73,6 @@ IMPLEMENTATIONS: tuple[Implementation[_Request, LoraKernel], ...] = (
     Implementation("hopper", "gpu", _accept_hopper),
     Implementation("xla", None, lambda request: XLA),
 )
-
-
-def _kernel_of(platform: str) -> ModuleType:
-    if platform == "tpu":
-        from pallas_kernels.lora import tpu as kernel
-    else:
-        from pallas_kernels.lora import gpu as kernel
-    return kernel
 
 
 def choose(
@@ -116,4 +108,4 @@ def lora(
 # A separate jit, so that it is traced and lowered once for all equal layers; XLA inlines it.
 @partial(jax.jit, static_argnames=("num_slots", "platform"))
 def _by_kernel(y, x, a, b, slots, *, num_slots: int, platform: str) -> jax.Array:
-    return _kernel_of(platform).lora(y, x, a, b, slots, num_slots=num_slots)
+    return kernel_of("lora", platform).lora(y, x, a, b, slots, num_slots=num_slots)

@@ -22,10 +22,10 @@ from jax.typing import DTypeLike
 
 from jaxpage.device import Device
 from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
-from pallas_kernels import hopper, tuning
+from pallas_kernels import hopper
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, with_bias
-from pallas_kernels.quant_matmul.tune import kernel_of, tuned_sizes
+from pallas_kernels.tile_sizes import Sizes, kernel_of, tuned_sizes
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MatmulKernel:
     """
 
     platform: str | None
-    sizes: tuning.Sizes | None = None
+    sizes: Sizes | None = None
     mesh: Mesh | None = None
     spec: P = P()
 
@@ -70,8 +70,12 @@ class _Request:
 def _accept_kernel(request: _Request) -> MatmulKernel:
     platform, weight = request.device.platform, request.share
     rounds = _rounds_x(weight)
-    require(kernel_of(platform).unsupported_reason(request.dtype, weight, round_x=rounds))
-    sizes = tuned_sizes(platform, request.device.kind)
+    require(
+        kernel_of("quant_matmul", platform).unsupported_reason(
+            request.dtype, weight, round_x=rounds
+        )
+    )
+    sizes = tuned_sizes("quant_matmul", platform, request.device.kind)
     return MatmulKernel(platform, sizes, request.mesh, request.spec)
 
 
@@ -121,7 +125,7 @@ def quant_matmul(
     rows = x.reshape(-1, x.shape[-1])
     product = partial(xla.quant_matmul, round_x=_rounds_x(weight))
     if kernel.platform is not None:
-        of_kernel = kernel_of(kernel.platform).quant_matmul
+        of_kernel = kernel_of("quant_matmul", kernel.platform).quant_matmul
         product = partial(of_kernel, round_x=_rounds_x(weight), sizes=kernel.sizes)
         if kernel.mesh is not None and kernel.mesh.size > 1:
             product = partial(_divided, product, kernel.mesh, kernel.spec)

@@ -1,14 +1,12 @@
 """TileSizes of the grouped product's kernels by kind of device: measured, and stored in `tuned/`.
 
-`python -m pallas_kernels.grouped_matmul.tune` measures on the available Hopper GPU or TPU; `tuned_sizes` looks up the
-results. The folder is empty until then. What divides sums is never tuned: the inputs of a stage.
+`python -m pallas_kernels.grouped_matmul.tune` measures on the available Hopper GPU or TPU. The folder is empty until
+then. What divides sums is never tuned: the inputs of a stage.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,8 +15,8 @@ import numpy as np
 
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul.cases import MODELS, Model
+from pallas_kernels.tile_sizes import folder_of, kernel_of
 
-FOLDER = Path(__file__).parent / "tuned"
 Work = tuple[Model, int]  # and the number of rows
 
 
@@ -41,28 +39,17 @@ CANDIDATES = {
 }
 
 
-def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
-    """`TileSizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for an invalid file."""
-    return tuning.read(kernel_of(platform).TileSizes, device_kind, folder)
-
-
-def kernel_of(platform: str) -> ModuleType:
-    if platform == "tpu":
-        from pallas_kernels.grouped_matmul import tpu as kernel
-    else:
-        from pallas_kernels.grouped_matmul import gpu as kernel
-    return kernel
-
-
 def tune(platform: str) -> tuple[Any, dict[str, float]]:
     """The fastest sizes on the available device, and the seconds of all candidates."""
     return tuning.fastest(
-        kernel_of(platform).TileSizes(), CANDIDATES[platform], partial(_seconds, platform)
+        kernel_of("grouped_matmul", platform).TileSizes(),
+        CANDIDATES[platform],
+        partial(_seconds, platform),
     )
 
 
 def _seconds(platform: str, sizes: Any, work: Work) -> float:
-    multiply = jax.jit(partial(kernel_of(platform).grouped_matmul, sizes=sizes))
+    multiply = jax.jit(partial(kernel_of("grouped_matmul", platform).grouped_matmul, sizes=sizes))
     arguments = _arguments(*work)
     return tuning.seconds_of(lambda: multiply(*arguments))
 
@@ -81,4 +68,4 @@ def _arguments(model: Model, num_rows: int) -> tuple[jax.Array, jax.Array, jax.A
 
 
 if __name__ == "__main__":
-    tuning.tune_here(tune, FOLDER)
+    tuning.tune_here(tune, folder_of("grouped_matmul"))

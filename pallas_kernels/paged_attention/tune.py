@@ -1,8 +1,7 @@
-"""Tile sizes of the paged attention kernels for one kind of device: measured there, kept in `tuned/`, looked up.
+"""Tile sizes of the paged attention kernels by kind of device: measured, and stored in `tuned/`.
 
-`python -m pallas_kernels.paged_attention.tune` measures on the local Hopper GPU or TPU; `tuned_sizes` looks up what was
-measured, and returns defaults until then. For a TPU that is not there `python -m jaxpage.aot.tune` fills the folder
-from compiled schedules.
+`python -m pallas_kernels.paged_attention.tune` measures on the local Hopper GPU or TPU. For a TPU that is not there
+`python -m jaxpage.aot.tune` fills the folder from compiled schedules.
 
 Tuned is what changes the speed and, from one kind of device to another, the order of sums. Never tuned is what would
 make a result depend on its batch: `gpu_layout.SPLIT` and others, which cut the sums of a row, are constants; a TPU's
@@ -15,17 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.paged_attention import gpu_layout, tpu_layout
+from pallas_kernels.tile_sizes import folder_of, kernel_of
 
-FOLDER = Path(__file__).parent / "tuned"
 BLOCK_SIZE = {"gpu": 64, "tpu": 128}  # as an engine's
 
 
@@ -67,27 +63,15 @@ CANDIDATES = {
 }
 
 
-def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
-    """`TileSizes` of the platform's kernel, "gpu" or "tpu": what was measured, or the defaults.
-
-    device_kind as jax tells it: "NVIDIA H200", "TPU v6 lite". Raises ValueError for a file that says something else.
-    """
-    return tuning.read(_layout(platform).TileSizes, device_kind, folder)
-
-
 def tune(
     platform: str, seconds: Callable[[Any, Work], float] | None = None, candidates: Any = None
 ) -> tuple[Any, dict[str, float]]:
     """The fastest sizes, and the seconds of all; by default of CANDIDATES, on the device that is there."""
     return tuning.fastest(
-        _layout(platform).TileSizes(),
+        kernel_of("paged_attention", platform).TileSizes(),
         candidates or CANDIDATES[platform],
         seconds or partial(_seconds, platform),
     )
-
-
-def _layout(platform: str) -> ModuleType:
-    return tpu_layout if platform == "tpu" else gpu_layout
 
 
 def _seconds(platform: str, sizes: Any, work: Work) -> float:
@@ -96,15 +80,14 @@ def _seconds(platform: str, sizes: Any, work: Work) -> float:
     options: dict[str, Any] = dict(
         scale=128**-0.5, one_query_per_row=work.query_len == 1, sizes=sizes
     )
+    call = partial(kernel_of("paged_attention", platform).paged_attention, **options)
     if platform == "gpu":
-        from pallas_kernels.paged_attention import gpu
-
-        attend = jax.jit(partial(gpu.paged_attention, **options))
+        attend = jax.jit(call)
         return tuning.seconds_of(lambda: attend(**arrays))
-    from pallas_kernels.paged_attention import tpu
+    from pallas_kernels.paged_attention.tpu_layout import to_tpu
 
-    step = jax.jit(partial(tpu.paged_attention, **options), donate_argnames="pool")
-    pool = jax.jit(tpu_layout.to_tpu)(arrays.pop("pool"))
+    step = jax.jit(call, donate_argnames="pool")
+    pool = jax.jit(to_tpu)(arrays.pop("pool"))
     new = arrays["q"][:, : work.num_kv_heads]
 
     def launch() -> jax.Array:
@@ -133,4 +116,4 @@ def arguments(work: Work, block_size: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tuning.tune_here(tune, FOLDER)
+    tuning.tune_here(tune, folder_of("paged_attention"))

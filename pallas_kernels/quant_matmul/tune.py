@@ -1,7 +1,7 @@
 """TileSizes of the quantized products' kernels by kind of device: measured, and stored in `tuned/`.
 
-`python -m pallas_kernels.quant_matmul.tune` measures on the available Hopper GPU or TPU; `tuned_sizes` looks up the
-results. The folder is empty until then. What divides sums is never tuned: chunks, splits and the number of SMs that
+`python -m pallas_kernels.quant_matmul.tune` measures on the available Hopper GPU or TPU. The folder is empty until
+then. What divides sums is never tuned: chunks, splits and the number of SMs that
 these are made for.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,8 +18,8 @@ from jax import lax
 from pallas_kernels import tuning
 from pallas_kernels.quant_matmul.cases import LAYERS, Case
 from pallas_kernels.quant_matmul.quantized import FP8, QuantizedWeight
+from pallas_kernels.tile_sizes import folder_of, kernel_of
 
-FOLDER = Path(__file__).parent / "tuned"
 COPIES = 4  # of a weight, used in turn: 136 MB and more, so the L2 of 50 MB has none at its turn
 QKV, _, GATE_UP, DOWN = LAYERS["7b"]
 
@@ -53,29 +51,18 @@ CANDIDATES = {
 }
 
 
-def tuned_sizes(platform: str, device_kind: str, folder: Path = FOLDER) -> Any:
-    """`TileSizes` of the platform's kernel, "gpu" or "tpu". Raises ValueError for an invalid file."""
-    return tuning.read(kernel_of(platform).TileSizes, device_kind, folder)
-
-
-def kernel_of(platform: str) -> ModuleType:
-    if platform == "tpu":
-        from pallas_kernels.quant_matmul import tpu as kernel
-    else:
-        from pallas_kernels.quant_matmul import gpu as kernel
-    return kernel
-
-
 def tune(platform: str) -> tuple[Any, dict[str, float]]:
     """The fastest sizes on the available device, and the seconds of all candidates."""
     return tuning.fastest(
-        kernel_of(platform).TileSizes(), CANDIDATES[platform], partial(_seconds, platform)
+        kernel_of("quant_matmul", platform).TileSizes(),
+        CANDIDATES[platform],
+        partial(_seconds, platform),
     )
 
 
 def _seconds(platform: str, sizes: Any, case: Case) -> float:
     options = dict(round_x=case.round_x, dtype=case.dtype, sizes=sizes)
-    product = jax.jit(partial(kernel_of(platform).quant_matmul, **options))
+    product = jax.jit(partial(kernel_of("quant_matmul", platform).quant_matmul, **options))
     x, weights = _arguments(case)
     turns = itertools.cycle(weights)
     return tuning.seconds_of(lambda: product(x, next(turns)))
@@ -103,4 +90,4 @@ def random_weight(case: Case, seed: int) -> QuantizedWeight:
 
 
 if __name__ == "__main__":
-    tuning.tune_here(tune, FOLDER)
+    tuning.tune_here(tune, folder_of("quant_matmul"))

@@ -55,7 +55,8 @@ def _products(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
     """Name, function, arguments. "Other" is with sizes that are candidates of tuning."""
     import jax.numpy as jnp
 
-    from pallas_kernels.grouped_matmul import cases, tune
+    from pallas_kernels.grouped_matmul import cases
+    from pallas_kernels.tile_sizes import kernel_of
 
     for model, num_tokens in itertools.product(cases.MODELS, cases.TOKENS):
         rows = num_tokens * model.experts_per_token
@@ -66,7 +67,7 @@ def _products(platform: str) -> Iterator[tuple[str, Callable, tuple]]:
             return x, spec(weights, dtype), spec((model.num_groups,), jnp.int32)
 
         name = f"{model.name}-{num_tokens}"
-        kernel = tune.kernel_of(platform)
+        kernel = kernel_of("grouped_matmul", platform)
         yield f"{name}-ours", kernel.grouped_matmul, arguments()
         yield f"{name}-ragged_dot", ragged_dot, arguments()
         sizes = kernel.TileSizes(**OTHER_SIZES[platform])

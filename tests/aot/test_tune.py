@@ -9,9 +9,8 @@ import pytest
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import missing_compiler
 from jaxpage.aot.tune import tune_for
-from pallas_kernels import tuning
+from pallas_kernels import tile_sizes, tuning
 from pallas_kernels.paged_attention.tpu_shape import TileSizes
-from pallas_kernels.paged_attention.tune import tuned_sizes
 
 
 @pytest.mark.aot
@@ -26,7 +25,9 @@ def test_the_better_of_two_candidates_is_written(tmp_path):
     # Short rows leave most of a tile of 2,048 keys empty.
     assert tuning.EQUAL * content["seconds"]["tile_kv=512"] < content["seconds"]["tile_kv=2048"]
     assert content["source"].startswith("compiled schedules, libtpu ")
-    assert tuned_sizes("tpu", target.chip.device_kind, tmp_path) == TileSizes(tile_rows=128)
+    assert tile_sizes.tuned_sizes(
+        "paged_attention", "tpu", target.chip.device_kind, tmp_path
+    ) == TileSizes(tile_rows=128)
     # A tenth to ten times what the bytes of 64 rows with 4,096 keys of 8 heads take.
     at_best = 64 * 4096 * 2 * 8 * 128 * 2 / target.chip.bytes_per_second
     assert 0.1 * at_best < content["seconds"]["tile_kv=512"] < 10 * at_best
@@ -34,7 +35,7 @@ def test_the_better_of_two_candidates_is_written(tmp_path):
 
 def test_what_a_device_has_measured_is_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxpage.aot.tune.missing_compiler", lambda platform: None)
-    tuning.write("TPU v6 lite", TileSizes(), {}, tmp_path)
+    tile_sizes.write("TPU v6 lite", TileSizes(), {}, tmp_path)
     with pytest.raises(ValueError, match="was measured on a device"):
         tune_for(parse_target("v6e:2x2"), tmp_path)
 

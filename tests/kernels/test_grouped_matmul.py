@@ -13,7 +13,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the races have no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import tuning
+from pallas_kernels import tile_sizes
 from pallas_kernels.grouped_matmul import cases, gpu, reference, tpu, tune, xla
 from tests.kernels.grouped_matmul import GroupedMatmulTests, case_of
 
@@ -89,15 +89,20 @@ def test_sizes_are_those_that_were_measured_on_a_kind_of_device(platform, tmp_pa
         "gpu": gpu.TileSizes(few_stages=6, few_columns=256),
         "tpu": tpu.TileSizes(least_tile=64),
     }
-    path = tuning.write("a kind", sizes[platform], {}, tmp_path)
-    assert tune.tuned_sizes(platform, "a kind", tmp_path) == sizes[platform]
-    assert tune.tuned_sizes(platform, "another", tmp_path) == type(sizes[platform])()
+    path = tile_sizes.write("a kind", sizes[platform], {}, tmp_path)
+    assert tile_sizes.tuned_sizes("grouped_matmul", platform, "a kind", tmp_path) == sizes[platform]
+    assert (
+        tile_sizes.tuned_sizes("grouped_matmul", platform, "another", tmp_path)
+        == type(sizes[platform])()
+    )
     path.write_text(path.read_text().replace("few_", "new_").replace("least_", "new_"))
     with pytest.raises(ValueError, match="a_kind.json: sizes are"):
-        tune.tuned_sizes(platform, "a kind", tmp_path)
-    for path in tune.FOLDER.glob("*.json"):  # what was really measured, if anything
+        tile_sizes.tuned_sizes("grouped_matmul", platform, "a kind", tmp_path)
+    for path in tile_sizes.folder_of("grouped_matmul").glob(
+        "*.json"
+    ):  # what was really measured, if anything
         kind = json.loads(path.read_text())["device_kind"]
-        tune.tuned_sizes("tpu" if "tpu" in path.name else "gpu", kind)
+        tile_sizes.tuned_sizes("grouped_matmul", "tpu" if "tpu" in path.name else "gpu", kind)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -111,7 +116,7 @@ def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
 
     monkeypatch.setattr(tune, "_seconds", seconds)
     sizes, _ = tune.tune(platform)
-    assert sizes == tune.kernel_of(platform).TileSizes(**best)
+    assert sizes == tile_sizes.kernel_of("grouped_matmul", platform).TileSizes(**best)
     assert {model for model, _ in works} == set(cases.MODELS)
 
 
@@ -120,7 +125,7 @@ def test_what_is_measured_is_rows_of_all_groups(monkeypatch):
     small = replace(cases.MODELS[0], num_groups=4, num_inputs=128, num_outputs=128)
     x, weights, group_sizes = tune._arguments(small, 40)
     assert x.shape == (40, 128) and weights.shape == (4, 128, 128) and group_sizes.sum() == 40
-    monkeypatch.setattr(tune, "kernel_of", lambda platform: Plain)
+    monkeypatch.setattr(tune, "kernel_of", lambda operation, platform: Plain)
     assert tune._seconds("gpu", None, (small, 40)) > 0
 
 

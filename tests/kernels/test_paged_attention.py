@@ -22,7 +22,7 @@ from jaxpage.ops import attention
 from jaxpage.ops.attention import PagedAttention, choose, max_blocks
 from jaxpage.parallel.heads import share_heads
 from jaxpage.parallel.sharding import TENSOR
-from pallas_kernels import hopper, tuning
+from pallas_kernels import hopper, tile_sizes, tuning
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool
 from pallas_kernels.paged_attention import (
     cases,
@@ -230,7 +230,7 @@ def test_hopper_gpus_have_a_kernel_and_a_reason_where_it_cannot_serve(
     if not oldest <= jax.__version_info__ < newest and capability == "9.0":
         reason = r"the kernels need jax >= 0\.11\.2 and < 0\.13, and this is .*install"
     if reason is None:
-        sizes = tune.tuned_sizes("gpu", "NVIDIA H200")
+        sizes = tile_sizes.tuned_sizes("paged_attention", "gpu", "NVIDIA H200")
         assert choice.reason is None
         assert choice.chosen == replace(spec, attention="hopper", kernel_sizes=sizes)
     else:
@@ -313,28 +313,37 @@ KINDS = {
 @pytest.mark.parametrize("platform", KINDS)
 def test_sizes_are_those_that_were_measured_on_a_kind_of_device(platform, tmp_path):
     kind, sizes = KINDS[platform]
-    assert tune.tuned_sizes(platform, kind, tmp_path) == type(sizes)()
-    path = tuning.write(kind, sizes, {"tile_kv=64": 1e-3}, tmp_path)
-    assert tune.tuned_sizes(platform, kind, tmp_path) == sizes
-    assert tune.tuned_sizes(platform, f"{kind} PCIe", tmp_path) == type(sizes)()
+    assert tile_sizes.tuned_sizes("paged_attention", platform, kind, tmp_path) == type(sizes)()
+    path = tile_sizes.write(kind, sizes, {"tile_kv=64": 1e-3}, tmp_path)
+    assert tile_sizes.tuned_sizes("paged_attention", platform, kind, tmp_path) == sizes
+    assert (
+        tile_sizes.tuned_sizes("paged_attention", platform, f"{kind} PCIe", tmp_path)
+        == type(sizes)()
+    )
     path.write_text(path.read_text().replace("tile_kv", "tile"))
     with pytest.raises(ValueError, match=f"{path.name}: sizes are"):
-        tune.tuned_sizes(platform, kind, tmp_path)
+        tile_sizes.tuned_sizes("paged_attention", platform, kind, tmp_path)
 
 
 def test_sizes_in_the_folder_are_those_of_their_kind():
     """What was really measured, if anything."""
-    for path in tune.FOLDER.glob("*.json"):
+    folder = tile_sizes.folder_of("paged_attention")
+    for path in folder.glob("*.json"):
         kind = json.loads(path.read_text())["device_kind"]
-        assert path == tuning.path_of(kind, tune.FOLDER)
-        assert tune.tuned_sizes("tpu" if kind.startswith("TPU") else "gpu", kind).tile_kv > 0
+        assert path == tile_sizes.path_of(kind, folder)
+        assert (
+            tile_sizes.tuned_sizes(
+                "paged_attention", "tpu" if kind.startswith("TPU") else "gpu", kind
+            ).tile_kv
+            > 0
+        )
 
 
 @pytest.mark.parametrize("platform", KINDS)
 def test_a_pool_goes_with_the_sizes_of_its_device(platform, tmp_path, monkeypatch, good_ptxas):
     kind, sizes = KINDS[platform]
-    tuning.write(kind, sizes, {}, tmp_path)
-    monkeypatch.setattr(attention, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
+    tile_sizes.write(kind, sizes, {}, tmp_path)
+    monkeypatch.setattr(attention, "tuned_sizes", partial(tile_sizes.tuned_sizes, folder=tmp_path))
     monkeypatch.setattr(hopper, "JAX_VERSIONS", ((0,), (99,)))
     spec = replace(spec_of_a_gpu(), platform=platform)
     device = Device(platform=platform, kind=kind, compute_capability="9.0")
@@ -385,7 +394,7 @@ def test_tuning_takes_the_fastest_of_a_tpu(monkeypatch):
 
 def test_tuning_refuses_a_machine_without_such_a_device():
     with pytest.raises(SystemExit, match=r"nothing to tune on cpu \(cpu\)"):
-        tuning.tune_here(tune.tune, tune.FOLDER)
+        tuning.tune_here(tune.tune, tile_sizes.folder_of("paged_attention"))
 
 
 @pytest.mark.parametrize("platform", KINDS)

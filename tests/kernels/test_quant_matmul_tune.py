@@ -13,7 +13,7 @@ import pytest
 
 from jaxpage.device import Device
 from jaxpage.ops import matmul as ops
-from pallas_kernels import hopper, tuning
+from pallas_kernels import hopper, tile_sizes, tuning
 from pallas_kernels.quant_matmul import cases, gpu, quantized, tpu, tune
 
 
@@ -32,11 +32,14 @@ from pallas_kernels.quant_matmul import cases, gpu, quantized, tpu, tune
 def test_sizes_are_those_that_were_measured_on_a_kind_of_device(
     platform, kind, file, sizes, tmp_path
 ):
-    assert tune.tuned_sizes(platform, kind, tmp_path) == type(sizes)()
-    path = tuning.write(kind, sizes, {"a=1": 1e-3}, tmp_path / "tuned")
+    assert tile_sizes.tuned_sizes("quant_matmul", platform, kind, tmp_path) == type(sizes)()
+    path = tile_sizes.write(kind, sizes, {"a=1": 1e-3}, tmp_path / "tuned")
     assert path.name == file
-    assert tune.tuned_sizes(platform, kind, path.parent) == sizes
-    assert tune.tuned_sizes(platform, f"{kind} PCIe", path.parent) == type(sizes)()
+    assert tile_sizes.tuned_sizes("quant_matmul", platform, kind, path.parent) == sizes
+    assert (
+        tile_sizes.tuned_sizes("quant_matmul", platform, f"{kind} PCIe", path.parent)
+        == type(sizes)()
+    )
     said = json.loads(path.read_text())
     assert (said["device_kind"], said["jax"], said["seconds"]) == (
         kind,
@@ -50,20 +53,21 @@ def test_sizes_are_those_that_were_measured_on_a_kind_of_device(
     ):
         path.write_text(json.dumps(said | {"sizes": broken}))
         with pytest.raises(ValueError, match=f"{file}: sizes are"):
-            tune.tuned_sizes(platform, kind, path.parent)
+            tile_sizes.tuned_sizes("quant_matmul", platform, kind, path.parent)
 
 
 def test_what_was_really_measured_if_anything_can_be_read():
-    for path in tune.FOLDER.glob("*.json"):
+    folder = tile_sizes.folder_of("quant_matmul")
+    for path in folder.glob("*.json"):
         kind = json.loads(path.read_text())["device_kind"]
-        assert path == tuning.path_of(kind, tune.FOLDER)
-        tune.tuned_sizes("tpu" if "tpu" in path.name else "gpu", kind)
+        assert path == tile_sizes.path_of(kind, folder)
+        tile_sizes.tuned_sizes("quant_matmul", "tpu" if "tpu" in path.name else "gpu", kind)
 
 
 def test_an_engine_has_what_was_measured_on_its_device(monkeypatch, tmp_path):
     sizes = tpu.TileSizes(tile_tokens=128)
-    tuning.write("TPU v5 lite", sizes, {}, tmp_path)
-    monkeypatch.setattr(ops, "tuned_sizes", partial(tune.tuned_sizes, folder=tmp_path))
+    tile_sizes.write("TPU v5 lite", sizes, {}, tmp_path)
+    monkeypatch.setattr(ops, "tuned_sizes", partial(tile_sizes.tuned_sizes, folder=tmp_path))
     weight = jax.eval_shape(lambda: cases.arguments(cases.SMALL[0])[1])
     for kind, wanted in (("TPU v5 lite", sizes), ("TPU7x", tpu.TileSizes())):
         choice = ops.choose(weight, Device(platform="tpu", kind=kind))
@@ -85,7 +89,7 @@ class Clock:
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_tuning_takes_the_fastest_of_what_fits(platform, monkeypatch):
     """By the clock of a device for which the second value of everything is best, and the third does not fit."""
-    clock, kernel = Clock(monkeypatch), tune.kernel_of(platform)
+    clock, kernel = Clock(monkeypatch), tile_sizes.kernel_of("quant_matmul", platform)
     best = {
         name: values[1] for _, stage in tune.CANDIDATES[platform] for name, values in stage.items()
     }
@@ -174,7 +178,7 @@ def test_tuning_refuses_a_machine_without_such_a_device(platform, capability, re
     monkeypatch.setattr(hopper, "ptxas_version", lambda path: (13, 0, 88))
     monkeypatch.setattr(hopper, "find_ptxas", lambda: Path("ptxas"))
     with pytest.raises(SystemExit, match=reason):
-        tuning.tune_here(tune.tune, tune.FOLDER)
+        tuning.tune_here(tune.tune, tile_sizes.folder_of("quant_matmul"))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
