@@ -64,7 +64,7 @@ logger = logging.getLogger("jaxpage")
 
 Bind = Callable[[EngineSpec], EngineSpec] | None
 
-# Options that do not affect what programs compute, or that concern other files.
+# Options that do not affect what programs compute, or that name other files or devices.
 _NOT_REPLAYED = (
     "record_calls",
     "kv_offload_dir",
@@ -219,7 +219,7 @@ def _build_one(
     sized, runner = make_runner(spec, use_tqdm=use_tqdm, log_level=level, hosts=hosts, bind=bind)
     config = sized.config
     if config.record_calls is not None:
-        runner.recorder = record_to(config.record_calls, _recording_header(options, config))
+        runner.recorder = record_to(config.record_calls, _recording_header(options, sized))
         weakref.finalize(runner, runner.recorder.close)
     scheduler = _make_scheduler(sized, runner)
     runner.warmup()
@@ -357,8 +357,8 @@ def _check_same_ropes(spec: EngineSpec) -> None:
         )
 
 
-def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[str, Any]:
-    """The engine's options and sizes, for the header of a recording. Raises ValueError."""
+def _recording_header(options: EngineConfig, sized: EngineSpec) -> dict[str, Any]:
+    """The engine's options, sizes and number of devices, for the header of a recording. Raises ValueError."""
     if callable(options.hf_overrides):
         raise ValueError("record_calls cannot write down a function; give hf_overrides as a dict")
     fields = dataclasses.fields(EngineConfig)
@@ -366,8 +366,8 @@ def _recording_header(options: EngineConfig, resolved: ResolvedConfig) -> dict[s
     for name in ("reasoning_config", "research"):
         if (values := getattr(options, name)) is not None:
             given[name] = vars(values)
-    sizes = {name: getattr(resolved, name) for name in _SIZES}
-    return {"options": given | {"model": resolved.model} | sizes}
+    found = {name: getattr(sized.config, name) for name in ("model", *_SIZES)}
+    return {"options": given | found | {"tensor_parallel_size": sized.num_devices}}
 
 
 def _make_scheduler(spec: EngineSpec, runner: Runner) -> Scheduler:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax
 import numpy as np
 import tyro
 
 from jaxpage.build import make_runner
+from jaxpage.composition import spec_of_this_machine
 from jaxpage.config import EngineConfig
-from jaxpage.engine_spec import make_engine_spec
 from jaxpage.plan import RESULT_ARRAYS, StepResult
 from jaxpage.runner.launched import Executed, Launched, to_host
 from jaxpage.runner.recording import (
@@ -53,7 +52,8 @@ class ReplayFlags:
 def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
     """Execute the calls of a recording in order, and compare the results.
 
-    `model`: the folder of the checkpoint; None: as recorded. Raises ValueError for a file that is not a recording.
+    As many devices share the weights as in the recording. `model`: the folder of the checkpoint; None: as recorded.
+    Raises ValueError for a file that is not a recording, and if there are fewer devices.
     """
     recording = frames(file)
     kind, header, _ = next(recording, ("nothing", {}, []))
@@ -62,9 +62,7 @@ def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
             f"a recording begins with what its engine was made of, this one with {kind}"
         )
     options = header["options"] | ({} if model is None else {"model": model})
-    _, runner = make_runner(
-        make_engine_spec(_engine_config(options), device=jax.local_devices()[0])
-    )
+    _, runner = make_runner(spec_of_this_machine(_engine_config(options)))
     runner.warmup()
     launched: dict[int, Executed] = {}
     num_launches = num_results = 0

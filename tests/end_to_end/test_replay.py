@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import BeamSearchParams, SamplingParams
@@ -22,6 +24,8 @@ from jaxpage.config import EngineConfig
 from jaxpage.replay import replay
 from jaxpage.runner.recording import CallRecorder
 from tests import checkpoints
+from tests.checkpoints import make_llm
+from tests.few_programs import few_programs
 
 # A pool of a few requests: sequences are preempted, swapped, and found again in the prefix cache.
 OPTIONS = {
@@ -78,7 +82,8 @@ def test_mixed_requests_are_replayed_bit_for_bit(num_requests, path, tmp_path, c
     file = tmp_path / "calls"
     llm = checkpoints.make_llm(path, all_programs=True, **OPTIONS, record_calls=str(file))
     header = _recording_header(
-        EngineConfig.from_options(model=str(path), **llm_options(file)), llm.config
+        EngineConfig.from_options(model=str(path), **llm_options(file)),
+        MagicMock(config=llm.config, num_devices=1),
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
         follower = subprocess.Popen(
@@ -111,8 +116,9 @@ def llm_options(file):
 def test_a_recording_says_whether_its_programs_have_thinking_budgets():
     markers = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     options = EngineConfig.from_options(model="m", reasoning_config=markers)
+    config = MagicMock(**dict.fromkeys(_SIZES, 64), model="m")
     header = json.loads(
-        json.dumps(_recording_header(options, MagicMock(**dict.fromkeys(_SIZES, 64), model="m")))
+        json.dumps(_recording_header(options, MagicMock(config=config, num_devices=1)))
     )
     assert (
         EngineConfig.from_options(**header["options"]).reasoning_config == options.reasoning_config
@@ -145,6 +151,21 @@ def test_a_recording_is_replayed(path, tmp_path):
     with file.open("rb") as stream:
         found = replay(stream)
     assert found.num_results == num_steps and found.different == () and not found.weights_changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["tensor_parallel_size", "mesh"])
+def test_as_many_devices_replay_it_as_recorded_it(where, path, tmp_path):
+    file = tmp_path / "calls"
+    devices = 2 if where == "tensor_parallel_size" else Mesh(np.array(jax.devices()[:2]), ("x",))
+    with few_programs():
+        llm = make_llm(path, **{where: devices}, record_calls=str(file))
+        params = SamplingParams(max_tokens=9, temperature=0.8, seed=1)
+        llm.generate([[3, 4, 5], [6, 7]], params, use_tqdm=False)
+        del llm
+        with file.open("rb") as stream:
+            found = replay(stream)
+    assert found.num_results > 0 and found.different == ()
 
 
 @pytest.mark.slow
