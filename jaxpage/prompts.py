@@ -148,6 +148,16 @@ def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, options: Mapping[str, A
         return
     if tokenizer is None:
         raise ValueError("text prompts need a tokenizer, skip_tokenizer_init=True; give ids")
+    check_tokenization(texts, options)
+    texts = list(texts)
+    ids_of = dict(zip(texts, tokenizer(texts, **options)["input_ids"], strict=True))
+    for prompt in prompts:
+        if prompt.text is not None and not prompt.token_ids:
+            prompt.token_ids = list(ids_of[prompt.text])
+
+
+def check_tokenization(texts: Iterable[str], options: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a tokenizer can take the texts and `options`, a request's tokenization_kwargs."""
     for text in texts:
         _check_encodable(text)
     unknown = options.keys() - set(_TOKENIZER_OPTIONS)
@@ -161,11 +171,6 @@ def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, options: Mapping[str, A
         raise ValueError(
             f"max_length of tokenization_kwargs must be an int of at least 1, got {length!r}"
         )
-    texts = list(texts)
-    ids_of = dict(zip(texts, tokenizer(texts, **options)["input_ids"], strict=True))
-    for prompt in prompts:
-        if prompt.text is not None and not prompt.token_ids:
-            prompt.token_ids = list(ids_of[prompt.text])
 
 
 def _check_encodable(text: str) -> None:

@@ -135,7 +135,7 @@ class PoolingCalls:
         /,
         *,
         use_tqdm: UseTqdm = True,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,

@@ -14,7 +14,7 @@ from jaxpage.chat_template import render
 from jaxpage.config import ResolvedConfig
 from jaxpage.pooling.engine import Text
 from jaxpage.pooling.sentence_transformers import SentenceTransformer
-from jaxpage.prompts import Limits, Prompt, parse, parse_chat
+from jaxpage.prompts import Limits, Prompt, check_tokenization, parse, parse_chat
 from jaxpage.tokenizer import load_chat_template
 
 
@@ -126,6 +126,8 @@ class PoolingInputs:
         limits, num_tokens = self.limits, len(prompt.token_ids)
         if prompt.embeds is not None:
             raise ValueError('"prompt_embeds" are not supported by pooling models')
+        if prompt.media is not None:
+            raise ValueError('"multi_modal_data" is not for this model, which takes text only')
         if num_tokens == 0:
             raise ValueError("the prompt is empty; it must have at least one token")
         if num_tokens > limits.max_model_len:
@@ -178,6 +180,7 @@ class PoolingInputs:
     ) -> list[Prompt]:
         if self._folder.lower_case:
             queries, documents = [q.lower() for q in queries], [d.lower() for d in documents]
+        check_tokenization([*queries, *documents], options)
         found = self.tokenizer(list(queries), list(documents), **options)
         # The tokenizer does not truncate to less than its special tokens.
         if length is not None and max(map(len, found["input_ids"]), default=0) > length:

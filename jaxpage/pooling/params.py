@@ -6,6 +6,7 @@ Knows names and ranges. Must not know models.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class PoolingParams:
     def __post_init__(self) -> None:
         check_task(self.task)
         _check_ints(self, ("truncate_prompt_tokens", "dimensions", "step_tag_id"))
+        _check_labels(self.returned_token_ids)
         if self.dimensions is not None and self.dimensions < 1:
             raise ValueError(f"dimensions must be at least 1, got {self.dimensions}")
         length = self.truncate_prompt_tokens
@@ -79,6 +81,7 @@ class PoolerConfig:
         _check_type("seq_pooling_type", self.seq_pooling_type, _SEQUENCE_TYPES)
         _check_type("tok_pooling_type", self.tok_pooling_type, _TOKEN_TYPES)
         _check_ints(self, ("dimensions", "step_tag_id"))
+        _check_labels(self.returned_token_ids)
 
     @property
     def sequence_pooling(self) -> str | None:
@@ -121,3 +124,17 @@ def _check_ints(holder: Any, names: tuple[str, ...]) -> None:
         value = getattr(holder, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{name} must be an int, got {value!r}")
+
+
+def _check_labels(labels: Any) -> None:
+    if labels is None:
+        return
+    if not isinstance(labels, list | tuple) or not all(_is_label(label) for label in labels):
+        raise ValueError(
+            f"returned_token_ids must be a list of ints of at least 0, got {labels!r:.200}"
+        )
+
+
+def _is_label(value: Any) -> bool:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_int and int(value) >= 0

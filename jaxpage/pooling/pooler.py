@@ -114,11 +114,15 @@ class Pooler:
         self,
         data_1: Any,
         data_2: Any,
-        params: PoolingParams | None = None,
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> Work:
-        """ScoringRequestOutputs for 1:1, 1:N or N:N texts."""
+        """ScoringRequestOutputs for 1:1, 1:N or N:N texts.
+
+        A list of `params` has one entry, or one for each computed text: those of `data_1` then `data_2` for an
+        embedding model, the pairs for a cross-encoder.
+        """
         first, second = _as_list("data_1", data_1), _as_list("data_2", data_2)
         if len(first) > 1 and len(first) != len(second):
             raise ValueError(
@@ -144,7 +148,7 @@ class Pooler:
         self,
         first: list[Any],
         second: list[Any],
-        params: PoolingParams | None,
+        params: PoolingParams | Sequence[PoolingParams] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
         chat_template: str | None,
     ) -> Work:
@@ -157,9 +161,7 @@ class Pooler:
             wrong = next((text for text in texts if not isinstance(text, str)), None)
             if wrong is not None:
                 raise ValueError(f"{name} must be texts for a cross-encoder, got {wrong!r}")
-        options = dict(tokenization_kwargs or {})
-        if params is not None and params.truncate_prompt_tokens is not None:
-            options["truncate_prompt_tokens"] = params.truncate_prompt_tokens
+        options = _with_truncation(tokenization_kwargs, _to_list(params))
         first = first * len(second) if len(first) == 1 else first
         pairs = self.inputs.pairs(first, second, options, chat_template)
         return self._make_work(pairs, params, "classify", None, _score)
@@ -181,22 +183,13 @@ class Pooler:
     ) -> Work:
         """Prompts of any form, or parsed ones."""
         check_task(task)
-        all_params = params if isinstance(params, Sequence) else [params or PoolingParams()]
-        if not all(isinstance(each, PoolingParams) for each in all_params):
-            raise ValueError(
-                f"pooling_params must be PoolingParams or a list of them, got {params!r}"
-            )
+        all_params = _to_list(params)
         task = task or next((p.task for p in all_params if p.task), self.info.tasks[0])
         if task not in self.info.tasks:
             raise ValueError(
                 f"{self.info.name} does not have the task {task!r}; it has {', '.join(self.info.tasks)}"
             )
-        options = dict(tokenization_kwargs or {})
-        lengths = {each.truncate_prompt_tokens for each in all_params} - {None}
-        if len(lengths) > 1:
-            raise ValueError("truncate_prompt_tokens must be the same for all prompts of a call")
-        if lengths:
-            options["truncate_prompt_tokens"] = lengths.pop()
+        options = _with_truncation(tokenization_kwargs, all_params)
         parsed = _parsed(prompts) or self.inputs.parse(prompts, options, prompt_name=prompt_name)
         if len(all_params) not in (1, len(parsed)):
             raise ValueError(
@@ -238,7 +231,7 @@ class Pooler:
             raise ValueError(f"dimensions are for embeddings, {task} has {info.size} classes")
         activation = info.activation if activates in (None, True) else np.array
         step = info.step_tag_id if params.step_tag_id is None else params.step_tag_id
-        labels = params.returned_token_ids or pooler.returned_token_ids
+        labels = params.returned_token_ids or pooler.returned_token_ids or None
         if labels is not None and not 0 <= min(labels) <= max(labels) < info.size:
             raise ValueError(f"returned_token_ids {labels} must be in 0..{info.size - 1}")
 
@@ -281,6 +274,29 @@ def sigmoid(raw: np.ndarray) -> np.ndarray:
 def _normalised(raw: np.ndarray) -> np.ndarray:
     norms = np.linalg.norm(raw, axis=-1, keepdims=True)
     return raw / np.maximum(norms, np.float32(1e-12))
+
+
+def _to_list(
+    params: PoolingParams | Sequence[PoolingParams] | None,
+) -> Sequence[PoolingParams]:
+    """The params of a call as a list. Raises ValueError."""
+    all_params = params if isinstance(params, Sequence) else [params or PoolingParams()]
+    if not all(isinstance(each, PoolingParams) for each in all_params):
+        raise ValueError(f"pooling_params must be PoolingParams or a list of them, got {params!r}")
+    return all_params
+
+
+def _with_truncation(
+    tokenization_kwargs: Mapping[str, Any] | None, all_params: Sequence[PoolingParams]
+) -> dict[str, Any]:
+    """The options of the tokenizer, and the `truncate_prompt_tokens` of the params. Raises ValueError."""
+    options = dict(tokenization_kwargs or {})
+    lengths = {each.truncate_prompt_tokens for each in all_params} - {None}
+    if len(lengths) > 1:
+        raise ValueError("truncate_prompt_tokens must be the same for all prompts of a call")
+    if lengths:
+        options["truncate_prompt_tokens"] = lengths.pop()
+    return options
 
 
 def _parsed(prompts: Any) -> list[Prompt] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,8 @@ from jaxpage.pooling.inputs import PoolingInputs
 from jaxpage.pooling.params import to_pooler_config
 from jaxpage.pooling.pooler import ModelInfo, Pooler, sigmoid, softmax
 from jaxpage.pooling.sentence_transformers import SentenceTransformer
+from jaxpage.tokenizer import load_tokenizer
+from tests.pooling.pooling_checkpoints import write_tokenizer
 
 INFO = ModelInfo(
     name="BertModel",
@@ -24,13 +27,22 @@ INFO = ModelInfo(
     matryoshka=(2, 4),
 )
 CLASSES = dataclasses.replace(INFO, tasks=("classify", "token_classify"), size=3)
+CROSS = dataclasses.replace(INFO, tasks=("classify",), size=1, activation=sigmoid)
 RAW = np.array([3.0, 4.0, 0.0, 12.0], np.float32)
 
 
-def pooler(info: ModelInfo = INFO) -> Pooler:
+def pooler(info: ModelInfo = INFO, tokenizer=None) -> Pooler:
     config = SimpleNamespace(max_model_len=8, chat_template=None)
-    inputs = PoolingInputs(None, config, SentenceTransformer(), vocab_size=100, joins_pairs=True)
+    folder = SentenceTransformer()
+    inputs = PoolingInputs(tokenizer, config, folder, vocab_size=100, joins_pairs=True)
     return Pooler(inputs, info)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(str(folder))
 
 
 def test_embeddings_have_unit_length_unless_they_are_raw():
@@ -109,6 +121,14 @@ def test_a_reward_is_read_at_the_tag_of_a_step():
             "more than max_model_len=8",
         ),
         (lambda p: p.embed({"prompt_embeds": np.ones((1, 2))}), "prompt_embeds"),
+        (
+            lambda p: p.embed({"prompt_token_ids": [1], "multi_modal_data": {"image": "x"}}),
+            '"multi_modal_data" is not for this model, which takes text only',
+        ),
+        (
+            lambda p: p.score([1], [[2], {"prompt_token_ids": [1], "multi_modal_data": {"a": 1}}]),
+            'prompt 2 of 3: "multi_modal_data" is not for this model',
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused(ask, complaint):
@@ -125,11 +145,78 @@ def test_a_cross_encoder_has_one_class_and_takes_texts():
         pooler(CLASSES).classify([1], PoolingParams(dimensions=2))
 
 
+@pytest.mark.parametrize("info", [INFO, CROSS], ids=["embedder", "cross-encoder"])
+@pytest.mark.parametrize(
+    ("texts", "options", "complaint"),
+    [
+        (("w7 \ud800", "w8"), {}, "has a lone surrogate, '\\\\ud800', at position 3"),
+        (("w7", "\ud800"), {}, "has a lone surrogate, '\\\\ud800', at position 0"),
+        (
+            ("w7", "w8"),
+            {"tokenization_kwargs": {"x": 1}},
+            "tokenization_kwargs has x; supported are",
+        ),
+        (
+            ("w7", "w8"),
+            {"tokenization_kwargs": {"return_tensors": "np"}},
+            "tokenization_kwargs has return_tensors; supported are",
+        ),
+        (
+            ("w7", "w8"),
+            {"tokenization_kwargs": {"truncation": True, "max_length": 0}},
+            "max_length of tokenization_kwargs must be an int of at least 1, got 0",
+        ),
+        (("w7", "w8"), {"params": 3}, "pooling_params must be PoolingParams or a list"),
+        (("w7", "w8"), {"params": [3]}, "pooling_params must be PoolingParams or a list"),
+        (("w7", "w8"), {"params": [PoolingParams()] * 3}, "pooling_params has 3 entries for"),
+        (
+            ("w7", ["w8", "w9"]),
+            {"params": [PoolingParams(truncate_prompt_tokens=n) for n in (4, 5)]},
+            "truncate_prompt_tokens must be the same",
+        ),
+    ],
+)
+def test_texts_to_score_are_checked_alike_for_both_kinds_of_models(
+    info, texts, options, complaint, tokenizer
+):
+    with pytest.raises(ValueError, match=complaint):
+        pooler(info, tokenizer).score(*texts, **options)
+
+
+def test_a_cross_encoder_takes_a_list_of_params_as_an_embedder_does(tokenizer):
+    for info in (INFO, CROSS):
+        params = [PoolingParams(truncate_prompt_tokens=4)]
+        work = pooler(info, tokenizer).score("w7", ["w8 w9 w8 w9"] * 2, params)
+        assert {len(text.token_ids) for text in work.texts} <= {3, 4}
+    each = [PoolingParams(use_activation=False), PoolingParams()]
+    work = pooler(CROSS, tokenizer).score("w7", ["w8", "w9"], each)
+    raw, activated = work.finish([np.zeros(1, np.float32)] * 2)
+    assert (raw.outputs.score, activated.outputs.score) == (0.0, 0.5)
+
+
 def test_ids_are_cut_to_the_length_that_is_asked_for():
     for length, left in ((3, 3), (-1, 8)):
         params = PoolingParams(truncate_prompt_tokens=length)
         work = pooler().embed([list(range(20))], params)
         assert list(work.texts[0].token_ids) == list(range(left))
+
+
+def test_an_empty_list_of_labels_returns_all():
+    for info, labels in (
+        (CLASSES, []),
+        (dataclasses.replace(CLASSES, pooler=PoolerConfig(returned_token_ids=[])), None),
+    ):
+        params = PoolingParams(returned_token_ids=labels, use_activation=False)
+        (output,) = pooler(info).reward([1], params).finish([np.eye(3)])
+        assert output.outputs.data.shape == (3, 3)
+
+
+@pytest.mark.parametrize("make", [PoolingParams, PoolerConfig])
+@pytest.mark.parametrize("labels", [2, "12", {1: 2}, ["a"], [1.0], [True], [1, -1], [[1]]])
+def test_labels_to_return_are_a_list_of_ints(make, labels):
+    complaint = "returned_token_ids must be a list of ints of at least 0, got "
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{complaint}{labels!r}')}$"):
+        make(returned_token_ids=labels)
 
 
 @pytest.mark.parametrize(
