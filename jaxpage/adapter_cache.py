@@ -53,9 +53,9 @@ class AdapterCache:
 
     def add(self, request: LoRARequest) -> bool:
         """Load an adapter. False if it was already loaded. Raises like `get`."""
-        is_new = request.lora_int_id not in self._adapters or request.load_inplace
+        loaded = self.ids
         self.get(request)
-        return is_new
+        return request.load_inplace or request.lora_int_id not in loaded
 
     def remove(self, number: int) -> bool:
         """Remove an adapter; requests that use it keep it until they end. False if it is not loaded."""

@@ -213,11 +213,12 @@ class InputProcessor:
             raise ValueError("adapters need an engine that was started with enable_lora=True")
         return self._adapters
 
-    def _adapters_of(self, wanted: AnyLoRA, count: int) -> list[Adapter | None]:
+    def _adapters_of(self, wanted: Any, count: int) -> list[Adapter | None]:
         """The adapter or None for each of `count` prompts. Raises ValueError if one cannot be loaded."""
         if wanted is None:
             return [None] * count
-        each = [wanted] * count if isinstance(wanted, LoRARequest) else list(wanted)
+        is_list = isinstance(wanted, Sequence) and not isinstance(wanted, str)
+        each: list[Any] = list(wanted) if is_list else [wanted] * count
         if len(each) != count:
             raise ValueError(f"lora_request has {len(each)} entries for {count} prompts")
         # Each once, however many prompts name it: its folder may be rewritten meanwhile.

@@ -59,6 +59,8 @@ def test_an_id_names_one_adapter():
     cache.get(request(1, "a"))
     with pytest.raises(ValueError, match="lora_int_id=1 is the adapter.*load_inplace"):
         cache.get(request(1, "b"))
-    with pytest.raises(ValueError, match="must be a LoRARequest"):
-        cache.get("a")
+    for wrong in ("a", None, 5):
+        for call in (cache.get, cache.add):
+            with pytest.raises(ValueError, match=f"must be a LoRARequest, got {wrong!r}"):
+                call(wrong)
     assert cache.ids == {1}

@@ -188,3 +188,6 @@ def test_an_adapter_is_read_once_for_all_prompts_of_a_call(make):
     assert read == ["live"] * 2
     with pytest.raises(ValueError, match="must be a LoRARequest"):
         inputs.requests(prompts, lora_request=[{}] * 4)
+    for wrong in (5, "live", {}, object):
+        with pytest.raises(ValueError, match="lora_request must be a LoRARequest, got"):
+            inputs.requests(prompts, lora_request=wrong)

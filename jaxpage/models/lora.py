@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from jaxpage.models.decoder import CausalLM
 
 SLOTS = "adapter slots"  # the logical axis of slots
-_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LAYERS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+    *("c_fc", "c_proj"),  # of an MLP without a gate
+)
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -6,6 +6,7 @@ time, so that pixels are not kept.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from jaxpage.pictures.border import Picture
 from jaxpage.pictures.decode import check_size, decode, to_rgb
 
 FPS = 2.0  # of frames that come without saying so: as Qwen's tools sample videos
+_LEAST_FPS, _MOST_FPS = 1e-6, 1e6
 _PARTS = ("image_url", "image_pil", "image", "video")
 _REFUSED = ("video_url", "audio_url", "input_audio", "image_embeds")
 
@@ -154,11 +156,18 @@ def _video(value: Any, fps: Any = None) -> Media:
         value, known = value
         fps = (known or {}).get("fps") if fps is None else fps
     fps = FPS if fps is None else fps
-    if not isinstance(fps, int | float) or not 0 < fps < 1e6:
-        raise ValueError(f"fps must be the frames that were taken of a second, got {fps!r}")
+    if not _is_number(fps) or not _LEAST_FPS <= fps <= _MOST_FPS:
+        raise ValueError(
+            f"fps must be a number from {_LEAST_FPS} to {_MOST_FPS:.0e}, the frames that were taken of a second, "
+            f"got {fps!r}"
+        )
     if not isinstance(value, list | tuple) and getattr(value, "ndim", 0) != 4:
         raise ValueError("a video must be an array [frames, height, width, 3], or a list of frames")
     return Media(kind="video", frames=tuple(_frame(frame) for frame in value), fps=float(fps))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _frame(value: Any) -> np.ndarray:

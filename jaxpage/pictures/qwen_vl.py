@@ -117,6 +117,7 @@ class QwenVLProcessor:
     image_token_id: int
     video_token_id: int
     tokens_per_second: float  # of videos
+    max_positions: int  # of the model
 
     def image(self, pixels: Pixels) -> Picture:
         return qwen_picture([rgb(pixels)], self.images)
@@ -134,6 +135,7 @@ class QwenVLProcessor:
             pictures,
             merge_size=self.images.merge_size,
             tokens_per_second=self.tokens_per_second,
+            max_positions=self.max_positions,
         )
         return Expanded(
             token_ids=expanded, spans=spans, positions=positions, next_position=following
@@ -194,6 +196,7 @@ def qwen2_5_vl_processor(
         image_token_id=hf.image_token_id,
         video_token_id=hf.video_token_id,
         tokens_per_second=hf.vision_config.tokens_per_second,
+        max_positions=hf.get_text_config().max_position_embeddings,
     )
 
 

@@ -35,6 +35,7 @@ _REFUSED = {
 }
 # Values of `init_lora_weights` that do not change the model's own weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_ANY_NUMBERED = r".*?\.[^.]*\.(?P<idx>\d+)\."  # see `_numbered`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +73,10 @@ class PeftConfig:
             return False
         if isinstance(self.target_modules, str) or name in self.target_modules or not self.layers:
             return True
-        if not self.layers_pattern:
-            found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
-            return found is not None and int(found[1]) in self.layers
-        tried = (re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", name) for p in self.layers_pattern)
-        return any(found is not None and int(found[1]) in self.layers for found in tried)
+        expressions = [_numbered(p) for p in self.layers_pattern] or [_ANY_NUMBERED]
+        found = next(filter(None, (re.match(e, name) for e in expressions)), None)
+        # Another alternative of the expression may have matched, without a number.
+        return found is not None and found["idx"] is not None and int(found["idx"]) in self.layers
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -186,14 +186,19 @@ def _patterns(field: str, value: Any, read: Any) -> dict[str, Any]:
 
 
 def _check_expressions(config: PeftConfig) -> None:
-    """Compile every regular expression once."""
-    try:
-        config.targets("model.layers.0.self_attn.q_proj")
-        config.scale_of("model.layers.0.self_attn.q_proj")
-    except re.error as error:
-        raise ValueError(
-            f"a regular expression cannot be read: {error.pattern!r}: {error}"
-        ) from None
+    """Compile every regular expression, as it will be used."""
+    found = [(field, getattr(config, field)) for field in ("target_modules", "exclude_modules")]
+    expressions = [(field, each, each) for field, each in found if isinstance(each, str)]
+    expressions += [("layers_pattern", each, _numbered(each)) for each in config.layers_pattern]
+    for field in ("rank_pattern", "alpha_pattern"):
+        expressions += [(field, each, _at_end(each)) for each in getattr(config, field)]
+    for field, given, expression in expressions:
+        try:
+            re.compile(expression)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{field}: a regular expression cannot be read: {given!r}: {getattr(error, 'msg', error)}"
+            ) from None
 
 
 def _matches(expression: str | Iterable[str], name: str) -> bool:
@@ -202,6 +207,15 @@ def _matches(expression: str | Iterable[str], name: str) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in expression)
 
 
+def _numbered(pattern: str) -> str:
+    """PEFT's expression for the number of a layer, which follows the pattern in its name."""
+    return rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."
+
+
+def _at_end(pattern: str) -> str:
+    """PEFT's expression for the names that end with the pattern."""
+    return rf"(.*\.)?({pattern})$"
+
+
 def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    found = (v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
-    return next(found, default)
+    return next((v for key, v in patterns.items() if re.match(_at_end(key), name)), default)

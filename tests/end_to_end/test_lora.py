@@ -9,7 +9,7 @@ import pytest
 
 from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.replay import replay
-from tests import checkpoints
+from tests import checkpoints, dense_families
 from tests.adapters import lora, merged, save_adapter
 from tests.end_to_end.test_parity import log_softmax, prompts_of, torch_logits_of
 from tests.few_programs import few_programs
@@ -35,8 +35,8 @@ PARAMS = SamplingParams(
 class Adapted:
     """A checkpoint with an adapter of each kind. Number 0 is the model itself."""
 
-    def __init__(self, folder, family="qwen2", variant=0, kinds=KINDS):
-        self.base = checkpoints.build(family, variant, folder / "base")
+    def __init__(self, folder, family="qwen2", variant=0, kinds=KINDS, build=checkpoints.build):
+        self.base = build(family, variant, folder / "base")
         self.folder = folder
         self.paths = [
             save_adapter(folder / str(number), self.base, seed=number, **kind)
@@ -243,6 +243,16 @@ def test_a_family_whose_checkpoints_join_projections(tmp_path):
         {"rank": 3, "targets": ("qkv_proj",)},
     ]
     check_family(Adapted(tmp_path, "phi3", 0, kinds))
+
+
+@pytest.mark.slow
+def test_a_family_whose_mlp_has_no_gate(tmp_path):
+    """StarCoder 2, with biases."""
+    kinds = [
+        {"rank": 4, "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj")},
+        {"rank": 3, "targets": ("c_proj",)},
+    ]
+    check_family(Adapted(tmp_path, "starcoder2", 0, kinds, dense_families.build))
 
 
 def check_family(adapted):

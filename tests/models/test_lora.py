@@ -17,6 +17,7 @@ from jaxpage.models.lora import (
     write_slot,
 )
 from jaxpage.weights.transform import join_projections
+from tests import dense_families
 
 SLOTS, RANK, IN = 3, 4, 24
 PARTS = {"q_proj": 16, "k_proj": 8}
@@ -95,6 +96,16 @@ def test_a_slot_is_written_and_no_other():
     a, b = jax.jit(write_slot, static_argnames="axes")(weights, jnp.int32(2), contents, axes=(0, 1))
     np.testing.assert_array_equal(a, weights[0].at[2:4].set(contents[0]))
     np.testing.assert_array_equal(b, weights[1].at[:, 3:6].set(contents[1]))
+
+
+def test_an_mlp_without_a_gate_has_adapters(tmp_path):
+    """StarCoder 2's."""
+    hf = transformers.AutoConfig.from_pretrained(dense_families.build("starcoder2", 0, tmp_path))
+    model = registry.build(hf, dtype="float32")
+    attach_adapters(model, num_slots=2, rank=4, mesh=None)
+    shapes = {a.layers: a.shape for a in adapter_arrays(model, 2) if not a.is_a}
+    assert shapes["model.layers.1.mlp.c_fc",] == (hf.intermediate_size, 4)
+    assert shapes["model.layers.1.mlp.c_proj",] == (hf.hidden_size, 4)
 
 
 def test_a_joined_layer_of_another_size_has_adapters_of_its_size():

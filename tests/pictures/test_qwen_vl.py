@@ -217,6 +217,22 @@ def test_what_follows_a_long_video_has_positions_above_all_of_it(small):
     assert expanded.next_position == 21
 
 
+def test_videos_that_last_longer_than_the_model_has_positions_are_refused(small):
+    """4096; longer texts are for the engine to refuse."""
+    longest = picture(3, 4, 4, second_per_grid=1023.5)
+    assert small.expand([5, VIDEO], [longest]).next_position == 4096
+    for prompt in ([5, VIDEO, 6], [5, 6, VIDEO]):
+        with pytest.raises(ValueError, match="its last position is 4096, .* has 4096.*fps"):
+            small.expand(prompt, [longest])
+    for videos in (
+        [picture(3, 4, 4, second_per_grid=2e6)],
+        [picture(384, 2, 2, second_per_grid=2e6)] * 3,
+    ):
+        with pytest.raises(ValueError, match="the model has 4096 positions"):
+            small.expand([VIDEO] * len(videos), videos)
+    assert small.expand([5] * 5000, []).next_position == 5000
+
+
 def test_a_prompt_without_pictures_counts_up(small):
     expanded = small.expand([5, 6, 7], [])
     assert expanded.positions.tolist() == [[0, 1, 2]] * 3

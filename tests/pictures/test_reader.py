@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,6 +101,14 @@ def test_videos_are_arrays_or_frames(inputs, video):
     assert picture.second_per_grid in (0.25, 0.5)
 
 
+@pytest.mark.parametrize("fps", [4, np.float32(4), np.int64(4), Fraction(4)])
+def test_fps_is_any_real_number(inputs, fps):
+    video = ([pixels(1)], {"fps": fps})
+    given = {"prompt_token_ids": [VIDEO_PLACEHOLDER], "multi_modal_data": {"video": video}}
+    (prompt,) = inputs.parse(given)
+    assert [picture.second_per_grid for picture in prompt.pictures.pictures] == [0.25]
+
+
 def test_arrays_have_the_limits_of_files(inputs):
     huge = np.broadcast_to(np.uint8(0), (20_000, 20_000, 3))  # no memory of its own
     given = {"prompt_token_ids": [PLACEHOLDER], "multi_modal_data": {"image": huge}}
@@ -166,7 +175,10 @@ def test_messages_that_were_loaded_are_not_read_again(inputs):
         ({"type": "image", "image": pixels(1, 1, 3)}, "no multiple of four"),
         ({"type": "video_url", "video_url": {"url": "x"}}, "video_url is not supported"),
         ({"type": "video", "video": "x"}, r"array \[frames"),
-        ({"type": "video", "video": [pixels(1)], "fps": 0}, "fps"),
+        *(
+            ({"type": "video", "video": [pixels(1)], "fps": fps}, "fps must be a number .*1e-06")
+            for fps in (0, -1.0, 9e-7, 1e7, float("nan"), float("inf"), True, "2")
+        ),
         ({"type": "sound"}, "only text"),
     ],
 )

@@ -144,7 +144,23 @@ def test_targets(tmp_path, fields, names):
         ({"target_modules": ["model.embed_tokens"]}, "target_modules has 'model.embed_tokens'"),
         ({"target_modules": []}, "target_modules names no layer"),
         ({"target_modules": 3}, "target_modules must be a string or a list"),
-        ({"target_modules": "(q_proj"}, "regular expression cannot be read"),
+        ({"target_modules": "(q_proj"}, "target_modules: a regular expression cannot be read"),
+        (
+            {"exclude_modules": ".*q_proj", "target_modules": "("},
+            r"target_modules: a regular expression cannot be read: '\('",
+        ),
+        ({"exclude_modules": "["}, r"exclude_modules: a regular expression cannot be read: '\['"),
+        (
+            {"rank_pattern": {"q_proj": 4, "(": 8}},
+            r"rank_pattern: a regular expression cannot be read: '\('",
+        ),
+        ({"alpha_pattern": {"q_proj": 4, "[": 8}}, "alpha_pattern: a regular expression"),
+        ({"rank_pattern": {"(?i)q_proj": 4}}, "rank_pattern: .*: global flags not at the start"),
+        ({"rank_pattern": {"a{99999999999}": 4}}, "rank_pattern: .*repetition number is too large"),
+        (
+            {"layers_to_transform": 1, "layers_pattern": ["layers", "("]},
+            "layers_pattern: a regular",
+        ),
         ({"r": 0}, "r must be a positive int, got 0"),
         ({"r": "8"}, "r must be a positive int, got '8'"),
         ({"lora_alpha": None}, "lora_alpha must be a number"),
@@ -269,3 +285,11 @@ def test_nested_numbers_do_not_count_as_layers(tmp_path):
     config = read_peft_config(path)
     assert config.targets("model.layers.1.mlp.experts.0.w1")
     assert not config.targets("model.layers.0.mlp.experts.1.w1")
+
+
+@pytest.mark.parametrize(("pattern", "finds"), [("(layers)", True), ("model|layers", False)])
+def test_layers_pattern_may_have_groups_and_alternatives(tmp_path, pattern, finds):
+    """As in PEFT, an alternative that matches without a number selects no layer."""
+    config = read_peft_config(folder(tmp_path, layers_to_transform=[1], layers_pattern=pattern))
+    assert config.targets(Q1) == finds
+    assert not config.targets(Q0)
