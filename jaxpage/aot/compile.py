@@ -6,6 +6,7 @@ Reads only config.json, no weights. Compiles for this machine's device, or for a
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxpage.environment import compiler_flags
 from jaxpage.runner.memory import pool_bytes, pool_bytes_of
 from jaxpage.runner.programs import compile_program
 from jaxpage.runner.strict import GPU_FLAG
+from jaxpage.weights.load import check_can_be_loaded
 
 # Share of the pool that the data sheet would allow: a real device has slightly less memory, and an engine can use these
 # executables only if their pool fits.
@@ -30,9 +32,10 @@ SAFE_SHARE = 0.97
 def compile_for(options: dict[str, Any], output: Path, target: Target | None) -> int:
     """Write executables for `LLM(**options)` to the folder `output`, for `target` or this machine's device.
 
-    Prints a line for each. Raises ValueError for options that cannot be served, and for a target whose compiler is not
-    installed or fails.
+    Prints a line for each. Raises ValueError for options that cannot be served, for a target whose compiler is not
+    installed or fails, and if the folder cannot be written.
     """
+    _check_writable(output)
     if target is None:
         _compile(options, output, None, _print)
         return 0
@@ -42,6 +45,15 @@ def compile_for(options: dict[str, Any], output: Path, target: Target | None) ->
     request = {"options": options, "output": str(output.absolute()), "target": target.name}
     run("jaxpage.aot.compile", request, target, on_report=lambda report: _print(report["line"]))
     return 0
+
+
+def _check_writable(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ValueError(f"{output} cannot be written: {error.strerror}") from None
 
 
 def _print(line: str) -> None:
@@ -77,6 +89,11 @@ def _compile_one(spec: EngineSpec, target: Target | None, emit: Callable[[str], 
         with sized.on_target():
             program = compile_program(name, lowering, store)
         emit(f"{name:<20} {program.seconds:>8.2f} s  {program.origin}")
+    if lost := [name for name in lowerings.programs if not store.has(name)]:
+        raise ValueError(
+            f"{len(lost)} of {len(lowerings.programs)} programs could not be written to {store.folder}; the warnings "
+            "say why"
+        )
     emit(f"in {store.folder}")
 
 
@@ -92,7 +109,9 @@ def _engine_specs(options: dict[str, Any], target: Target | None) -> list[Engine
         )
     mesh, memory = mesh_of(target, config.tensor_parallel_size or 1), target.chip.num_bytes
     device = mesh.devices.flat[0]
-    return [make_engine_spec(config, device=device, device_memory=memory, mesh=mesh)]
+    spec = make_engine_spec(config, device=device, device_memory=memory, mesh=mesh)
+    check_can_be_loaded(spec.model.config, getattr(spec.hf_config, "quantization_config", None))
+    return [spec]
 
 
 def _available(spec: EngineSpec, target: Target | None, temp_bytes: int) -> int:

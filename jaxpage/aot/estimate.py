@@ -50,11 +50,12 @@ def estimate(measured: dict[str, Any]) -> Estimate:
     """The estimate for one target."""
     config = measured["config"]
     num_blocks = max(0, measured["num_blocks"] - 1)
-    blocks = {int(n): count for n, count in measured["blocks"].items()}
-    wanted = config["max_model_len"]
-    fits = num_blocks >= blocks[wanted]
-    lengths = [(wanted, blocks[wanted]), *measured["longest"]]
-    batches = {n: min(num_blocks // count, config["max_num_seqs"]) for n, count in blocks.items()}
+    blocks = {int(n): counts for n, counts in measured["blocks"].items()}
+    wanted, most_rows = config["max_model_len"], config["max_num_seqs"]
+    largest, _ = blocks[wanted]
+    fits = num_blocks >= largest
+    lengths = [(wanted, largest), *measured["longest"]]
+    batches = {n: min(_at_once(num_blocks, *counts), most_rows) for n, counts in blocks.items()}
     cases = [(1, min(blocks)), *((count, n) for n, count in batches.items() if count > 1)]
     return Estimate(
         weight_bytes=measured["weight_bytes"],
@@ -67,8 +68,13 @@ def estimate(measured: dict[str, Any]) -> Estimate:
         fits=fits,
         batches=batches,
         decode={(batch, n): decode_step(measured, batch, n) for batch, n in cases},
-        changes=() if fits else _changes(measured, blocks[wanted]),
+        changes=() if fits else _changes(measured, largest),
     )
+
+
+def _at_once(num_blocks: int, most: int, decoding: int) -> int:
+    """Sequences that fit while all decode but one, which may hold the most: its prompt is being computed."""
+    return 0 if num_blocks < most else (num_blocks - most) // decoding + 1
 
 
 def decode_step(measured: dict[str, Any], batch: int, length: int) -> DecodeStep:

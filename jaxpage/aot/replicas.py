@@ -52,8 +52,9 @@ class Division:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that a replica's KV blocks hold."""
-        return self.estimate.num_blocks * self.measured["config"]["block_size"]
+        """Tokens that a replica's KV blocks hold: each has a slot in every KV-cache group."""
+        num_slots = self.estimate.num_blocks * self.measured["config"]["block_size"]
+        return num_slots // len(self.measured["kv_groups"])
 
     def step(self, batch: int) -> DecodeStep:
         return decode_step(self.measured, batch, self.length)

@@ -109,7 +109,11 @@ def _devices(target: Target) -> list:
     from jax.experimental import topologies
 
     if target.chip.platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name=target.name).devices
+        # Otherwise libtpu wants whole hosts, which have four chips or more.
+        alone = {"chips_per_host_bounds": (1, 1, 1)} if target.num_chips == 1 else {}
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=target.name, **alone
+        ).devices
     from jax._src import xla_bridge  # there is no public way to load the plugin without a GPU
 
     xla_bridge.discover_pjrt_plugins()

@@ -52,6 +52,7 @@ from jaxpage.parallel.sharding import sharding
 from jaxpage.runner.lowering import Lowerings
 from jaxpage.runner.memory import pool_bytes_of
 from jaxpage.runner.programs import Lowering, compile_program, num_cores, step_bytes
+from jaxpage.weights.load import check_can_be_loaded
 from jaxpage.weights.spec import specs
 from jaxpage.weights.transform import quantize
 
@@ -95,6 +96,7 @@ def make_job(
         device_memory=target.chip.num_bytes,
         mesh=mesh,
     )
+    check_can_be_loaded(spec.model.config, getattr(spec.hf_config, "quantization_config", None))
     spec.transform_weights()
     num_blocks = spec.config.num_gpu_blocks_override
     if num_blocks is None:
@@ -162,7 +164,8 @@ def measure(
         "block_bytes": spec.block_bytes,
         "num_blocks": sized.pool.num_blocks,  # the null block included
         "pool_bytes": spec.pool.num_blocks * spec.block_bytes,  # as compiled
-        "blocks": {str(n): spec.footprint.num_blocks(n) for n in lengths},
+        # Of a sequence of so many tokens: at most, and while it decodes.
+        "blocks": {str(n): _blocks(spec, n) for n in lengths},
         "longest": [[n, spec.footprint.num_blocks(n)] for n in _shorter(config.max_model_len)],
         "programs": programs,
         **_attention(job, programs),
@@ -335,6 +338,12 @@ def _num_multiplied(model: CausalLM, has_own_head: bool) -> int:
     """Parameters by which a token is multiplied."""
     embedding = specs(model)["model.embed_tokens.weight"]
     return num_active(model) - (math.prod(embedding.shape) if has_own_head else 0)
+
+
+def _blocks(spec: EngineSpec, num_tokens: int) -> tuple[int, int]:
+    footprint = spec.footprint
+    decoding = footprint.num_decoding_blocks(num_tokens, spec.config.decode_steps)
+    return footprint.num_blocks(num_tokens), decoding
 
 
 def _shorter(max_model_len: int) -> list[int]:

@@ -131,6 +131,10 @@ class SequenceFootprint:
         """The most blocks that a sequence of `num_tokens` tokens holds."""
         return most_blocks(self.windows, num_tokens, self.block_size, self.max_num_batched_tokens)
 
+    def num_decoding_blocks(self, num_tokens: int, num_steps: int) -> int:
+        """The same while it decodes, `num_steps` tokens at once: groups with a window hold fewer."""
+        return most_blocks(self.windows, num_tokens, self.block_size, num_steps)
+
     def longest(self, limit: int, num_blocks: int) -> int:
         """Length of the longest sequence, at most `limit` tokens, that fits a pool of `num_blocks`."""
         return longest_fitting(

@@ -71,6 +71,10 @@ class ProgramStore:
         else:
             self._files.write(self._path(name), payload)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file of the executable."""
+        return self._path(name).exists()
+
     def why_empty(self) -> str | None:
         """Which facts of the stored executables differ; None if some have these facts, or none are stored at all."""
         if self.folder.is_dir():

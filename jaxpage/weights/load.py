@@ -96,10 +96,8 @@ def open_safetensors(
     }
     wanted, renamed = specs(model), naming.weight_map
     places = {path: renamed.get(path, Source(path)) for path in wanted}
-    if any(isinstance(place, Rearranged) for place in places.values()):
-        _check_not_quantised(Path(folder), stored, unless=MXFP4)
-    else:
-        _check_not_quantised(Path(folder), stored)
+    how = _quantisation(Path(folder, "config.json")) or _quantisation_by_names(stored)
+    _check_not_quantised(how, places.values())
     names = {path: tensors_of(path, place, stored) for path, place in places.items()}
     _check_names(itertools.chain(*names.values()), stored, tied=_HEAD not in wanted)
     for each in names.values():
@@ -130,11 +128,15 @@ def _array(spec: ParamSpec, stored: Stored, mesh: Mesh | None) -> jax.Array:
     return jax.make_array_from_callback(spec.shape, spec.sharding(mesh), read)
 
 
-def _check_not_quantised(
-    folder: Path, stored: dict[str, StoredTensor], *, unless: str | None = None
-) -> None:
-    how = _quantisation(folder / "config.json") or _quantisation_by_names(stored)
-    if how is not None and how != unless:
+def check_can_be_loaded(config: ModelConfig, quantization_config: object) -> None:
+    """Raise ValueError if `load` does not read weights that are quantized so, according to config.json."""
+    _check_not_quantised(_in_words(quantization_config), naming_of(config).weight_map.values())
+
+
+def _check_not_quantised(how: str | None, places: Iterable[Place]) -> None:
+    """`places`: where the parameters are in the checkpoint. Only those of gpt-oss can be in mxfp4."""
+    reads_mxfp4 = any(isinstance(place, Rearranged) for place in places)
+    if how is not None and not (reads_mxfp4 and how == MXFP4):
         raise ValueError(
             f"the checkpoint is quantised ({how}), which is not supported; use the one in bfloat16, "
             'float16 or float32 that it was made from. jaxpage can round that itself: quantization="int8" '
@@ -145,9 +147,12 @@ def _check_not_quantised(
 def _quantisation(file: Path) -> str | None:
     """The quantization that config.json declares: method and numbers."""
     try:
-        found = json.loads(file.read_text()).get("quantization_config")
+        return _in_words(json.loads(file.read_text()).get("quantization_config"))
     except (OSError, ValueError, AttributeError):  # reported by the code that reads the config
         return None
+
+
+def _in_words(found: object) -> str | None:
     if not isinstance(found, dict) or not found:
         return None
     numbers = (("bits", "{} bits"), ("w_bit", "{} bits"), ("group_size", "groups of {}"))

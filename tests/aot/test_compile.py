@@ -22,7 +22,7 @@ def compile_tiny(tmp_path, target, *more) -> int:
     return main(["compile", "--model", str(config), *output, *sizes, *more])
 
 
-@pytest.mark.parametrize("target", ["v6e:2x2", "h200"])
+@pytest.mark.parametrize("target", ["v6e:1x1", "h200"])
 def test_all_programs_are_serialised_for_a_target(tmp_path, target, capfd):
     assert compile_tiny(tmp_path, target) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -40,6 +40,13 @@ def test_all_programs_are_serialised_for_a_target(tmp_path, target, capfd):
     assert (
         f"num_blocks={2 * 512 // (128 if chip.platform == 'tpu' else 64) + 1}," in facts["KV pool"]
     )
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_compiled(tmp_path, capfd):
+    (tmp_path / "programs").write_text("a file")
+    assert compile_tiny(tmp_path, "v6e:2x2") == 2
+    printed = capfd.readouterr()
+    assert "programs cannot be written: File exists" in printed.err and printed.out == ""
 
 
 def test_options_that_cannot_be_served_are_told(tmp_path, capsys):

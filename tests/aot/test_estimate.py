@@ -49,7 +49,7 @@ def measured(**changes):
         "kv_groups": [[None, 28]],
         "in_int8": {"weight_bytes": 2 * GB, "block_bytes": 10**6 // 2},
         "temp_bytes": GB + GB // 10,
-        "blocks": {"1000": 10, "100000": 1000},
+        "blocks": {"1000": [10, 10], "100000": [1000, 1000]},
         "longest": [[50_000, 500], [25_000, 250], [100, 1]],
         "programs": [
             program | {"temp_bytes": GB, "result_bytes": 0},
@@ -100,7 +100,7 @@ def test_what_does_not_fit_says_what_would():
     estimated = estimate(measured(weight_bytes=7.5 * GB))  # .3 GB are left, 1 GB is wanted
     assert not estimated.fits and estimated.num_blocks == 299 and estimated.num_tokens == 25_000
     assert estimated.changes == ("--max-model-len 25000", "--quantization int8", "--tp 2")
-    kv = estimate(measured(blocks={"100000": 5000}, longest=[]))
+    kv = estimate(measured(blocks={"100000": [5000, 5000]}, longest=[]))
     assert kv.changes == ("--kv-cache-dtype int8", "--quantization int8", "--tp 2")
     alone = estimate(measured(weight_bytes=7.5 * GB, target_devices=1))
     assert alone.changes[-1] == "--tp 2 on a target with as many devices"
@@ -164,6 +164,14 @@ def test_the_encoder_of_pictures_is_named():
     text = "2.00 GiB of the weights, 1.00 G parameters, encode pictures; the largest picture has 65536 patches"
     assert text in show(found, estimate(found)).splitlines()
     assert "encode pictures" not in show(measured(), estimate(measured()))
+
+
+def test_only_one_sequence_at_a_time_holds_the_blocks_of_a_prompt():
+    """With a window the others hold fewer: of 1,000 blocks one has 400, and four have 150 each."""
+    blocks = {"1000": [400, 150], "100000": [1000, 400]}
+    found = estimate(measured(num_blocks=1001, blocks=blocks))
+    assert found.batches == {1000: 5, 100_000: 1}
+    assert estimate(measured(num_blocks=400, blocks=blocks)).batches == {1000: 0, 100_000: 0}
 
 
 def test_a_window_limits_the_keys_that_are_read():

@@ -42,6 +42,13 @@ def test_all_devices_are_used_by_replicas():
     assert alone.tokens_per_second_per_chip == pytest.approx(64 / 4.64e-3)
 
 
+def test_a_token_has_a_slot_in_each_kv_cache_group():
+    alone = division(1)
+    whole, in_groups = alone.num_kv_tokens, division(1, kv_groups=[[250, 14], [None, 14]])
+    assert whole == alone.estimate.num_blocks * 100
+    assert in_groups.num_kv_tokens == whole // 2
+
+
 def test_the_shortest_step_is_taken_if_it_gives_up_little():
     """Sharing halves each step, and each replica has as large a batch: without exchange nothing is lost by it."""
     alone, pair, all_four = division(1), division(2), division(4)
@@ -53,7 +60,7 @@ def test_the_shortest_step_is_taken_if_it_gives_up_little():
 
 def test_room_for_more_sequences_is_worth_its_exchange():
     """Alone, weights leave room for 11 sequences a device; two devices have room for 64."""
-    crowded = {"weight_bytes": 7.7 * GB, "bytes_per_step": 7.7 * GB, "blocks": {"1000": 10}}
+    crowded = {"weight_bytes": 7.7 * GB, "bytes_per_step": 7.7 * GB, "blocks": {"1000": [10, 10]}}
     alone = division(1, **crowded, config={"max_model_len": 1000})
     assert alone.estimate.fits and alone.full_batch < 12
     pair = division(2, weight_bytes=3.9 * GB, bytes_per_step=3.9 * GB, **exchanging(2))
