@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,3 +61,28 @@ def interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if came:
             handler(*came[0])
+
+
+@contextlib.contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Raise Ctrl-C again where Python drops it: in finalizers, and in callbacks of its garbage collector.
+
+    jax has such a callback, which runs often while an engine starts.
+    """
+    before = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            before(dropped)
+        else:  # a little later, from another thread: here it would be dropped again
+            _thread.start_new_thread(interrupt_soon, ())
+
+    def interrupt_soon() -> None:
+        time.sleep(0.1)
+        _thread.interrupt_main()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before

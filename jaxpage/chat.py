@@ -169,12 +169,15 @@ def _answer(
         console.print("\nstopped", style="dim")
     else:
         console.print()
-        console.print(describe(output), style="dim", highlight=False)
+        console.print(describe(output, params.max_tokens), style="dim", highlight=False)
     conversation.end_turn("".join(pieces))
 
 
-def describe(output: RequestOutput) -> str:
-    """Tokens, speed, time to the first token and cache hits of a finished answer, on one line."""
+def describe(output: RequestOutput, max_tokens: int | None = None) -> str:
+    """Tokens, speed, time to the first token and cache hits of a finished answer, on one line.
+
+    `max_tokens`: its limit, so that an answer which ended there is not said to have run out of room.
+    """
     times, (answer,) = output.metrics, output.outputs
     num_tokens = len(answer.token_ids)
     parts = [f"{num_tokens} tokens"]
@@ -186,5 +189,6 @@ def describe(output: RequestOutput) -> str:
         f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached"
     )
     if answer.finish_reason == "length":
-        parts.append("cut off: no room for more")
+        reached = num_tokens == max_tokens
+        parts.append(f"cut off: {f'max_tokens={max_tokens}' if reached else 'no room for more'}")
     return ", ".join(parts)

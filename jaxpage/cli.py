@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import tyro
 
-from jaxpage import __version__
+from jaxpage import __version__, exit_codes
 from jaxpage.config import EngineConfig
 from jaxpage.flags import (
     ChatEngineFlags,
@@ -30,9 +30,8 @@ from jaxpage.flags import (
     ServerFlags,
     given_options,
 )
-from jaxpage.hosts.errors import HostLostError
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.terminal import read_line_shown
+from jaxpage.terminal import is_terminal, read_line_shown
 
 if TYPE_CHECKING:
     from jaxpage.outputs import Logprob
@@ -160,7 +159,7 @@ def chat(flags: Chat) -> None:
 
     options = _engine_options(flags.model, flags.engine)
     logging.getLogger("jaxpage").setLevel(logging.WARNING)  # no log amid the answers
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         print(f"loading {options['model']}", file=sys.stderr)
     llm = LLM(**options)
     # As long as the model likes, whatever the default for continuing texts.
@@ -219,7 +218,7 @@ def generate(flags: Generate) -> None:
 
     llm = LLM(**_engine_options(flags.model, flags.engine))
     params = dataclasses.replace(llm.get_default_sampling_params(), **given)
-    outputs = llm.generate(list(flags.prompt), params, use_tqdm=sys.stderr.isatty())
+    outputs = llm.generate(list(flags.prompt), params, use_tqdm=is_terminal(sys.stderr))
     for output in outputs:
         for completion in output.outputs:
             print(f"{output.prompt}{completion.text}")
@@ -287,16 +286,19 @@ def _sampling_options(flags: SamplingFlags, **more: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code: 0, 2 for the user's errors, 130 for Ctrl-C."""
+    """Run a command; its exit code, see `exit_codes`."""
     args = list(sys.argv[1:] if argv is None else argv)
+    return exit_codes.run(lambda: _main(args))
+
+
+def _main(args: list[str]) -> int | None:
     match args:
         case ["demo" | "chat" | "generate" as name, *rest]:
             command: Callable[..., None] = {"demo": demo, "chat": chat, "generate": generate}[name]
         case ["complete", *rest]:
             command = complete
         case ["serve", *rest]:
-            config_file = importlib.import_module("jaxpage.server.config_file")
-            command, rest = serve, config_file.with_config_file(rest)
+            command = serve
         case ["run-batch", *rest]:
             command = run_batch
         case ["compile", *rest]:
@@ -322,17 +324,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("jaxpage").setLevel(logging.INFO)
-    try:
-        code = _run(command, f"jaxpage {' '.join(args[: len(args) - len(rest)])}", rest)
-    except (ValueError, TypeError) as e:
-        print(f"jaxpage: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    except HostLostError as e:
-        print(f"jaxpage: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return code or 0
+    prog = f"jaxpage {' '.join(args[: len(args) - len(rest)])}"
+    if command is serve:
+        rest = importlib.import_module("jaxpage.server.config_file").with_config_file(rest)
+    return _run(command, prog, rest)
 
 
 def _unknown(args: list[str]) -> str:

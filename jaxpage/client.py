@@ -80,17 +80,26 @@ def _message(text: str) -> str:
 
 
 def complete(remote: Remote, prompts: tuple[str, ...], write: Callable[[str], None]) -> None:
-    """Continue prompts, one after the other. Raises ValueError."""
+    """Continue prompts, one after the other. Raises ValueError.
+
+    A prompt is written when its answer begins, so one that the server refuses is not.
+    """
 
     async def run(prompt: str) -> None:
-        async for event in remote.stream("/v1/completions", {"prompt": prompt}):
-            for choice in event.get("choices") or ():
-                write(choice.get("text") or "")
+        begun = False
+        try:
+            async for event in remote.stream("/v1/completions", {"prompt": prompt}):
+                if not begun:
+                    write(prompt)
+                    begun = True
+                for choice in event.get("choices") or ():
+                    write(choice.get("text") or "")
+        finally:
+            if begun:
+                write("\n")
 
     for prompt in prompts:
-        write(prompt)
         asyncio.run(run(prompt))
-        write("\n")
 
 
 def converse(

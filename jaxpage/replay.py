@@ -21,6 +21,7 @@ from jaxpage.plan import RESULT_ARRAYS, StepResult
 from jaxpage.runner.launched import Executed, Launched, to_host
 from jaxpage.runner.recording import (
     CALLS,
+    END,
     HEADER,
     RESULT,
     WEIGHTS_CHANGED,
@@ -39,11 +40,12 @@ class Replay:
     # Numbers of the launches with other samples.
     different: tuple[int, ...]
     weights_changed: bool  # during the recording; results after that may differ
+    is_complete: bool  # the recording has its end: it was not cut off
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFlags:
-    """Run recorded calls again, and compare what they sample bit for bit. Exit code 1 if anything differs."""
+    """Run recorded calls again, and compare what they sample bit for bit. Exit code 1 if any differs or is missing."""
 
     file: tyro.conf.Positional[Path]  # written by LLM(..., record_calls=FILE)
     model: str | None = None  # the folder of the checkpoint; none: as recorded
@@ -67,7 +69,7 @@ def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
     launched: dict[int, Executed] = {}
     num_launches = num_results = 0
     different: list[int] = []
-    weights_changed = False
+    weights_changed = is_complete = False
     for kind, metadata, arrays in recording:
         if kind == CALLS:
             result = runner.execute(read_calls(metadata, arrays))
@@ -83,11 +85,14 @@ def replay(file: BinaryIO, *, model: str | None = None) -> Replay:
             launched = {later: result for later, result in launched.items() if later > number}
         elif kind == WEIGHTS_CHANGED:
             weights_changed = True
+        elif kind == END:
+            is_complete = True
     return Replay(
         num_launches=num_launches,
         num_results=num_results,
         different=tuple(different),
         weights_changed=weights_changed,
+        is_complete=is_complete,
     )
 
 
@@ -123,9 +128,14 @@ def main(flags: ReplayFlags) -> int:
     print(f"{found.num_launches} launches, {found.num_results} results compared")
     if found.weights_changed:
         print("parameters were replaced while this was recorded; results after that differ")
+    if not found.is_complete:
+        print(
+            "the recording is incomplete: it has no end, because the file was cut off, the disk was full, or its "
+            "engine still runs or was killed; record it again, or compare only what is there"
+        )
     if found.different:
         numbers = ", ".join(map(str, found.different[:10]))
         print(f"{len(found.different)} results differ, the first ones of launches {numbers}")
         return 1
-    print("all results are the same, bit for bit")
-    return 0
+    print(f"{'all' if found.is_complete else 'the compared'} results are the same, bit for bit")
+    return 0 if found.is_complete else 1

@@ -10,14 +10,20 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 _ERASE, _KILL, _END = (0x7F, 0x08), 0x15, 0x04  # backspace, Ctrl-U, Ctrl-D
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal. One that was closed before Python started (`<&-`) is None."""
+    return stream is not None and stream.isatty()
 
 
 @contextlib.contextmanager
 def long_lines() -> Iterator[None]:
     """Whatever is typed or pasted meanwhile is kept, also while nobody reads. Does nothing without a terminal."""
-    if not sys.stdin.isatty():
+    if not is_terminal(sys.stdin):
         yield
         return
     try:
@@ -41,7 +47,7 @@ def read_line(prompt: str) -> str:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives `input` its line editing and history
 
-        if sys.stdout.isatty():
+        if is_terminal(sys.stdout):
             return input(prompt)
     if os.name != "posix":
         return input(prompt)
@@ -74,8 +80,10 @@ def _drop_last(line: bytearray) -> None:
 
 def read_line_shown() -> str:
     """A line of stdin. Raises EOFError at its end. What was not typed here is shown."""
-    if sys.stdin.isatty():
+    if is_terminal(sys.stdin):
         return read_line("> ")
+    if sys.stdin is None:
+        raise EOFError
     line = input()
     print(f"> {line}", flush=True)
     return line

@@ -195,3 +195,11 @@ def test_lines_of_stdin_are_shown(make, monkeypatch, capsys):
     conversation = converse(make(), Console(file=screen, width=200), SHORT)
     assert contents(conversation)[0] == "one"
     assert capsys.readouterr().out == "> one\n> /exit\n"
+
+
+def test_an_answer_says_which_limit_cut_it_off(make):
+    _, screen = chat(make(), "hello")
+    assert "cut off: max_tokens=8" in screen
+    long = SamplingParams(max_tokens=None, ignore_eos=True)
+    _, screen = chat(make(64), "hello", params=long)
+    assert "cut off: no room for more" in screen

@@ -10,6 +10,8 @@ import threading
 
 import pytest
 
+from jaxpage.terminal import long_lines, read_line_shown
+
 CODE = """
 import sys, time
 from jaxpage.terminal import long_lines, read_line
@@ -24,6 +26,12 @@ with long_lines():
         pass
 print("GOT", [(len(line), line[-5:]) for line in lines], file=sys.stderr, flush=True)
 """
+
+
+def test_a_closed_stdin_is_at_its_end(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with long_lines(), pytest.raises(EOFError):
+        read_line_shown()
 
 
 @pytest.mark.parametrize("output_is_terminal", [True, False])

@@ -126,6 +126,7 @@ def measure(
     fits = _pool_bytes(spec, target, 0) > 0
     state_bytes = job.lowerings.state_bytes
     encoder = numbers_of_encoder(spec)
+    of_encoder = encoder["weight_bytes"] if encoder else 0
     programs: list[dict[str, Any]] = []
     temp_bytes = 0
     if fits and compiles:
@@ -153,9 +154,7 @@ def measure(
         "exchange": [*exchange_of(spec), *exchange_of_experts(spec)],
         "weight_bytes": sum(weights.values()),
         # A step reads only a few rows of an embedding that is not tied to the head.
-        "bytes_per_step": sum(weights.values())
-        - embedding
-        - (encoder["weight_bytes"] if encoder else 0),
+        "bytes_per_step": sum(weights.values()) - embedding - of_encoder,
         "flops_per_token": 2 * _num_multiplied(spec.model, embedding > 0) // num_devices,
         "experts": numbers_of(spec),
         "encoder": encoder,

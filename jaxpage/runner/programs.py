@@ -281,13 +281,24 @@ def _compile_behind(
 def use_persistent_cache(folder: str) -> None:
     """Keep executables in `folder` across processes; "" leaves jax as it is. A folder that the user set stays.
 
+    A folder that cannot be made is logged, and nothing is kept.
+
     XLA:CPU splits loops by the number of cores, which is not part of jax's cache keys: a program compiled on one core
     would use one core of sixteen. So each number of cores has its own subfolder.
     """
     if not folder or getattr(jax.config, _CACHE_DIR) is not None:
         return
     path = Path(folder) / f"{num_cores()}-cores"
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning(
+            "no programs are kept for the next start: %s cannot be made (%s); name another folder with "
+            'compilation_cache_dir, or give it "off"',
+            path,
+            error.strerror,
+        )
+        return
     jax.config.update(_CACHE_DIR, str(path))
     # By default jax caches only programs that took a second to compile, which leaves out half of a small model's.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

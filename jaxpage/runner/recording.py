@@ -2,7 +2,8 @@
 
 A recording is a sequence of frames. A frame is its length, 8 bytes little-endian, followed by that many bytes of
 safetensors: arrays named "0", "1" ..., described in the metadata. Nothing is ever unpickled. The first frame says what
-the runner was built from; then come calls, and results in the order in which they were collected.
+the runner was built from; then come calls, and results in the order in which they were collected. The last frame says
+that this is the end: a recording without it was cut off.
 
 Recordings contain the token ids of prompts and answers, but no text.
 """
@@ -30,6 +31,7 @@ MAX_FRAME_BYTES = 2**32
 LENGTH_BYTES = 8
 
 HEADER, CALLS, RESULT, WEIGHTS_CHANGED = "header", "calls", "result", "weights changed"
+END = "end"
 
 
 def frame(kind: str, arrays: list[np.ndarray], **metadata: Any) -> bytes:
@@ -100,10 +102,14 @@ def read_result(arrays: list[np.ndarray]) -> StepResult:
     return StepResult(**found)
 
 
+_END_FRAME = frame(END, [])
+
+
 class CallRecorder:
     """Writes a recording to `file`, of at most `max_bytes`; later calls are not recorded, and the log says so.
 
-    `close_file` is called once, when the recorder is closed or full.
+    `close_file` is called once, when the recorder is closed or full, with True; or with False if writing failed.
+    Nothing is recorded after that, and no OSError reaches the engine.
     """
 
     def __init__(
@@ -112,7 +118,7 @@ class CallRecorder:
         header: dict[str, Any],
         *,
         max_bytes: int = MAX_BYTES,
-        close_file: Callable[[], None] = lambda: None,
+        close_file: Callable[[bool], None] = lambda is_complete: None,
     ):
         """`header`: what the runner was built from, JSON."""
         self._file: BinaryIO | None = file
@@ -133,34 +139,56 @@ class CallRecorder:
         self._write(frame(WEIGHTS_CHANGED, []))
 
     def close(self) -> None:
-        """Calling it again does nothing."""
-        if self._file is not None:
+        """End the recording. Calling it again does nothing."""
+        if self._put(_END_FRAME):
             self._file = None
-            self._close_file()
+            self._close_file(True)
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
             return
-        if self._num_bytes + len(data) > self._max_bytes:
+        if self._num_bytes + len(data) + len(_END_FRAME) > self._max_bytes:
             logger.warning("the recording has %d bytes; later calls are left out", self._num_bytes)
             self.close()
-            return
-        self._file.write(data)
-        self._file.flush()
-        self._num_bytes += len(data)
+        elif self._put(data):
+            self._num_bytes += len(data)
+
+    def _put(self, data: bytes) -> bool:
+        """Whether the data was written. If that fails, the recording stops."""
+        if self._file is None:
+            return False
+        try:
+            self._file.write(data)
+            self._file.flush()
+            return True
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s); the recording stops after %d bytes and is incomplete",
+                getattr(self._file, "name", "the recording"),
+                error.strerror or error,
+                self._num_bytes,
+            )
+        self._file = None
+        self._close_file(False)
+        return False
 
 
 def record_to(path: str | os.PathLike[str], header: dict[str, Any]) -> CallRecorder:
     """A recorder that writes to `path`.partial, and renames it to `path` when it is closed or full.
 
-    Raises OSError if the file cannot be created.
+    The name stays `path`.partial if writing fails. Raises OSError if the file cannot be created.
     """
     whole = Path(path)
     partial = whole.with_name(whole.name + ".partial")
     file = partial.open("wb")
 
-    def close_file() -> None:
-        file.close()
-        os.replace(partial, whole)
+    def close_file(is_complete: bool) -> None:
+        try:
+            file.close()  # after a failure it tries again to write what is left
+            if is_complete:
+                os.replace(partial, whole)
+        except OSError as error:
+            if is_complete:
+                logger.warning("the recording stays at %s: %s", partial, error.strerror)
 
     return CallRecorder(file, header, close_file=close_file)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.lora_request import LoRARequest
 from jaxpage.server.errors import ApiError
+from jaxpage.server.lora_modules import parse_modules
 
 
 class ServedAdapters:
@@ -19,11 +19,7 @@ class ServedAdapters:
         self._model_names = tuple(model_names)
         self._requests: dict[str, LoRARequest] = {}
         self._last_id = 0
-        self._first = [_parse(module) for module in modules]
-        names = [name for name, _ in self._first]
-        for name in names:
-            if names.count(name) > 1 or name in model_names:
-                raise ValueError(f"lora_modules: {name!r} is the name of something else too")
+        self._first = parse_modules(modules, model_names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,20 +61,3 @@ class ServedAdapters:
         self._requests[name] = request
         if replaced is not None:
             await self._llm.remove_lora(replaced.lora_int_id)
-
-
-def _parse(module: str) -> tuple[str, str]:
-    """(name, path) from "name=path", or from vLLM's JSON."""
-    if module.startswith("{"):
-        try:
-            fields = json.loads(module)
-            name, path = fields["name"], fields["path"]
-        except (ValueError, KeyError) as error:
-            raise ValueError(
-                f"lora_modules: {module!r} is not {{'name': ..., 'path': ...}}: {error!r}"
-            ) from None
-    else:
-        name, _, path = module.partition("=")
-    if not (isinstance(name, str) and isinstance(path, str) and name and path):
-        raise ValueError(f"lora_modules: {module!r} is not NAME=PATH")
-    return name, path

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import ssl
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpage.server.lora_modules import check_folders, parse_modules
+from jaxpage.server.tls import tls_context
+
+# (lowest, highest) of options that are numbers; None: no limit. `max_queued_requests` may be anything.
+_RANGES: dict[str, tuple[float, float | None]] = {
+    "port": (0, 65535),  # 0: a free one
+    "shutdown_timeout": (0, None),
+    "write_timeout": (0, None),
+    "max_body_size": (1, None),
+    "max_n": (1, None),
+    "max_stop_strings": (0, None),
+    "max_stored_responses": (0, None),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How the server takes requests."""
+    """How the server takes requests. Raises ValueError for values that are out of range."""
 
     host: str = "127.0.0.1"  # 0.0.0.0: all interfaces
     port: int = 8000
@@ -47,11 +64,53 @@ class ServerOptions:
     enable_rl: bool = False
     profiler_dir: Path | None = None  # folder for traces of /start_profile
 
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not (low <= value and (high is None or value <= high)):  # NaN is refused too
+                allowed = f"at least {low}" if high is None else f"in {low}..{high}"
+                raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError(
+                f"ssl_keyfile={str(self.ssl_keyfile)!r} needs ssl_certfile, the certificate of the key"
+            )
+        parse_modules(self.lora_modules, self.served_model_name)
+
+    def check_files(self) -> None:
+        """Read the files that the options name, and make `profiler_dir`. Raises ValueError if that fails.
+
+        They are those of this machine, so it is not called where replicas run on others.
+        """
+        self.keys()
+        _ = self.ssl_context
+        check_folders(self.lora_modules)
+        if self.profiler_dir is not None:
+            try:
+                self.profiler_dir.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.profiler_dir).close()
+            except OSError as error:
+                raise ValueError(
+                    f"profiler_dir={str(self.profiler_dir)!r} cannot be written to: {error.strerror}"
+                ) from None
+
+    @functools.cached_property
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """For HTTPS; None for HTTP. The files are read once, as a key may ask for its pass phrase."""
+        if self.ssl_certfile is None:
+            return None
+        return tls_context(self.ssl_certfile, self.ssl_keyfile)
+
     def keys(self) -> tuple[str, ...]:
-        """The keys of clients. Raises ValueError for a file without keys."""
+        """The keys of clients. Raises ValueError for a file that cannot be read, or has no keys."""
         if self.api_key_file is None:
             return self.api_key
-        lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(
+                f"api_key_file={str(self.api_key_file)!r} cannot be read: {reason}"
+            ) from None
         keys = tuple(line.strip() for line in lines if line.strip())
         if not keys:
             raise ValueError(f"api_key_file={str(self.api_key_file)!r} has no key")

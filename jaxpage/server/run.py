@@ -35,7 +35,11 @@ _YOUNG_OBJECTS = 20_000  # more than there were, before a collection
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """The socket, before the model is loaded: a port in use is told at once. Raises ValueError."""
+    """The socket, before the model is loaded: a port in use, or a file that is not there, is told at once.
+
+    Raises ValueError.
+    """
+    options.check_files()
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,10 +69,10 @@ def make_http(llm: AsyncLLM | AsyncPooler, options: ServerOptions) -> HttpServer
         log_level="warning",
         access_log=False,
         root_path=options.root_path,
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
         timeout_graceful_shutdown=int(_LAST_WORDS),
     )
+    config.load()
+    config.ssl = options.ssl_context  # `load` would read the files again
     return HttpServer(config, server)
 
 
@@ -137,7 +141,7 @@ class HttpServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await self._server.adapters.load_first()
         for bound in sockets or ():
-            scheme = "https" if self.config.ssl_certfile else "http"
+            scheme = "https" if self.config.ssl else "http"
             host, port = bound.getsockname()[:2]
             logger.info("serving   %s on %s://%s:%d", self._server.model_name, scheme, host, port)
         await super().serve(sockets)

@@ -7,10 +7,12 @@ requests are answered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import io
 import json
+import stat
 import sys
 import time
 import uuid
@@ -60,9 +62,17 @@ class BatchLine:
 
 
 def main(source: Path, target: Path, options: dict[str, Any], max_concurrency: int) -> None:
-    """Answer a batch with an engine with these options, and print a summary. Raises ValueError."""
+    """Answer a batch with an engine with these options, and print a summary.
+
+    Raises ValueError, and SystemExit (exit code 1) if the input has lines, but no request.
+    """
+    _check_concurrency(max_concurrency)
     with Results(target, source):
         pass  # report invalid files before the model is loaded
+    if _has_only_problems(source):
+        # This needs no engine: the output gets the problem of each line.
+        print(asyncio.run(run_batch(source, target, _no_engine)))
+        raise SystemExit(f"jaxpage: no line of {source} is a request; {target} has the reasons")
     from jaxpage.async_llm import AsyncLLM
     from jaxpage.server.in_process import answerer
 
@@ -85,8 +95,7 @@ async def run_batch(
     Keeps `max_concurrency` requests in flight; of the others only custom ids are in memory. Raises ValueError for
     invalid files, and exceptions of `answer`; then `target` has the results so far.
     """
-    if max_concurrency < 1:
-        raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
+    _check_concurrency(max_concurrency)
     summary, begin = Summary(), time.monotonic()
     slots = asyncio.Semaphore(max_concurrency)
 
@@ -125,6 +134,22 @@ async def run_batch(
             raise failed.exceptions[0] from None
     summary.seconds = time.monotonic() - begin
     return summary
+
+
+def _check_concurrency(max_concurrency: int) -> None:
+    if max_concurrency < 1:
+        raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
+
+
+def _has_only_problems(source: Path) -> bool:
+    """Whether there are lines, and none is a request. Reads up to the first request."""
+    with source.open("rb") as lines:
+        problems = (line.problem for line in read_lines(lines))
+        return next(problems, None) is not None and all(problems)
+
+
+async def _no_engine(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    raise ValueError("the input got its first request while it was read; run the command again")
 
 
 def read_lines(lines: io.BufferedIOBase) -> Iterator[BatchLine]:
@@ -172,10 +197,12 @@ class Results:
 
     def __init__(self, path: Path, source: Path) -> None:
         """Open it, with the results of earlier runs. Raises ValueError if it is not such a file."""
-        if not source.is_file():
-            raise ValueError(f"there is no file {source}")
-        if path.exists() and path.samefile(source):
-            raise ValueError(f"{path} is the input; name another file for the results")
+        _check_source(source)
+        if (kind := _kind(path)) is not None:
+            if path.samefile(source):
+                raise ValueError(f"{path} is the input; name another file for the results")
+            if kind != _REGULAR:  # a device may have no end, and earlier results are read first
+                raise ValueError(f"{path} is {kind}; name a regular file for the results")
         self._path = path
         self._done: set[str] = set()  # custom ids with a result that this run has not reached
         self._bad_lines: set[int] = set()  # whose problem was written
@@ -239,8 +266,14 @@ class Results:
         try:
             while written < len(data):
                 written += self._file.write(data[written:])
-        except BaseException:  # such as a full disk: no partial line may stay
-            self._file.truncate(self._end)
+        except BaseException as error:  # such as a full disk: no partial line may stay
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+            if isinstance(error, OSError):
+                raise ValueError(
+                    f"cannot write to {self._path}: {error.strerror}; the {self._end} bytes of complete results stay, "
+                    "and the same command continues after them"
+                ) from None
             raise
         self._end += len(data)
 
@@ -276,3 +309,37 @@ class Results:
             raise ValueError("neither an answer nor an error")
         else:
             self._done.add(custom_id)
+
+
+_REGULAR = "a regular file"
+_KINDS = {
+    stat.S_IFREG: _REGULAR,
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def _check_source(source: Path) -> None:
+    """Raise ValueError if this is not a file that can be read."""
+    kind = _kind(source)
+    if kind is None:
+        raise ValueError(f"there is no file {source}")
+    if kind != _REGULAR:
+        raise ValueError(f"{source} is {kind}; name a regular file with the requests")
+    try:
+        source.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"cannot read {source}: {error.strerror}") from None
+
+
+def _kind(path: Path) -> str | None:
+    """What is at a path, in words; None for nothing. Raises ValueError if that cannot be known."""
+    try:
+        return _KINDS[stat.S_IFMT(path.stat().st_mode)]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None

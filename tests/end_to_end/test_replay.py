@@ -181,6 +181,10 @@ def test_what_differs_is_told(path, tmp_path, capsys):
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     assert main(["replay", str(file), "--model", str(other)]) == 1
     assert "results differ, the first ones of launches 0" in capsys.readouterr().out
+    file.write_bytes(file.read_bytes()[:-1])
+    assert main(["replay", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "the recording is incomplete" in said and "the compared results are the same" in said
     file.write_bytes(b"nothing of the kind" * 9)
     assert main(["replay", str(file)]) == 2
     assert "not a recording" in capsys.readouterr().err

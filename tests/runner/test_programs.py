@@ -140,3 +140,17 @@ def test_programs_are_kept_apart_by_the_number_of_cores_they_were_compiled_for(
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "3-cores")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_logged(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_persistent_cache(str(tmp_path / "file" / "xla"))
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    (record,) = caplog.records
+    for part in (str(tmp_path / "file" / "xla"), "Not a directory", "compilation_cache_dir", "off"):
+        assert part in record.message

@@ -1,4 +1,5 @@
 import io
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -8,6 +9,7 @@ from jaxpage.plan import StepResult
 from jaxpage.runner.calls import Call
 from jaxpage.runner.recording import (
     CALLS,
+    END,
     HEADER,
     RESULT,
     CallRecorder,
@@ -66,12 +68,26 @@ def test_a_file_appears_whole_and_no_longer_than_allowed(tmp_path, caplog):
     assert not path.exists()
     recorder.close()
     recorder.close()
-    assert [kind for kind, _, _ in frames(io.BytesIO(path.read_bytes()))] == [HEADER, CALLS]
+    assert [kind for kind, _, _ in frames(io.BytesIO(path.read_bytes()))] == [HEADER, CALLS, END]
     file = io.BytesIO()
     recorder = CallRecorder(file, {}, max_bytes=1500)
     for _ in range(9):
         recorder.calls(CALLS_MADE)
     assert len(file.getvalue()) <= 1500 and "later calls are left out" in caplog.text
+    kinds = [kind for kind, _, _ in frames(io.BytesIO(file.getvalue()))]
+    assert kinds[:2] == [HEADER, CALLS] and kinds.index(END) == len(kinds) - 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_stops_the_recording_and_not_the_engine(tmp_path, caplog):
+    path, partial = tmp_path / "calls", tmp_path / "calls.partial"
+    partial.symlink_to("/dev/full")
+    recorder = record_to(path, {})
+    recorder.calls(CALLS_MADE)
+    recorder.close()
+    assert partial.is_symlink() and not path.exists()
+    (record,) = caplog.records
+    assert str(partial) in record.message and "No space left on device" in record.message
 
 
 def test_a_torn_last_frame_is_left_out_and_other_bytes_are_refused(tmp_path):
@@ -80,8 +96,8 @@ def test_a_torn_last_frame_is_left_out_and_other_bytes_are_refused(tmp_path):
     recorder.calls(CALLS_MADE)
     recorder.close()
     whole = path.read_bytes()
-    for length in (len(whole) - 1, len(whole) // 2):
-        assert [kind for kind, _, _ in frames(io.BytesIO(whole[:length]))] == [HEADER]
+    for length, kinds in ((len(whole) - 1, [HEADER, CALLS]), (len(whole) // 2, [HEADER])):
+        assert [kind for kind, _, _ in frames(io.BytesIO(whole[:length]))] == kinds
     for foreign in (b"x" * 100, (9).to_bytes(8, "little") + b"y" * 9):
         with pytest.raises(ValueError, match="not a recording"):
             list(frames(io.BytesIO(foreign)))

@@ -57,5 +57,10 @@ def test_keys_and_servers_that_are_not_there(llm):
         assert len(pieces) > 2
         with pytest.raises(ValueError, match="a key is needed"):
             complete(Remote(url=url), ("x",), pieces.append)
+
+
+def test_without_a_server_no_prompt_is_shown():
+    pieces: list[str] = []
     with pytest.raises(ValueError, match="does not answer"):
         complete(Remote(url="http://127.0.0.1:9"), ("x",), pieces.append)
+    assert pieces == []

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 
 from jaxpage import cli
 from jaxpage.server import run_batch as module
-from jaxpage.server.run_batch import Results, run_batch
+from jaxpage.server.run_batch import Results, main, run_batch
 
 CHAT = "/v1/chat/completions"
 
@@ -203,6 +204,18 @@ def test_files_that_are_something_else_are_left_alone(batch):
     assert batch.asked == []
 
 
+def test_what_is_not_a_regular_file_is_named_as_what_it_is(batch, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    zero, pipe = Path("/dev/zero"), tmp_path / "pipe"
+    for path, kind in ((zero, "a character device"), (tmp_path, "a folder"), (pipe, "a pipe")):
+        batch.write(line("a"))
+        with pytest.raises(ValueError, match=f"{path} is {kind}; name a regular file for the res"):
+            Results(path, batch.source)
+        with pytest.raises(ValueError, match=f"{path} is {kind}; name a regular file with the req"):
+            Results(batch.target, path)
+    assert not batch.target.exists()
+
+
 def test_two_runs_do_not_write_to_one_file(batch):
     batch.write(line("a"))
     with batch.target.open("ab") as other:
@@ -264,7 +277,8 @@ def test_a_full_disk_leaves_no_half_lines(batch, monkeypatch):
         results(self, done, status, body)
 
     monkeypatch.setattr(Results, "write", write)
-    with pytest.raises(OSError, match="No space"):
+    kept = r"out.jsonl: No space left on device; the \d+ bytes of complete results stay"
+    with pytest.raises(ValueError, match=kept):
         batch.run()
     assert list(batch.texts) == ["0"]
 
@@ -335,6 +349,45 @@ def test_the_command_makes_an_engine_and_asks_it(batch, monkeypatch, capsys):
     batch.target.write_text("something else\n")
     assert cli.main([*command, "--model", "m"]) == 2 and made == []
     assert "is no result of a batch" in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    """Fails if one is made."""
+    engine = MagicMock(side_effect=AssertionError("an engine was made"))
+    monkeypatch.setattr("jaxpage.async_llm.AsyncLLM", engine)
+
+
+def test_the_command_checks_the_concurrency_first(batch, no_engine, capsys):
+    batch.write(line("a"))
+    command = ["run-batch", "-i", str(batch.source), "-o", str(batch.target), "--model", "m"]
+    assert cli.main([*command, "--max-concurrency", "0"]) == 2
+    assert "max_concurrency must be at least 1, got 0" in capsys.readouterr().err
+    assert not batch.target.exists()
+
+
+def test_a_file_without_any_request_fails_without_an_engine(batch, no_engine, capsys):
+    batch.write("root:x:0:0", "", '{"custom_id": "a"}')
+    for num_new in (2, 0):  # the second time they are told already
+        with pytest.raises(SystemExit) as stopped:
+            main(batch.source, batch.target, {"model": "m"}, 256)
+        assert re.search(r"no line of .*in.jsonl is a request; .*out.jsonl has", stopped.value.code)
+        assert f"{num_new} lines that are no request" in capsys.readouterr().out
+        assert [r["error"]["line"] for r in batch.results] == [1, 3]
+    command = ["run-batch", "-i", str(batch.source), "-o", str(batch.target), "--model", "m"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "jaxpage", *command], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 1 and finished.stderr.startswith("jaxpage: no line of ")
+
+
+@pytest.mark.parametrize("lines", [["bad", line("a")], [""]])
+def test_a_file_with_a_request_or_without_lines_does_not_fail(batch, lines, monkeypatch):
+    batch.write(*lines)
+    monkeypatch.setattr("jaxpage.async_llm.AsyncLLM", MagicMock())
+    monkeypatch.setattr("jaxpage.server.in_process.answerer", lambda llm: batch.answer)
+    main(batch.source, batch.target, {"model": "m"}, 256)
+    assert len(batch.results) == (0 if lines == [""] else 2)
 
 
 def test_ctrl_c_says_how_to_go_on(batch, monkeypatch, capsys):
