@@ -35,7 +35,10 @@ def of_this_process() -> Sources:
     """Of the modules imported so far."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     paths = (Path(file) for file in files if file)
-    modules = sorted({str(p.relative_to(ROOT)) for p in paths if p.is_relative_to(ROOT)})
+    # An environment may be in the root, too.
+    folders = [ROOT / name for name in ("jaxpage", "pallas_kernels", "tests")]
+    ours = {p for p in paths if any(p.is_relative_to(folder) for folder in folders)}
+    modules = sorted(str(path.relative_to(ROOT)) for path in ours)
     return Sources(modules=tuple(modules), hash=_hash(modules))
 
 
