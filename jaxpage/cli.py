@@ -188,6 +188,7 @@ def serve(flags: Serve) -> None:
     from jaxpage.pooling.async_pooler import AsyncPooler
     from jaxpage.pooling.choose import pools
     from jaxpage.server import run
+    from jaxpage.server.lora_modules import check_engine
 
     options = _engine_options(flags.model, flags.engine)
     if flags.engine.node_rank:
@@ -203,8 +204,8 @@ def serve(flags: Serve) -> None:
         ray_serve.run(EngineConfig.from_options(**options), flags.server, flags.replicas)
         return
     bound = run.bind(flags.server)
-    flags.server.keys()  # a file that cannot be read is told now
     config = EngineConfig.from_options(**options)
+    check_engine(flags.server.lora_modules, config)
     llm = AsyncPooler(config) if pools(config) else AsyncLLM.from_engine_args(config)
     run.run(llm, flags.server, bound)
 
