@@ -76,9 +76,9 @@ def kernel_calls(program: Program) -> list[tuple[str, int | None]]:
 
 
 def _result(collective: Instruction) -> str:
-    """The type of its results. That of an asynchronous start is "(operands, results, ...)", but for an all-reduce."""
+    """The type of its results. That of an asynchronous start is "(operands, results, ...)"."""
     made = collective.made
-    if collective.opcode in (*COLLECTIVES, "all-reduce-start"):
+    if collective.opcode in COLLECTIVES:
         return made
     parts, depth, begin = [], 0, 1
     for index, character in enumerate(made):

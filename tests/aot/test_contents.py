@@ -39,9 +39,9 @@ def test_arrays_that_are_exchanged_together_are_one_call():
     assert exchanges(parse(text)) == [("all-reduce", 1, 2048)]
 
 
-def test_asynchronous_calls_make_their_operands_too_but_for_a_sum():
+def test_an_asynchronous_call_makes_its_operands_too():
     text = """
-      %all-reduce-start = bf16[4,8]{1,0} all-reduce-start(%x), channel_id=7, to_apply=%add
+      %all-reduce-start = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-reduce-start(%x), channel_id=7, to_apply=%add
       %all-reduce-done = bf16[4,8]{1,0} all-reduce-done(%all-reduce-start)
       %all-gather-start = ((s32[2], pred[2,4]{1,0}), (s32[8], pred[8,4]{1,0})) all-gather-start(%y, %z), channel_id=1
       %all-gather-done = (s32[8]{0}, pred[8,4]{1,0}) all-gather-done(%all-gather-start)

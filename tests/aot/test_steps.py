@@ -161,7 +161,8 @@ def check_registers(place: Place, found: list[dict]) -> None:
 
 def check_collectives(place: Place, found: list[dict]) -> None:
     """A sum after each MLP, the embedding and, if its weights are divided, each attention; once a device's share of the
-    logits, of all columns for its own rows; then what was sampled. All logits where all are wanted.
+    logits, of all columns for its own rows; then what was sampled, in two calls of each of two kinds. All logits where
+    all are wanted.
 
     Sizes are those of the largest: hidden states of all tokens, logits, top logprobs. Rows are padded to a multiple of
     the devices.
@@ -178,9 +179,9 @@ def check_collectives(place: Place, found: list[dict]) -> None:
             expected["all-gather"] = (1, 4 * rows * model["vocab_size"])
         elif place.num_devices > 1 and rows:
             expected["all-to-all"] = (1, 4 * rows * model["vocab_size"] // place.num_devices)
-            expected["all-gather"] = (1, 4 * rows * NUM_TOP_LOGPROBS)
-            number, num_bytes = expected.get("all-reduce", (0, 4 * rows))
-            expected["all-reduce"] = (number + 1, num_bytes)
+            expected["all-gather"] = (2, 4 * rows * NUM_TOP_LOGPROBS)
+            number, num_bytes = expected.get("all-reduce", (0, 8 * rows))
+            expected["all-reduce"] = (number + 2, num_bytes)
         assert by_kind(each["exchanges"]) == expected, each
 
 
