@@ -49,13 +49,19 @@ def test_records_survive_their_file(tmp_path, monkeypatch):
 )
 def test_records_hold_while_the_code_is_the_same(change, is_unchanged, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = tmp_path / "imported_by_a_program.py"
+    ours, others = tmp_path / "jaxpage", tmp_path / "environment"
+    for folder in (ours, others):
+        folder.mkdir()
+        monkeypatch.syspath_prepend(folder)
+    module = ours / "imported_by_a_program.py"
     module.write_text("x = 1\n")
-    importlib.import_module(module.stem)
+    (others / "installed.py").write_text("x = 1\n")
+    for name in (module.stem, "installed"):
+        importlib.import_module(name)
     now = sources.of_this_process()
-    sys.modules.pop(module.stem)
-    assert now.modules == (module.name,)
+    for name in (module.stem, "installed"):
+        sys.modules.pop(name)
+    assert now.modules == ("jaxpage/imported_by_a_program.py",)
     kept = dataclasses.replace(EVIDENCE, sources=now)
     assert kept.is_of_now("compiler 1") and not kept.is_of_now("compiler 2")
     assert not EVIDENCE.is_of_now("compiler 1")
