@@ -612,6 +612,10 @@ class FakeRunner:
         assert len(admitted) == len(plan.admissions)
         updated = [update[:3] for update in plan.table_updates]
         assert len(set(updated)) == len(updated)
+        # As many as `step_layout` has room for.
+        computed = [plan.num_steps * count for count in plan.num_tokens]
+        most = sum(count // self.block_size + 2 for count in computed)
+        assert len(updated) <= len(self.windows) * most
         for slot, group, index, block_id in plan.table_updates:
             assert slot in plan.slots and slot not in admitted
             self._slots[slot].tables[group, index] = block_id

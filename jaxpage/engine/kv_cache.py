@@ -145,7 +145,7 @@ class KVCache:
         """
         pool, size = self.pool, self.block_size
         if self._has_windows:
-            self.free_out_of_window(sequence)
+            self.free_out_of_window(sequence, sequence.num_computed_tokens)
         # The first table is the shortest, and a block is shared by the same sequences in all groups.
         index, offset = divmod(sequence.num_computed_tokens, size)
         table = sequence.block_tables[0]
@@ -185,19 +185,19 @@ class KVCache:
     def swap_out(self, sequence: Sequence) -> bool:
         """Move the KV of a running sequence to the host, and free its device blocks.
 
-        Returns False and changes nothing if `HostTier.should_swap` says no, or if the host has no room.
+        Returns False if `HostTier.should_swap` says no, or if the host has no room.
         """
         if self.tier is None or not self.tier.should_swap(sequence):
             return False
         # If it was waiting for a mask, the hidden state of its last token is lost, and that token is recomputed.
         computed = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
+        self.free_out_of_window(sequence, computed)  # `admit` has no room for more
         count = -(-computed // self.block_size)
         host_tables = self.tier.swap_out([table[:count] for table in sequence.block_tables])
         if not host_tables:
             return False
         self._release_device_blocks(sequence)
-        sequence.host_tables = host_tables
-        sequence.num_computed_tokens = computed
+        sequence.host_tables, sequence.num_computed_tokens = host_tables, computed
         return True
 
     def share(self, parent: Sequence, sequence: Sequence, num_blocks: int | None = None) -> None:
@@ -276,13 +276,13 @@ class KVCache:
             return 0
         return sum(self.pool.is_shared(table[index]) for table in sequence.block_tables)
 
-    def free_out_of_window(self, sequence: Sequence) -> None:
-        """Free the blocks that no token which it has yet to compute can see.
+    def free_out_of_window(self, sequence: Sequence, start: int) -> None:
+        """Free the blocks that none of its tokens from `start` on can see.
 
         Steps in flight may still read them; they run before any later write to those blocks. Beams that are resumed
         together start where they differ, after the prompt, so they keep what is visible from there.
         """
-        start, size = sequence.num_computed_tokens, self.block_size
+        size = self.block_size
         if sequence.request.beams is not None:
             start = min(start, len(sequence.request.prompt_token_ids) // size * size)
         for window, table in zip(self.windows, sequence.block_tables, strict=True):

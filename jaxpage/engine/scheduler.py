@@ -203,13 +203,14 @@ class Scheduler:
                 continue  # a sequence at `max_len` ends when its step is collected
             start = sequence.num_computed_tokens
             count = known - start if known - start < budget else budget
-            end = start + count
-            if end > sequence.writable_len and not self._make_room(step, sequence, end):
-                break  # it was preempted itself, so it was the last one
             if not sequence.request.is_plain:
+                # Before it grows: tables change only as far as a row computes.
                 count = step.reach(sequence, start, count)
                 if not count:
                     continue
+            end = start + count
+            if end > sequence.writable_len and not self._make_room(step, sequence, end):
+                break  # it was preempted itself, so it was the last one
             if step.add_row(sequence, start, count, known):
                 self._fork(step, sequence)
             budget -= count

@@ -20,8 +20,8 @@ from tests.fakes import (
     make_request,
 )
 
-MAX_MODEL_LEN = 32
-PREFIXES = [[], [i % 5 for i in range(20)], [i % 3 for i in range(20)]]
+MAX_MODEL_LEN = 64
+PREFIXES = [[], [i % 5 for i in range(50)], [i % 3 for i in range(50)]]
 
 token = st.integers(0, VOCAB_SIZE - 1)
 
@@ -50,7 +50,7 @@ def as_embeds(token_ids: list[int]) -> np.ndarray:
 def requests(draw):
     """Request, step of its arrival, steps until it is aborted (None: never)."""
     prefix = draw(st.sampled_from(PREFIXES))
-    prompt = prefix[: draw(st.integers(0, 20))] + draw(st.lists(token, min_size=1, max_size=5))
+    prompt = prefix[: draw(st.integers(0, 50))] + draw(st.lists(token, min_size=1, max_size=5))
     if draw(st.sampled_from([False] * 5 + [True])):
         prompt = as_embeds(prompt)
     max_tokens = draw(st.one_of(st.none(), st.integers(1, 12)))

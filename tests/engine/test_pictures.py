@@ -10,7 +10,7 @@ import pytest
 from jaxpage.engine.padding import Padding
 from jaxpage.request import WaitingFor
 from tests.engine.harness import assert_expected, finish, make_engine, run
-from tests.fakes import make_pictures, make_request
+from tests.fakes import FakeMaskSource, make_pictures, make_request
 
 PROMPT = [1, 2, *[0] * 9, 3, 4, 5]  # a picture of 9 tokens from the third on
 
@@ -238,10 +238,10 @@ def test_any_workload_in_2_000_examples(whole):
 
 
 def answer_anything(seed: int, *, whole: bool) -> None:
-    """Small caches, few blocks, chunks, overlap, host blocks: each token reads its own embedding, and nothing hangs."""
+    """Small caches, few blocks, windows, chunks, overlap, host blocks, masks: each token reads its own embedding, and nothing hangs."""
     rng = np.random.default_rng(seed)
     engine = make_engine(
-        num_blocks=int(rng.integers(18, 40)),
+        num_blocks=int(rng.integers(24, 46)),
         block_size=int(rng.integers(2, 5)),
         num_host_blocks=int(rng.integers(0, 2)) * 20,
         preemption_mode=[None, "swap", "recompute"][rng.integers(3)],
@@ -252,6 +252,7 @@ def answer_anything(seed: int, *, whole: bool) -> None:
         max_model_len=26,
         overlap=bool(rng.integers(2)),
         decode_steps=int(rng.integers(1, 4)),
+        windows=[(None,), (4, None)][rng.integers(2)],
     )
     requests = []
     for i in range(10):
@@ -263,6 +264,8 @@ def answer_anything(seed: int, *, whole: bool) -> None:
             prompt += [0] * number
         prompt += rng.integers(0, 13, rng.integers(0 if prompt else 1, 3)).tolist()
         params = {"max_tokens": int(rng.integers(1, 7)), "n": int(rng.integers(1, 3)), "seed": i}
+        if rng.integers(3) == 0:  # some wait for their masks while others go on
+            params["mask_source"] = FakeMaskSource(i, (int(rng.integers(-1, 3)),))
         requests.append(seeing(str(i), *spans, prompt=prompt, **params))
     for request in requests:
         engine.add(request)

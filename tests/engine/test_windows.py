@@ -134,6 +134,28 @@ def test_beams_that_come_back_find_what_they_need_behind_the_window():
     assert request.beams.done
 
 
+def test_a_prompt_that_is_swapped_out_halfway_comes_back():
+    """The other request takes its blocks right after a chunk, when it holds more than a window sees."""
+    engine = make_engine(
+        windows=(16, None),
+        block_size=1,
+        num_blocks=213,  # 14 more than the long prompt needs alone
+        max_num_batched_tokens=32,
+        max_model_len=200,
+        num_host_blocks=400,
+        preemption_mode="swap",
+        enable_prefix_caching=False,
+    )
+    short = make_request("short", PROMPT[:5], max_tokens=30, ignore_eos=True)
+    long = make_request("long", [i % 7 for i in range(150)], max_tokens=2, ignore_eos=True)
+    engine.add(short)
+    engine.step()
+    engine.add(long)
+    finish(engine)
+    assert_expected(engine, short, long)
+    assert engine.stats().num_preemptions > 0 and engine.stats().num_blocks_swapped_in > 0
+
+
 def test_siblings_of_unequal_length_come_back_from_the_host():
     """The longer one, which comes first, has left blocks behind that the shorter one still sees."""
     windows = (4, None)
@@ -157,7 +179,6 @@ def test_siblings_of_unequal_length_come_back_from_the_host():
     for table in shared:
         pool.fork(table)
     for sequence in (long, short):
-        kv.free_out_of_window(sequence)
         assert kv.swap_out(sequence)
     kv.take_transfers()
     kv.begin_plan()
