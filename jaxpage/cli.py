@@ -28,6 +28,7 @@ from jaxpage.flags import (
     Model,
     SamplingFlags,
     ServerFlags,
+    check_writable,
     given_options,
 )
 from jaxpage.sampling_params import SamplingParams
@@ -198,14 +199,14 @@ def serve(flags: Serve) -> None:
             f"--replicas {flags.replicas} needs --backend ray, and at least 1; "
             "replicas in one process are --data-parallel-size"
         )
+    config = EngineConfig.from_options(**options)
+    check_engine(flags.server.lora_modules, config)
     if flags.backend == "ray":
         from jaxpage import ray_serve
 
-        ray_serve.run(EngineConfig.from_options(**options), flags.server, flags.replicas)
+        ray_serve.run(config, flags.server, flags.replicas)
         return
     bound = run.bind(flags.server)
-    config = EngineConfig.from_options(**options)
-    check_engine(flags.server.lora_modules, config)
     llm = AsyncPooler(config) if pools(config) else AsyncLLM.from_engine_args(config)
     run.run(llm, flags.server, bound)
 
@@ -354,7 +355,11 @@ def _run(command: Callable[..., Any], prog: str, args: Sequence[str]) -> int | N
         config=(tyro.conf.OmitArgPrefixes,),
         registry=_registry(),
     )
-    return command(result) if takes_flags else result
+    if not takes_flags:
+        return result
+    if (file := getattr(result, "json", None)) is not None:
+        check_writable(file)
+    return command(result)
 
 
 def _what_it_does(documented: Any) -> str:

@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -32,6 +33,23 @@ class Remote:
     model: str | None = None  # None: the first one it serves
     options: dict[str, Any] = field(default_factory=dict)  # fields of the requests
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a URL that is none."""
+        try:
+            parts = urlsplit(self.url)
+            is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of a port that is no number, or is above 65535
+            is_whole = False
+        if not is_whole:
+            raise ValueError(
+                f"{self.url!r} is not the URL of a server; write it like http://127.0.0.1:8000"
+            )
+
+    async def check(self) -> None:
+        """Raise ValueError if there is no such server, or it does not take the key."""
+        async with self._open() as session:
+            await self._first_model(session)
+
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of an answer. Raises ValueError with what the server says is wrong."""
         async with self._open() as session:
@@ -39,21 +57,23 @@ class Remote:
             asked = {"model": model, "stream": True, **self.options, **body}
             async with session.post(f"{self.url}{path}", json=asked) as response:
                 if response.status != 200:
-                    raise ValueError(_message(await response.text()))
+                    raise ValueError(self._message(response.status, await response.text()))
                 async for line in response.content:
                     data = line.removeprefix(b"data:").strip()
                     if not line.startswith(b"data:") or data == b"[DONE]":
                         continue
                     event = json.loads(data)
                     if "error" in event:
-                        raise ValueError(_message(data.decode()))
+                        raise ValueError(self._message(response.status, data.decode()))
                     yield event
 
     async def _first_model(self, session: aiohttp.ClientSession) -> str:
         async with session.get(f"{self.url}/v1/models") as response:
-            if response.status != 200:
-                raise ValueError(_message(await response.text()))
-            return (await response.json())["data"][0]["id"]
+            text = await response.text(errors="replace")
+        if response.status == 200:
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                return json.loads(text)["data"][0]["id"]
+        raise ValueError(self._message(response.status, text))
 
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[aiohttp.ClientSession]:
@@ -67,16 +87,21 @@ class Remote:
             async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
                 yield session
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ValueError(f"{self.url} does not answer: {error}") from error
+            # aiohttp's own text repeats the address, and has Python's names of TLS settings.
+            cause = getattr(error, "os_error", None)
+            reason = getattr(cause, "strerror", None) or str(error) or type(error).__name__
+            if isinstance(cause, ConnectionRefusedError):
+                reason = "nobody listens on this port"
+            raise ValueError(f"{self.url} does not answer: {reason}") from error
 
-
-def _message(text: str) -> str:
-    """Of an error in OpenAI's format, or what else the server said."""
-    try:
-        error = json.loads(text)["error"]
-        return error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, LookupError, TypeError):
-        return f"the server answers: {text[:300]}"
+    def _message(self, status: int, text: str) -> str:
+        """Of an error in OpenAI's format; else that the server speaks another language."""
+        try:
+            error = json.loads(text)["error"]
+            return error["message"] if isinstance(error, dict) else str(error)
+        except (ValueError, LookupError, TypeError):
+            said = " ".join(text[:100].split())
+            return f"{self.url} is not a server of OpenAI's API: it answers {status}, {said!r}"
 
 
 def complete(remote: Remote, prompts: tuple[str, ...], write: Callable[[str], None]) -> None:
@@ -115,6 +140,7 @@ def converse(
     """
     first = [{"role": "system", "content": system}] if system is not None else []
     turns = list(first)
+    asyncio.run(remote.check())
     console.print(HELP, style="dim", highlight=False)
     with long_lines():
         while True:

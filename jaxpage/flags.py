@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -99,3 +101,14 @@ def given_options(flags: Any, defaults: type | None = None) -> dict[str, Any]:
         for f in fields(defaults or flags)
         if (value := getattr(flags, f.name)) != f.default
     }
+
+
+def check_writable(file: Path) -> None:
+    """Raise ValueError if --json names a file that cannot be written: after a long measurement it would be too late."""
+    try:
+        if file.is_file() or file.is_dir():
+            file.open("ab").close()
+        elif not file.exists():
+            tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise ValueError(f"--json {file} cannot be written: {error.strerror}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -137,6 +138,19 @@ def test_errors_of_the_user_are_one_line(calls, capsys, args):
     assert captured.err.startswith("jaxpage: ") and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["chat"], ["complete", "--prompt", "x"]])
+def test_a_url_is_checked_before_anything_is_asked(command, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    for url in ("127.0.0.1:8000", "ftp://127.0.0.1", "http://127.0.0.1:99999", "http://", ""):
+        assert cli.main([*command, "--url", url]) == 2
+        assert "is not the URL of a server; write it like http" in capsys.readouterr().err
+    assert cli.main([*command, "--url", closed]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == f"jaxpage: {closed} does not answer: nobody listens on this port\n"
+
+
 @pytest.mark.parametrize("args", [["--block-size", "0"], ["--no-such-flag"], ["--n", "x"]])
 def test_flags_that_cannot_be_read_end_with_2(calls, args):
     with pytest.raises(SystemExit) as exit_:
@@ -217,6 +231,19 @@ def test_biases_allowed_ids_and_logprobs(calls, capsys, monkeypatch):
     assert (params.allowed_token_ids, params.logprobs) == ([5, 6], 1)
     entries = {7: Logprob(-0.5, 2, " a"), 8: Logprob(-0.25, 1, "b")}
     assert cli._logprobs_line(7, entries).split() == ["7", "'", "a'", "-0.500", "'b'", "-0.250"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path, monkeypatch, there):
+    def stub(bench: scheduler.SchedulerBench) -> None:
+        seen.append([(each.name, each.read_text()) for each in tmp_path.iterdir()])
+
+    seen = []
+    monkeypatch.setattr(scheduler, "main", stub)
+    if there:
+        (tmp_path / "x.json").write_text("{}")
+    assert cli.main(["bench", "scheduler", "--json", str(tmp_path / "x.json")]) == 0
+    assert seen == [[("x.json", "{}")] * there]
 
 
 def test_bench_commands_get_their_flags(monkeypatch):

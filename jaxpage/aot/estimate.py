@@ -53,7 +53,8 @@ def estimate(measured: dict[str, Any]) -> Estimate:
     blocks = {int(n): counts for n, counts in measured["blocks"].items()}
     wanted, most_rows = config["max_model_len"], config["max_num_seqs"]
     largest, _ = blocks[wanted]
-    fits = num_blocks >= largest
+    left = _pool_bytes(measured, measured["weight_bytes"])
+    fits = num_blocks >= largest and left > 0
     lengths = [(wanted, largest), *measured["longest"]]
     batches = {n: min(_at_once(num_blocks, *counts), most_rows) for n, counts in blocks.items()}
     cases = [(1, min(blocks)), *((count, n) for n, count in batches.items() if count > 1)]
@@ -61,7 +62,7 @@ def estimate(measured: dict[str, Any]) -> Estimate:
         weight_bytes=measured["weight_bytes"],
         state_bytes=measured["state_bytes"],
         temp_bytes=measured["temp_bytes"],
-        pool_bytes=max(0, _pool_bytes(measured, measured["weight_bytes"])),
+        pool_bytes=max(0, left),
         block_bytes=measured["block_bytes"],
         num_blocks=num_blocks,
         num_tokens=next((n for n, count in lengths if count <= num_blocks), 0),
@@ -124,6 +125,10 @@ def _pool_bytes(measured: dict[str, Any], weight_bytes: int) -> int:
 def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
     """What would make one sequence of max_model_len fit, from sizes alone: nothing is compiled for it."""
     block, weights = measured["block_bytes"], measured["weight_bytes"]
+    reason = measured["attention"].partition("plain XLA: ")[2]
+    # A step in plain XLA that copies the pool needs more than there is, whatever is left for the pool.
+    if "block_size" in reason and measured["temp_bytes"] >= measured["chip"]["num_bytes"]:
+        return (f"the attention kernel instead of plain XLA: {reason}",)
     found = []
     left = _pool_bytes(measured, weights)
     shorter = next((n for n, count in measured["longest"] if (count + 1) * block <= left), None)

@@ -60,6 +60,10 @@ def main(plan: Plan) -> int:
     """Print an estimate for each target. Returns 0 if the model fits one of them, else 1. Raises ValueError."""
     targets = [parse_target(text) for text in dict.fromkeys((plan.target, *plan.compare))]
     if plan.tp == "auto":
+        if plan.explain:
+            raise ValueError(
+                "--explain needs compiled steps, and --tp auto compiles none; name a --tp"
+            )
         return _divide(plan, targets)
     for target in targets:
         _check(target, plan.tp)

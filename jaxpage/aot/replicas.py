@@ -103,7 +103,11 @@ def show_divisions(divisions: list[Division]) -> str:
     chosen = best(divisions)
     wanted = first.measured["config"]["max_model_len"]
     if chosen is None:
-        conclusion = f"None fits: no sequence of max_model_len={wanted}."
+        largest = max(divisions, key=lambda each: each.num_devices)
+        conclusion = (
+            f"None fits: no sequence of max_model_len={wanted}. --tp {largest.num_devices} would with "
+            f"{' or '.join(largest.estimate.changes)}."
+        )
     else:
         conclusion = f"Best: --tp {chosen.num_devices}, {chosen.num_replicas} replica(s): {RULE}."
     return "\n".join([*lines, "", conclusion])

@@ -32,11 +32,38 @@ class Chip:
     # Numbers in a topology. 0: there is none; a switch connects up to `most_devices` devices.
     rank: int = 2
     most_devices: int | None = None
+    # Topologies of the slices that there are; in three dimensions also multiples of four, up to `most_chips` in all.
+    topologies: tuple[tuple[int, ...], ...] = ()
+    most_chips: int = 0
     # Of a GPU, measured: the shares of the peaks that copies and products achieve, and the time of a small kernel.
     copy_share: float = 1.0
     product_share: float = 1.0
     seconds_per_kernel: float = 0.0
 
+    def has(self, topology: tuple[int, ...]) -> bool:
+        """Whether there are such slices, or on a GPU as many devices."""
+        if self.rank == 0:
+            return len(topology) == 1 and 0 < topology[0] <= (self.most_devices or 1)
+        return topology in self.topologies or (
+            len(topology) == self.rank == 3
+            and all(size > 0 and size % 4 == 0 for size in topology)
+            and math.prod(topology) <= self.most_chips
+        )
+
+    @property
+    def offer(self) -> str:
+        """The topologies that there are, in words."""
+        if self.rank == 0:
+            return f"1 to {self.most_devices}"
+        named = ", ".join("x".join(map(str, sizes)) for sizes in self.topologies)
+        if self.most_chips:
+            named += f", and multiples of four up to {self.most_chips:,} chips"
+        return named
+
+
+# https://cloud.google.com/tpu/docs/v5e, /v6e, /v5p, /tpu7x
+_SLICES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_SLICES_3D = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 CHIPS = {
     chip.name: chip
@@ -59,6 +86,7 @@ CHIPS = {
             clock=197e12 / (4 * 2 * 128**2),
             link_bytes_per_second=50e9,
             seconds_per_step=_ICI_HOP,
+            topologies=_SLICES_2D,
         ),
         Chip(
             name="v5p",
@@ -71,6 +99,8 @@ CHIPS = {
             link_bytes_per_second=100e9,
             seconds_per_step=_ICI_HOP,
             rank=3,
+            topologies=_SLICES_3D,
+            most_chips=8960,
         ),
         Chip(
             name="v6e",
@@ -82,6 +112,7 @@ CHIPS = {
             clock=918e12 / 2**19,
             link_bytes_per_second=100e9,
             seconds_per_step=_ICI_HOP,
+            topologies=_SLICES_2D,
         ),
         Chip(
             name="tpu7x",
@@ -96,6 +127,8 @@ CHIPS = {
             devices_per_chip=2,
             links_within_chip=6,
             rank=3,
+            topologies=_SLICES_3D,
+            most_chips=9216,
         ),
         # NVIDIA H200 SXM data sheet. jax allocates three quarters of the memory that the driver reports, unless
         # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. NVLink has 900 GB/s in both directions together; switches
@@ -187,8 +220,10 @@ def parse_target(text: str) -> Target:
     if not topology and chip.rank == 0:
         return Target(chip, ())
     sizes = topology.split("x")
-    most = chip.most_devices or math.inf
-    if len(sizes) == max(1, chip.rank) and all(s.isdigit() and 0 < int(s) <= most for s in sizes):
-        return Target(chip, tuple(map(int, sizes)))
-    example = f"{name}:{chip.most_devices or 'x'.join('221'[: chip.rank])}"
-    raise ValueError(f"{text!r} is not a target with this chip; write it like {example}")
+    if len(sizes) != max(1, chip.rank) or not all(map(str.isdecimal, sizes)):
+        example = f"{name}:{chip.most_devices or 'x'.join('221'[: chip.rank])}"
+        raise ValueError(f"{text!r} is not a target with this chip; write it like {example}")
+    target = Target(chip, tuple(map(int, sizes)))
+    if not chip.has(target.topology):
+        raise ValueError(f"there is no {target.name}; of {name} there are {chip.offer}")
+    return target

@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.bench import results
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.workloads import random_prompt
 from jaxpage.demo import checkpoint, evaluate
 from jaxpage.outputs import CompletionOutput, Logprob
@@ -77,8 +78,7 @@ def main(bench: AccuracyBench) -> None:
 
 def measure(bench: AccuracyBench) -> dict[str, Any]:
     """By KV dtype: "accuracy" by suite (0 to 1), "differences" by family. Raises ValueError for bad sizes or suites."""
-    if bench.questions < 1 or bench.num_tokens < 1:
-        raise ValueError(f"questions and num_tokens must be positive: {bench}")
+    check_least(bench, questions=1, num_tokens=1)
     if unknown := set(bench.suites) - set(evaluate.SUITES):
         raise ValueError(f"no suite {sorted(unknown)}; there are {', '.join(evaluate.SUITES)}")
     families = {name: differences(config, bench) for name, config in FAMILIES.items()}

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.bench import results
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.offline import CACHE, machine
 from jaxpage.bench.subprocess_rpc import RemoteObject
 from jaxpage.tiny import write_checkpoint
@@ -74,9 +75,10 @@ def measure(bench: EmbedBench) -> dict[str, Any]:
     Includes processor seconds, which remain comparable if something else runs at the same time.
     """
     if not (2 < bench.min_len <= bench.max_len <= BERT_BASE["max_position_embeddings"]):
-        raise ValueError(f"min_len={bench.min_len} and max_len={bench.max_len} must be in 3..512")
-    if min(bench.num_texts, bench.rounds, bench.num_layers) < 1:
-        raise ValueError(f"num_texts, rounds and num_layers must be positive: {bench}")
+        raise ValueError(
+            f"--min-len and --max-len must be in 3..512, in this order, got {bench.min_len} and {bench.max_len}"
+        )
+    check_least(bench, num_texts=1, rounds=1, num_layers=1, threads=1)
     folder = checkpoint(bench.num_layers)
     texts = make_texts(bench)
     engines = [_OURS] + ([_THEIRS] if bench.python else [])

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from jaxpage.bench import results
 from jaxpage.bench.engines import run_llm
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.offline import Shape, checkpoint, machine
 from jaxpage.bench.workloads import equal_requests
 from jaxpage.flags import EngineFlags, given_options
@@ -42,9 +43,7 @@ def main(bench: LatencyBench) -> None:
 
 def measure(bench: LatencyBench) -> dict[str, Any]:
     """Seconds of each iteration and their percentiles, under vLLM's names. Raises ValueError for bad sizes."""
-    sizes = (bench.input_len, bench.output_len, bench.batch_size, bench.num_iters)
-    if min(*sizes, bench.num_iters_warmup + 1) < 1:
-        raise ValueError(f"sizes and iterations must be positive: {bench}")
+    check_least(bench, input_len=1, output_len=1, batch_size=1, num_iters_warmup=0, num_iters=1)
     folder, config = checkpoint(bench.shape, bench.model)
     from jaxpage.llm import LLM
     from jaxpage.sampling_params import SamplingParams

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from jaxpage.bench import results
 from jaxpage.bench.engines import Work, run_llm
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.offline import Shape, checkpoint, engine_options, machine
 from jaxpage.bench.workloads import equal_requests, run_interleaved
 from jaxpage.weights.safetensors import open_checkpoint
@@ -51,9 +52,7 @@ def main(bench: LoraBench) -> None:
 
 def measure(bench: LoraBench) -> dict[str, Any]:
     """Output tokens per second of both engines, and seconds of each round. Raises ValueError for bad sizes."""
-    sizes = (bench.num_adapters, bench.rank, bench.batch_size, bench.input_len, bench.output_len)
-    if min(*sizes, bench.rounds) < 1:
-        raise ValueError(f"sizes and rounds must be positive: {bench}")
+    check_least(bench, num_adapters=1, rank=1, batch_size=1, input_len=1, output_len=1, rounds=1)
     folder, config = checkpoint(bench.shape, bench.model)
     from jaxpage import LLM, LoRARequest, SamplingParams
 

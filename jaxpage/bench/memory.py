@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxpage.bench import results
 from jaxpage.bench.engines import Work, run_llm
+from jaxpage.bench.flags import check_above_zero, check_least
 from jaxpage.bench.host_engine import make_scheduler, run
 from jaxpage.bench.offline import Shape, checkpoint
 from jaxpage.bench.workloads import MAX_NUM_SEQS, run_interleaved, workloads
@@ -65,9 +66,8 @@ def main(bench: MemoryBench) -> None:
 
 def measure(bench: MemoryBench) -> dict[str, Any]:
     """Everything that is printed, and each round's seconds. Raises ValueError for bad sizes."""
-    sizes = (*bench.decode_steps, bench.block_size, bench.rounds)
-    if not bench.decode_steps or min(sizes) < 1 or bench.scale <= 0:
-        raise ValueError(f"sizes, rounds and scale must be positive: {bench}")
+    check_least(bench, block_size=1, decode_steps=1, rounds=1)
+    check_above_zero(bench, "scale")
     work = _mixed(bench, VOCAB_SIZE, 0)
     wastes = [waste(work, bench.block_size, steps) for steps in bench.decode_steps]
     half = max(found["num_blocks"] for found in wastes) // 2

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from jaxpage import tiny
 from jaxpage.bench import peaks, results
+from jaxpage.bench.flags import check_above_zero, check_least
 from jaxpage.bench.peers import PEERS, PeerProcess, engine_of
 from jaxpage.bench.workloads import Workload, run_interleaved, workloads
 
@@ -100,14 +101,14 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
 
     Raises ValueError for an unknown workload and for a peer that is not installed, RuntimeError if a peer fails.
     """
+    check_least(bench, rounds=1, threads=1)
+    check_above_zero(bench, "scale")
+    python = pythons(bench.python)
     folder, config = checkpoint(bench.shape, bench.model)
     known = workloads(config["vocab_size"], bench.scale)
     chosen = split(bench.workloads) or list(known)
     if unknown := set(chosen) - set(known):
         raise ValueError(f"no workload {sorted(unknown)}; there are {', '.join(known)}")
-    if bench.rounds < 1 or bench.scale <= 0:
-        raise ValueError(f"rounds ({bench.rounds}) and scale ({bench.scale}) must be positive")
-    python = pythons(bench.python)
     report: dict[str, Any] = {
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(bench).items()},
         "config": config,

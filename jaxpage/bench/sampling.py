@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.bench import device_time, peaks, results
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.workloads import random_prompt
 from jaxpage.kv_groups import group_layers
 from jaxpage.plan import Admission
@@ -108,10 +109,7 @@ def measure(bench: SamplingBench) -> dict[str, Any]:
     """Milliseconds of each case, microseconds of each mask. Raises ValueError for bad sizes."""
     if bench.tiny:
         bench = replace(bench, vocab_size=2048, rows=4, context=32, repeats=2, masks=20)
-    if min(bench.vocab_size - 1023, bench.rows, bench.context - 1, bench.repeats, bench.masks) < 1:
-        raise ValueError(
-            f"sizes must be positive, the context 2 or more, the vocabulary 1,024 or more: {bench}"
-        )
+    check_least(bench, vocab_size=1024, rows=1, context=2, repeats=1, masks=1, threads=1)
     return {
         "vocab_size": bench.vocab_size,
         "rows": bench.rows,

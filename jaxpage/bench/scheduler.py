@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.bench import results
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.host_engine import InstantRunner, make_scheduler
 from jaxpage.bench.workloads import random_prompt
 from jaxpage.checkpoint_config import load_hf_config
@@ -63,9 +64,7 @@ def main(bench: SchedulerBench) -> None:
 
 def measure(bench: SchedulerBench) -> dict[str, Any]:
     """Microseconds of each part of each step, by rows. Raises ValueError for bad sizes."""
-    sizes = (*bench.rows, bench.context - 1, bench.steps, bench.block_size)
-    if not bench.rows or min(sizes) < 1:
-        raise ValueError(f"sizes must be positive, and the context 2 tokens or more: {bench}")
+    check_least(bench, rows=1, context=2, steps=1, block_size=1)
     most = max(bench.rows)
     kinds = RequestOutputKind if bench.requests else ()
     return {

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm import tqdm
 
 from jaxpage.bench import results
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.serve_client import Outcome, ask, first_model, open_session
 from jaxpage.bench.serve_data import Call, Dataset, arrivals, draw
 from jaxpage.bench.serve_report import Report, parse_limits
@@ -52,9 +53,7 @@ class ServeBench:
     data: Dataset = field(default_factory=Dataset)
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_concurrency"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_least(self, num_prompts=1, max_concurrency=1, num_warmups=0)
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.bench import results
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.offline import Shape, checkpoint, machine
 from jaxpage.bench.peers import starts
 from jaxpage.bench.workloads import MAX_NUM_SEQS
@@ -43,8 +44,7 @@ def main(bench: StartupBench) -> None:
 
     Raises RuntimeError if a start fails.
     """
-    if bench.rounds < 1:
-        raise ValueError(f"rounds ({bench.rounds}) must be positive")
+    check_least(bench, rounds=1, threads=1)
     options = given_options(bench.engine, EngineFlags)
     folder, _ = checkpoint(bench.shape, bench.model)
     rounds = [

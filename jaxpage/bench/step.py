@@ -22,6 +22,7 @@ import jax
 from jaxpage import LLM, SamplingParams
 from jaxpage.aot.hlo import parse
 from jaxpage.bench import results
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.offline import Shape, checkpoint
 from jaxpage.bench.workloads import random_prompt
 
@@ -57,8 +58,7 @@ def main(bench: StepBench) -> None:
 
 def measure(bench: StepBench) -> dict[str, Any]:
     """Milliseconds of a step and of its parts, by batch. Raises ValueError for bad sizes."""
-    if not bench.batch or min(*bench.batch, bench.context - 1) < 1:
-        raise ValueError(f"batches must be positive, and the context 2 tokens or more: {bench}")
+    check_least(bench, batch=1, context=2)
     folder, _ = checkpoint(bench.shape, bench.model)
     llm = LLM(
         str(folder),

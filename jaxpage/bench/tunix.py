@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxpage import SamplingParams
 from jaxpage.bench import results
+from jaxpage.bench.flags import check_least
 from jaxpage.bench.offline import machine
 from jaxpage.config import EngineConfig
 from jaxpage.engine_spec import make_engine_spec
@@ -74,8 +75,7 @@ def main(bench: TunixBench) -> None:
 
 def measure(bench: TunixBench) -> dict[str, Any]:
     """For each size and engine: rates, seconds, update times, KV bytes, and differences from the trainer."""
-    if min(*bench.groups, bench.group_size, bench.input_len, bench.mean_len, bench.rounds) < 1:
-        raise ValueError(f"sizes and rounds must be positive: {bench}")
+    check_least(bench, groups=1, group_size=1, input_len=1, mean_len=1, rounds=1)
     with tempfile.TemporaryDirectory() as folder:
         _write_config(bench, folder)
         actor = _actor(bench)

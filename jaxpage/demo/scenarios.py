@@ -82,7 +82,7 @@ def ask_one_by_one(
         output = stream(llm, prompt, GREEDY, lambda piece: console.out(piece, end=""))
         answers.append(Answer(turn, output))
         console.print(answers[-1].verdict)
-        console.print(describe(output), style="dim")
+        console.print(describe(output, GREEDY.max_tokens), style="dim")
     first, *others = (answer.first_token_ms for answer in answers)
     median = statistics.median(others)
     console.print(

@@ -69,12 +69,20 @@ def _initialize(options: EngineConfig) -> None:
             "process_id": options.node_rank,
             "cluster_detection_method": "deactivate",
         }
-    jax.distributed.initialize(
-        **found,
-        initialization_timeout=JOIN_SECONDS,
-        heartbeat_timeout_seconds=_JAX_SILENCE_SECONDS,
-        shutdown_timeout_seconds=_JAX_SHUTDOWN_SECONDS,
-    )
+    try:
+        jax.distributed.initialize(
+            **found,
+            initialization_timeout=JOIN_SECONDS,
+            heartbeat_timeout_seconds=_JAX_SILENCE_SECONDS,
+            shutdown_timeout_seconds=_JAX_SHUTDOWN_SECONDS,
+        )
+    except ValueError as error:
+        if found:
+            raise
+        raise ValueError(
+            f"nnodes={options.nnodes}, but jax does not find the other hosts by itself here ({error}); give each host "
+            "dist_init_addr=HOST:PORT, an address of host 0 with a free port, and its node_rank"
+        ) from None
 
 
 def _listen(host: str, num_hosts: int, store) -> dict[int, Connection]:

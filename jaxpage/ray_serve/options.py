@@ -29,8 +29,10 @@ def read_args(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerOptions]:
 def for_replicas(options: ServerOptions) -> ServerOptions:
     """The options for servers that share their clients. Raises ValueError for unsupported ones.
 
-    The file of keys is read here, so other machines do not need it.
+    The file of keys is read here, so other machines do not need it. The TLS files are checked here: Ray's proxies would
+    report a fault only after the start. Folders of adapters are those of the replicas' machines.
     """
+    _ = options.ssl_context
     if options.max_stored_responses not in (0, ServerOptions.max_stored_responses):
         raise ValueError(
             f"max_stored_responses={options.max_stored_responses}: with Ray responses are not stored, as a replica "

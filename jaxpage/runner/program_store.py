@@ -43,7 +43,7 @@ class ProgramStore:
         self.folder = folder_of(root, facts)
         self._root, self._facts, self._devices = root, facts, list(devices)
         self._files = VerifiedFiles(FORMAT)
-        self._readable = bool(devices) and self.folder.is_dir() and _is_private(self.folder)
+        self._readable = bool(devices) and _is_there(self.folder) and _is_private(self.folder)
 
     def load(self, name: str) -> jax.stages.Compiled | None:
         """The executable, if it is stored, undamaged, and can run on these devices."""
@@ -73,11 +73,11 @@ class ProgramStore:
 
     def has(self, name: str) -> bool:
         """Whether there is a file of the executable."""
-        return self._path(name).exists()
+        return os.path.exists(self._path(name))
 
     def why_empty(self) -> str | None:
         """Which facts of the stored executables differ; None if some have these facts, or none are stored at all."""
-        if self.folder.is_dir():
+        if _is_there(self.folder):
             return None if _is_private(self.folder) else f"{self.folder} can be written by others"
         nearest = min(_all_facts(self._root), key=lambda x: len(self._differences(x)), default=None)
         if nearest is None:
@@ -141,7 +141,7 @@ class Survey:
 def survey(root: Path) -> Survey:
     """Check every executable under `root` without running it."""
     files = VerifiedFiles(FORMAT)
-    folders = [path.parent for path in root.glob("*/facts.json")]
+    folders = [path.parent for path in _facts_under(root)]
     programs = [path for folder in folders for path in folder.glob("*.program")]
     return Survey(
         num_sets=len(folders),
@@ -158,8 +158,12 @@ def folder_of(root: Path, facts: Facts) -> Path:
     return root / hashlib.sha256(FORMAT + text).hexdigest()[:24]
 
 
+def _facts_under(root: Path) -> list[Path]:
+    return list(root.glob("*/facts.json")) if _is_there(root) else []
+
+
 def _all_facts(root: Path) -> list[dict[str, Any]]:
-    found = (_read_json(path) for path in root.glob("*/facts.json"))
+    found = map(_read_json, _facts_under(root))
     return [facts for facts in found if isinstance(facts, dict)]
 
 
@@ -178,6 +182,11 @@ def _shortened(old: str | None, new: str | None) -> str:
     same = len(os.path.commonprefix([old, new]))
     start = max(0, same - 24)
     return f"...{old[start : same + 24]}... is there, this is ...{new[start : same + 24]}..."
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether there is such a folder. `Path.is_dir` would raise PermissionError in a parent that cannot be searched."""
+    return os.path.isdir(folder)
 
 
 def _is_private(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxpage.models.config import ModelConfig
@@ -41,8 +42,8 @@ def save(model: CausalLM, folder: str | Path, *, files: str | Path, format: str)
     """Write a model's parameters, in their dtypes, to a folder that does not exist. Returns the folder.
 
     files: a folder with the matching config.json and tokenizer files. format: "safetensors" or "orbax". Raises
-    ValueError if `folder` exists, if the model has no values yet, or if its projections are joined or quantized, as in
-    an engine.
+    ValueError if `folder` exists, if its disk is full, if the model has no values yet, or if its projections are joined
+    or quantized, as in an engine.
     """
     arrays = {path: variable.get_value() for path, variable in variables(model).items()}
     for path, array in arrays.items():
@@ -72,6 +73,7 @@ def write(
     if not (Path(files) / "config.json").is_file():
         raise ValueError(f"{files} has no config.json, which belongs to the weights")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(folder.parent, sum(array.nbytes for array in arrays.values()))
     around = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         draft = around / folder.name
@@ -81,6 +83,16 @@ def write(
     finally:
         shutil.rmtree(around, ignore_errors=True)
     return folder
+
+
+def _check_space(folder: Path, num_bytes: int) -> None:
+    """Raise ValueError if there is no room for so many bytes. Orbax would print tracebacks of its threads."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise ValueError(
+            f"the weights take {num_bytes / 1e9:.3g} GB, but the disk of {folder} has {free / 1e9:.3g} GB free; "
+            "free some, or name a folder on another disk"
+        )
 
 
 def nested(flat: Mapping[str, Value]) -> dict[str, Any]:
@@ -201,5 +213,8 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         name: np.ascontiguousarray(np.concatenate([part.read(host) for part in parts]))
         for name, parts in tensors.items()
     }
-    save_file(values, path, metadata={"format": "pt"})
+    try:
+        save_file(values, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # whatever the system said, such as that the disk is full
+        raise OSError(f"{path.name} cannot be written: {error}") from None
     path.chmod(0o644)

@@ -113,6 +113,16 @@ def test_what_does_not_fit_says_what_would():
     assert estimate(smaller).changes == ("--max-model-len 25000", "--tp 2")
 
 
+def test_a_step_that_only_the_kernel_makes_fit_names_the_block_sizes():
+    """XLA's copies of the pool took all memory: neither a shorter length nor int8 would help."""
+    reason = "the TPU kernel needs a block_size that is a power of two and at least 16, not 7"
+    large = {"temp_bytes": 10 * GB, "num_blocks": 2000}
+    estimated = estimate(measured(attention=f"plain XLA: {reason}", **large))
+    assert not estimated.fits and estimated.pool_bytes == 0
+    assert estimated.changes == (f"the attention kernel instead of plain XLA: {reason}",)
+    assert "larger chip" in estimate(measured(**large)).changes[0]
+
+
 def test_everything_is_shown():
     facts = measured()
     text = show(facts, estimate(facts))
@@ -143,12 +153,25 @@ def test_targets_are_chips_and_topologies(text, num_devices):
     assert target.num_devices == num_devices and target.name == text.lower()
 
 
-@pytest.mark.parametrize(
-    "text", ["v9:2x2", "v6e", "v6e:2", "v6e:2x2x1", "v6e:axb", "h200:16", "h200:2x4", "v6e:0x2"]
-)
+@pytest.mark.parametrize("text", ["v9:2x2", "v6e", "v6e:2", "v6e:2x2x1", "v6e:axb", "h200:2x4"])
 def test_other_targets_are_refused(text):
     with pytest.raises(ValueError, match="no chip|like"):
         parse_target(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "others"),
+    [
+        *((f"v6e:{size}", "1x1, 2x2, 2x4, .*16x16$") for size in ("3x5", "64x64", "0x2")),
+        ("v5p:3x3x3", "1x1x1, 2x2x1, .*, and multiples of four up to 8,960 chips"),
+        ("tpu7x:64x64x4", ".*, and multiples of four up to 9,216 chips"),
+        ("h200:16", "1 to 8"),
+    ],
+)
+def test_topologies_that_do_not_exist_are_refused(text, others):
+    with pytest.raises(ValueError, match=f"there is no {text}; of .* there are {others}"):
+        parse_target(text)
+    assert parse_target("v5p:4x4x8").num_chips == 128
 
 
 def test_every_chip_has_plausible_numbers():

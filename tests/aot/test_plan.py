@@ -136,6 +136,11 @@ def test_a_model_that_does_not_fit_is_told_by_the_exit_code(config, capsys):
     assert "It does not fit" in capsys.readouterr().out
 
 
+def test_divisions_are_not_explained(config):
+    with pytest.raises(ValueError, match="--explain needs compiled steps, and --tp auto"):
+        run(config, target="v6e:2x2", tp="auto", explain=True)
+
+
 def test_more_devices_than_there_are_is_refused(config):
     with pytest.raises(ValueError, match="has 4 devices; --tp 8"):
         run(config, target="v6e:2x2", tp=8)

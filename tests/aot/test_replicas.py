@@ -73,7 +73,8 @@ def test_what_does_not_fit_is_shown_and_not_chosen():
     lines = show_divisions([small, large]).splitlines()
     assert " no " in lines[3] and " yes " in lines[4]
     assert "Best: --tp 2, 2 replica(s)" in lines[-1] and "90%" in lines[-1]
-    assert "None fits" in show_divisions([small])
+    end = show_divisions([small, division(2, weight_bytes=8 * GB)]).splitlines()[-1]
+    assert end.startswith("None fits: no sequence of max_model_len=100000. --tp 2 would with --")
 
 
 def test_the_parts_of_a_step_are_shown():

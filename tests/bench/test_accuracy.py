@@ -71,8 +71,8 @@ def test_distances_are_those_of_the_same_ids_after_the_same_prefixes(monkeypatch
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"questions": 0}, "positive"),
-        ({"num_tokens": 0}, "positive"),
+        ({"questions": 0}, "--questions must be at least 1, got 0"),
+        ({"num_tokens": 0}, "--num-tokens must be at least 1, got 0"),
         ({"suites": ("look-up 8", "chess")}, r"no suite \['chess'\]; there are look-up 1,"),
     ],
 )

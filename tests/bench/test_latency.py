@@ -73,13 +73,20 @@ def test_percentiles_are_of_the_iterations_that_count(made):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--batch-size 0", "--num-iters 0", "--num-iters-warmup -1"],
+    ("flags", "told"),
+    [
+        ("--batch-size 0", "--batch-size must be at least 1, got 0"),
+        ("--num-iters 0", "--num-iters must be at least 1, got 0"),
+        ("--num-iters-warmup -1", "--num-iters-warmup must be at least 0, got -1"),
+        ("--json nowhere/x.json", "--json nowhere/x.json cannot be written: No such file"),
+        ("--json .", "--json . cannot be written: Is a directory"),
+    ],
 )
-def test_what_cannot_be_measured_is_refused(made, capsys, flags):
+def test_what_cannot_be_measured_or_written_is_refused(made, capsys, flags, told):
     command = f"bench latency --model {checkpoint()} {flags}"
     assert cli.main(command.split()) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and made == []
+    error = capsys.readouterr().err
+    assert error.startswith(f"jaxpage: {told}") and error.count("\n") == 1 and made == []
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_the_adapters_are_whole(tmp_path):
 
 
 def test_sizes_and_options_are_checked(made, capsys):
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="--rank must be at least 1, got 0"):
         lora.measure(LoraBench(model=checkpoint(), **SMALL | {"rank": 0}))
     assert cli.main(["bench", "lora", "--model", str(checkpoint()), "--options", "[1]"]) == 2
     assert "options must be a JSON object" in capsys.readouterr().err

@@ -75,7 +75,10 @@ def test_everything_is_printed_and_written(tmp_path, capsys):
 
 @pytest.mark.parametrize("sizes", [{"rounds": 0}, {"scale": 0}, {"decode_steps": ()}])
 def test_sizes_that_measure_nothing_are_refused(sizes):
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(
+        ValueError,
+        match=r"--(rounds|scale|decode-steps) must be .* (1|0), got (0|none)$",
+    ):
         memory.measure(MemoryBench(**sizes))
 
 

@@ -113,6 +113,21 @@ def test_unknown_names_and_engines_that_are_not_there_are_refused(monkeypatch):
         offline.main(bench(compare=("vllm",), python=("vllm=/no/python",)))
 
 
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ({"scale": 0.0}, "--scale must be a finite number above 0, got 0.0"),
+        ({"scale": float("inf")}, "--scale must be a finite number above 0, got inf"),
+        ({"rounds": 0}, "--rounds must be at least 1, got 0"),
+        ({"python": ("x",)}, "python must be ENGINE=EXECUTABLE"),
+    ],
+)
+def test_bad_flags_are_refused_before_a_checkpoint_is_written(flag, told, monkeypatch):
+    monkeypatch.setattr(offline, "checkpoint", lambda *args: pytest.fail("written"))
+    with pytest.raises(ValueError, match=told):
+        offline.measure(OfflineBench(**flag), ["jaxpage"])
+
+
 def test_rounds_alternate_and_the_first_does_not_count():
     calls = []
     works = [[Work(prompts=[[i]], num_tokens=[1], static_batch=1)] for i in range(3)]

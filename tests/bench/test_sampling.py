@@ -62,7 +62,9 @@ def test_medians_are_compared_with_the_plain_step_and_with_the_floor():
 
 @pytest.mark.parametrize("sizes", [{"rows": 0}, {"context": 1}, {"masks": 0}, {"vocab_size": 500}])
 def test_sizes_that_measure_nothing_are_refused(sizes):
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(
+        ValueError, match="--(rows|context|masks|vocab-size) must be at least (1|2|1024), got"
+    ):
         sampling.measure(SamplingBench(**sizes))
 
 

@@ -281,7 +281,7 @@ def test_data_that_cannot_be_had_is_refused(fields):
     ],
 )
 def test_impossible_options_are_refused(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
+    with pytest.raises(ValueError, match=next(iter(fields)).replace("_", "[-_]")):
         ServeBench(**fields)
     trace = Dataset(dataset_name="trace")
     with pytest.raises(ValueError, match="--request-rate"):

@@ -66,4 +66,4 @@ def test_one_round_has_no_range():
 
 def test_no_rounds_are_refused(capsys):
     assert cli.main(["bench", "startup", "--rounds", "0"]) == 2
-    assert "rounds (0) must be positive" in capsys.readouterr().err
+    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err

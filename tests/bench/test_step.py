@@ -25,7 +25,7 @@ def test_operations_are_added_up_by_part_and_containers_are_left_out():
 
 
 def test_a_batch_of_none_is_refused():
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="--batch must be at least 1, got 0"):
         step.measure(step.StepBench(batch=(0,)))
 
 

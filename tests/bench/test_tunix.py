@@ -45,5 +45,5 @@ def test_the_table_has_both_engines_and_their_ratio():
 
 
 def test_sizes_that_are_not_positive_are_refused():
-    with pytest.raises(ValueError, match="must be positive: .*groups=.0,."):
+    with pytest.raises(ValueError, match="--groups must be at least 1, got 0"):
         tunix.measure(TunixBench(groups=(0,)))

@@ -6,12 +6,15 @@ Programs are compiled at their first use here, so that only those in use are.
 from __future__ import annotations
 
 import io
+import random
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
 
 from jaxpage.demo import checkpoint, scenarios
 from jaxpage.demo.show import Shown, manifest, num_parameters, show
+from jaxpage.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from jaxpage.runner.programs import ProgramRecord
 
 
@@ -42,6 +45,36 @@ def test_answers_are_compared_with_the_table(shown):
     assert shown[1].count("✓") == sum(answer.is_right for answer in shown[0].table)
     num_right = sum(answer.is_right for answer in shown[0].batch)
     assert f"{num_right} of 32 answers were right" in shown[1]
+
+
+def test_an_answer_as_long_as_allowed_did_not_run_out_of_room(monkeypatch):
+    """The demo's limit is `max_tokens`, not the model's length."""
+    limit = scenarios.GREEDY.max_tokens
+    answer = CompletionOutput(
+        index=0,
+        text="?",
+        token_ids=[5] * limit,
+        cumulative_logprob=None,
+        logprobs=None,
+        finish_reason="length",
+    )
+    output = RequestOutput(
+        request_id="0",
+        prompt=None,
+        prompt_token_ids=[1],
+        outputs=[answer],
+        finished=True,
+        num_cached_tokens=0,
+        metrics=RequestStateStats(),
+    )
+    monkeypatch.setattr(scenarios, "stream", lambda *args: output)
+    monkeypatch.setattr(scenarios, "_render", lambda *args: [1])
+    monkeypatch.setattr(scenarios.Answer, "first_token_ms", 1.0)
+    screen = io.StringIO()
+    scenarios.ask_one_by_one(
+        MagicMock(), Console(file=screen, width=200), random.Random(0), num_rows=8, num_questions=2
+    )
+    assert screen.getvalue().count(f"cut off: max_tokens={limit}") == 2
 
 
 @pytest.mark.slow

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from jaxpage.config import EngineConfig
 from jaxpage.hosts import group as group_module
 from jaxpage.hosts.agreement import smallest
 from jaxpage.hosts.errors import HostLostError
 from jaxpage.hosts.group import differences
+from jaxpage.hosts.join import join
 from jaxpage.runner.calls import Call
 from jaxpage.runner.recording import parse, read_calls
 from tests.hosts.pairs import connections, group
@@ -196,3 +198,13 @@ def test_an_engine_that_has_ended_takes_no_calls(hosts, monkeypatch):
     with pytest.raises(HostLostError, match="has ended"):
         with hosts[0].executing([]):
             pass
+
+
+def test_hosts_that_jax_does_not_find_must_be_named(monkeypatch):
+    def initialize(**options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    monkeypatch.setattr("jax.config.update", lambda *args: None)
+    with pytest.raises(ValueError, match="nnodes=2, but jax does not .* dist_init_addr=HOST:PORT"):
+        join(EngineConfig(model="m", nnodes=2))

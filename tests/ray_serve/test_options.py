@@ -51,6 +51,14 @@ def test_impossible_arguments_are_told(args, named):
         read_args(args)
 
 
+def test_what_a_replica_or_a_proxy_would_refuse_is_told_before_the_start(tmp_path, capsys):
+    args = ["serve", "m", "--backend", "ray", "--lora-modules", f"a={tmp_path}"]
+    assert cli.main(args) == 2
+    assert "lora_modules names 1 adapter(s)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="ssl_certfile=.*none' cannot be read"):
+        for_replicas(ServerOptions(ssl_certfile=tmp_path / "none"))
+
+
 def test_keys_are_read_where_the_file_is(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one\ntwo\n")

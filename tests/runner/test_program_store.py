@@ -125,6 +125,18 @@ def test_a_folder_that_cannot_be_written_costs_the_programs_and_nothing_else(tmp
     assert sizes.remember("a", never) == 5
 
 
+def test_a_folder_that_cannot_be_looked_at_is_not_read(tmp_path, monkeypatch):
+    """Its parent is another user's. Tests may run as root, who can look everywhere."""
+
+    def refused(path, *args, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.stat", refused)
+    store = store_in(tmp_path / "theirs")
+    assert store.load(NAME) is None and store.why_empty() is None and not store.has(NAME)
+    assert survey(tmp_path / "theirs").num_sets == 0
+
+
 def test_programs_for_a_target_are_saved_and_never_run_here(tmp_path):
     store = ProgramStore(tmp_path, FACTS)
     compile_program(NAME, lowering, store)

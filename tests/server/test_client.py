@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import io
+import threading
 
 import pytest
 from rich.console import Console
@@ -57,6 +59,25 @@ def test_keys_and_servers_that_are_not_there(llm):
         assert len(pieces) > 2
         with pytest.raises(ValueError, match="a key is needed"):
             complete(Remote(url=url), ("x",), pieces.append)
+
+
+@pytest.mark.parametrize("answer", ["<html>", "{}", '{"data": []}', "[]"])
+def test_a_server_of_something_else_is_told(answer):
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        remote = Remote(url=f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(ValueError, match="is not a server of OpenAI's API: it answers 200"):
+            converse(remote, Console(file=io.StringIO()), lambda: "/exit")
+        server.shutdown()
 
 
 def test_without_a_server_no_prompt_is_shown():

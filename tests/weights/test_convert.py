@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -144,6 +145,25 @@ def test_a_checkpoint_that_does_not_fit_is_not_converted(demo, tmp_path):
         convert(source, tmp_path / "target")
     assert cli.main(["convert", str(demo), str(source)]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_a_full_disk_is_told_in_one_line(demo, tmp_path, monkeypatch, capsys, format):
+    """Before anything is written; or while it is written, if others fill the disk meanwhile."""
+    args = ["convert", str(demo), str(tmp_path / "target"), "--format", format]
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1_000_000))
+        assert cli.main(args) == 2
+    assert "GB, but the disk of" in (told := capsys.readouterr().err) and told.count("\n") == 1
+
+    def full(*args, **options):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    if format == "safetensors":
+        monkeypatch.setattr(save_module, "save_file", full)
+        assert cli.main(args) == 2
+        assert "model.safetensors cannot be written: I/O error: No space" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
