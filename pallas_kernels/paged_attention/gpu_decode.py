@@ -58,6 +58,7 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     normalised,
     scores,
     weights,
+    without_zeros,
 )
 from pallas_kernels.wgmma import Ref, filled, load, product, store
 
@@ -155,7 +156,8 @@ class _Sums(NamedTuple):
     """Of the tiles so far, in registers.
 
     With k = (n - z) s for stored n, zero z and scale s, q.k = s (q.n - z sum(q)). Likewise p v = p s n - p s z, whose
-    two parts are summed apart. n is centred (`Source.widen`), so that rounding p s costs no more than rounding p.
+    two parts are summed apart. n is centred (`Source.widen`) and s is large enough (`Source.boost`), so that rounding
+    p s costs no more than rounding p.
     """
 
     accs: tuple  # float32[columns of a piece, G]: weights times V, of quantised pools n
@@ -214,7 +216,8 @@ class _Program:
         accs, m, total, zeros = lax.fori_loop(0, at.num_tiles, step, begin)
         if zeros is not None:
             zeros = zeros.sum(axis=0)
-            accs = tuple(acc - lax.broadcast_in_dim(zeros, acc.shape, [1]) for acc in accs)
+            boost = plan.source.boost(queries.dtype)
+            accs = tuple(without_zeros(acc, zeros, boost, axis=1) for acc in accs)
         total, starts = total.sum(axis=0), self.inputs.items.starts
         is_only = starts[at.row + 1] - starts[at.row] == 1
         pl.when(is_only)(lambda: self._store_result(at, accs, m, total))
@@ -275,8 +278,8 @@ class _Program:
         by_key = partial(lax.broadcast_in_dim, shape=carry.total.shape, broadcast_dimensions=[0])
         by_head = partial(lax.broadcast_in_dim, shape=carry.total.shape, broadcast_dimensions=[1])
 
-        def factors(stages: Stages, column):
-            found = source.factors(stages, stage, 0, column, start, (at.low, at.high))
+        def factors(stages: Stages, column, boost=1.0):
+            found = source.factors(stages, stage, 0, column, start, (at.low, at.high), boost)
             return tuple(by_key(each) for each in found)
 
         s = product(self._keys(stage), queries.transpose((1, 0)))
@@ -289,7 +292,8 @@ class _Program:
         total, zeros = carry.total * by_head(rescale) + p, carry.zeros
         plgpu.barrier_wait(memory.values.ready.at[stage])
         if zeros is not None:
-            scale, zero = factors(memory.values, 2 * at.head + 1)
+            boost = source.boost(queries.dtype)
+            scale, zero = factors(memory.values, 2 * at.head + 1, boost)
             p = p * scale
             zeros = zeros * by_head(rescale) + p * zero
         memory.weights.transpose((1, 0))[...] = p.astype(queries.dtype)

@@ -58,6 +58,7 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     normalised,
     scores,
     weights,
+    without_zeros,
 )
 from pallas_kernels.wgmma import (
     Ref,
@@ -213,7 +214,7 @@ class _Program:
         carry = lax.fori_loop(edge, whole, partial(step, masked=False), carry)
         acc, m, total, zeros = lax.fori_loop(whole, at.num_keys, partial(step, masked=True), carry)
         if zeros is not None:
-            acc = acc - lax.broadcast_in_dim(zeros, acc.shape, [0])
+            acc = without_zeros(acc, zeros, plan.source.boost(self.dtype), axis=0)
         if plan.plain:
             pl.when(self.warpgroup == 0)(lambda: _meet(memory.in_turn))
         if plan.in_parts:
@@ -299,6 +300,7 @@ class _Program:
     def _widen(self, number, start, at: Tile):
         """One warpgroup widens the keys, the other the values."""
         plan, memory, bounds = self.plan, self.memory, (at.begin, at.end)
+        boost = plan.source.boost(self.dtype)
 
         def widen(which, ring):
             ring.wait(number)
@@ -307,7 +309,9 @@ class _Program:
             if memory.factors is not None:
                 for row in range(0, plan.tile, 64):
                     column = 2 * at.head + which
-                    found = plan.source.factors(stages, stage, row, column, start, bounds)
+                    found = plan.source.factors(
+                        stages, stage, row, column, start, bounds, boost if which else 1.0
+                    )
                     for i, factor in enumerate(found):
                         store(memory.factors.at[which, i, pl.ds(row, 64)], factor)
             plgpu.commit_smem()

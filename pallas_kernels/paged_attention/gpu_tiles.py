@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_write.quantized import FLOATS, QuantizedPool
+from pallas_kernels.kv_write.quantized import FLOATS, LEVELS, QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
 from pallas_kernels.wgmma import load, piece, swizzle_of, tiled
@@ -73,6 +73,12 @@ def normalised(acc, m, total, sink, axis: int):
     return acc * lax.broadcast_in_dim(share, acc.shape, [axis])
 
 
+def without_zeros(acc, zeros, boost: float, axis: int):
+    """Sums of weights times V from those of a pool with scales: times its integers, and times its zeros."""
+    acc = acc - lax.broadcast_in_dim(zeros, acc.shape, [axis])
+    return acc if boost == 1.0 else acc * (1.0 / boost)
+
+
 class PoolArrays(NamedTuple):
     """A pool as the kernels read it, or in a kernel refs: a row for each slot, K and V of a head side by side."""
 
@@ -116,6 +122,14 @@ class Source:
     @property
     def has_scales(self) -> bool:
         return self.arrays.scale_zero is not None
+
+    def boost(self, dtype) -> float:
+        """What the scales of V are multiplied with, and sums divided by in the end (`without_zeros`).
+
+        A weight times a scale is often below 6e-5, where float16 has ever fewer bits. Boosted it is still below 65,504:
+        weights are at most 1, and scales 2 * 65,504 / levels.
+        """
+        return (LEVELS[self.format] + 1) / 4 if self.has_scales and dtype == jnp.float16 else 1.0
 
     def stages(self, num_stages: int, tile: int) -> Stages:
         """The types of as many stages."""
@@ -193,7 +207,7 @@ class Source:
         upper = wide((x & jnp.uint8(0xF0)) ^ jnp.uint8(128))  # 16 n - 128
         return [wide(x & jnp.uint8(15)) - jnp.bfloat16(8), upper * jnp.bfloat16(1 / 16)]
 
-    def factors(self, stages: Stages, stage, row: int, column, start, inside):
+    def factors(self, stages: Stages, stage, row: int, column, start, inside, boost: float = 1.0):
         """Scale and zero, float32[64] each, of what `widen` left from `row` on; 0 for what is not `inside`."""
         # wgmma's layout has sums, but no columns.
         table = load(
@@ -203,6 +217,7 @@ class Source:
         first = lax.rem(column, jnp.int32(4)) * 2
         scale, zero = (jnp.where(at == first + i, table, 0.0).sum(axis=1) for i in (0, 1))
         kept, offset = _inside(start + row, inside), 128.0 if self.format == "int8" else 8.0
+        scale = scale if boost == 1.0 else scale * boost
         return jnp.where(kept, scale, 0.0), jnp.where(kept, zero - offset, 0.0)
 
 

@@ -30,7 +30,7 @@ import pytest
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import unsupported_jax
-from pallas_kernels.kv_write.quantized import FORMATS
+from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool, quantize
 from pallas_kernels.paged_attention import cases, gpu, gpu_combine, gpu_layout
 from pallas_kernels.paged_attention.cases import Case
 from tests.kernels.paged_attention import PagedAttentionTests, dense_attention, run
@@ -158,6 +158,35 @@ def decoding(case: Case) -> Case:
     """With a query for each row, also for those without keys, as a step that only decodes has them."""
     lens = tuple(int(n > 0) for n in case.kv_lens)
     return replace(case, query_lens=lens, num_padding_tokens=len(lens) - sum(lens))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_small_weights_keep_their_bits_in_float16(format):
+    """Of a first key that takes nearly all weight and has no value, as in trained models."""
+    head_dim = 128 if format == "int4" else 64
+    case = Case(
+        name="",
+        query_lens=(1, 8),
+        kv_lens=(300, 300),
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        block_size=64,
+        dtype="float16",
+    )
+    arguments = cases.arguments(case, poison=False)
+    pool = np.asarray(arguments["pool"], np.float32)
+    for first in arguments["block_table"][:, 0]:
+        pool[first, 0, 0::2], pool[first, 0, 1::2] = 11 * head_dim**-0.5, 0.0
+    data, scale_zero = quantize(jnp.asarray(pool, jnp.float16), format, jnp.bfloat16)
+    arguments |= {
+        "q": jnp.ones_like(arguments["q"]),
+        "pool": QuantizedPool(data=data, scale_zero=scale_zero, format=format),
+    }
+    result = run(gpu.paged_attention, arguments, interpret=interpreter())
+    want = dense_attention(case, arguments)
+    for row in (slice(0, 1), slice(1, 9)):
+        assert np.linalg.norm((result - want)[row]) <= 1e-3 * np.linalg.norm(want[row])
 
 
 @pytest.fixture
