@@ -35,6 +35,8 @@ def load_hf_config(
     if isinstance(hf_overrides, dict):
         values = _merge(values, hf_overrides)
     model_type = values.get("model_type", "")
+    if not model_type or not isinstance(model_type, str):
+        raise ValueError(f"{file} names no model_type, so it is not the config.json of a model")
     if model_type not in CONFIG_MAPPING:
         code = "its code comes with the checkpoint, which is never run, whatever trust_remote_code says"
         raise ValueError(
@@ -46,7 +48,14 @@ def load_hf_config(
     except Exception as error:  # of many types, according to what is wrong
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ValueError(f"{file} cannot be read: {reason}") from error
-    return hf_overrides(config) if callable(hf_overrides) else config
+    if callable(hf_overrides):
+        config = hf_overrides(config)
+    text = config.get_text_config()
+    if getattr(text, "rope_parameters", None):
+        # Reading the file, transformers overlooks an original_max_position_embeddings beside these parameters; this
+        # call, which its models make too, finds it.
+        text.standardize_rope_params()
+    return config
 
 
 def load_generation_config(config: EngineConfig) -> dict[str, Any]:

@@ -493,11 +493,11 @@ def _model_len_limit(hf_config: PretrainedConfig) -> int | None:
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
     limit = next((n for name in names if (n := getattr(text, name, None))), None)
     rope = getattr(text, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if limit is None or kind in ("default", "llama3", "longrope", "su"):
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    if limit is None or not factor or kind in ("default", "llama3", "longrope", "su"):
         return limit  # for these, config.json has the length after scaling
     original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
-    return int((original or limit) * rope.get("factor", 1.0))
+    return int((original or limit) * factor)
 
 
 def _is_int(value: Any) -> bool:

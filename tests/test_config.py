@@ -107,6 +107,9 @@ def test_rope_scaling_extends_the_model():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
     hf = Qwen2Config(max_position_embeddings=1500, rope_parameters=yarn | {"rope_theta": 1e4})
     assert resolve(hf).max_model_len == 4000
+    # Without a factor the model is as long as config.json says.
+    hf.rope_parameters["factor"] = None
+    assert resolve(hf).max_model_len == 1500
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     assert (
         resolve(Qwen2Config(max_position_embeddings=1500, rope_parameters=linear)).max_model_len
@@ -380,6 +383,9 @@ def test_overrides_are_merged_into_the_models_config(folder):
     assert len(config.layer_types) == 1  # derived values follow
     assert config.rope_parameters == {"rope_theta": 5.0, "rope_type": "default"}
     assert config.vocab_size == tiny.TINY_CONFIG["vocab_size"]
+    yarn = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    longer = load_hf_config(folder, yarn | {"original_max_position_embeddings": 100})
+    assert resolve(longer).max_model_len == 400
     nested = load_hf_config(folder, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     assert nested.rope_parameters["rope_theta"] == tiny.TINY_CONFIG["rope_theta"]
 
@@ -396,6 +402,12 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config\.json must hold a JSON object, it holds a list"):
         load_hf_config(str(tmp_path))
+    for nameless in ("{}", '{"model_type": ["qwen2"]}'):
+        (tmp_path / "config.json").write_text(nameless)
+        with pytest.raises(
+            ValueError, match="names no model_type, so it is not the config.json of"
+        ):
+            load_hf_config(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {}}')
     with pytest.raises(ValueError, match="'mine'.*never run, whatever trust_remote_code says"):
         load_hf_config(str(tmp_path))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 
+from jaxpage.models.layers import ACTIVATION_FUNCTIONS
 from jaxpage.models.rope import Rope, layer_ropes
 from jaxpage.pictures.border import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -69,7 +69,7 @@ class ModelConfig:
     dtype: jnp.dtype
     max_model_len: int  # tokens that `ropes` are made for
     norm_eps: float
-    activation: str  # one of ACTIVATIONS
+    activation: str  # of `layers.ACTIVATION_FUNCTIONS`
     tie_word_embeddings: bool
     # Key j is visible to query i iff i - window < j <= i; None: j <= i.
     windows: tuple[int | None, ...]
@@ -119,11 +119,6 @@ def decoder_config(
     length: int = hf.max_position_embeddings if max_model_len is None else max_model_len  # type: ignore
     if length < 1:
         raise ValueError(f"max_model_len is {length}; it must be at least 1")
-    activation = getattr(hf, "hidden_activation", None) or hf.hidden_act
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{architecture}: activation {activation!r}; supported are {', '.join(ACTIVATIONS)}"
-        )
     layer_types = _layer_types(hf)
     windows = tuple(hf.sliding_window if kind == _SLIDING else None for kind in layer_types)
     attention_bias = bool(getattr(hf, "attention_bias", False))
@@ -139,7 +134,7 @@ def decoder_config(
         "dtype": jnp.dtype(dtype),
         "max_model_len": length,
         "norm_eps": facts["norm_eps"] if "norm_eps" in facts else hf.rms_norm_eps,
-        "activation": activation,
+        "activation": activation_of(hf, architecture),
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "windows": windows,
         "ropes": layer_ropes(hf, layer_types, head_dim=head_dim, max_model_len=length),
@@ -152,12 +147,26 @@ def decoder_config(
     return ModelConfig(**(fields | facts))
 
 
+def activation_of(hf: PretrainedConfig, owner: str) -> str:
+    """The activation of the MLPs of `hf`. Raises ValueError, which names their `owner`, if it is not supported."""
+    name = hf.hidden_activation if _has_option(hf, "hidden_activation") else hf.hidden_act
+    if name not in ACTIVATION_FUNCTIONS:
+        known = ", ".join(ACTIVATION_FUNCTIONS)
+        raise ValueError(f"{owner}: activation {name!r}; supported are {known}")
+    return name
+
+
+def _has_option(hf: PretrainedConfig, name: str) -> bool:
+    """Whether models of this kind read the option. A config keeps every key of config.json, theirs or not."""
+    return hasattr(type(hf)(), name)
+
+
 def _layer_types(hf: PretrainedConfig) -> list[str]:
     """The kind of attention of each layer; configs without `layer_types` use their window, if any, in all layers."""
-    sliding = getattr(hf, "sliding_window", None) is not None
-    kinds = (
-        getattr(hf, "layer_types", None) or [_SLIDING if sliding else _FULL] * hf.num_hidden_layers
-    )
+    if not _has_option(hf, "sliding_window"):
+        return [_FULL] * hf.num_hidden_layers
+    everywhere = _FULL if hf.sliding_window is None else _SLIDING
+    kinds = getattr(hf, "layer_types", None) or [everywhere] * hf.num_hidden_layers
     unknown = sorted(set(kinds) - {_FULL, _SLIDING})
     if unknown:
         raise ValueError(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpage.models.config import activation_of
 from jaxpage.models.layers import ACTIVATION_FUNCTIONS, Constant, Embedding, Linear, Normal, param
 from jaxpage.models.token_batch import RowAttention, TokenBatch
 
@@ -170,9 +171,6 @@ def check_encoder(hf: PretrainedConfig) -> None:
             f"hidden_size {hf.hidden_size} is not a multiple of num_attention_heads "
             f"{hf.num_attention_heads}; correct config.json"
         )
-    activation = getattr(hf, "hidden_activation", None) or hf.hidden_act
-    if activation not in ACTIVATION_FUNCTIONS:
-        known = ", ".join(ACTIVATION_FUNCTIONS)
-        raise ValueError(f"activation {activation!r} is not supported; supported are {known}")
+    activation_of(hf, (hf.architectures or ["?"])[0])
     if getattr(hf, "is_decoder", False):
         raise ValueError("is_decoder is set in config.json; this family is served as an encoder")

@@ -70,9 +70,15 @@ def gemma3_text_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
     """ModelConfig of the text part of a Gemma3ForConditionalGeneration."""
-    facts["architecture"] = (hf.architectures or ["?"])[0]
-    text = hf.get_text_config()
-    return _gemma_config(text, dtype, max_model_len, qk_norm=True, **facts)
+    return _gemma_config(
+        hf.get_text_config(),
+        dtype,
+        max_model_len,
+        architecture=(hf.architectures or ["?"])[0],
+        qk_norm=True,
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        **facts,
+    )
 
 
 def gemma3_pictures_config(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.models.config import ACTIVATIONS, ModelConfig
+from jaxpage.models.config import ModelConfig, activation_of
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.layers import Constant, Linear, Normal, matmul, param
 from jaxpage.models.rope import Rope, frequencies
@@ -112,10 +112,7 @@ def axial_angles(places: jax.Array, *, theta: float, head_dim: int) -> tuple[jax
 
 def check_tower(hf: PretrainedConfig) -> None:
     """For a tower with `RotaryAttention`. Raises ValueError for what is not supported."""
-    if hf.hidden_act not in ACTIVATIONS:
-        raise ValueError(
-            f"the vision tower has activation {hf.hidden_act!r}; supported are {', '.join(ACTIVATIONS)}"
-        )
+    activation_of(hf, "the vision tower")
     if hf.hidden_size % (4 * hf.num_heads):
         raise ValueError(
             f"the vision tower has {hf.num_heads} heads for hidden_size {hf.hidden_size}; the size of a head "

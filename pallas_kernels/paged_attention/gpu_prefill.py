@@ -300,7 +300,7 @@ class _Program:
     def _widen(self, number, start, at: Tile):
         """One warpgroup widens the keys, the other the values."""
         plan, memory, bounds = self.plan, self.memory, (at.begin, at.end)
-        boost = plan.source.boost(self.dtype)
+        boosts = 1.0, plan.source.boost(self.dtype)
 
         def widen(which, ring):
             ring.wait(number)
@@ -308,11 +308,8 @@ class _Program:
             plan.source.widen(stages, stage, memory.wide[which], start, bounds if which else None)
             if memory.factors is not None:
                 for row in range(0, plan.tile, 64):
-                    column = 2 * at.head + which
-                    found = plan.source.factors(
-                        stages, stage, row, column, start, bounds, boost if which else 1.0
-                    )
-                    for i, factor in enumerate(found):
+                    where = stages, stage, row, 2 * at.head + which, start, bounds
+                    for i, factor in enumerate(plan.source.factors(*where, boosts[which])):
                         store(memory.factors.at[which, i, pl.ds(row, 64)], factor)
             plgpu.commit_smem()
             ring.release(number)

@@ -238,7 +238,7 @@ def test_any_workload_in_2_000_examples(whole):
 
 
 def answer_anything(seed: int, *, whole: bool) -> None:
-    """Small caches, few blocks, windows, chunks, overlap, host blocks, masks: each token reads its own embedding, and nothing hangs."""
+    """Small caches, few blocks, windows, chunks, overlap, host blocks, masks: each token reads its own embedding."""
     rng = np.random.default_rng(seed)
     engine = make_engine(
         num_blocks=int(rng.integers(24, 46)),

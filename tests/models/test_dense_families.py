@@ -29,7 +29,7 @@ def config_of(family: str, variant: int = 0, **overrides) -> transformers.Pretra
             {"no_rope_layers": [1], "layer_types": ["full_attention"] * 4},
             "no_rope_layers has 1 entries for 4 layers",
         ),
-        ("starcoder2", {"hidden_act": "relu"}, "Starcoder2ForCausalLM: activation 'relu'"),
+        ("starcoder2", {"hidden_act": "relu6"}, "Starcoder2ForCausalLM: activation 'relu6'"),
         ("olmo2", {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
     ],
 )

@@ -110,3 +110,16 @@ def test_the_text_part_alone_has_no_tower(path):
     text = build(load_hf_config(str(path)), dtype="float32", pictures=False)
     load(text, path, use_tqdm=False)
     assert text.config.vision is None and not hasattr(text, "visual")
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_the_whole_config_says_whether_embeddings_are_tied(pictures, tmp_path):
+    """That of the text part says otherwise, and transformers does not look at it."""
+    config = gemma3_config()
+    config.tie_word_embeddings, config.text_config.tie_word_embeddings = False, True
+    path = picture_models.save(config, tmp_path, seed="gemma 3 untied")
+    token_ids = list(range(5, 25))
+    expected = gemma_logits(picture_models.torch_model(path), token_ids, [])
+    untied = build(load_hf_config(str(path)), dtype="float32", pictures=pictures)
+    found = load(untied, path, use_tqdm=False)(jnp.array([token_ids]))[0]
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)

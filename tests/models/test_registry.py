@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import pytest
 import transformers
@@ -59,13 +61,41 @@ def test_config_without_architecture_names_its_model_type():
             },
             "rotate 3 of 8 dimensions",
         ),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "contains chunked_attention"),
-        ({"layer_types": ["full_attention"]}, "1 entries for 2 layers"),
     ],
 )
 def test_unsupported_config_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         build(llama(**changes), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "message"),
+    [
+        (["full_attention", "chunked_attention"], "contains chunked_attention"),
+        (["full_attention"], "1 entries for 2 layers"),
+    ],
+)
+def test_layers_without_a_known_kind_of_attention_are_refused(layer_types, message):
+    config = transformers.Qwen2Config(num_hidden_layers=2, architectures=["Qwen2ForCausalLM"])
+    config.layer_types = layer_types
+    with pytest.raises(ValueError, match=message):
+        build(config, dtype="float32")
+
+
+@pytest.mark.parametrize("architecture", [name for name in REGISTRY if name.endswith("CausalLM")])
+def test_a_model_has_windows_if_that_of_transformers_has(architecture):
+    """A config.json may name one without."""
+    model = getattr(transformers, architecture)
+    config = model.config_class(
+        num_hidden_layers=4,
+        sliding_window=8,
+        use_sliding_window=True,
+        max_window_layers=2,
+        architectures=[architecture],
+    )
+    windows = build(config, dtype="float32").config.windows
+    code = inspect.getsource(inspect.getmodule(model))
+    assert any(windows) == ("create_sliding_window_causal_mask" in code)
 
 
 def test_max_model_len_must_be_positive():

@@ -4,12 +4,15 @@ complex numbers.
 
 from __future__ import annotations
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.rope import Rope, layer_ropes
 from pallas_kernels.rope.xla import rotate
 
@@ -43,6 +46,35 @@ def test_frequencies_are_those_of_transformers_at_max_model_len(parameters, max_
     compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
     inv_freq, scale = compute(config, "cpu", seq_len=max_model_len)
     rope = layer_ropes(config, ["full_attention"], head_dim=64, max_model_len=max_model_len)[0]
+    np.testing.assert_allclose(rope.inv_freq, inv_freq.numpy(), rtol=3e-7)
+    assert rope.scale == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 1024}], ids=str)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "longrope"} | _FACTORS,
+    ],
+    ids=lambda p: p["rope_type"],
+)
+def test_the_length_of_pretraining_beside_the_parameters_counts(parameters, inside, tmp_path):
+    stored = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 16_384,
+        "rope_theta": 10_000.0,
+        "rope_scaling": parameters | inside,
+        **_TRAINED,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=3000)
+    read = load_hf_config(str(tmp_path))
+    (rope,) = layer_ropes(read, ["full_attention"], head_dim=64, max_model_len=3000)
     np.testing.assert_allclose(rope.inv_freq, inv_freq.numpy(), rtol=3e-7)
     assert rope.scale == pytest.approx(scale, rel=1e-6)
 
