@@ -31,6 +31,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "mha-float16": GQA | dict(heads=4, kv_heads=4, block_size=64, dtype="float16"),
     "mqa": GQA | dict(heads=48, kv_heads=1),
     "int8": GQA | dict(format="int8"),
+    "int8-float16": GQA | dict(format="int8", dtype="float16"),
     "int4": GQA | dict(format="int4", heads=32, kv_heads=8),
     "fp8": GQA | dict(format="fp8_e4m3"),
     "int8-head-dim-192": GQA | dict(format="int8", head_dim=192),
@@ -105,7 +106,7 @@ def attention(
     pool: Any = spec((*slots, head_dim), dtype)
     if format is not None:
         columns = head_dim // 2 if format == "int4" else head_dim
-        scale_zero = spec((*slots, 2), dtype) if format in LEVELS else None
+        scale_zero = spec((*slots, 2), "bfloat16") if format in LEVELS else None
         data = spec((*slots, columns), "uint8")
         pool = QuantizedPool(data=data, scale_zero=scale_zero, format=format)
     arguments = {
