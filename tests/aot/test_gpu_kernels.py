@@ -25,7 +25,10 @@ PROGRAMS = [
     f"{name}-{kind}" for name in paged_attention_gpu.ATTENTION for kind in ("decode", "mixed")
 ]
 # More than `SPILLED` where accumulators are wide (at head dim 256 a loop reads 13 addresses) or tiles dequantised.
-WIDE = ("head-dim-192", "head-dim-256", "int8", "int4", "fp8", "int8-head-dim-192")
+WIDE = (
+    *("head-dim-192", "head-dim-256", "int8-head-dim-192"),
+    *("int8", "int8-float16", "int4", "fp8"),
+)
 SPILLED_WIDE = 300
 # Shapes whose keys are not cut for few queries.
 UNCUT = ("head-dim-96", "window-soft-cap-sinks")
