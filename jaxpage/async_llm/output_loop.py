@@ -6,6 +6,7 @@ Knows the output processor and receivers. Must not know the engine, which it not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -79,6 +80,16 @@ class OutputLoop:
         while not self._is_stopped:
             self._mailbox.run(wait=True)
             self._deliver_outputs()
+
+    def run_failed(self, error: Exception) -> None:
+        """Run until `stop` after `run` has raised: all requests get the error, also those that are yet to be added."""
+        with contextlib.suppress(Exception):
+            self._deliver_outputs()
+        self._fail(list(self._requests), error)
+        while not self._is_stopped:
+            with contextlib.suppress(Exception):  # what is broken may raise for every step
+                self._mailbox.run(wait=True)
+            self._fail(list(self._requests), error)
 
     def stop(self) -> None:
         self._is_stopped = True

@@ -108,8 +108,10 @@ class StepLoop:
             self._die(EngineDeadError(f"the engine's thread has failed: {error!r}"))
             raise
         finally:
-            self._release_waiting()
-            self._mailbox.close(self.error or EngineDeadError("the engine's thread has ended"))
+            try:
+                self._mailbox.close(self.error or EngineDeadError("the engine's thread has ended"))
+            finally:
+                self._release_waiting()  # last: closing the mailbox may still call `pause`
 
     def stop(self, error: EngineDeadError) -> None:
         """Stop the thread. Unfinished requests get the error."""
@@ -131,6 +133,8 @@ class StepLoop:
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests with the tokens they have; unknown ids are ignored."""
+        if self.error is not None:
+            return  # all have ended
         for request_id in request_ids:
             if self._held.pop(request_id, None) is None:
                 self._engine.abort(request_id)
@@ -199,5 +203,15 @@ class StepLoop:
 
     def _die(self, error: EngineDeadError) -> None:
         self.error = self.error or error
-        self.abort_all()
-        self._sink.fail_all(self.error)
+        try:
+            self._held.clear()
+            for request_id in list(self._engine.unfinished_ids):
+                self._try_to_abort(request_id)
+        finally:
+            self._sink.fail_all(self.error)
+
+    def _try_to_abort(self, request_id: str) -> None:
+        try:
+            self._engine.abort(request_id)
+        except Exception:
+            logger.exception("request %s cannot be aborted", request_id)

@@ -47,6 +47,7 @@ class Tasks:
         processor = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
         to_engine = EngineCalls(end_by_text=self._end_by_text, abort=self._abort)
         self.outputs = OutputLoop(processor, to_engine, self._ended)
+        self._is_shut_down = False
         self._input_thread = ThreadPoolExecutor(1, "jaxpage-input")
         self._threads = [
             threading.Thread(target=self._run_steps, name="jaxpage-engine", daemon=True),
@@ -60,10 +61,16 @@ class Tasks:
 
     def with_inputs(self, function: Callable[[InputProcessor], T]) -> Future[T]:
         """Call a function in the input thread, the only one that uses the input processor."""
+
+        def call() -> T:
+            if self._is_shut_down:
+                raise self._death
+            return function(self.inputs)
+
         try:
-            return self._input_thread.submit(function, self.inputs)
+            return self._input_thread.submit(call)
         except RuntimeError:
-            raise self.steps.error or EngineDeadError("the engine was shut down") from None
+            raise self._death from None
 
     def start(self, prepare: Prepare, receivers: Sequence[Receiver]) -> Future[list[Future[None]]]:
         """Make a request for each receiver and submit them; none is submitted if `prepare` raises, or makes another
@@ -94,7 +101,7 @@ class Tasks:
         receivers = [LastOutput() for _ in range(num_requests)]
 
         def refused(future: Future[Any], refused: list[LastOutput]) -> None:
-            error = None if future.cancelled() else future.exception()
+            error = self._death if future.cancelled() else future.exception()
             if isinstance(error, Exception):
                 for receiver in refused:
                     receiver.receive(error)
@@ -129,13 +136,28 @@ class Tasks:
         return self.steps.call(begin)
 
     def shut_down(self) -> None:
-        """Stop all threads. Unfinished requests get an EngineDeadError."""
-        self._input_thread.shutdown(wait=False, cancel_futures=True)
+        """Stop all threads. Unfinished requests get an EngineDeadError, also those that wait for the input thread.
+
+        Returns once the threads have ended, unless it is called in one of them.
+        """
+        self._is_shut_down = True
+        self._input_thread.shutdown(wait=False)
         self.steps.post(lambda: self.steps.stop(EngineDeadError("the engine was shut down")))
+        if threading.current_thread() in self._threads:
+            # The garbage collector calls this in any thread, and the threads wait for each other.
+            threading.Thread(target=self._close, name="jaxpage-close", daemon=True).start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+            thread.join()
         self.engine.close()
+
+    @property
+    def _death(self) -> EngineDeadError:
+        """Why the engine no longer answers."""
+        return self.steps.error or EngineDeadError("the engine was shut down")
 
     def _add(self, request: Request, receiver: Receiver) -> Future[None]:
         name = request.request_id
@@ -164,7 +186,7 @@ class Tasks:
             dead = EngineDeadError(f"the output thread has failed: {error!r}")
             self.steps.post(lambda: self.steps.stop(dead))
             self.steps.read_all()
-            self.outputs.fail_all(dead)
+            self.outputs.run_failed(dead)
 
     def _abort_all(self) -> None:
         """In the engine's thread."""

@@ -560,6 +560,69 @@ def test_shutting_down_ends_requests_with_an_error(make):
     llm.shutdown()  # again does nothing
 
 
+def test_shutting_down_ends_requests_that_wait_for_the_tokenizer(make):
+    llm, goes_on = make(), threading.Event()
+
+    async def run():
+        slow = asyncio.create_task(llm.with_inputs(lambda _: goes_on.wait(10)))
+        await asyncio.sleep(0)  # it is called first
+        future = llm.submit([5], long())
+        waiting = [
+            asyncio.create_task(coroutine)
+            for coroutine in (
+                collect(llm, [5], long()),
+                llm.start([5], long()),
+                llm.with_inputs(lambda _: None),
+            )
+        ]
+        cancelled = asyncio.create_task(llm.start([5], long()))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.to_thread(llm.shutdown)
+        goes_on.set()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            future.result(5)
+        async with asyncio.timeout(5):
+            ends = await asyncio.gather(*waiting, cancelled, return_exceptions=True)
+            assert await slow
+        assert [type(end) for end in ends] == [EngineDeadError] * 3 + [asyncio.CancelledError]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("thread", ["steps", "outputs"])
+def test_the_garbage_collector_may_end_an_engine_in_its_own_threads(make, thread):
+    llm = make(step_seconds=0.01)
+    tasks = llm._tasks
+    future = llm.submit([5], long())
+    asyncio.run(until(lambda: llm.stats().num_running == 1))
+    getattr(tasks, thread).post(tasks.shut_down)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        future.result(5)
+    for ending in tasks._threads:
+        ending.join(5)
+        assert not ending.is_alive()
+
+
+def test_an_output_thread_that_fails_ends_all_requests_also_those_it_has_not_heard_of(make, caplog):
+    llm, goes_on = make(step_seconds=0.01), threading.Event()
+
+    def fail() -> None:
+        goes_on.wait(10)
+        raise RuntimeError("a bug")
+
+    llm._tasks.outputs.post(fail)
+    asyncio.run(until(lambda: not llm._tasks.outputs._mailbox._actions.qsize()))
+    futures = [llm.submit([5, i], long()) for i in range(3)]
+    asyncio.run(until(lambda: llm.stats().num_running == 3))
+    goes_on.set()
+    for future in futures:
+        with pytest.raises(EngineDeadError, match="the output thread has failed.*a bug"):
+            future.result(5)
+    asyncio.run(until(lambda: llm.errored))
+    assert not llm._tasks._ids
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_threads_end_with_their_engine(tiny_folder, num_replicas):
     before = {t for t in threading.enumerate() if t.name.startswith("jaxpage-")}
