@@ -33,7 +33,7 @@ class Rollout:
     prompt_lengths: Array  # int32[N]
     prompt_indices: Array  # int32[N]: index of the row's prompt in the call
     num_cached: Array  # int32[N]: prompt tokens found in the prefix cache
-    seeds: Array  # int64[N]: the request's; -1 if the engine chose it
+    seeds: Array  # int64[N]: the request's, modulo 2**32; -1 if the engine chose it
     finish_reasons: tuple[str, ...]  # "stop", "length", "abort", "repetition"
     weight_versions: tuple[tuple[Span, ...], ...]  # which tokens were sampled with which weights
     texts: tuple[str, ...]  # "" without a tokenizer
@@ -195,7 +195,8 @@ def stack_rows(
         prompt_lengths=prompt_lengths,
         prompt_indices=np.array([row.prompt_index for row in rows], np.int32),
         num_cached=np.array([row.num_cached for row in rows], np.int32),
-        seeds=np.array([row.seed for row in rows], np.int64),
+        # Seeds may be any ints, also larger than int64. The engine reduces them in the same way.
+        seeds=np.array([-1 if row.seed == -1 else row.seed % 2**32 for row in rows], np.int64),
         finish_reasons=tuple(row.finish_reason for row in rows),
         weight_versions=tuple(row.weight_versions for row in rows),
         texts=tuple(row.text for row in rows),

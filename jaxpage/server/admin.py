@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -67,9 +68,8 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest | None = None) -> dict[str, int]:
-        known = server.in_flight.engine_ids
-        names = list(known) if body is None or body.request_ids is None else body.request_ids
-        ids = [i for name in names for i in known.get(_without_prefix(name), ())]
+        names = None if body is None else body.request_ids
+        ids = _engine_ids(server.in_flight.engine_ids, names)
         await llm.abort(ids)
         return {"aborted": len(ids)}
 
@@ -108,7 +108,17 @@ def _add_adapters(routes: APIRouter, server: Server) -> None:
         return Response()
 
 
+def _engine_ids(known: Mapping[str, Sequence[str]], names: Sequence[str] | None) -> list[str]:
+    """Of the calls with these names, with or without an answer's prefix; None: of all."""
+    if names is None:
+        return [i for ids in known.values() for i in ids]
+    # A client may choose an id that begins like an answer's: a name is looked up as it is first.
+    found = (known.get(name) or known.get(_without_prefix(name), ()) for name in names)
+    return [i for ids in found for i in ids]
+
+
 def _without_prefix(name: str) -> str:
     for prefix in ("chatcmpl-", "cmpl-", "resp_"):
-        name = name.removeprefix(prefix)
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
     return name

@@ -48,7 +48,8 @@ class InFlight:
     def leave(self, call_id: str, ids: Sequence[str]) -> None:
         """They have ended."""
         self.num_requests -= len(ids)
-        left = [i for i in self.engine_ids.get(call_id, ()) if i not in ids]
+        gone = set(ids)
+        left = [i for i in self.engine_ids.get(call_id, ()) if i not in gone]
         if left:
             self.engine_ids[call_id] = left
         else:

@@ -120,6 +120,7 @@ class Server:
 
         Raises ValueError, ApiError or EngineDeadError.
         """
+        self.check_size(num_prompts, SamplingParams())  # before ids and streams are made for them
         found: list[A] = []
 
         def read_checked(inputs: InputProcessor) -> A:

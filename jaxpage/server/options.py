@@ -17,7 +17,6 @@ from jaxpage.server.tls import tls_context
 _RANGES: dict[str, tuple[float, float | None]] = {
     "port": (0, 65535),  # 0: a free one
     "shutdown_timeout": (0, None),
-    "write_timeout": (0, None),
     "max_body_size": (1, None),
     "max_n": (1, None),
     "max_stop_strings": (0, None),
@@ -70,6 +69,8 @@ class ServerOptions:
             if not (low <= value and (high is None or value <= high)):  # NaN is refused too
                 allowed = f"at least {low}" if high is None else f"in {low}..{high}"
                 raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        if not self.write_timeout > 0:  # 0 would cut every stream at once
+            raise ValueError(f"write_timeout must be above 0, got {self.write_timeout!r}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError(
                 f"ssl_keyfile={str(self.ssl_keyfile)!r} needs ssl_certfile, the certificate of the key"

@@ -147,11 +147,11 @@ class HttpServer(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of SIGTERM and SIGINT."""
-        logger.info(
-            "%s: running requests may end, a second one ends them", signal.Signals(sig).name
-        )
+        """Of SIGTERM and SIGINT. The loop logs it: the signal may have interrupted a write of the log."""
         self.drain()
+        if self._loop is not None:
+            text = "%s: running requests may end, a second one ends them"
+            self._loop.call_soon_threadsafe(logger.info, text, signal.Signals(sig).name)
 
     def drain(self) -> None:
         """Take no more requests, and end when the running ones have ended, or when it is called again."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpage.engine.stats import EngineStats
 
@@ -31,13 +31,25 @@ async def log_throughput(llm: AsyncLLM, interval: float = 10.0) -> None:
             logger.info(text)
 
 
+class _Hits(NamedTuple):
+    """What the hit rate needs of a snapshot, which may be large: many are kept."""
+
+    num_finished: int
+    queries: int
+    hits: int
+
+    @classmethod
+    def of(cls, stats: EngineStats) -> _Hits:
+        return cls(stats.num_requests_finished, stats.prefix_cache_queries, stats.prefix_cache_hits)
+
+
 class ThroughputLine:
     """Formats lines from snapshots of the engine. Times are seconds."""
 
     def __init__(self, stats: EngineStats, now: float):
         self._last, self._last_time = stats, now
         self._was_active = False
-        self._recent = deque([stats])
+        self._recent = deque([_Hits.of(stats)])
 
     def next(self, stats: EngineStats, now: float) -> str | None:
         """The changes since the last call; None if nothing has changed, then or now."""
@@ -61,13 +73,12 @@ class ThroughputLine:
 
     def _hit_rate(self, stats: EngineStats) -> float:
         """Share of the tokens of recent prompts that the prefix cache had."""
-        recent = self._recent
-        recent.append(stats)
-        while stats.num_requests_finished - recent[1].num_requests_finished >= NUM_RECENT_REQUESTS:
+        recent, last = self._recent, _Hits.of(stats)
+        recent.append(last)
+        while last.num_finished - recent[1].num_finished >= NUM_RECENT_REQUESTS:
             recent.popleft()
         first = recent[0]
-        num_queries = stats.prefix_cache_queries - first.prefix_cache_queries
-        return (stats.prefix_cache_hits - first.prefix_cache_hits) / max(num_queries, 1)
+        return (last.hits - first.hits) / max(last.queries - first.queries, 1)
 
 
 def _replicas(stats: EngineStats) -> str:

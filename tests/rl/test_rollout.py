@@ -129,6 +129,17 @@ def test_a_request_that_was_aborted_before_it_began_is_an_empty_row():
     assert rollout.to_padded(completion_length=2).token_ids.tolist() == [[1, 0, 0]]
 
 
+def test_seeds_are_stored_as_the_engine_uses_them():
+    """Any int is a seed; only -1 is none."""
+    seeds = [2**63, -(2**70) + 5, -2, 7, -1]
+    rollout = make_rollout(
+        [output([1], completion(0, [4])) for _ in seeds], seeds, pad_id=0, temperature=1.0,
+        logprobs_mode="raw", version_of={0: 0}.__getitem__,
+    )  # fmt: skip
+    assert rollout.seeds.dtype == np.int64
+    assert rollout.seeds.tolist() == [0, 5, 2**32 - 2, 7, -1]
+
+
 def test_arrays_on_a_device(rollout):
     put = rollout.device_put()
     assert isinstance(put.token_ids, jax.Array) and isinstance(put.mask, jax.Array)

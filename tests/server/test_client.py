@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import io
+import re
+import socket
 import threading
 
 import pytest
 from rich.console import Console
 
-from jaxpage import SamplingParams
+from jaxpage import SamplingParams, client
 from jaxpage.cli import main
 from jaxpage.client import Remote, complete, converse
 from tests.server.conftest import serving
@@ -61,23 +64,82 @@ def test_keys_and_servers_that_are_not_there(llm):
             complete(Remote(url=url), ("x",), pieces.append)
 
 
-@pytest.mark.parametrize("answer", ["<html>", "{}", '{"data": []}', "[]"])
-def test_a_server_of_something_else_is_told(answer):
+@contextlib.contextmanager
+def answering(status: int, answer: str):
+    """The URL of a server that gives this answer to everything."""
+
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(answer.encode())))
             self.end_headers()
             self.wfile.write(answer.encode())
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
 
         def log_message(self, *args):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        remote = Remote(url=f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(ValueError, match="is not a server of OpenAI's API: it answers 200"):
-            converse(remote, Console(file=io.StringIO()), lambda: "/exit")
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def check(remote: Remote) -> None:
+    converse(remote, Console(file=io.StringIO()), lambda: "/exit")
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [(200, "<html>"), (200, "{}"), (200, '{"data": []}'), (200, "[]"), (404, '{"detail": "none"}')],
+)
+def test_a_server_of_something_else_is_told(status, answer):
+    told = f"is not a server of OpenAI's API: /v1/models answers {status}, '{re.escape(answer)}'$"
+    with answering(status, answer) as url, pytest.raises(ValueError, match=told):
+        check(Remote(url=url))
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "told"),
+    [
+        (400, '{"error": {"message": "too long"}}', "too long"),
+        (400, '{"error": "too long"}', "too long"),
+        (400, '{"message": "too long"}', "URL answers 400: too long"),
+        (404, '{"detail": "too long"}', "URL answers 404: too long"),
+        (400, '{"error": {"message": null}}', 'URL answers 400: {"error": {"message": null}}'),
+        (502, "<html>\n " + "x" * 500, "URL answers 502: <html> " + "x" * 292),
+        (503, "", "URL answers 503: nothing"),
+    ],
+)
+def test_what_a_server_says_is_told_in_any_format(status, answer, told):
+    with answering(status, answer) as url:
+        with pytest.raises(ValueError) as raised:
+            complete(Remote(url=f"{url}/v1/", model="m"), ("x",), print)
+        assert str(raised.value) == told.replace("URL", url)
+
+
+def test_a_named_model_needs_no_list_of_models():
+    for status in (200, 404, 500):
+        with answering(status, "<html>") as url:
+            check(Remote(url=url, model="m"))
+    for status in (401, 403):
+        with answering(status, '{"message": "who?"}') as url, pytest.raises(ValueError) as raised:
+            check(Remote(url=url, model="m"))
+        assert str(raised.value) == f"{url} answers {status}: who?"
+
+
+def test_a_server_that_is_silent_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(client, "CHECK_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for model in ("m", None):
+            with pytest.raises(ValueError, match="does not answer: nothing came in 0.2 s$"):
+                check(Remote(url=url, model=model))
 
 
 def test_without_a_server_no_prompt_is_shown():

@@ -51,7 +51,9 @@ def tls(tmp_path_factory):
         ("max_stored_responses", -1, "at least 0"),
         ("shutdown_timeout", -1.0, "at least 0"),
         ("shutdown_timeout", float("nan"), "at least 0"),
-        ("write_timeout", -1.0, "at least 0"),
+        ("write_timeout", -1.0, "above 0"),
+        ("write_timeout", 0.0, "above 0"),
+        ("write_timeout", float("nan"), "above 0"),
     ],
 )
 def test_numbers_out_of_range(option, value, allowed):

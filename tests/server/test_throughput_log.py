@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from dataclasses import replace
 
 import pytest
 
+from jaxpage.engine.stats import EngineStats
 from jaxpage.server.throughput_log import ThroughputLine, log_throughput
 from tests.server.stubs import NO_STATS, StubLLM
 
@@ -78,6 +80,18 @@ def test_the_hit_rate_is_that_of_recent_requests(num_requests):
     expected = {1: "90.9%", 500: "0.0%", 2000: "0.0%"}[num_requests]
     assert (text or "").endswith(f"Prefix cache hit rate: {expected}")
     assert len(line._recent) <= 1 + 1000 / num_requests + 1 or num_requests == 1
+
+
+def test_snapshots_are_not_kept():
+    """With `record_expert_load` each has hundreds of kilobytes."""
+    line, kept = ThroughputLine(NO_STATS, 0.0), []
+    for number in range(5):
+        stats = replace(NO_STATS, num_running=1, expert_load=(tuple(range(number + 1)),))
+        kept.append(stats.expert_load)
+        line.next(stats, 10.0 * number + 10.0)
+    del stats
+    holders = [sum(type(o) is EngineStats for o in gc.get_referrers(load)) for load in kept]
+    assert holders == [0, 0, 0, 0, 1]
 
 
 def test_lines_go_to_the_log_until_the_engine_dies(caplog):
