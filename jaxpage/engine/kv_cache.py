@@ -185,13 +185,13 @@ class KVCache:
     def swap_out(self, sequence: Sequence) -> bool:
         """Move the KV of a running sequence to the host, and free its device blocks.
 
-        Returns False if `HostTier.should_swap` says no, or if the host has no room.
+        Returns False if `HostTier.should_swap` says no, or if the host has no room; what no window sees is freed.
         """
         if self.tier is None or not self.tier.should_swap(sequence):
             return False
         # If it was waiting for a mask, the hidden state of its last token is lost, and that token is recomputed.
         computed = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
-        self.free_out_of_window(sequence, computed)  # `admit` has no room for more
+        self.free_out_of_window(sequence, computed)  # `admit` reserves one window and one chunk
         count = -(-computed // self.block_size)
         host_tables = self.tier.swap_out([table[:count] for table in sequence.block_tables])
         if not host_tables:

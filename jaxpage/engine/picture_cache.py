@@ -91,6 +91,13 @@ class PictureCache:
                 self._halfway[sequence] = key
         return count
 
+    def discard(self, plan: StepPlan) -> None:
+        """The plan will not be launched: forget the pictures that it would have encoded."""
+        for picture, rows in plan.encodes:
+            del self._rows[picture.content_hash]
+            self._free += rows.tolist()
+            self.num_encoded -= 1
+
     def may_begin(self, sequence: Sequence, start: int) -> bool:
         """Whether a sequence can compute its token `start` in this plan."""
         pictures = sequence.request.pictures

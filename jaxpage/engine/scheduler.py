@@ -112,6 +112,7 @@ class Scheduler:
         step.append_late_rows()
         self.failed += step.failed
         if not step.sequences:
+            self.pictures.discard(step.plan)
             return None
         if step.has_beams:
             beam_scheduling.upload_beams(step, self.kv)

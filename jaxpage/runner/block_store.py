@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class BlockStore:
     def save(self, block_hash: bytes, content: Sequence[np.ndarray]) -> None:
         """Write a block unless it exists."""
         path = self._path(block_hash)
-        if not path.exists():
+        if not os.path.exists(path):  # `path.exists` would raise for a folder of another user
             payload = b"".join(np.ascontiguousarray(part).tobytes() for part in content)
             self._files.write(path, payload)
 

@@ -331,7 +331,8 @@ class Runner:
         """Raise a ParameterError if the parameters are the reason for an error."""
         for variable, form in self._parameters:
             leaf = variable.get_raw_value()
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            # None: its transfer to the device failed.
+            if leaf is None or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
                 raise DeletedParameterError from error
             if (leaf.dtype, leaf.shape) != (form.dtype, form.shape):
                 raise UnfitParameterError(in_words(leaf), in_words(form)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -46,7 +47,7 @@ class VerifiedFiles:
             self.warn("write", f"{path} was not written: {error}")
 
     def read(self, path: Path) -> bytes | None:
-        """The payload; None if the file is absent or damaged. A damaged file is removed."""
+        """The payload; None if the file is absent or damaged. A damaged file is removed, if this user may."""
         try:
             data = path.read_bytes()
         except OSError:
@@ -54,7 +55,8 @@ class VerifiedFiles:
         payload = self._payload(path, data)
         if payload is None:
             self.warn("read", f"{path} is damaged ({len(data)} bytes) and is removed")
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
         return payload
 
     def is_whole(self, path: Path) -> bool:

@@ -357,11 +357,13 @@ def test_a_deleted_parameter_fails_requests_and_not_the_engine(bound):
         sampler.update()
     # As if it was deleted behind the check: more often than an engine survives failures.
     check, sampler._binding.check_usable = sampler._binding.check_usable, lambda: None
-    for _ in range(4):
-        with pytest.raises(
-            StepFailedError, match="a parameter of the model was donated or deleted"
-        ):
-            sampler.generate(PROMPTS, PARAMS)
+    for value in (doomed, None):  # None: its transfer failed
+        norm.set_raw_value(value)
+        for _ in range(4):
+            with pytest.raises(
+                StepFailedError, match="a parameter of the model was donated or deleted"
+            ):
+                sampler.generate(PROMPTS, PARAMS)
     sampler._binding.check_usable = check
     norm.set_value(kept)
     assert (sampler.generate(PROMPTS, PARAMS).lengths == 10).all()

@@ -124,6 +124,18 @@ def test_a_stored_block_is_found_by_another_store(tmp_path):
     assert store_in(tmp_path / "y").load(HASH) is None  # other weights
 
 
+def test_a_folder_of_someone_else_is_neither_read_nor_written(tmp_path, monkeypatch):
+    store = store_in(tmp_path)
+
+    def refuse(*_, **__):
+        raise PermissionError("a folder of another user")
+
+    for name in ("exists", "stat", "mkdir", "read_bytes"):
+        monkeypatch.setattr(type(tmp_path), name, refuse)
+    store.save(HASH, CONTENT)
+    assert store.load(HASH) is None
+
+
 @pytest.mark.parametrize("damage", ["torn", "longer", "flipped", "empty", "renamed", "foreign"])
 def test_a_damaged_block_is_not_served_and_can_be_written_again(tmp_path, damage):
     store = store_in(tmp_path)

@@ -31,6 +31,17 @@ def test_a_damaged_file_is_removed_and_the_first_one_is_reported(tmp_path, caplo
     assert caplog.text.count("is damaged") == 1
 
 
+def test_a_damaged_file_that_cannot_be_removed_stays(tmp_path, monkeypatch):
+    """As in a folder that this user may only read."""
+    (tmp_path / "a").write_bytes(b"short")
+
+    def refuse(*_, **__):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
+    assert VerifiedFiles(b"one").read(tmp_path / "a") is None
+
+
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
     def full(source, target):
         raise OSError(28, "No space left on device")
