@@ -23,7 +23,7 @@ def load_hf_config(
 
     Reads no other file, runs no code of the checkpoint, asks no network. Raises ValueError.
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PretrainedConfig
 
     file = Path(model) if Path(model).is_file() else Path(model, "config.json")
     if not file.parent.is_dir():
@@ -50,7 +50,9 @@ def load_hf_config(
         raise ValueError(f"{file} cannot be read: {reason}") from error
     if callable(hf_overrides):
         config = hf_overrides(config)
-    text = config.get_text_config()
+        if not isinstance(config, PretrainedConfig):
+            raise ValueError(f"hf_overrides must return a config, it returned {config!r}")
+    text = config.get_text_config(decoder=True)
     if getattr(text, "rope_parameters", None):
         # Reading the file, transformers overlooks an original_max_position_embeddings beside these parameters; this
         # call, which its models make too, finds it.

@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 PATIENCE = 600.0  # seconds without a byte
+CHECK_SECONDS = 10.0  # for an answer that takes no computing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
     """A server, and what every request to it says."""
 
-    url: str  # without /v1
+    url: str  # with or without /v1 at its end
     api_key: str | None = None
     model: str | None = None  # None: the first one it serves
     options: dict[str, Any] = field(default_factory=dict)  # fields of the requests
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a URL that is none."""
+        """Raise ValueError if the URL is not that of an HTTP server."""
         try:
             parts = urlsplit(self.url)
             is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -44,11 +45,21 @@ class Remote:
             raise ValueError(
                 f"{self.url!r} is not the URL of a server; write it like http://127.0.0.1:8000"
             )
+        url = self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+        object.__setattr__(self, "url", url)
 
     async def check(self) -> None:
-        """Raise ValueError if there is no such server, or it does not take the key."""
-        async with self._open() as session:
-            await self._first_model(session)
+        """Raise ValueError if there is no such server, or it does not take the key. If a model is named, /v1/models may
+        be missing.
+        """
+        async with self._open(CHECK_SECONDS) as session:
+            if not self.model:
+                await self._first_model(session)
+                return
+            async with session.get(f"{self.url}/v1/models") as response:
+                if response.status in (401, 403):
+                    text = await response.text(errors="replace")
+                    raise ValueError(self._message(response.status, text))
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of an answer. Raises ValueError with what the server says is wrong."""
@@ -57,7 +68,8 @@ class Remote:
             asked = {"model": model, "stream": True, **self.options, **body}
             async with session.post(f"{self.url}{path}", json=asked) as response:
                 if response.status != 200:
-                    raise ValueError(self._message(response.status, await response.text()))
+                    text = await response.text(errors="replace")
+                    raise ValueError(self._message(response.status, text))
                 async for line in response.content:
                     data = line.removeprefix(b"data:").strip()
                     if not line.startswith(b"data:") or data == b"[DONE]":
@@ -73,16 +85,17 @@ class Remote:
         if response.status == 200:
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 return json.loads(text)["data"][0]["id"]
-        raise ValueError(self._message(response.status, text))
+        raise ValueError(self._message(response.status, text, of_models=True))
 
     @contextlib.asynccontextmanager
-    async def _open(self) -> AsyncIterator[aiohttp.ClientSession]:
+    async def _open(self, seconds: float | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+        """For requests that take at most so long, if this is given. Raises ValueError if no server answers."""
         try:
             import aiohttp
         except ModuleNotFoundError:
             raise ValueError("this needs aiohttp: pip install 'jaxpage[server]'") from None
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=PATIENCE)
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=30, sock_read=PATIENCE)
         try:
             async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
                 yield session
@@ -91,17 +104,31 @@ class Remote:
             cause = getattr(error, "os_error", None)
             reason = getattr(cause, "strerror", None) or str(error) or type(error).__name__
             if isinstance(cause, ConnectionRefusedError):
-                reason = "nobody listens on this port"
+                reason = "nothing listens on this port"
+            elif isinstance(error, TimeoutError) and seconds is not None:
+                reason = f"nothing came in {seconds:g} s"
             raise ValueError(f"{self.url} does not answer: {reason}") from error
 
-    def _message(self, status: int, text: str) -> str:
-        """Of an error in OpenAI's format; else that the server speaks another language."""
-        try:
-            error = json.loads(text)["error"]
-            return error["message"] if isinstance(error, dict) else str(error)
-        except (ValueError, LookupError, TypeError):
+    def _message(self, status: int, text: str, *, of_models: bool = False) -> str:
+        """What the server says, if it is in OpenAI's format; else its status and text, or for /v1/models that the
+        answer is not in that format.
+        """
+        fields = None
+        with contextlib.suppress(ValueError):
+            fields = json.loads(text)
+        fields = fields if isinstance(fields, dict) else {}
+        error = fields.get("error")
+        said = error.get("message") if isinstance(error, dict) else error
+        if isinstance(said, str) and said:
+            return said
+        if of_models and status in (200, 404):
             said = " ".join(text[:100].split())
-            return f"{self.url} is not a server of OpenAI's API: it answers {status}, {said!r}"
+            return (
+                f"{self.url} is not a server of OpenAI's API: /v1/models answers {status}, {said!r}"
+            )
+        others = [fields.get("message"), fields.get("detail"), " ".join(text[:300].split())]
+        said = next((each for each in others if isinstance(each, str) and each), "nothing")
+        return f"{self.url} answers {status}: {said}"
 
 
 def complete(remote: Remote, prompts: tuple[str, ...], write: Callable[[str], None]) -> None:

@@ -109,6 +109,6 @@ def check_writable(file: Path) -> None:
         if file.is_file() or file.is_dir():
             file.open("ab").close()
         elif not file.exists():
-            tempfile.TemporaryFile(dir=file.parent).close()
+            tempfile.TemporaryFile(dir=file.resolve().parent).close()
     except OSError as error:
         raise ValueError(f"--json {file} cannot be written: {error.strerror}") from None

@@ -17,4 +17,5 @@ def expand(
     entry = jnp.arange(size, dtype=jnp.int32)
     index = jnp.searchsorted(ends, entry, side="right", method="compare_all").astype(jnp.int32)
     index = jnp.minimum(index, counts.shape[0] - 1)
+    # Not `(ends - counts)[index]`: XLA's kernel for Hopper would spill registers.
     return index, entry - ends[index] + counts[index], ends[-1:]

@@ -148,7 +148,7 @@ def test_a_url_is_checked_before_anything_is_asked(command, capsys):
     assert cli.main([*command, "--url", closed]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err == f"jaxpage: {closed} does not answer: nobody listens on this port\n"
+    assert told.err == f"jaxpage: {closed} does not answer: nothing listens on this port\n"
 
 
 @pytest.mark.parametrize("args", [["--block-size", "0"], ["--no-such-flag"], ["--n", "x"]])

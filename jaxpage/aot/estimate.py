@@ -5,12 +5,17 @@ Pure arithmetic on the result of `worker.measure`. Must not know compilers.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.aot.exchange import Collective, seconds_of
 from jaxpage.aot.targets import Links
 from jaxpage.runner.memory import pool_bytes_of
+
+NOTHING_HELPS = "a larger chip: neither a shorter length, int8 nor 8 times the devices is enough"
+# What `pallas_kernels.paged_attention.tpu_layout` says of a block size that the kernel cannot read.
+_BLOCK_SIZE = re.compile(r"needs a block_size that is a power of two and (at least \d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +54,12 @@ class Estimate:
 def estimate(measured: dict[str, Any]) -> Estimate:
     """The estimate for one target."""
     config = measured["config"]
-    num_blocks = max(0, measured["num_blocks"] - 1)
+    left = _pool_bytes(measured, measured["weight_bytes"])
+    num_blocks = max(0, measured["num_blocks"] - 1) if left > 0 else 0
     blocks = {int(n): counts for n, counts in measured["blocks"].items()}
     wanted, most_rows = config["max_model_len"], config["max_num_seqs"]
     largest, _ = blocks[wanted]
-    left = _pool_bytes(measured, measured["weight_bytes"])
-    fits = num_blocks >= largest and left > 0
+    fits = num_blocks >= largest
     lengths = [(wanted, largest), *measured["longest"]]
     batches = {n: min(_at_once(num_blocks, *counts), most_rows) for n, counts in blocks.items()}
     cases = [(1, min(blocks)), *((count, n) for n, count in batches.items() if count > 1)]
@@ -125,10 +130,12 @@ def _pool_bytes(measured: dict[str, Any], weight_bytes: int) -> int:
 def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
     """What would make one sequence of max_model_len fit, from sizes alone: nothing is compiled for it."""
     block, weights = measured["block_bytes"], measured["weight_bytes"]
-    reason = measured["attention"].partition("plain XLA: ")[2]
+    needed = _BLOCK_SIZE.search(measured["attention"])
     # A step in plain XLA that copies the pool needs more than there is, whatever is left for the pool.
-    if "block_size" in reason and measured["temp_bytes"] >= measured["chip"]["num_bytes"]:
-        return (f"the attention kernel instead of plain XLA: {reason}",)
+    if needed and measured["temp_bytes"] >= measured["chip"]["num_bytes"]:
+        return (
+            f"the attention kernel instead of plain XLA: set --block-size to a power of two, {needed[1]}",
+        )
     found = []
     left = _pool_bytes(measured, weights)
     shorter = next((n for n, count in measured["longest"] if (count + 1) * block <= left), None)
@@ -147,6 +154,4 @@ def _changes(measured: dict[str, Any], wanted: int) -> tuple[str, ...]:
             where = "" if is_there else " on a target with as many devices"
             found.append(f"--tp {num_devices}{where}")
             break
-    return tuple(found) or (
-        "a larger chip: neither a shorter length, int8 nor 8 times the devices is enough",
-    )
+    return tuple(found) or (NOTHING_HELPS,)

@@ -52,7 +52,8 @@ class Plan:
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     gpu_memory_utilization: float = 0.92
-    explain: bool = False  # print the ten parts of each step that would take the most time
+    # print the ten parts of each step that would take the most time; not with --tp auto, which compiles no steps
+    explain: bool = False
     json: Path | None = None  # everything that was measured goes to this file
 
 

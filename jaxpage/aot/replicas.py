@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jaxpage.aot.estimate import DecodeStep, Estimate, decode_step, estimate
+from jaxpage.aot.estimate import NOTHING_HELPS, DecodeStep, Estimate, decode_step, estimate
 from jaxpage.aot.targets import GIB
 
 BATCH = 64  # of each replica, for comparison
@@ -104,13 +104,20 @@ def show_divisions(divisions: list[Division]) -> str:
     wanted = first.measured["config"]["max_model_len"]
     if chosen is None:
         largest = max(divisions, key=lambda each: each.num_devices)
-        conclusion = (
-            f"None fits: no sequence of max_model_len={wanted}. --tp {largest.num_devices} would with "
-            f"{' or '.join(largest.estimate.changes)}."
-        )
+        conclusion = f"None fits: no sequence of max_model_len={wanted}.{_advice(largest)}"
     else:
         conclusion = f"Best: --tp {chosen.num_devices}, {chosen.num_replicas} replica(s): {RULE}."
     return "\n".join([*lines, "", conclusion])
+
+
+def _advice(largest: Division) -> str:
+    """A sentence, or nothing: what lets this division fit, besides more devices."""
+    changes = [each for each in largest.estimate.changes if not each.startswith("--tp ")]
+    if changes == [NOTHING_HELPS]:
+        return f" It takes {NOTHING_HELPS}."
+    if not changes:
+        return ""
+    return f" The closest is --tp {largest.num_devices}; it would fit with {' or '.join(changes)}."
 
 
 def _line(division: Division) -> str:

@@ -41,7 +41,7 @@ class Chip:
     seconds_per_kernel: float = 0.0
 
     def has(self, topology: tuple[int, ...]) -> bool:
-        """Whether there are such slices, or on a GPU as many devices."""
+        """Whether this topology exists; for GPUs, whether a host has that many."""
         if self.rank == 0:
             return len(topology) == 1 and 0 < topology[0] <= (self.most_devices or 1)
         return topology in self.topologies or (
@@ -51,19 +51,19 @@ class Chip:
         )
 
     @property
-    def offer(self) -> str:
+    def description(self) -> str:
         """The topologies that there are, in words."""
         if self.rank == 0:
-            return f"1 to {self.most_devices}"
+            return f"a host has 1 to {self.most_devices}"
         named = ", ".join("x".join(map(str, sizes)) for sizes in self.topologies)
         if self.most_chips:
             named += f", and multiples of four up to {self.most_chips:,} chips"
-        return named
+        return f"{self.name} slices are {named}"
 
 
 # https://cloud.google.com/tpu/docs/v5e, /v6e, /v5p, /tpu7x
 _SLICES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_SLICES_3D = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_SLICES_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 CHIPS = {
     chip.name: chip
@@ -100,7 +100,7 @@ CHIPS = {
             seconds_per_step=_ICI_HOP,
             rank=3,
             topologies=_SLICES_3D,
-            most_chips=8960,
+            most_chips=6144,  # 16x16x24; a pod has 8,960
         ),
         Chip(
             name="v6e",
@@ -127,7 +127,7 @@ CHIPS = {
             devices_per_chip=2,
             links_within_chip=6,
             rank=3,
-            topologies=_SLICES_3D,
+            topologies=((1, 1, 1), *_SLICES_3D),
             most_chips=9216,
         ),
         # NVIDIA H200 SXM data sheet. jax allocates three quarters of the memory that the driver reports, unless
@@ -225,5 +225,5 @@ def parse_target(text: str) -> Target:
         raise ValueError(f"{text!r} is not a target with this chip; write it like {example}")
     target = Target(chip, tuple(map(int, sizes)))
     if not chip.has(target.topology):
-        raise ValueError(f"there is no {target.name}; of {name} there are {chip.offer}")
+        raise ValueError(f"there is no {target.name}; {chip.description}")
     return target

@@ -104,11 +104,9 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
     check_least(bench, rounds=1, threads=1)
     check_above_zero(bench, "scale")
     python = pythons(bench.python)
+    chosen = _names(bench)
     folder, config = checkpoint(bench.shape, bench.model)
     known = workloads(config["vocab_size"], bench.scale)
-    chosen = split(bench.workloads) or list(known)
-    if unknown := set(chosen) - set(known):
-        raise ValueError(f"no workload {sorted(unknown)}; there are {', '.join(known)}")
     report: dict[str, Any] = {
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(bench).items()},
         "config": config,
@@ -134,6 +132,15 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
                 report["versions"][process.name] = process.setup(folder, options)
             report["results"] += [_measure_workload(w, processes, bench) for w in group]
     return report
+
+
+def _names(bench: OfflineBench) -> list[str]:
+    """Of the workloads to measure. Raises ValueError for an unknown one."""
+    known = workloads(tiny.TINY_CONFIG["vocab_size"], bench.scale)  # names are those of any size
+    chosen = split(bench.workloads) or list(known)
+    if unknown := set(chosen) - set(known):
+        raise ValueError(f"no workload {sorted(unknown)}; there are {', '.join(known)}")
+    return chosen
 
 
 def _measure_workload(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm import tqdm
 
 from jaxpage.bench import results
-from jaxpage.bench.flags import check_least
+from jaxpage.bench.flags import check_least, flag_of
 from jaxpage.bench.serve_client import Outcome, ask, first_model, open_session
 from jaxpage.bench.serve_data import Call, Dataset, arrivals, draw
 from jaxpage.bench.serve_report import Report, parse_limits
@@ -56,7 +56,7 @@ class ServeBench:
         check_least(self, num_prompts=1, max_concurrency=1, num_warmups=0)
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise ValueError(f"{flag_of(name)} must be positive, got {getattr(self, name)}")
         if self.data.dataset_name == "trace" and not math.isinf(self.request_rate):
             raise ValueError("a trace determines when requests are sent; leave --request-rate out")
 

@@ -33,7 +33,8 @@ _JAX_SILENCE_SECONDS, _JAX_SHUTDOWN_SECONDS = 100, 10
 def join(options: EngineConfig) -> Hosts | None:
     """The other hosts of this engine; None if there are none. Call it before anything asks jax for devices.
 
-    Raises ValueError for unsupported options, RuntimeError if the hosts do not find each other.
+    Raises ValueError for unsupported options, for options or a secret that jax or another host contradicts, and in a
+    process that has had an engine of several hosts; RuntimeError if the hosts do not find each other.
     """
     if options.nnodes == 1:
         return None

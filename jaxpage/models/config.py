@@ -1,11 +1,11 @@
 """The description of a decoder: one frozen dataclass, read once from a Hugging Face config.
 
-Knows the names of transformers' config attributes. Must not know parameters, arrays or checkpoints.
+Knows the names of transformers' config attributes. Must not know parameters or checkpoints.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
@@ -157,8 +157,10 @@ def activation_of(hf: PretrainedConfig, owner: str) -> str:
 
 
 def _has_option(hf: PretrainedConfig, name: str) -> bool:
-    """Whether models of this kind read the option. A config keeps every key of config.json, theirs or not."""
-    return hasattr(type(hf)(), name)
+    """Whether models of this kind have the option. A config keeps every key of config.json, theirs or not."""
+    kind = type(hf)
+    # Not all versions of transformers have dataclasses, whose defaults the class itself knows.
+    return hasattr(kind, name) or (not is_dataclass(kind) and hasattr(kind(), name))
 
 
 def _layer_types(hf: PretrainedConfig) -> list[str]:
@@ -166,7 +168,8 @@ def _layer_types(hf: PretrainedConfig) -> list[str]:
     if not _has_option(hf, "sliding_window"):
         return [_FULL] * hf.num_hidden_layers
     everywhere = _FULL if hf.sliding_window is None else _SLIDING
-    kinds = getattr(hf, "layer_types", None) or [everywhere] * hf.num_hidden_layers
+    own = hf.layer_types if _has_option(hf, "layer_types") else None
+    kinds = own or [everywhere] * hf.num_hidden_layers
     unknown = sorted(set(kinds) - {_FULL, _SLIDING})
     if unknown:
         raise ValueError(

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jaxpage.models.attention import Attention
-from jaxpage.models.config import ModelConfig, Scales, decoder_config
+from jaxpage.models.config import ModelConfig, Scales, activation_of, decoder_config
 from jaxpage.models.decoder import MLP, CausalLM, Rotation, SelfAttention, hidden_norm
 from jaxpage.models.layers import OffsetRMSNorm
 from jaxpage.models.siglip import SiglipTower
@@ -85,6 +85,7 @@ def gemma3_pictures_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None
 ) -> ModelConfig:
     """ModelConfig of a Gemma3ForConditionalGeneration."""
+    activation_of(hf.vision_config, "the vision tower")
     vision = siglip_config(hf)
     return gemma3_text_config(hf, dtype=dtype, max_model_len=max_model_len, vision=vision)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,13 @@ def read_args(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerOptions]:
 def for_replicas(options: ServerOptions) -> ServerOptions:
     """The options for servers that share their clients. Raises ValueError for unsupported ones.
 
-    The file of keys is read here, so other machines do not need it. The TLS files are checked here: Ray's proxies would
-    report a fault only after the start. Folders of adapters are those of the replicas' machines.
+    The file of keys is read here, so other machines do not need it. TLS files are those of the proxies' machines, and
+    folders of adapters those of the replicas'. If all TLS files are here they are checked, as the proxies would report
+    a fault only after the start.
     """
-    _ = options.ssl_context
+    files = [file for file in (options.ssl_certfile, options.ssl_keyfile) if file is not None]
+    if all(map(os.path.exists, files)):
+        _ = options.ssl_context
     if options.max_stored_responses not in (0, ServerOptions.max_stored_responses):
         raise ValueError(
             f"max_stored_responses={options.max_stored_responses}: with Ray responses are not stored, as a replica "

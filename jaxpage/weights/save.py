@@ -42,8 +42,8 @@ def save(model: CausalLM, folder: str | Path, *, files: str | Path, format: str)
     """Write a model's parameters, in their dtypes, to a folder that does not exist. Returns the folder.
 
     files: a folder with the matching config.json and tokenizer files. format: "safetensors" or "orbax". Raises
-    ValueError if `folder` exists, if its disk is full, if the model has no values yet, or if its projections are joined
-    or quantized, as in an engine.
+    ValueError if `folder` exists, if its disk has too little space, if the model has no values yet, or if its
+    projections are joined or quantized, as in an engine; OSError if a file cannot be written.
     """
     arrays = {path: variable.get_value() for path, variable in variables(model).items()}
     for path, array in arrays.items():
@@ -72,8 +72,8 @@ def write(
         raise ValueError(f"{folder} exists already; name another folder or remove it")
     if not (Path(files) / "config.json").is_file():
         raise ValueError(f"{files} has no config.json, which belongs to the weights")
+    _check_space(folder, sum(array.nbytes for array in arrays.values()))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _check_space(folder.parent, sum(array.nbytes for array in arrays.values()))
     around = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         draft = around / folder.name
@@ -86,11 +86,14 @@ def write(
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:
-    """Raise ValueError if there is no room for so many bytes. Orbax would print tracebacks of its threads."""
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
+    """Raise ValueError if there is no room for so many bytes in a new folder. Orbax would print tracebacks of its
+    threads.
+    """
+    there = next(parent for parent in folder.parents if parent.exists())
+    disk = shutil.disk_usage(there)
+    if disk.total and num_bytes > disk.free:  # some file systems say 0 of everything
         raise ValueError(
-            f"the weights take {num_bytes / 1e9:.3g} GB, but the disk of {folder} has {free / 1e9:.3g} GB free; "
+            f"the weights take {num_bytes / 1e9:.3g} GB, but the disk of {there} has {disk.free / 1e9:.3g} GB free; "
             "free some, or name a folder on another disk"
         )
 

@@ -129,7 +129,9 @@ class Source:
         A weight times a scale is often below 6e-5, where float16 has ever fewer bits. Boosted it is still below 65,504:
         weights are at most 1, and scales 2 * 65,504 / levels.
         """
-        return (LEVELS[self.format] + 1) / 4 if self.has_scales and dtype == jnp.float16 else 1.0
+        if self.format not in LEVELS or dtype != jnp.float16:
+            return 1.0
+        return (LEVELS[self.format] + 1) / 4
 
     def stages(self, num_stages: int, tile: int) -> Stages:
         """The types of as many stages."""

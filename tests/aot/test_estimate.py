@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpage.aot.estimate import decode_step, estimate, kv_bytes
 from jaxpage.aot.plan import show, show_table
 from jaxpage.aot.targets import CHIPS, parse_target
+from pallas_kernels.paged_attention.tpu_layout import unsupported_reason
 
 GB = 10**9
 
@@ -115,12 +118,21 @@ def test_what_does_not_fit_says_what_would():
 
 def test_a_step_that_only_the_kernel_makes_fit_names_the_block_sizes():
     """XLA's copies of the pool took all memory: neither a shorter length nor int8 would help."""
-    reason = "the TPU kernel needs a block_size that is a power of two and at least 16, not 7"
+    q, pool = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 4, 128), (99, 7, 256)))
+    reason = unsupported_reason(q, pool, 1, (4, 4))
     large = {"temp_bytes": 10 * GB, "num_blocks": 2000}
     estimated = estimate(measured(attention=f"plain XLA: {reason}", **large))
     assert not estimated.fits and estimated.pool_bytes == 0
-    assert estimated.changes == (f"the attention kernel instead of plain XLA: {reason}",)
+    assert estimated.num_blocks == estimated.num_tokens == 0
+    assert set(estimated.batches.values()) == {0}
+    assert estimated.changes == (
+        "the attention kernel instead of plain XLA: set --block-size to a power of two, at least 16",
+    )
     assert "larger chip" in estimate(measured(**large)).changes[0]
+    other = unsupported_reason(q, pool, 2, (4, 4))
+    assert "block_size" in other
+    estimated = estimate(measured(attention=f"plain XLA: {other}", **large))
+    assert "larger chip" in estimated.changes[0]
 
 
 def test_everything_is_shown():
@@ -162,16 +174,21 @@ def test_other_targets_are_refused(text):
 @pytest.mark.parametrize(
     ("text", "others"),
     [
-        *((f"v6e:{size}", "1x1, 2x2, 2x4, .*16x16$") for size in ("3x5", "64x64", "0x2")),
-        ("v5p:3x3x3", "1x1x1, 2x2x1, .*, and multiples of four up to 8,960 chips"),
-        ("tpu7x:64x64x4", ".*, and multiples of four up to 9,216 chips"),
-        ("h200:16", "1 to 8"),
+        *(
+            (f"v6e:{size}", "v6e slices are 1x1, 2x2, 2x4, .*16x16$")
+            for size in ("3x5", "64x64", "0x2")
+        ),
+        ("v5p:3x3x3", "v5p slices are 2x2x1, .*, and multiples of four up to 6,144 chips$"),
+        ("tpu7x:64x64x4", "tpu7x slices are 1x1x1, .*, and multiples of four up to 9,216 chips$"),
+        ("v5p:1x1x1", "v5p slices are 2x2x1, "),
+        ("h200:16", "a host has 1 to 8$"),
     ],
 )
 def test_topologies_that_do_not_exist_are_refused(text, others):
-    with pytest.raises(ValueError, match=f"there is no {text}; of .* there are {others}"):
+    with pytest.raises(ValueError, match=f"there is no {text}; {others}"):
         parse_target(text)
     assert parse_target("v5p:4x4x8").num_chips == 128
+    assert parse_target("v5p:16x16x24").num_chips == 6144
 
 
 def test_every_chip_has_plausible_numbers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpage.aot.exchange import Collective, bytes_sent, seconds_of
-from jaxpage.aot.targets import CHIPS, Links, parse_target
+from jaxpage.aot.targets import CHIPS, Links, Target, parse_target
 
 # A GB/s, 3 steps of a millisecond.
 LINKS = Links(bytes_per_second=1e9, steps=3, seconds_per_step=1e-3, seconds_per_call=0.0)
@@ -51,7 +51,6 @@ def test_each_call_has_its_price():
         ("v5e:2x4", 2, 50, 1),  # neighbours: one link
         ("v5e:2x4", 4, 100, 2),
         ("v5e:2x4", 8, 100, 4),
-        ("v5e:1x4", 4, 50, 2),  # no second axis
         ("v5e:4x4", 16, 100, 8),
         ("v6e:2x4", 8, 200, 4),
         ("v5p:2x2x2", 4, 200, 2),
@@ -66,6 +65,11 @@ def test_each_call_has_its_price():
 def test_links_between_the_first_devices_of_a_target(target, num_devices, gigabytes, steps):
     links = parse_target(target).links(num_devices)
     assert (links.bytes_per_second, links.steps) == (gigabytes * 1e9, steps)
+
+
+def test_chips_in_a_row_have_the_links_of_one_axis():
+    links = Target(CHIPS["v5e"], (1, 4)).links(4)
+    assert (links.bytes_per_second, links.steps) == (50e9, 2)
 
 
 def test_links_are_slower_than_memory():

@@ -73,8 +73,33 @@ def test_what_does_not_fit_is_shown_and_not_chosen():
     lines = show_divisions([small, large]).splitlines()
     assert " no " in lines[3] and " yes " in lines[4]
     assert "Best: --tp 2, 2 replica(s)" in lines[-1] and "90%" in lines[-1]
-    end = show_divisions([small, division(2, weight_bytes=8 * GB)]).splitlines()[-1]
-    assert end.startswith("None fits: no sequence of max_model_len=100000. --tp 2 would with --")
+
+
+NOT_INT8 = {"in_int8": {"weight_bytes": None, "block_bytes": None}}
+
+
+@pytest.mark.parametrize(
+    ("pair", "advice"),
+    [
+        (
+            {"weight_bytes": 7.7 * GB},
+            " The closest is --tp 2; it would fit with --max-model-len 100 or --quantization int8.",
+        ),
+        (
+            {"weight_bytes": 8 * GB},
+            " The closest is --tp 2; it would fit with --quantization int8.",
+        ),
+        ({"weight_bytes": 8 * GB} | NOT_INT8, ""),  # more devices alone would help
+        (
+            {"weight_bytes": 200 * GB} | NOT_INT8,
+            " It takes a larger chip: neither a shorter length, int8 nor 8 times the devices is enough.",
+        ),
+    ],
+)
+def test_what_would_fit_is_said_if_nothing_does(pair, advice):
+    divisions = [division(1, weight_bytes=8 * GB), division(2, **pair)]
+    end = show_divisions(divisions).splitlines()[-1]
+    assert end == f"None fits: no sequence of max_model_len=100000.{advice}"
 
 
 def test_the_parts_of_a_step_are_shown():

@@ -11,7 +11,7 @@ from jaxpage import cli
 from jaxpage.bench import engines, latency
 from jaxpage.bench.latency import LatencyBench
 from jaxpage.demo import checkpoint
-from jaxpage.flags import EngineFlags
+from jaxpage.flags import EngineFlags, check_writable
 
 
 @pytest.fixture
@@ -87,6 +87,16 @@ def test_what_cannot_be_measured_or_written_is_refused(made, capsys, flags, told
     assert cli.main(command.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"jaxpage: {told}") and error.count("\n") == 1 and made == []
+
+
+def test_a_link_to_a_file_in_no_folder_is_refused(tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "nowhere" / "x.json")
+    with pytest.raises(ValueError, match="link.json cannot be written: No such file"):
+        check_writable(link)
+    (tmp_path / "nowhere").mkdir()
+    check_writable(link)
+    assert list((tmp_path / "nowhere").iterdir()) == []
 
 
 @pytest.mark.slow

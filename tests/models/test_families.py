@@ -213,18 +213,20 @@ def test_a_family_is_added_by_one_registry_entry(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "edit",
+    ("family", "edit"),
     [
         # Llama has no window, and its activation is `hidden_act`.
-        {"sliding_window": 7, "use_sliding_window": False},
-        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
-        {"hidden_activation": "gelu"},
-        *({"hidden_act": name} for name in ("relu", "gelu_new", "swish")),
+        ("llama", {"sliding_window": 7, "use_sliding_window": False}),
+        ("llama", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("llama", {"hidden_activation": "gelu"}),
+        *(("llama", {"hidden_act": name}) for name in ("relu", "gelu_new", "swish")),
+        # Phi-3 has one window for all layers.
+        ("phi3", {"sliding_window": 7, "layer_types": ["full_attention"] * 2}),
     ],
     ids=str,
 )
-def test_a_config_is_read_as_transformers_reads_it(edit, tmp_path):
-    path = checkpoints.build("llama", 0, tmp_path, **edit)
+def test_a_config_is_read_as_transformers_reads_it(family, edit, tmp_path):
+    path = checkpoints.build(family, 0, tmp_path, **edit)
     token_ids = tokens(1, 40)
     expected = checkpoints.torch_logits(path, token_ids)
     np.testing.assert_allclose(logits(loaded(path), token_ids), expected, atol=1e-4, rtol=0)

@@ -55,8 +55,15 @@ def test_what_a_replica_or_a_proxy_would_refuse_is_told_before_the_start(tmp_pat
     args = ["serve", "m", "--backend", "ray", "--lora-modules", f"a={tmp_path}"]
     assert cli.main(args) == 2
     assert "lora_modules names 1 adapter(s)" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="ssl_certfile=.*none' cannot be read"):
-        for_replicas(ServerOptions(ssl_certfile=tmp_path / "none"))
+    (tmp_path / "cert").write_text("x")
+    with pytest.raises(ValueError, match="ssl_certfile=.*cert' has no certificate in PEM format"):
+        for_replicas(ServerOptions(ssl_certfile=tmp_path / "cert"))
+
+
+def test_tls_files_of_other_machines_are_not_read(tmp_path):
+    (tmp_path / "cert").write_text("x")
+    there = ServerOptions(ssl_certfile=tmp_path / "cert", ssl_keyfile=tmp_path / "none")
+    assert for_replicas(there).ssl_keyfile == tmp_path / "none"
 
 
 def test_keys_are_read_where_the_file_is(tmp_path):

@@ -151,10 +151,15 @@ def test_a_checkpoint_that_does_not_fit_is_not_converted(demo, tmp_path):
 def test_a_full_disk_is_told_in_one_line(demo, tmp_path, monkeypatch, capsys, format):
     """Before anything is written; or while it is written, if others fill the disk meanwhile."""
     args = ["convert", str(demo), str(tmp_path / "target"), "--format", format]
+    deep = ["convert", str(demo), str(tmp_path / "new" / "target"), "--format", format]
+    disk = SimpleNamespace(total=10**9, free=1_000_000)
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1_000_000))
-        assert cli.main(args) == 2
-    assert "GB, but the disk of" in (told := capsys.readouterr().err) and told.count("\n") == 1
+        patch.setattr("shutil.disk_usage", lambda folder: disk)
+        for each in (args, deep):
+            assert cli.main(each) == 2
+            told = capsys.readouterr().err
+            assert f"GB, but the disk of {tmp_path} has" in told and told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
     def full(*args, **options):
         raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
@@ -164,6 +169,13 @@ def test_a_full_disk_is_told_in_one_line(demo, tmp_path, monkeypatch, capsys, fo
         assert cli.main(args) == 2
         assert "model.safetensors cannot be written: I/O error: No space" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_sizes_is_taken(demo, tmp_path, monkeypatch):
+    disk = SimpleNamespace(total=0, free=0)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: disk)
+    convert(demo, tmp_path / "new" / "target")
+    assert (tmp_path / "new" / "target" / "config.json").is_file()
 
 
 @pytest.mark.slow
