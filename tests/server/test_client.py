@@ -68,7 +68,7 @@ def test_keys_and_servers_that_are_not_there(llm):
 def answering(status: int, answer: str):
     """The URL of a server that gives this answer to everything."""
 
-    class Page(http.server.BaseHTTPRequestHandler):
+    class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(status)
             self.send_header("Content-Length", str(len(answer.encode())))
@@ -82,7 +82,7 @@ def answering(status: int, answer: str):
         def log_message(self, *args):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
