@@ -68,7 +68,7 @@ def test_kv_memory_in_bytes_is_taken_as_it_is_and_nothing_is_measured(path, monk
 def test_a_head_dim_that_int4_cannot_pack_is_refused_before_the_weights(tmp_path):
     """The folder has none. RoPE turns an even number of dimensions, but it may leave some alone."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.8}
-    path = checkpoints.build("qwen3", 0, tmp_path, head_dim=15, rope_parameters=rope)
+    path = checkpoints.build("phi3", 0, tmp_path, head_dim=15, rope_parameters=rope)
     (path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="head_dim of this model is 15, which is odd"):
         make_llm(str(path), kv_cache_dtype="int4")

@@ -45,10 +45,14 @@ class AdapterSlots:
             plan.adapter_loads.append((self.slots[adapter.key], adapter.arrays))
         self.slots.move_to_end(adapter.key)
 
-    def forget_loads(self, plans: Iterable[StepPlan]) -> None:
-        """Forget the adapters that these failed plans loaded. The requests of these plans have ended."""
+    def forget_loads(self, plans: Iterable[StepPlan], running: Iterable[Sequence]) -> None:
+        """Forget the adapters that these failed plans loaded, whose requests have ended.
+
+        Other `running` sequences use one only if it was loaded: the step ran, and its result made no sense.
+        """
+        used = {s.request.adapter.key for s in running if s.request.adapter is not None}
         lost = {slot for plan in plans for slot, _ in plan.adapter_loads}
-        for key in [key for key, slot in self.slots.items() if slot in lost]:
+        for key in [key for key, slot in self.slots.items() if slot in lost and key not in used]:
             self._free.append(self.slots.pop(key))
 
 

@@ -101,7 +101,8 @@ class Engine:
         will never come end in the step after the one that asked for them.
 
         If a launch or a collection raises, the requests of that step end as aborted, all others continue with the next
-        call, and the exception propagates; `take_failed` returns the ids of the failed requests.
+        call, and the exception propagates; `take_failed` returns the ids of the failed requests. If scheduling raises,
+        these are all requests.
         """
         return self._counting_failures(self._step)
 
@@ -158,14 +159,14 @@ class Engine:
         return StepOutput() if previous is None else self._collect(*previous)
 
     def _step_plain(self) -> StepOutput:
-        step = self.scheduler.schedule()
+        step = self._schedule()
         if step is None:
             self._wait()
             return StepOutput()
         return self._collect(step, self._launch(step))
 
     def _step_overlapped(self) -> StepOutput:
-        step = self.scheduler.schedule()
+        step = self._schedule()
         if step is None and self._launched is None:
             self._wait()
         # A launch that raises leaves the step in flight to be collected by the next call.
@@ -248,6 +249,13 @@ class Engine:
 
     def close(self) -> None:
         """No effect: it has no threads of its own."""
+
+    def _schedule(self) -> ScheduledStep | None:
+        try:
+            return self.scheduler.schedule()
+        except BaseException:
+            self._failed += [request.request_id for request in self.scheduler.abort_all()]
+            raise
 
     def _wait(self) -> None:
         """Wait for a mask, if any sequence needs one, because there is nothing else to do."""

@@ -49,7 +49,8 @@ class HostTier:
         self.pool.evicted = []
         self._transfers = BlockTransfers()
         self._held: list[int] = []  # host blocks in `_transfers`
-        self._launched: list[int] = []  # host blocks in the transfers that were taken last
+        # Host blocks to hold until the next plan begins: in the transfers that were taken last, or just found.
+        self._launched: list[int] = []
         self._departed: dict[int, int] = {}  # device block -> its host copy, within a plan
         self._arrived: dict[int, int] = {}  # host block -> its device copy, within a plan
 
@@ -72,7 +73,8 @@ class HostTier:
         found = self.pool.lookup([block_hash])
         if found:
             self.pool.touch(found)
-            self._held += found
+            # Not `_held`: while there is nothing to launch, every plan finds it again.
+            self._launched += found
             return found
         if self.store is None or not self.pool.num_free:
             return []

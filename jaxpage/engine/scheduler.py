@@ -160,7 +160,17 @@ class Scheduler:
         ended = [request for i in requests if (request := self.abort(i)) is not None]
         self.kv.invalidate(self.waiting)  # last: `abort` leaves blocks in the prefix cache
         self.pictures.forget_all()
-        self.adapters.forget_loads(step.plan for step in steps)
+        self.adapters.forget_loads((step.plan for step in steps), self.running)
+        return ended
+
+    def abort_all(self) -> list[Request]:
+        """End all requests after `schedule` has raised: tokens and adapters of the plan that it began count as being on
+        the device, but will never get there.
+        """
+        ended = [request for i in list(self.requests) if (request := self.abort(i)) is not None]
+        self.kv.invalidate(self.waiting)
+        self.pictures.forget_all()
+        self.adapters = AdapterSlots(self.adapters.num_slots)
         return ended
 
     def preempt_all(self) -> None:

@@ -5,6 +5,7 @@ The rest is the shared decoder. Knows transformers' names of Gemma's options; mu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -69,8 +70,8 @@ def gemma3_config(
 def gemma3_text_config(
     hf: PretrainedConfig, *, dtype: Any, max_model_len: int | None = None, **facts: Any
 ) -> ModelConfig:
-    """ModelConfig of the text part of a Gemma3ForConditionalGeneration."""
-    return _gemma_config(
+    """ModelConfig of the text part of a Gemma3ForConditionalGeneration; transformers caps no logits there."""
+    config = _gemma_config(
         hf.get_text_config(),
         dtype,
         max_model_len,
@@ -79,6 +80,7 @@ def gemma3_text_config(
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         **facts,
     )
+    return replace(config, scales=replace(config.scales, logits_soft_cap=None))
 
 
 def gemma3_pictures_config(

@@ -111,7 +111,12 @@ def only_with_window(ropes: Sequence[Rope], windows: Sequence[int | None]) -> tu
 def layer_ropes(
     hf: PretrainedConfig, layer_types: Sequence[str], *, head_dim: int, max_model_len: int
 ) -> tuple[Rope, ...]:
-    """The Rope of each layer. `hf.rope_parameters` is one set, or one per layer type (Gemma 3)."""
+    """The Rope of each layer. `hf.rope_parameters` is one set, or one per layer type (Gemma 3).
+
+    Adds missing parameters to `hf`, as transformers does when it creates a model.
+    """
+    if hf.rope_parameters:
+        hf.standardize_rope_params()
     parameters = hf.rope_parameters
     nested = any(isinstance(parameters.get(kind), dict) for kind in layer_types)
     ropes = {}
@@ -125,7 +130,7 @@ def _rope(p: dict[str, Any], hf: PretrainedConfig, head_dim: int, max_model_len:
     rope_type = p.get("rope_type", "default")
     if rope_type not in _FREQUENCIES:
         raise ValueError(f"rope_type {rope_type!r}; supported are {', '.join(_FREQUENCIES)}")
-    dim = int(head_dim * (p.get("partial_rotary_factor") or 1.0))
+    dim = int(head_dim * _rotated_part(p, hf))
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ValueError(
             f"RoPE would rotate {dim} of {head_dim} dimensions of a head; the number must be even, "
@@ -140,6 +145,12 @@ def _rope(p: dict[str, Any], hf: PretrainedConfig, head_dim: int, max_model_len:
         raise ValueError(f"rope_parameters {p} of config.json cannot be used: {error}") from None
     frequencies = tuple(inv_freq.astype(np.float32).tolist())
     return Rope(frequencies, float(scale), _sections(p, len(frequencies)), rope_type)
+
+
+def _rotated_part(p: dict[str, Any], hf: PretrainedConfig) -> float:
+    """`partial_rotary_factor`, which a config keeps from any config.json, if models of this kind have it; else 1."""
+    theirs = "partial_rotary_factor" in (type(hf)().rope_parameters or {})
+    return (theirs and p.get("partial_rotary_factor")) or 1.0
 
 
 def _sections(p: dict[str, Any], num_frequencies: int) -> tuple[int, ...] | None:

@@ -95,6 +95,9 @@ def open_safetensors(
         if (name := naming.tensor_name(theirs)) is not None
     }
     wanted, renamed = specs(model), naming.weight_map
+    is_tied = isinstance(model, CausalLM) and _HEAD not in wanted
+    if is_tied and _HEAD in stored and _EMBEDDING not in stored:
+        stored[_EMBEDDING] = stored.pop(_HEAD)  # as transformers does
     places = {path: renamed.get(path, Source(path)) for path in wanted}
     how = _quantisation(Path(folder, "config.json")) or _quantisation_by_names(stored)
     _check_not_quantised(how, places.values())

@@ -96,7 +96,10 @@ def _place(tensor: StoredTensor, layers: AdaptedLayers) -> tuple[str, str]:
     layer = None if renamed is None else renamed.removesuffix(".weight")
     if layer is None or layer not in layers.shapes:
         some = listed(list(layers.shapes))
-        raise ValueError(f"{what} is of no layer that can be adapted here; there are {some}")
+        raise ValueError(
+            f"{what} is of no layer that can be adapted here; there are {some}. Train without that layer, which PEFT's "
+            "exclude_modules can name, or merge the adapter into the model"
+        )
     if tensor.dtype not in FLOATS:
         raise ValueError(f"{what} has dtype {tensor.dtype}; adapters are stored as floats")
     return layer, found["half"]

@@ -132,3 +132,21 @@ def test_what_a_failed_step_was_to_load_goes_up_again(fails, overlap):
     each = [request("again", TWO), request("one", ONE)]
     run(engine, *each)
     assert_expected(engine, *each)
+
+
+def test_an_adapter_of_a_step_whose_result_is_wrong_stays_for_its_other_users(monkeypatch):
+    engine = make_engine(num_adapters=1, overlap=True)
+    engine.add(request("lost", ONE))
+    engine.step()
+    other = request("other", ONE, seed=1)
+    engine.add(other)  # its first step is launched before the result of the last one is looked at
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxpage.engine.scheduler.collect", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert running(engine) == ["other"]
+    assert_consistent(engine)
+    last = request("last", TWO)
+    engine.add(last)
+    finish(engine)
+    assert_expected(engine, other, last)

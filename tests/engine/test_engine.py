@@ -15,7 +15,7 @@ from tests.engine.harness import (
     make_engine,
     run,
 )
-from tests.fakes import FakeRunner, make_request
+from tests.fakes import FakeRunner, make_adapter, make_request
 
 
 def test_the_fake_runner_has_all_members_of_a_runner():
@@ -115,6 +115,35 @@ def test_failed_step_leaves_nothing_in_the_prefix_cache(kind, number, overlap):
     again = [make_request(f"again {i}", prompt + [i], max_tokens=6) for i in range(2)]
     run(engine, *again)
     assert_expected(engine, *again)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["kv.find", "kv.grow", "pictures.least", "counters.count_step"])
+def test_a_plan_that_cannot_be_made_ends_all_requests_and_leaves_nothing(
+    where, overlap, monkeypatch
+):
+    """Some of its rows count as computed already, which nobody will compute."""
+    options = {"num_host_blocks": 20, "num_adapters": 2, "preemption_mode": "swap"}
+    engine = make_engine(num_blocks=20, overlap=overlap, **options)
+    adapters = [None, make_adapter(1), make_adapter(2)]
+    prompt = [i % 5 for i in range(10)]
+    for i, adapter in enumerate(adapters[:2]):
+        engine.add(make_request(str(i), prompt, seed=i, n=2, adapter=adapter, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    engine.add(make_request("2", prompt, adapter=adapters[2]))
+    owner, name = where.split(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(getattr(engine.scheduler, owner)), name, lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            for _ in range(8):
+                engine.step()
+    assert all(engine.outputs[str(i)].outputs[0].finish_reason == "abort" for i in range(3))
+    assert not engine.scheduler.requests
+    assert_consistent(engine)
+    later = [make_request(f"later {i}", prompt, adapter=a) for i, a in enumerate(adapters)]
+    run(engine, *later)
+    assert_expected(engine, *later)
 
 
 def test_request_preempted_by_a_step_that_failed_comes_back_with_its_tokens():

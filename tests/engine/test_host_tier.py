@@ -114,6 +114,21 @@ def test_least_recently_used_host_blocks_go_first_and_tails_before_heads():
     assert [bool(tier.find(b"d%d" % i)) for i in range(6)] == [True] * 4 + [False] * 2
 
 
+def test_what_plans_without_rows_find_is_held_once():
+    pool = BlockPool(9, 4, enable_prefix_caching=True)
+    tier = HostTier(4, pool)
+    pool.register(*(block_id := pool.allocate(1)), b"a")
+    pool.free(block_id)
+    pool.free(pool.allocate(8))
+    assert len(tier.take_transfers().swaps_out) == 1
+    for _ in range(3):  # of these plans nothing is taken, as there is nothing to launch
+        tier.begin_plan()
+        (host_id,) = tier.find(b"a")
+        assert tier.pool.refs[host_id] == 1
+    tier.begin_plan()
+    assert tier.pool.refs[host_id] == 0
+
+
 def test_what_the_host_loses_is_found_in_the_store_by_another_engine():
     store = FakeStore()
     engine = make_engine(num_blocks=9, num_host_blocks=2, store=store)

@@ -113,10 +113,11 @@ def test_the_text_part_alone_has_no_tower(path):
 
 
 @pytest.mark.parametrize("pictures", [True, False])
-def test_the_whole_config_says_whether_embeddings_are_tied(pictures, tmp_path):
-    """That of the text part says otherwise, and transformers does not look at it."""
+def test_options_of_the_text_part_that_transformers_does_not_look_at(pictures, tmp_path):
+    """The whole config says whether embeddings are tied, and logits are not capped."""
     config = gemma3_config()
     config.tie_word_embeddings, config.text_config.tie_word_embeddings = False, True
+    config.text_config.final_logit_softcapping = 1.0
     path = picture_models.save(config, tmp_path, seed="gemma 3 untied")
     token_ids = list(range(5, 25))
     expected = gemma_logits(picture_models.torch_model(path), token_ids, [])

@@ -51,16 +51,7 @@ def test_config_without_architecture_names_its_model_type():
         ),
         ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "'axial'; supported are"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "needs 'factor'"),
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "partial_rotary_factor": 0.4,
-                }
-            },
-            "rotate 3 of 8 dimensions",
-        ),
+        ({"head_dim": 7}, "rotate 7 of 7 dimensions"),
     ],
 )
 def test_unsupported_config_is_refused(changes, message):
@@ -96,6 +87,34 @@ def test_a_model_has_windows_if_that_of_transformers_has(architecture):
     windows = build(config, dtype="float32").config.windows
     code = inspect.getsource(inspect.getmodule(model))
     assert any(windows) == ("create_sliding_window_causal_mask" in code)
+
+
+@pytest.mark.parametrize("architecture", [name for name in REGISTRY if name.endswith("CausalLM")])
+def test_a_part_of_the_head_is_rotated_if_transformers_does_so(architecture):
+    """A config.json may name partial_rotary_factor without."""
+    model = getattr(transformers, architecture)
+    whole, part = (
+        build(
+            model.config_class(
+                num_hidden_layers=4, architectures=[architecture], partial_rotary_factor=factor
+            ),
+            dtype="float32",
+        )
+        for factor in (1.0, 0.25)
+    )
+    code = inspect.getsource(inspect.getmodule(model))
+    assert (whole.config.ropes != part.config.ropes) == ("partial_rotary_factor" in code)
+
+
+def test_a_config_that_was_not_read_from_a_file_has_its_rope():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    trained = {"original_max_position_embeddings": 64}
+    beside = build(llama(rope_parameters=dict(yarn), **trained), dtype="float32")
+    inside = build(llama(rope_parameters=yarn | trained), dtype="float32")
+    assert beside.config.ropes == inside.config.ropes
+
+    old = {"type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    assert build(llama(rope_parameters=old), dtype="float32").config.ropes[0].kind == "linear"
 
 
 def test_max_model_len_must_be_positive():

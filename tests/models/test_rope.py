@@ -39,8 +39,9 @@ PARAMETERS = [
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=lambda p: p["rope_type"])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 def test_frequencies_are_those_of_transformers_at_max_model_len(parameters, max_model_len, theta):
-    config = transformers.LlamaConfig(
-        hidden_size=256, num_attention_heads=4, max_position_embeddings=16_384
+    # Of a family that may rotate a part of the head.
+    config = transformers.GlmConfig(
+        hidden_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=16_384
     )
     config.rope_parameters = parameters | {"rope_theta": theta}
     compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]

@@ -126,6 +126,14 @@ def test_tied_model_loads_with_or_without_its_head(stored, tmp_path):
     assert "lm_head.weight" not in variables(model)
 
 
+def test_tied_model_loads_from_its_head_alone(tmp_path):
+    path = checkpoints.build("qwen2", 0, tmp_path)
+    table = tensors(path)["model.embed_tokens.weight"]
+    rewrite(path, model__embed_tokens__weight=None, lm_head__weight=table)
+    loaded = values(load(abstract(path), path, use_tqdm=False))
+    np.testing.assert_array_equal(loaded["model.embed_tokens.weight"], table)
+
+
 def test_tied_model_with_another_head_is_refused(tmp_path):
     path = checkpoints.build("qwen2", 0, tmp_path)
     head = tensors(path)["model.embed_tokens.weight"].copy()

@@ -206,7 +206,7 @@ A0, B0 = f"{PREFIX}{Q0}.lora_A.weight", f"{PREFIX}{Q0}.lora_B.weight"
         ),
         (
             with_change(lambda t: t.update({A0.replace("q_proj", "z_proj"): t[A0]})),
-            "z_proj.* is of no layer that can be adapted here",
+            "z_proj.* is of no layer that can be adapted here; there are .* or merge the adapter",
         ),
         (
             with_change(lambda t: t.update({f"{PREFIX}lm_head.lora_A.weight": t[A0]})),
