@@ -18,7 +18,8 @@ class Mailbox:
     def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Action] = queue.SimpleQueue()
         self._closed_by: Exception | None = None
-        self._lock = threading.Lock()
+        # The garbage collector may call finalizers that post, also in a thread that holds the lock.
+        self._lock = threading.RLock()
 
     def post(self, action: Action) -> bool:
         """Post an action, which must not raise, as nothing would report that. False if the mailbox is closed."""
@@ -49,7 +50,18 @@ class Mailbox:
             self._actions.get()()
 
     def close(self, error: Exception) -> None:
-        """Call the remaining functions; later ones are not called and fail with the error."""
+        """Call the remaining functions; later ones are not called and fail with the error.
+
+        If some of them raise, the others are called all the same, as somebody may wait for their results; the first of
+        these errors is raised in the end.
+        """
         with self._lock:
             self._closed_by = error
-        self.run(wait=False)
+        first: BaseException | None = None
+        while self._actions.qsize():
+            try:
+                self._actions.get()()
+            except BaseException as raised:
+                first = first or raised
+        if first is not None:
+            raise first

@@ -152,6 +152,11 @@ class OutputProcessor:
         self._unreported.pop(request_id, None)
         return self._requests.pop(request_id, None) is not None
 
+    @property
+    def unreported_ids(self) -> list[str]:
+        """The requests whose outputs `take` would return."""
+        return list(self._unreported)
+
     def take(self) -> list[RequestOutput]:
         """The outputs of all requests with new tokens or an end, each once."""
         unreported, self._unreported = self._unreported, {}

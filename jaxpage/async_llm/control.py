@@ -35,8 +35,7 @@ class EngineControl:
         """
         if mode not in tuple(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(PauseMode)}, got {mode!r}")
-        await self._call(self._check_awake)
-        settled = await asyncio.wrap_future(self._tasks.pause(PauseMode(mode)))
+        settled = await asyncio.wrap_future(self._tasks.pause(PauseMode(mode), self._check_awake))
         await asyncio.wrap_future(settled)
         if clear_cache:
             await self.reset_prefix_cache(reset_running_requests=mode == PauseMode.KEEP)
@@ -60,15 +59,15 @@ class EngineControl:
 
         Level 1 frees the KV pool and moves the weights to the host; level 2 discards them, so `update_weights` must
         supply new ones. The KV of suspended requests is recomputed later. A sleeping engine may go from level 1 to 2.
-        Raises ValueError for any other level, and with several engines or hosts.
+        Raises ValueError for any other level, and with several engines or hosts; RuntimeError if another caller lets
+        steps run again before the engine sleeps.
         """
         memory = needed(self._memory)
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {level}")
 
         def fall_asleep() -> None:
-            if not self._tasks.steps.is_paused:
-                raise RuntimeError("generation was resumed before the engine could sleep")
+            self._tasks.steps.check_suspended()
             memory.sleep(keep_weights=level == 1)
 
         if not await self.is_sleeping():

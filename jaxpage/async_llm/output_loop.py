@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -97,8 +97,11 @@ class OutputLoop:
     def add(self, request: Request, name: str, receiver: Receiver) -> None:
         """Expect tokens of a request. `name` is the caller's name for it, which differs from the engine's id."""
         self._requests[request.request_id] = _Delivery(request, name, receiver)
-        self._processor.add(request)
         self._tell(lambda observer: observer.added(request))
+        try:
+            self._processor.add(request)
+        except Exception as error:  # raised by the tokenizer, for the end of the prompt
+            self._give_up({request.request_id: error})
 
     def take(self, step: StepOutput) -> None:
         """Process a step."""
@@ -108,10 +111,7 @@ class OutputLoop:
         if processed.unwanted:
             self._engine.abort(processed.unwanted)
         if processed.errors:
-            self._engine.abort(list(processed.errors))
-            for request_id, error in processed.errors.items():
-                logger.error("request %s cannot be detokenised: %r", request_id, error)
-                self._fail([request_id], error)
+            self._give_up(processed.errors)
         self._tell(lambda observer: observer.took_step(step))
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -132,13 +132,29 @@ class OutputLoop:
         """`fail` for all requests."""
         self.fail(list(self._requests), error)
 
+    def _give_up(self, errors: Mapping[str, Exception]) -> None:
+        """Fail requests whose text cannot be made."""
+        self._engine.abort(list(errors))
+        for request_id, error in errors.items():
+            logger.error("request %s cannot be detokenised: %r", request_id, error)
+            self._fail([request_id], error)
+
     def _fail(self, request_ids: Collection[str], error: Exception) -> None:
         for request_id in request_ids:
             self._processor.discard(request_id)
         self._deliver([(request_id, error) for request_id in request_ids])
 
     def _deliver_outputs(self) -> None:
-        self._deliver([(output.request_id, output) for output in self._processor.take()])
+        outputs: list[tuple[str, Update]] = []
+        errors: dict[str, Exception] = {}
+        for request_id in self._processor.unreported_ids:
+            try:
+                outputs.append((request_id, self._processor.take_one(request_id)))
+            except Exception as error:  # raised by the tokenizer, at the end or for logprobs
+                errors[request_id] = error
+        self._deliver(outputs)
+        if errors:
+            self._give_up(errors)
 
     def _deliver(self, updates: list[tuple[str, Update]]) -> None:
         """Wakes each event loop once, however many of its requests have updates."""

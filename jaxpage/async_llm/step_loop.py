@@ -152,6 +152,14 @@ class StepLoop:
         self._settled.append(future)
         return future
 
+    def check_suspended(self) -> None:
+        """Raise RuntimeError if a step runs, or may run before `resume`."""
+        if self._pause is None or self._may_step() or self._must_collect():
+            raise RuntimeError(
+                "steps still run, so the engine cannot sleep: meanwhile another caller has resumed generation, or "
+                "asked for a pause in mode 'wait'; call sleep again"
+            )
+
     def resume(self) -> None:
         """Continue, including the requests that arrived during the pause."""
         self._pause = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -116,19 +117,29 @@ class Tasks:
         return [receiver.future for receiver in receivers]
 
     def abort(self, names: list[str]) -> None:
-        """End requests with the tokens they have; their last outputs have the finish reason "abort"."""
-        ids = [i for name in names if (i := self._ids.get(name)) is not None]
-        self.steps.post(lambda: self.steps.abort(ids))
-        self.outputs.post(lambda: self.outputs.abort(ids))
+        """End requests with the tokens they have; their last outputs have the finish reason "abort".
+
+        Those that still wait for the input thread end once it has prepared them. Unknown names are ignored.
+        """
+        self._abort_known(names)
+        waiting = [name for name in names if name not in self._ids]
+        if waiting:
+            # The input thread keeps to the order of calls: what was started before this is then known.
+            with contextlib.suppress(EngineDeadError):
+                self.with_inputs(lambda _: self._abort_known(waiting))
 
     def abort_all(self) -> Future[None]:
         """`abort` all requests, also those that wait for the end of a pause."""
         return self.steps.call(self._abort_all)
 
-    def pause(self, mode: PauseMode) -> Future[Future[None]]:
-        """The inner future is done when nothing runs on the device."""
+    def pause(self, mode: PauseMode, check: Callable[[], object]) -> Future[Future[None]]:
+        """The inner future is done when nothing runs on the device.
+
+        `check` is called first, in the engine's thread, and may raise: then there is no pause.
+        """
 
         def begin() -> Future[None]:
+            check()
             if mode is PauseMode.ABORT:
                 self._abort_all()
             return self.steps.pause(mode)
@@ -138,13 +149,14 @@ class Tasks:
     def shut_down(self) -> None:
         """Stop all threads. Unfinished requests get an EngineDeadError, also those that wait for the input thread.
 
-        Returns once the threads have ended, unless it is called in one of them.
+        Returns once the threads have ended, unless a thread of this package calls it.
         """
         self._is_shut_down = True
         self._input_thread.shutdown(wait=False)
         self.steps.post(lambda: self.steps.stop(EngineDeadError("the engine was shut down")))
-        if threading.current_thread() in self._threads:
-            # The garbage collector calls this in any thread, and the threads wait for each other.
+        if threading.current_thread().name.startswith("jaxpage-"):
+            # The garbage collector calls this in any thread, and ours wait for each other: a replica's, or one that
+            # compiles, is waited for by the engine's.
             threading.Thread(target=self._close, name="jaxpage-close", daemon=True).start()
         else:
             self._close()
@@ -167,7 +179,13 @@ class Tasks:
         self._ids[name] = request.request_id
         self.outputs.post(lambda: self.outputs.add(request, name, receiver))
         added = self.steps.call(lambda: self.steps.add(request))
-        added.add_done_callback(lambda f: discard() if f.cancelled() or f.exception() else None)
+
+        def check(added: Future[None]) -> None:
+            # The output thread may have failed the request, and aborted it, before the engine had it.
+            if added.cancelled() or added.exception() or self._ids.get(name) != request.request_id:
+                discard()
+
+        added.add_done_callback(check)
         if receiver.is_closed:
             discard()
         return added
@@ -187,6 +205,11 @@ class Tasks:
             self.steps.post(lambda: self.steps.stop(dead))
             self.steps.read_all()
             self.outputs.run_failed(dead)
+
+    def _abort_known(self, names: list[str]) -> None:
+        ids = [i for name in names if (i := self._ids.get(name)) is not None]
+        self.steps.post(lambda: self.steps.abort(ids))
+        self.outputs.post(lambda: self.outputs.abort(ids))
 
     def _abort_all(self) -> None:
         """In the engine's thread."""

@@ -276,17 +276,26 @@ class Sampler:
         Running requests are suspended ("keep"), finished ("wait"), or end with the tokens they have, which their calls
         return ("abort"). Without an `update` in between, a pause does not change the tokens of suspended requests.
         After one they continue with the new weights and their existing KV; `reset_prefix_cache(recompute=True)` has it
-        recomputed. Raises ValueError for an unknown mode.
+        recomputed. Raises ValueError for an unknown mode, RuntimeError for "wait" while asleep.
         """
         if mode not in tuple(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(PauseMode)}, got {mode!r}")
-        self._tasks.pause(PauseMode(mode)).result().result()
+        check = self._check_awake if mode == PauseMode.WAIT else lambda: None
+        self._tasks.pause(PauseMode(mode), check).result().result()
 
     def resume(self) -> None:
         """Continue, including the requests that arrived during the pause. Raises RuntimeError while asleep."""
+
+        def resume() -> None:
+            self._check_awake()
+            self._tasks.steps.resume()
+
+        self._call(resume)
+
+    def _check_awake(self) -> None:
+        """In the engine's thread, as everything that depends on whether the sampler is asleep."""
         if self._is_asleep:
             raise RuntimeError("the sampler is asleep and has no KV pool; call wake() first")
-        self._call(self._tasks.steps.resume)
 
     @property
     def is_paused(self) -> bool:
@@ -302,27 +311,35 @@ class Sampler:
     def sleep(self, kv: bool = True, weights: bool = False) -> None:
         """Pause, suspending requests, and free the memory of the KV pool until `wake`; its content is recomputed.
 
-        Raises ValueError for `weights=True`: they belong to the module, whose owner must move them.
+        Raises ValueError for `weights=True`: they belong to the module, whose owner must move them; RuntimeError if
+        another thread lets steps run again before the sampler sleeps.
         """
         if weights:
             raise ValueError("weights=True: the parameters belong to the module; move them there")
         self.pause("keep")
-        if not kv or self._is_asleep:
+        if not kv:
             return
 
         def free() -> None:
+            if self._is_asleep:
+                return
+            self._tasks.steps.check_suspended()
+            self._is_asleep = True
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._runner.free_pool()
 
-        self._is_asleep = True
         self._call(free)
 
     def wake(self) -> None:
         """Allocate the KV pool again, and continue. Nothing is compiled."""
-        if self._is_asleep:
-            self._call(self._runner.recover)
-            self._is_asleep = False
-        self.resume()
+
+        def wake() -> None:
+            if self._is_asleep:
+                self._runner.recover()
+                self._is_asleep = False
+            self._tasks.steps.resume()
+
+        self._call(wake)
 
     # The engine.
 

@@ -90,7 +90,7 @@ class Server:
         total, limit = num_prompts * params.n, self.options.max_n
         if total > limit:
             raise ValueError(
-                f"n={params.n} with {num_prompts} prompts are {total} continuations, the limit is {limit}; "
+                f"n={params.n} with {num_prompts} prompts are {total} continuations, the limit is {limit} (--max-n); "
                 "send several requests"
             )
         num_stops = len(params.stop or ())

@@ -49,7 +49,7 @@ class ServerOptions:
     max_queued_requests: int = 4096  # most waiting requests; more get a 503
     max_n: int = 128  # most continuations of one request, prompts times n
     max_stop_strings: int = 256  # per request
-    # most responses stored in memory on request; the least recently used is evicted first. 0: none
+    # most responses stored in memory on request, 256 MiB at most; the least recently used is evicted first. 0: none
     max_stored_responses: int = 1000
     trust_request_chat_template: bool = False  # allow templates in requests, which run in a sandbox
     default_chat_template_kwargs: Mapping[str, Any] | None = None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import BaseModel
 
 from jaxpage.server.errors import ApiError
 from jaxpage.server.protocol.response_items import Item, read_items
+
+MAX_BYTES = 256 * 2**20  # of all responses together
 
 
 @dataclass(kw_only=True)
@@ -17,6 +22,7 @@ class StoredResponse:
     items: tuple[Item, ...]  # of the conversation before it
     response: dict[str, Any]  # its latest state, since its start
     request_ids: tuple[str, ...]  # the engine's
+    num_bytes: int = field(default=0, init=False)  # as last counted by the store
 
     @property
     def is_running(self) -> bool:
@@ -24,10 +30,15 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """At most `limit` responses; the least recently used is evicted first."""
+    """At most `limit` responses of `max_bytes` together, or one that is larger; the least recently used is evicted
+    first.
 
-    def __init__(self, limit: int):
-        self._limit = limit
+    The input of a continued response is counted again with each of its continuations.
+    """
+
+    def __init__(self, limit: int, max_bytes: int = MAX_BYTES):
+        self._limit, self._max_bytes = limit, max_bytes
+        self._num_bytes = 0
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:
@@ -45,15 +56,33 @@ class ResponseStore:
                 400, f"there is a response {response_id!r}; choose another id", param="request_id"
             )
         self._stored[response_id] = stored
-        while len(self._stored) > self._limit:
-            self._stored.popitem(last=False)
+        stored.num_bytes = _size(stored.items) + _size(stored.response)
+        self._num_bytes += stored.num_bytes
+        self._evict()
+
+    def update(self, stored: StoredResponse, response: dict[str, Any]) -> None:
+        """A response has ended. It may have been evicted or removed."""
+        before, stored.response = stored.response, response
+        if self._stored.get(response["id"]) is stored:
+            grown = _size(response) - _size(before)
+            stored.num_bytes += grown
+            self._num_bytes += grown
+            self._evict()
+
+    def _evict(self) -> None:
+        while len(self._stored) > self._limit or (
+            self._num_bytes > self._max_bytes and len(self._stored) > 1
+        ):
+            _, evicted = self._stored.popitem(last=False)
+            self._num_bytes -= evicted.num_bytes
 
     def find(self, response_id: str, param: str | None = None) -> StoredResponse:
         """Raises ApiError 404 that names `param`."""
         if response_id not in self._stored:
             raise ApiError(
                 404,
-                f"there is no response {response_id!r}; of those with store=true the last {self._limit} are kept",
+                f"there is no response {response_id!r}; of those with store=true the last {self._limit} are kept, if "
+                f"they have no more than {self._max_bytes / 2**20:g} MiB",
                 param=param,
             )
         self._stored.move_to_end(response_id)
@@ -61,7 +90,7 @@ class ResponseStore:
 
     def remove(self, response_id: str) -> None:
         """Raises ApiError 404."""
-        self.find(response_id)
+        self._num_bytes -= self.find(response_id).num_bytes
         del self._stored[response_id]
 
     def conversation(self, response_id: str | None) -> tuple[Item, ...]:
@@ -76,3 +105,18 @@ class ResponseStore:
                 param="previous_response_id",
             )
         return (*stored.items, *read_items(stored.response["output"]))
+
+
+def _size(value: Any) -> int:
+    """Roughly the bytes of a value of JSON, or of items, in memory."""
+    num_bytes, left = 0, [value]  # a loop, as JSON may be nested more deeply than calls
+    while left:
+        value = left.pop()
+        num_bytes += sys.getsizeof(value)
+        if isinstance(value, BaseModel):
+            left.append(value.__dict__)
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+    return num_bytes

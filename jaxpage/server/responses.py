@@ -146,7 +146,7 @@ class ResponseCall:
             changes["completed_at"] = int(time.time())
         self._state = self._state | {"status": status, "output": self._output.items(), **changes}
         if self._stored is not None:
-            self._stored.response = self._state
+            self._server.responses.update(self._stored, self._state)
 
     def _logprobs(self, completion: CompletionOutput) -> list[Any]:
         """Logprobs of the tokens whose text is sent."""

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 5.0  # seconds for error events to reach their clients
 _POLL = 0.05  # seconds
+_LONG = 30.0  # seconds after which to say that the engine does not stop
 _YOUNG_OBJECTS = 20_000  # more than there were, before a collection
 
 
@@ -173,9 +174,20 @@ class HttpServer(uvicorn.Server):
                 logger.warning("%d requests have not ended in time", in_flight.num_requests)
                 break
             await asyncio.sleep(_POLL)
-        await asyncio.to_thread(self._server.llm.shutdown)
+        await self._shut_down()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS):
                 while in_flight.num_requests:
                     await asyncio.sleep(_POLL)
         self.should_exit = True
+
+    async def _shut_down(self) -> None:
+        ending = asyncio.ensure_future(asyncio.to_thread(self._server.llm.shutdown))
+        await asyncio.wait([ending], timeout=_LONG)
+        if not ending.done():
+            logger.warning(
+                "the engine has not stopped for %g s: it waits for a step on the device, or a compiler; SIGKILL ends "
+                "the server at once",
+                _LONG,
+            )
+        await ending

@@ -14,6 +14,7 @@ import pytest
 
 from jaxpage import RequestOutputKind, SamplingParams
 from jaxpage.async_llm import AsyncLLM, EngineDeadError, StepFailedError
+from jaxpage.async_llm.step_loop import PauseMode
 from jaxpage.async_llm.streams import LastOutput, merge_deltas
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.hosts.errors import HostLostError
@@ -205,6 +206,28 @@ def test_what_comes_after_the_end_of_a_request_is_ignored(is_cancelled):
     assert is_cancelled or receiver.future.exception(0) is first
 
 
+def test_a_request_that_waits_for_the_tokenizer_can_be_aborted(make):
+    llm, goes_on = make(step_seconds=0.01), threading.Event()
+
+    async def run():
+        slow = asyncio.create_task(llm.with_inputs(lambda _: goes_on.wait(10)))
+        await asyncio.sleep(0)  # it is called first
+        tasks = [asyncio.create_task(collect(llm, [5], long(), name)) for name in "ab"]
+        await asyncio.sleep(0)
+        await llm.abort(["b", "unknown"])
+        goes_on.set()
+        assert await slow
+        whole, aborted = [(await task)[-1].outputs[0] for task in tasks]
+        assert (whole.finish_reason, aborted.finish_reason) == ("length", "abort")
+        # The name is free again, and what has it now is not aborted.
+        assert (await collect(llm, [5], long(), "b"))[-1].outputs[0].finish_reason == "length"
+        await until(lambda: is_empty(llm))
+
+    asyncio.run(run())
+    llm.shutdown()
+    asyncio.run(llm.abort("b"))  # ignored
+
+
 @pytest.mark.parametrize("how", ["break", "cancel", "abort", "close at once"])
 def test_who_goes_away_leaves_nothing_behind(make, how):
     llm = make(step_seconds=0.002)
@@ -385,6 +408,44 @@ def test_pausing(make, mode, overlap):
     asyncio.run(run())
 
 
+def test_a_pause_begins_where_its_engine_is_found_awake(make_one, monkeypatch):
+    """In between, the engine could fall asleep."""
+    llm = make_one()
+    steps, found = llm._tasks.steps, []
+    monkeypatch.setattr(
+        llm, "_check_awake", lambda: steps.post(lambda: found.append(steps.is_paused))
+    )
+    asyncio.run(llm.pause_generation(mode="wait"))
+    assert found == [True]
+
+
+def test_an_engine_does_not_sleep_while_another_caller_s_pause_lets_steps_run(
+    make_one, monkeypatch
+):
+    llm = make_one(step_seconds=0.01)
+    steps, slept = llm._tasks.steps, []
+    llm._memory = SimpleNamespace(lacks=None, sleep=lambda **_: slept.append(True))
+
+    async def run():
+        task = asyncio.create_task(collect(llm, [5], long()))
+        await until(lambda: llm.stats().num_running)
+
+        async def pause_and_wait(**_):
+            await llm._call(lambda: steps.pause(PauseMode.KEEP))
+            await llm._call(lambda: steps.pause(PauseMode.WAIT))  # another caller's
+
+        monkeypatch.setattr(llm, "pause_generation", pause_and_wait)
+        with pytest.raises(RuntimeError, match="steps still run.* pause in mode 'wait'.*again"):
+            await llm.sleep(mode="keep")
+        assert not slept
+        assert tokens(await task, long()) == expected([5], long())
+        await until(lambda: not llm.stats().num_running)
+        await llm.sleep(mode="keep")
+        assert slept == [True]
+
+    asyncio.run(run())
+
+
 def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(make):
     llm = make()
 
@@ -541,6 +602,64 @@ def test_a_detokenizer_that_fails_ends_its_request_alone(make, monkeypatch, capl
     asyncio.run(both())
 
 
+@pytest.mark.parametrize("first", ["engine", "output"])
+def test_a_tokenizer_that_fails_on_a_prompt_ends_its_request_alone(
+    make, monkeypatch, caplog, first
+):
+    """Whichever of the two threads hears of the request first."""
+    from jaxpage.tokenizer import Detokenizer
+
+    llm, goes_on = make(step_seconds=0.001), threading.Event()
+    tasks = llm._tasks
+    make_one = Detokenizer.__init__
+
+    def sometimes(self, tokenizer, params, prompt_token_ids=()):
+        if 6 in prompt_token_ids:
+            raise RuntimeError("no such token")
+        make_one(self, tokenizer, params, prompt_token_ids)
+
+    monkeypatch.setattr(Detokenizer, "__init__", sometimes)
+    if first == "engine":
+        tasks.outputs.post(lambda: goes_on.wait(10))
+    else:
+        call = tasks.steps.call
+        monkeypatch.setattr(tasks.steps, "call", lambda action: goes_on.wait(10) and call(action))
+    bad = llm.submit([5, 6], SamplingParams(max_tokens=50, ignore_eos=True))
+    bad.add_done_callback(lambda _: goes_on.set())
+    if first == "engine":
+        asyncio.run(until(lambda: llm.stats().num_running == 1))
+        goes_on.set()
+    with pytest.raises(RuntimeError, match="no such token"):
+        bad.result(5)
+    assert llm.submit([7], long()).result(5).outputs[0].token_ids == expected([7], long())[0]
+    assert llm.stats().generation_tokens < 60, "it was computed although nobody waits"
+    assert "cannot be detokenised: RuntimeError('no such token')" in caplog.text
+    asyncio.run(until(lambda: is_empty(llm)))
+    assert not tasks._ids and not llm.errored
+
+
+@pytest.mark.parametrize("method", ["decode_token", "flush"])
+def test_a_tokenizer_that_fails_on_an_output_ends_its_request_alone(make, monkeypatch, method):
+    from jaxpage.tokenizer import Detokenizer
+
+    llm = make()
+    original = getattr(Detokenizer, method)
+
+    def sometimes(self, *args):
+        if self._include_stop:  # of the first request only
+            raise RuntimeError("no such token")
+        return original(self, *args)
+
+    monkeypatch.setattr(Detokenizer, method, sometimes)
+    bad = llm.submit([5, 6], long(logprobs=1, include_stop_str_in_output=True))
+    good = llm.submit([7], long(logprobs=1))
+    with pytest.raises(RuntimeError, match="no such token"):
+        bad.result(5)
+    assert good.result(5).outputs[0].token_ids == expected([7], long())[0]
+    asyncio.run(until(lambda: is_empty(llm)))
+    assert not llm._tasks._ids and not llm.errored
+
+
 def test_shutting_down_ends_requests_with_an_error(make):
     llm = make(step_seconds=0.01)
 
@@ -599,6 +718,20 @@ def test_the_garbage_collector_may_end_an_engine_in_its_own_threads(make, thread
     getattr(tasks, thread).post(tasks.shut_down)
     with pytest.raises(EngineDeadError, match="shut down"):
         future.result(5)
+    for ending in tasks._threads:
+        ending.join(5)
+        assert not ending.is_alive()
+
+
+def test_a_replica_s_thread_that_ends_the_engine_does_not_wait_for_who_waits_for_it(make_engines):
+    llm = make_engines(2)
+    tasks = llm._tasks
+
+    def reset() -> None:
+        tasks.engine._all[0].call(tasks.shut_down)
+        tasks.engine.reset_prefix_cache()  # waits until the replica has ended the engine
+
+    tasks.steps.post(reset)
     for ending in tasks._threads:
         ending.join(5)
         assert not ending.is_alive()

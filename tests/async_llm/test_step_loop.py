@@ -73,6 +73,25 @@ def test_an_engine_that_cannot_name_its_requests_fails_them_too(monkeypatch, cap
     assert "lost count" in caplog.text
 
 
+def test_who_calls_while_the_thread_ends_is_answered_whatever_else_fails():
+    loop, _ = make(Engine())
+    answers = []
+
+    def fail() -> None:
+        raise AssertionError("block 3 was freed twice")
+
+    def stop() -> None:
+        loop.stop(EngineDeadError("the engine was shut down"))
+        for _ in range(2):
+            loop.post(fail)
+            answers.append(loop.call(lambda: "answered"))
+
+    loop.post(stop)
+    with pytest.raises(AssertionError, match="freed twice"):
+        loop.run()
+    assert [answer.result(0) for answer in answers] == ["answered"] * 2
+
+
 def test_who_pauses_while_the_thread_ends_does_not_wait():
     loop, _ = make(Engine())
     settled = []

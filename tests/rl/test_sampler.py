@@ -621,6 +621,31 @@ def test_pause_wait_answers_what_runs_and_holds_what_comes(running):
         sampler.pause("now")
 
 
+def test_asleep_no_pause_lets_suspended_requests_run(running):
+    _, sampler, future = running
+    sampler.sleep()
+    with pytest.raises(RuntimeError, match="asleep.*wake"):
+        sampler.pause("wait")
+    sampler.pause("keep")
+    assert not future.done()
+    sampler.wake()
+    assert (future.result(timeout=20).lengths == 100).all()
+
+
+def test_a_sampler_that_was_resumed_meanwhile_does_not_sleep(running, monkeypatch):
+    _, sampler, future = running
+    pause = sampler.pause
+
+    def pause_and_resume(mode):
+        pause(mode)
+        sampler.resume()  # as another thread may
+
+    monkeypatch.setattr(sampler, "pause", pause_and_resume)
+    with pytest.raises(RuntimeError, match="resumed.*sleep again"):
+        sampler.sleep()
+    assert (future.result(timeout=20).lengths == 100).all()
+
+
 def live_bytes():
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())

@@ -8,20 +8,21 @@ from typing import Any
 from pydantic import Field
 
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.sampling import OpenModel, SamplingRequest, make_params
 
 
 class TemplateFields(OpenModel):
     """Options of the chat template."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: ListOf[dict[str, Any]] = Field(min_length=1)
+    tools: ListOf[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: ListOf[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 
     def template_options(

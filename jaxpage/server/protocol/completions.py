@@ -8,13 +8,14 @@ from typing import Any
 from pydantic import Field
 
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.sampling import SamplingRequest, make_params
 
 
 class CompletionRequest(SamplingRequest):
     """OpenAI's completion request, with vLLM's extras."""
 
-    prompt: str | list[int] | list[list[int]] | list[str] | None = None
+    prompt: str | ListOf[int] | ListOf[ListOf[int]] | ListOf[str] | None = None
     prompt_embeds: Any = None
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from jaxpage.pooling.params import PoolingParams
+from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.sampling import OpenModel, RequestId
 
 POOLING_PATHS = (
@@ -15,7 +16,7 @@ POOLING_PATHS = (
 )  # fmt: skip
 
 # A text, its ids, or several of either.
-Input = str | list[int] | list[str] | list[list[int]]
+Input = str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]]
 
 
 class PoolingFields(OpenModel):
@@ -44,7 +45,7 @@ class InputFields(PoolingFields):
     """For independent texts: `input`, or one conversation as `messages`."""
 
     input: Input | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: ListOf[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -121,7 +122,7 @@ class RerankRequest(PoolingFields):
     """Documents ranked by their relevance to a query, as in Cohere's and Jina's APIs."""
 
     query: str
-    documents: list[str | Document] = Field(min_length=1)
+    documents: ListOf[str | Document] = Field(min_length=1)
     top_n: int = Field(0, ge=0)  # 0: all
 
     def texts(self) -> list[str]:

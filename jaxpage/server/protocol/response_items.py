@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from jaxpage.server.protocol.lists import ListOf
+
 Status = Literal["in_progress", "completed", "incomplete"]
 
 # Parts of an assistant's message in the order in which models write them, and which parts must not precede each.
@@ -77,10 +79,12 @@ def _to_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-Content = Annotated[list[Part], BeforeValidator(_to_parts, json_schema_input_type=str | list[Part])]
+Content = Annotated[
+    ListOf[Part], BeforeValidator(_to_parts, json_schema_input_type=str | ListOf[Part])
+]
 SeenPart = Annotated[Part | ImagePart, Field(discriminator="type")]
 SeenContent = Annotated[
-    list[SeenPart], BeforeValidator(_to_parts, json_schema_input_type=str | list[SeenPart])
+    ListOf[SeenPart], BeforeValidator(_to_parts, json_schema_input_type=str | ListOf[SeenPart])
 ]
 
 
@@ -191,8 +195,10 @@ def _to_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Items = Annotated[list[Item], BeforeValidator(_to_items, json_schema_input_type=str | list[Item])]
-read_items = TypeAdapter(list[Item]).validate_python
+Items = Annotated[
+    ListOf[Item], BeforeValidator(_to_items, json_schema_input_type=str | ListOf[Item])
+]
+read_items = TypeAdapter(ListOf[Item]).validate_python
 
 
 def to_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:

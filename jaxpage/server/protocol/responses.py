@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from jaxpage.server.protocol.chat import ChatRequest
+from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.response_items import Items
 from jaxpage.server.protocol.sampling import OpenModel, SamplingFields
 
@@ -72,10 +73,10 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = False
     background: bool | None = False
     # Without "reasoning.encrypted_content", since reasoning is not hidden; other values belong to OpenAI's tools.
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[FunctionTool] | None = None
+    tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = "auto"
     parallel_tool_calls: bool | None = True
     max_tool_calls: int | None = None  # for tools run by the server; it runs none

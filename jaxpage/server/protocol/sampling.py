@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.server.protocol.lists import ListOf
 from jaxpage.structured_outputs.params import (
     StructuredOutputsParams,
     from_response_format,
@@ -72,7 +73,7 @@ class SamplingFields(OpenModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = False
     user: str | None = None
@@ -80,15 +81,15 @@ class SamplingFields(OpenModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: ListOf[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[str] | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
@@ -113,7 +114,7 @@ class SamplingRequest(SamplingFields):
     prompt_logprobs: int | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

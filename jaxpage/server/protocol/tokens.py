@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxpage.server.protocol.chat import TemplateFields
+from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.sampling import OpenModel, RequestId, StreamOptions
 
 
@@ -30,13 +31,13 @@ class DetokenizeRequest(OpenModel):
     """Token ids to text."""
 
     model: str | None = None
-    tokens: list[int] = Field(max_length=1_000_000)
+    tokens: ListOf[int] = Field(max_length=1_000_000)
 
 
 class GenerateRequest(OpenModel):
     """vLLM's request with token ids as input and output. `sampling_params` are fields of `SamplingParams`."""
 
-    token_ids: list[int]
+    token_ids: ListOf[int]
     sampling_params: dict[str, Any] = {}
     model: str | None = None
     request_id: RequestId | None = None

@@ -12,6 +12,7 @@ from jaxpage.pictures.decode import decode
 from jaxpage.pictures.sources import MediaSources
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.sampling import OpenModel, make_params
 from jaxpage.structured_outputs.params import to_structured_outputs
 
@@ -54,8 +55,8 @@ class Sampling(_Body):
 class Generate(Sampling):
     """Texts, or token ids, to continue."""
 
-    prompts: list[str] | list[list[int]] = Field(min_length=1)
-    images: list[list[str] | None] | None = None  # per prompt, in base64
+    prompts: ListOf[str] | ListOf[ListOf[int]] = Field(min_length=1)
+    images: ListOf[ListOf[str] | None] | None = None  # per prompt, in base64
 
     def parse(self, inputs: InputProcessor) -> list[Prompt]:
         """Raises ValueError."""
@@ -75,9 +76,9 @@ class Generate(Sampling):
 class Chat(Sampling):
     """Conversations to continue."""
 
-    messages: list[list[dict[str, Any]]] = Field(min_length=1)
+    messages: ListOf[ListOf[dict[str, Any]]] = Field(min_length=1)
     chat_template_kwargs: dict[str, Any] = {}
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
 
     def parse(self, inputs: InputProcessor) -> list[Prompt]:
         """Raises ValueError."""
@@ -89,8 +90,8 @@ class Chat(Sampling):
 class Score(_Body):
     """Sequences whose tokens after the prompt are scored."""
 
-    sequences: list[list[int]] = Field(min_length=1)
-    prompt_lengths: list[int]
+    sequences: ListOf[ListOf[int]] = Field(min_length=1)
+    prompt_lengths: ListOf[int]
     top_logprobs: int = Field(100, ge=0)
     temperature: float = 1.0
     response_format: Literal["json", "binary"] = "json"
