@@ -346,7 +346,7 @@ class LLM(PoolingCalls, MemoryCalls):
         from jaxpage.engine.snapshot import of_replica, take_snapshot
 
         with self._caller:
-            found = self._engine.look(take_snapshot, replica)
+            found = self._engine.with_schedulers(take_snapshot, replica)
             return of_replica(replica, {number: f.result() for number, f in found.items()})
 
     def save_prefix_cache(self) -> None:

@@ -264,13 +264,13 @@ class Scheduler:
         most = budget
         budget = self.padding.budget(self.max_num_batched_tokens - most, most, waiting)
         spare = most - budget  # used only for a picture that must be computed whole
-        entrance, num_passed = self.adapters.entrance(self.running), 0
+        claims, num_passed = self.adapters.claims(self.running), 0
         while num_passed < len(self.waiting) and self._free_slots and budget > 0:
             sequence = self.waiting[num_passed]
-            if not entrance.is_open(sequence.request):
+            if not claims.may_start(sequence.request):
                 num_passed += 1
                 continue
-            if not beam_scheduling.may_enter(
+            if not beam_scheduling.may_start(
                 self.kv, sequence, len(self._free_slots), self.max_num_batched_tokens
             ):
                 break
@@ -283,7 +283,7 @@ class Scheduler:
                 break
             if not self.kv.admit(sequence, found, self.max_num_batched_tokens):
                 break
-            entrance.enter(step.plan, sequence.request)
+            claims.start(step.plan, sequence.request)
             del self.waiting[num_passed]
             sequence.slot = self._free_slots.pop()
             for sibling in beam_scheduling.siblings(sequence):
@@ -299,7 +299,7 @@ class Scheduler:
             budget -= count
 
     def _num_steps(self, step: ScheduledStep) -> int:
-        """How many decode steps to launch. Nobody else could enter before a row ends, unless slots are free."""
+        """How many decode steps to launch. No request could start before a row ends, unless slots are free."""
         most, few = self.decode_steps
         if few == most or (self._free_slots and not self.waiting):
             return few
