@@ -80,8 +80,7 @@ class KVCache:
         @cache
         def find(group: int, index: int) -> int | HostBlock:
             key = group_key(sequence.block_hashes[index], group)
-            block_id = pool.lookup(key)
-            if block_id is not None:
+            if (block_id := pool.lookup(key)) is not None:
                 return block_id
             host_id = None if self.tier is None else self.tier.find(key)
             return NULL_BLOCK if host_id is None else HostBlock(host_id)
