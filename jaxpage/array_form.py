@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 
 def form_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Of an array of jax or NumPy. One of NumPy has no place."""
+    """The form of an array of jax or NumPy. One of NumPy has no place."""
     place = leaf.sharding if isinstance(leaf, jax.Array) else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
@@ -21,5 +21,5 @@ def is_elsewhere(leaf: Any, place: Sharding | None) -> bool:
 
 
 def in_words(leaf: Any) -> str:
-    """Of an array, or of a form: "bfloat16[8, 64]"."""
+    """The form of an array, or a form, as text: "bfloat16[8, 64]"."""
     return f"{leaf.dtype}{list(leaf.shape)}"

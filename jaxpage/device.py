@@ -23,7 +23,7 @@ class Device:
 
     @classmethod
     def of(cls, device: jax.Device, *, memory_bytes: int | None = None) -> Device:
-        """Of a device that is present, or of one in a topology that is compiled for.
+        """Describe a device that is present, or one in a topology that is compiled for.
 
         A topology does not know its memory: pass `memory_bytes`, which is asked of the device otherwise.
         """

@@ -82,7 +82,7 @@ class DeviceMemory:
             variable.set_raw_value(None)
             variable.set_raw_value(_put(arrays[path], self._places[path]))
         self._are_lost = self._on_host = False
-        return self._engine.look_at_weights(keep_cache=keep_cache)
+        return self._engine.notice_weight_changes(keep_cache=keep_cache)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Free the KV pool, so that running requests are recomputed later, and the parameters, which move to the host

@@ -66,7 +66,7 @@ def _versions() -> Iterator[Line]:
 
 
 def _devices() -> Iterator[Line]:
-    """Of each platform that jax finds, with a product that was computed there."""
+    """Lines about each platform that jax finds, and about a product that was computed there."""
     try:
         platforms = dict.fromkeys(("cpu", jax.default_backend()))
     except RuntimeError as error:
@@ -99,7 +99,7 @@ def _attention(device: Device) -> str:
 
 
 def _error_of_product(device: jax.Device) -> float:
-    """Of the device, against float64 on the host."""
+    """The relative error of a product on the device, against float64 on the host."""
     draw = np.random.default_rng(0)
     a, b = (draw.normal(size=(64, 64)).astype(jnp.bfloat16) for _ in range(2))
     product = jnp.dot(

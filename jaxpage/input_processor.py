@@ -285,19 +285,18 @@ class InputProcessor:
             mask_source=self._mask_source(prompt, params),
             captures=wanted_captures(params.capture, len(prompt.token_ids), self._research),
         )
-        self._say_what_is_scored(request)
+        self._set_scoring(request)
         processors = processors_of(self._config)
         request.features = features_of(request, processors)
         fields = slot_fields_of(request, self.limits.vocab_size, processors)
-        changes = slot_values(params.interventions, len(prompt.token_ids), self._research)
-        request.slot_fields = {**fields, **changes}
+        fields |= slot_values(params.interventions, len(prompt.token_ids), self._research)
         if prompt.pictures is not None and prompt.pictures.positions is not None:
-            offset = {"position_offset": prompt.pictures.position_offset}
-            request.slot_fields = dict(request.slot_fields) | offset
+            fields["position_offset"] = prompt.pictures.position_offset
+        request.slot_fields = fields
         return request
 
-    def _say_what_is_scored(self, request: Request) -> None:
-        """Decide whether it needs logprobs of the whole vocabulary, and whether its prompt is scored."""
+    def _set_scoring(self, request: Request) -> None:
+        """Set whether its whole vocabulary and its prompt are scored; the latter sets `skip_reading_prefix_cache`."""
         params = request.params
         all_at_once = self.limits.max_logprobs == -1  # top logprobs cover the whole vocabulary
         ids = params.logprob_token_ids is not None
@@ -326,7 +325,7 @@ class InputProcessor:
             is_reasoning = config.reasoning_parser == "deepseek_r1" if at_end is None else at_end
             reasoning = None if at_end is False else reasoning
         # Forced tokens have no logprobs, and ignore other constraints.
-        say = (
+        incompatible = (
             params.logprobs,
             params.logprob_token_ids,
             params.allowed_token_ids,
@@ -338,7 +337,7 @@ class InputProcessor:
             self._grammars.compile(params.structured_outputs),
             reasoning=reasoning,
             is_reasoning=is_reasoning,
-            forces=all(x is None or x == [] or x == {} for x in say),
+            forces=all(x is None or x == [] or x == {} for x in incompatible),
         )
 
     @functools.cached_property

@@ -280,8 +280,8 @@ class LLM(PoolingCalls, MemoryCalls):
             for request_id in (*processed.errors, *processed.unwanted):
                 self._engine.abort(request_id)
             self._drain()
-        for error in processed.errors.values():
-            raise error
+        if processed.errors:
+            raise next(iter(processed.errors.values()))
         return processed.finished
 
     def _drain(self) -> None:
@@ -328,7 +328,10 @@ class LLM(PoolingCalls, MemoryCalls):
         return self._inputs.default_params()
 
     def stats(self) -> Any:
-        """The engine's counters, a `jaxpage.engine.stats.EngineStats`; with replicas the sum, and each part."""
+        """The engine's counters, a `jaxpage.engine.stats.EngineStats`; with replicas the sum, and each part.
+
+        Those of a pooling model are a `jaxpage.pooling.engine.PoolingStats`.
+        """
         return self._engine.stats()
 
     def programs(self) -> list[ProgramRecord]:
@@ -343,7 +346,7 @@ class LLM(PoolingCalls, MemoryCalls):
         from jaxpage.engine.snapshot import of_replica, take_snapshot
 
         with self._caller:
-            found = self._engine.look(take_snapshot, replica)
+            found = self._engine.with_schedulers(take_snapshot, replica)
             return of_replica(replica, {number: f.result() for number, f in found.items()})
 
     def save_prefix_cache(self) -> None:

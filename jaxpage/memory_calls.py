@@ -80,7 +80,7 @@ class MemoryCalls:
                 self._outputs.abort(ids)
         while mode == "wait" and self._outputs.num_unfinished:
             self._take(self._engine.step)
-        while self._engine.has_step_under_way:
+        while self._engine.has_step_in_flight:
             self._take(self._engine.collect)
 
     def _take(self, move_on: Callable[[], StepOutput]) -> list[str]:

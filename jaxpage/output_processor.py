@@ -239,8 +239,9 @@ class _RequestState:
                 completion.captures = request.captures.by_point(parts)
             if completion.finish_reason is not None and request.beams is None:
                 num_tokens = len(self.sequences[completion.index].token_ids)
-                for sequence in request.sequences[completion.index :][:1]:  # it may not exist yet
-                    completion.weight_versions = weight_spans(sequence.weight_starts, num_tokens)
+                if completion.index < len(request.sequences):  # it may not exist yet
+                    starts = request.sequences[completion.index].weight_starts
+                    completion.weight_versions = weight_spans(starts, num_tokens)
         return RequestOutput(
             request_id=self.request_id,
             prompt=request.prompt,

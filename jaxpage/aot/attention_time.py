@@ -53,7 +53,7 @@ class Rows:
     window: int | None = None
 
     def units(self) -> Iterator[tuple[int, int]]:
-        """Of each unit its queries [first, end), counted in its row. Tiles of queries begin at multiples of `tile_q`
+        """The queries [first, end) of each unit, counted in its row. Tiles of queries begin at multiples of `tile_q`
         packed tokens, wherever rows begin.
         """
         for row in range(self.count):
@@ -64,13 +64,15 @@ class Rows:
                 yield max(tile - begin, 0), min(tile + self.tile_q - begin, self.query_len)
 
     def num_chunks(self, size: int) -> int:
-        """Of so many slots, those written before the first turn."""
+        """How many chunks of `size` slots are written before the first turn."""
         if self.query_len == 1:
             return min(FIRST_ROWS, self.count)
         return self.count * -(-self.query_len // size)
 
     def turns(self) -> Counter[Turn]:
-        """Of all units: a tile of queries needs the keys from the first that its first query sees to its last query."""
+        """The turns of all units. A tile of queries needs the keys from the first that its first query sees to its last
+        query.
+        """
         found: Counter[Turn] = Counter()
         before = self.kv_len - self.query_len
         for (first, last), count in Counter(self.units()).items():
@@ -80,7 +82,7 @@ class Rows:
         return found
 
     def _turn(self, begin: int, seen: int, first_query: int, end: int) -> Turn:
-        """Of the fetch from `begin`; `seen`: the first key, `end`: after the last one."""
+        """The turn that fetches from `begin`; `seen`: the first key that is needed, `end`: after the last one."""
         low, high = max(seen - begin, 0), min(end - begin, self.fetch_kv)
         num_blocks, num_tiles = (
             -(-high // size) - low // size for size in (self.block_size, self.tile_kv)
@@ -111,13 +113,13 @@ def bundles(program: Region, rows: Rows) -> float:
 
 
 def _writes(loop: Region) -> bool:
-    """Of an outermost loop."""
+    """Whether an outermost loop writes new keys and values."""
     return loop.starts and loop.waits and not loop.multiplies
 
 
 def _of_units(unit: Region, rows: Rows) -> float:
-    """A branch with a loop over heads runs once for all tokens that come at once. The few bundles that start the copy
-    of these, or of their results, are counted for each unit.
+    """The bundles of all units. A branch with a loop over heads runs once for all tokens that come at once. The few
+    bundles that start the copy of these, or of their results, are counted for each unit.
     """
     once: float = unit.own
     for each in unit.inner:
@@ -135,9 +137,9 @@ def _of_units(unit: Region, rows: Rows) -> float:
 
 
 def bundles_of_turn(region: Region, turn: Turn) -> float:
-    """Of a turn, or of a branch that it takes. Loops over blocks start DMAs, wait for them, or clear blocks without
-    keys. Two loops clear whole blocks, and two branches parts of a block: before the keys and after them. The copies
-    that a turn starts are for a later one, and are counted as its own.
+    """The bundles of a turn, or of a branch that it takes. Loops over blocks start DMAs, wait for them, or clear blocks
+    without keys. Two loops clear whole blocks, and two branches parts of a block: before the keys and after them. The
+    copies that a turn starts are for a later one, and are counted as its own.
     """
     total: float = region.own
     clears = False
@@ -173,7 +175,9 @@ def _taken(region: Region, turn: Turn) -> list[Region]:
 
 
 def _is_of_part(branch: Region, around: Region) -> bool:
-    """A loop that starts DMAs is for whole fetches too, unless those are started otherwise."""
+    """Whether a branch is for parts of a fetch. A loop that starts DMAs is for whole fetches too, unless those are
+    started otherwise.
+    """
     loops = [each for each in branch.inner if not each.is_branch and each.trips is None]
     if not loops or not all(each.starts for each in loops):
         return bool(loops)

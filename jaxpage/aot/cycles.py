@@ -42,12 +42,12 @@ class Cost:
 
     @property
     def origin(self) -> str:
-        """As traced, or else its name."""
+        """The name of what was traced, or else its own name."""
         return self.instruction.op_name or self.instruction.name
 
 
 def costs_of(program: Program, estimates: Mapping[str, int | None] | None = None) -> list[Cost]:
-    """Of the instructions that run and cost something.
+    """The costs of the instructions that run and cost something.
 
     `estimates`: their cycles by name, instead of those in the text; None for a kernel.
     """
@@ -55,14 +55,14 @@ def costs_of(program: Program, estimates: Mapping[str, int | None] | None = None
 
 
 def total_cycles(costs: Sequence[Cost]) -> int:
-    """Without kernels."""
+    """The cycles of all, without kernels."""
     return sum((each.cycles or 0) * each.times for each in costs)
 
 
 def _costs(
     program: Program, name: str, times: int, estimates: Mapping[str, int | None] | None
 ) -> Iterator[Cost]:
-    """Of a computation that runs `times` times."""
+    """The costs of a computation that runs `times` times."""
     for each in program.computations.get(name, ()):
         called, trips = _called(each)
         if called:

@@ -33,7 +33,7 @@ _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is wri
 
 
 def nanoseconds(program: Program, chip: Chip) -> dict[str, int | None]:
-    """Of each instruction that launches a kernel, by name; None for attention's."""
+    """The time of each instruction that launches a kernel, by name; None for attention's."""
     found: dict[str, int | None] = {}
     for computation in program.computations.values():
         made = {each.name: each for each in computation}
@@ -83,7 +83,7 @@ def _work_of_fusion(fused: Sequence[Instruction]) -> tuple[int, float]:
 def _bytes_read(
     array: Instruction, num_bytes: int, uses: Mapping[str, Sequence[Instruction]]
 ) -> int:
-    """Of an array of so many bytes, or a view of it."""
+    """Bytes that its uses read of an array, or a view of it, that has `num_bytes`."""
     total = 0
     for use in uses.get(array.name, ()):
         is_first = use.operands[0] == array.name
@@ -107,7 +107,7 @@ def _bytes_written(root: Instruction, made: Mapping[str, Instruction]) -> int:
 
 
 def _flops(kernel: Instruction, made: Mapping[str, Instruction]) -> float:
-    """Of a product: two for each element of the result and each that is summed."""
+    """The flops of a product, two for each element of the result and each that is summed; 0 for anything else."""
     contracted = None
     if kernel.opcode == "dot":
         contracted = _CONTRACTED.search(kernel.line)

@@ -56,12 +56,12 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Those in its result."""
+        """The arrays in its result."""
         return arrays_in(self.made)
 
     @property
     def num_bytes(self) -> int:
-        """Of its result."""
+        """The size of its result."""
         return sum(each.num_bytes for each in self.arrays)
 
     @property
@@ -106,7 +106,7 @@ def parse(text: str) -> Program:
 
 
 def arrays_in(made: str) -> tuple[Array, ...]:
-    """Of the type of a result, or of a part of it. Tokens are no arrays."""
+    """The arrays in the type of a result, or of a part of it. Tokens are no arrays."""
     return tuple(
         Array(found["dtype"], tuple(int(n) for n in found["shape"].split(",") if n))
         for found in _ARRAY.finditer(made)

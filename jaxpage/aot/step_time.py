@@ -112,7 +112,7 @@ def _parts(
 
 
 def _bundles(measured: dict[str, Any], kernel: dict[str, Any], case: tuple[int, int, int]) -> float:
-    """Of all calls of an attention kernel. Layers with a window call it for fewer keys."""
+    """The bundles of all calls of an attention kernel. Layers with a window call it for fewer keys."""
     (count, query_len, kv_len), region = case, Region.of(kernel["program"])
     tiles = measured["attention_tiles"]["decode" if query_len == 1 else "prefill"]
     num_layers = sum(layers for _, layers in measured["kv_groups"])

@@ -111,7 +111,7 @@ class Region:
 
     @property
     def bundles(self) -> int:
-        """Of an iteration: loops within run as often as they say, else once, and nothing is jumped over."""
+        """How many an iteration runs: loops within run as often as they say, else once, and nothing is jumped over."""
         return self.own + sum((each.trips or 1) * each.bundles for each in self.inner)
 
     def used(self, unit: str) -> int:
@@ -122,7 +122,7 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Of a kernel or a fusion. capacity: slots of a bundle, by unit."""
+    """The schedule of a kernel or a fusion. capacity: slots of a bundle, by unit."""
 
     name: str  # of the instruction in the HLO
     results: tuple[str, ...]  # "bf16[64,8,128]"
@@ -136,7 +136,7 @@ class Schedule:
 
 
 def take_schedules(folder: Path, names: Sequence[str]) -> list[Schedule]:
-    """Of the instructions of these names that were dumped there. The folder is cleared."""
+    """Read the schedules of the instructions of these names that were dumped in `folder`, and empty the folder."""
     found = list(schedules(folder, names))
     for path in folder.iterdir():
         path.unlink()
@@ -144,7 +144,7 @@ def take_schedules(folder: Path, names: Sequence[str]) -> list[Schedule]:
 
 
 def schedules(folder: Path, names: Sequence[str] = ()) -> Iterator[Schedule]:
-    """All, or those of these names, whatever their number, in the order in which they were compiled."""
+    """All schedules, or those of these names, whatever their number, in the order in which they were compiled."""
     for path in sorted(folder.glob("*-final_bundles.txt")):
         file = _FILE.match(path.name)
         if file is None or (names and base_name(file["name"]) not in map(base_name, names)):
@@ -155,7 +155,7 @@ def schedules(folder: Path, names: Sequence[str] = ()) -> Iterator[Schedule]:
 
 
 def base_name(instruction: str) -> str:
-    """Without the number by which XLA tells instructions apart; alike ones are compiled, and dumped, once."""
+    """A name without the number by which XLA tells instructions apart; alike ones are compiled, and dumped, once."""
     return re.sub(r"\.\d+$", "", instruction)
 
 
@@ -168,7 +168,7 @@ class _Jump:
 
 
 def parse(name: str, bundles: str, slots: str) -> Schedule:
-    """Of the text of the two files."""
+    """The schedule in the texts of libtpu's two files."""
     units, capacity, used = _slots(slots)
     text = _bundles(bundles)
     program = _Program("".join(text), text, used, list(_jumps(text)))
@@ -181,7 +181,7 @@ def parse(name: str, bundles: str, slots: str) -> Schedule:
 
 
 def _slots(text: str) -> tuple[list[str], list[int], list[dict[str, int]]]:
-    """Units, how many each has, and of each bundle how many it uses."""
+    """The units, how many slots each has, and how many of them each bundle uses."""
     _, units, capacity, _, *rows = text.splitlines()
     names = [name.strip() for name in units.split(",")]
     used = (dict(zip(names, map(int, row.split()), strict=True)) for row in rows if row.strip())
@@ -189,7 +189,7 @@ def _slots(text: str) -> tuple[list[str], list[int], list[dict[str, int]]]:
 
 
 def _bundles(text: str) -> list[str]:
-    """A bundle may go on in further lines."""
+    """The text of each bundle, which may go on in further lines."""
     found: list[str] = []
     for line in text.splitlines():
         if _BUNDLE.match(line):
@@ -200,7 +200,7 @@ def _bundles(text: str) -> list[str]:
 
 
 def _jumps(bundles: list[str]) -> Iterator[_Jump]:
-    """A region begins where a comment says so, at a bundle or in front of one."""
+    """The jumps to regions. A region begins where a comment says so, at a bundle or in front of one."""
     begins: dict[str, int] = {}
     for number, text in enumerate(bundles):
         for region in _REGION.findall(text):
@@ -223,12 +223,12 @@ class _Program:
 
     @cached_property
     def _closing(self) -> dict[int, _Jump]:
-        """By a loop's first bundle the jump that closes it."""
+        """The jump that closes each loop, by the loop's first bundle."""
         return {jump.to: jump for jump in self.jumps if jump.to <= jump.at}
 
     @cached_property
     def _ahead(self) -> dict[int, _Jump]:
-        """By a branch's first bundle the jump that leaves it out."""
+        """The jump that leaves out each branch, by the branch's first bundle."""
         ahead = (jump for jump in self.jumps if jump.end < jump.to)
         return {jump.end: jump for jump in ahead if not self._is_of_loop(jump)}
 
@@ -243,7 +243,7 @@ class _Program:
         return False
 
     def region(self, begin: int, end: int, jump: _Jump | None = None) -> Region:
-        """Of the bundles [begin, end). jump: that closes the loop, or leaves the branch out; None for the program."""
+        """The region of bundles [begin, end). jump: closes the loop, or leaves the branch out; None for the program."""
         own, inner, at = [], [], begin
         while at < end:
             within = self._region_at(at, begin, end, jump)
@@ -286,7 +286,7 @@ class _Program:
 
 
 def _trips(program: str, condition: str | None) -> int | None:
-    """Of a loop that goes on until a counter has come from one number to another. Names are those of one value each."""
+    """How often a loop runs whose counter goes from one number to another; None: unknown. Each name has one value."""
     if not condition or not condition.startswith("!"):
         return None
     test = re.search(rf"{condition[1:]} = scmp\.ge\.s32\.totalorder (%\w+), (\d+)\b", program)
@@ -304,7 +304,7 @@ def _trips(program: str, condition: str | None) -> int | None:
 
 
 def _definition(program: str, name: str, pattern: str) -> re.Match[str] | None:
-    """`name = pattern`, or that of the value which was in the scalar memory before it had this name."""
+    """The match of `name = pattern`, or of the value that was in the scalar memory before it had this name."""
     if found := re.search(rf"{name} = {pattern}", program):
         return found
     slot = re.search(rf"{name} = sld \[smem:\[#(\w+_spill)\]\]", program)

@@ -307,7 +307,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         Returns the results by replica number. The function must only read, and be quick: it delays the next step.
         """
         engine = self._tasks.engine
-        found = await self._call(lambda: engine.look(function, replica))
+        found = await self._call(lambda: engine.with_schedulers(function, replica))
         return {number: await asyncio.wrap_future(f) for number, f in found.items()}
 
     async def kv_snapshot(self, replica: int = 0) -> KVSnapshot:

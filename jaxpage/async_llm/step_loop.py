@@ -62,7 +62,7 @@ class StepLoop:
         self._unread = threading.Semaphore(MAX_UNREAD_STEPS)
         self._pause: PauseMode | None = None
         self._held: dict[str, Request] = {}  # arrived while paused
-        self._settled: list[Future[None]] = []  # of callers of `pause`
+        self._waiting_for_pause: list[Future[None]] = []  # of callers of `pause`
         self._is_stopped = False
 
     # From any thread.
@@ -93,7 +93,7 @@ class StepLoop:
         """Run until `stop`."""
         try:
             while not self._is_stopped:
-                self._engine.rest()
+                self._engine.sleep_until_due()
                 self._mailbox.run(wait=not (self._may_step() or self._must_collect()))
                 if self._is_stopped:
                     break
@@ -149,7 +149,7 @@ class StepLoop:
         """Stop adding requests. The future is done when nothing runs on the device."""
         self._pause = mode
         future: Future[None] = Future()
-        self._settled.append(future)
+        self._waiting_for_pause.append(future)
         return future
 
     def check_suspended(self) -> None:
@@ -178,7 +178,7 @@ class StepLoop:
     def _must_collect(self) -> bool:
         """Whether a step is still in flight although requests are suspended."""
         is_kept = self.error is None and self._pause is PauseMode.KEEP
-        return is_kept and self._engine.has_step_under_way
+        return is_kept and self._engine.has_step_in_flight
 
     def _step(self, move_on: Callable[[], StepOutput]) -> None:
         self._unread.acquire()
@@ -204,7 +204,7 @@ class StepLoop:
             self._die(EngineDeadError(f"{death}: {error}"))
 
     def _release_waiting(self) -> None:
-        waiting, self._settled = self._settled, []
+        waiting, self._waiting_for_pause = self._waiting_for_pause, []
         for future in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)

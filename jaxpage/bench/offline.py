@@ -135,7 +135,7 @@ def measure(bench: OfflineBench, peers: list[str]) -> dict[str, Any]:
 
 
 def _names(bench: OfflineBench) -> list[str]:
-    """Of the workloads to measure. Raises ValueError for an unknown one."""
+    """The names of the workloads to measure. Raises ValueError for an unknown one."""
     known = workloads(tiny.TINY_CONFIG["vocab_size"], bench.scale)  # names are those of any size
     chosen = split(bench.workloads) or list(known)
     if unknown := set(chosen) - set(known):

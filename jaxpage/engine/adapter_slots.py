@@ -28,10 +28,10 @@ class AdapterSlots:
         """The adapter slot of a running request; 0 if it has no adapter."""
         return 0 if request.adapter is None else self.slots[request.adapter.key]
 
-    def entrance(self, running: Iterable[Sequence]) -> Entrance:
-        """The `Entrance` of the step that is being planned."""
+    def claims(self, running: Iterable[Sequence]) -> SlotClaims:
+        """The `SlotClaims` of the step that is being planned."""
         adapters = (s.request.adapter for s in running if self.num_slots)
-        return Entrance(self, Counter(a.key for a in adapters if a is not None))
+        return SlotClaims(self, Counter(a.key for a in adapters if a is not None))
 
     def take(self, plan: StepPlan, request: Request, users: Counter[str]) -> None:
         """Load the adapter of a request, unless it is in a slot; may evict an adapter that has no `users`."""
@@ -56,7 +56,7 @@ class AdapterSlots:
             self._free.append(self.slots.pop(key))
 
 
-class Entrance:
+class SlotClaims:
     """Which sequences may start in one step, as far as adapter slots are concerned. Ask in the order of service.
 
     A sequence without a slot claims that of the adapter with the fewest running sequences: no later sequence of that
@@ -69,8 +69,10 @@ class Entrance:
         self._waiting: set[str] = set()
         self._claimed: set[str] = set()
 
-    def is_open(self, request: Request) -> bool:
-        """Whether there is a slot for the adapter of a waiting request; True if it has no adapter."""
+    def may_start(self, request: Request) -> bool:
+        """Whether there is a slot for the adapter of a waiting request, which otherwise claims one; True if it has no
+        adapter.
+        """
         if request.adapter is None:
             return True
         key, users = request.adapter.key, self._users
@@ -84,8 +86,8 @@ class Entrance:
         self._waiting.add(key)
         return False
 
-    def enter(self, plan: StepPlan, request: Request) -> None:
-        """A request for which `is_open` was True starts to run."""
+    def start(self, plan: StepPlan, request: Request) -> None:
+        """A request for which `may_start` was True starts to run."""
         if request.adapter is not None:
             self._slots.take(plan, request, self._users)
             self._users[request.adapter.key] += 1

@@ -75,7 +75,7 @@ def siblings(sequence: Sequence) -> list[Sequence]:
     return [] if request.beams is None else request.sequences[1:]
 
 
-def may_enter(kv: KVCache, sequence: Sequence, num_free_slots: int, max_query_len: int) -> bool:
+def may_start(kv: KVCache, sequence: Sequence, num_free_slots: int, max_query_len: int) -> bool:
     """Whether a waiting sequence may start, as far as its siblings are concerned.
 
     It may not while one of them has a token in flight: that one was preempted, and the launch after its last step

@@ -76,9 +76,6 @@ class BlockPool:
         """Share of the usable blocks held by sequences, 0 to 1."""
         return self.num_used / self.num_usable
 
-    def is_free(self, block_id: int) -> bool:
-        return block_id in self._free
-
     def eviction_order(self) -> list[int]:
         """The free blocks in the order in which they will be allocated."""
         return list(self._free)
@@ -172,15 +169,9 @@ class BlockPool:
         if not later:
             self._duplicates.pop(block_hash, None)
 
-    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of `hashes`. Changes nothing: call `touch` on the blocks that you use."""
-        hits = []
-        for block_hash in hashes:
-            block_id = self._by_hash.get(block_hash)
-            if block_id is None:
-                break
-            hits.append(block_id)
-        return hits
+    def lookup(self, block_hash: bytes) -> int | None:
+        """A cached block with that content. Changes nothing: call `touch` if you use it."""
+        return self._by_hash.get(block_hash)
 
     def forget_all(self) -> None:
         """Empty the prefix cache, because block contents can no longer be trusted. References stay."""

@@ -26,7 +26,7 @@ from jaxpage.request import Request, WaitingFor
 
 # Seconds for which an idle step waits for a mask. Short, because the caller may have new requests by then.
 LONGEST_WAIT = 0.01
-POLL_INTERVAL = 0.005  # seconds between two looks at the step under way
+POLL_INTERVAL = 0.005  # seconds between two checks whether the step in flight is done
 MAX_FAILURES = 3  # consecutive failed steps, after which the engine counts as dead
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Engine:
         return self._counting_failures(self._collect_launched)
 
     @property
-    def has_step_under_way(self) -> bool:
+    def has_step_in_flight(self) -> bool:
         """Whether `collect` has something to collect."""
         return self._launched is not None
 
@@ -127,7 +127,7 @@ class Engine:
         failed, self._failed = self._failed, []
         return failed
 
-    def look_at_weights(self, *, keep_cache: bool = False) -> int:
+    def notice_weight_changes(self, *, keep_cache: bool = False) -> int:
         """Notice replaced parameters, as each step does. Returns how often they have been replaced.
 
         `keep_cache`: KV that the old parameters computed stays in the prefix cache.
@@ -149,7 +149,7 @@ class Engine:
         return output
 
     def _step(self) -> StepOutput:
-        self.look_at_weights()
+        self.notice_weight_changes()
         if self.scheduler.failed:
             return self.scheduler.end_failed()
         return self._step_overlapped() if self.overlap else self._step_plain()
@@ -213,7 +213,7 @@ class Engine:
         """The counters as of now."""
         return engine_stats(self.scheduler, self.runner.num_recompiles)
 
-    def look(
+    def with_schedulers(
         self, function: Callable[[Scheduler], T], replica: int | None = None
     ) -> dict[int, Future[T]]:
         """See `EngineVerbs`. There is one scheduler, that of replica 0."""
@@ -232,7 +232,7 @@ class Engine:
         """See `EngineVerbs`."""
         self._pace = Pace(self.scheduler.decode_steps.most)
 
-    def rest(self) -> None:
+    def sleep_until_due(self) -> None:
         """See `EngineVerbs`."""
         if self._pace is None or self._launched is None:
             return
@@ -241,7 +241,7 @@ class Engine:
         # A step may end long before it is expected to: a launch that waited for the compiler looked like a slow step.
         while (seconds := due - time.monotonic()) > 0 and not self.runner.is_done(launched):
             time.sleep(min(seconds, POLL_INTERVAL))
-        self._pace.woke(time.monotonic())
+        self._pace.began_to_prepare(time.monotonic())
 
     def wait_until_warm(self) -> None:
         """Wait until the runner has nothing left to compile."""

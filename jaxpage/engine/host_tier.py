@@ -68,24 +68,24 @@ class HostTier:
         self._held = []
         return transfers if transfers else None
 
-    def find(self, block_hash: bytes) -> list[int]:
+    def find(self, block_hash: bytes) -> int | None:
         """The host block with that content, if any, possibly loaded from the store; it is held for `swap_in`."""
-        found = self.pool.lookup([block_hash])
-        if found:
-            self.pool.touch(found)
+        host_id = self.pool.lookup(block_hash)
+        if host_id is not None:
+            self.pool.touch([host_id])
             # Not `_held`: while there is nothing to launch, every plan finds it again.
-            self._launched += found
-            return found
+            self._launched.append(host_id)
+            return host_id
         if self.store is None or not self.pool.num_free:
-            return []
+            return None
         content = self.store.load(block_hash)
         if content is None:
-            return []
+            return None
         host_id = self._new_block()
         self._transfers.loads.append((host_id, content))
         self.pool.register(host_id, block_hash)
         self.num_loaded += 1
-        return [host_id]
+        return host_id
 
     def swap_in(self, host_id: int, *, share: bool = False) -> int:
         """Copy a host block to a device block, and return that block with one reference.
@@ -162,8 +162,9 @@ class HostTier:
         """
         evicted, self.device.evicted = self.device.evicted or [], []
         for block_id, block_hash, parent in reversed(evicted):
-            known = self.device.lookup([block_hash]) or self.pool.lookup([block_hash])
-            if known or not self.pool.num_free:
+            pools = (self.device, self.pool)
+            is_known = any(pool.lookup(block_hash) is not None for pool in pools)
+            if is_known or not self.pool.num_free:
                 continue
             host_id = self._new_block()
             self._transfers.swaps_out.append((block_id, host_id))

@@ -80,11 +80,10 @@ class KVCache:
         @cache
         def find(group: int, index: int) -> int | HostBlock:
             key = group_key(sequence.block_hashes[index], group)
-            for block_id in pool.lookup([key]):
+            if (block_id := pool.lookup(key)) is not None:
                 return block_id
-            for host_id in [] if self.tier is None else self.tier.find(key):
-                return HostBlock(host_id)
-            return NULL_BLOCK
+            host_id = None if self.tier is None else self.tier.find(key)
+            return NULL_BLOCK if host_id is None else HostBlock(host_id)
 
         length = longest_prefix(find, count, windows, size)
         tables: list[list[int | HostBlock]] = []
@@ -337,16 +336,17 @@ class KVCache:
         ]
         num_full = sequence.num_computed_tokens // self.block_size
         for index, block_hash in enumerate(sequence.block_hashes[:num_full]):
-            on_device = [
-                self.pool.lookup([group_key(block_hash, group)])
+            found = (
+                self.pool.lookup(group_key(block_hash, group))
                 if isinstance(table[index], HostBlock)
-                else [NULL_BLOCK]
+                else NULL_BLOCK
                 for group, table in enumerate(tables)
-            ]
-            if not all(on_device):
+            )
+            on_device = [block_id for block_id in found if block_id is not None]
+            if len(on_device) < len(tables):
                 break
-            for table, block_ids in zip(tables, on_device, strict=True):
-                table[index] = block_ids[0]
+            for table, block_id in zip(tables, on_device, strict=True):
+                table[index] = block_id
         return FoundKV(sequence.num_computed_tokens, tables)
 
     def _swap_in(self, block: HostBlock, *, share: bool) -> int:
@@ -386,8 +386,8 @@ class KVCache:
         if not sequence.block_tables:
             return
         # The last token of a sequence that ended was never computed.
-        num_seen = len(sequence.token_ids) - sequence.finished
-        self.register(sequence, min(sequence.num_computed_tokens, num_seen))
+        num_tokens = len(sequence.token_ids) - sequence.finished
+        self.register(sequence, min(sequence.num_computed_tokens, num_tokens))
         for table in sequence.block_tables:
             self.pool.free(table)
         sequence.block_tables = []

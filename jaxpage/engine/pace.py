@@ -1,6 +1,6 @@
-"""How much the device is given at once, and how early, while requests may come: a new one waits for what was launched.
+"""How much to launch at once, and how early, while requests may arrive: a new request waits for all that was launched.
 
-Knows what launches took. Must not know who waits.
+Knows how long launches took. Must not know which requests wait.
 """
 
 from __future__ import annotations
@@ -8,32 +8,37 @@ from __future__ import annotations
 from jaxpage.plan import StepPlan
 
 LONGEST_LAUNCH = 0.05  # seconds of decode steps
-SLOWDOWN = 1.25  # what one launch may add to what is expected of the next: pauses of the machine are no news
-# How long before its expected end a launch is followed by the next one: a share of its time, seconds, or so many times
-# what the host needs. With once, a host that is late would not be told from a slow device, and would stay late.
+# How much a slower launch may raise the estimate, so that one slow launch, such as a pause of the machine, hardly
+# changes it.
+SLOWDOWN = 1.25
+# The next launch is due before the expected end of the last one, by the longest of: a share of that one's time, some
+# seconds, and some times what the host needs to prepare a launch. With once that time, a host that is late would look
+# like a slow device, and would stay late.
 SHARE_BEFORE, LEAST_BEFORE, HOST_TIMES = 0.2, 0.005, 2.0
-HOST_DECAY = 0.8  # of what the host took, if it takes less
+HOST_DECAY = (
+    0.8  # a quicker preparation lowers the estimate of the host's time to no less than this share
+)
 
 _Kind = tuple[bool, int]
 
 
 class Pace:
-    """Of one engine whose launches run one after another."""
+    """Measures the launches of one engine, and decides how many decode steps to launch and when."""
 
     def __init__(self, most_steps: int):
-        """`most_steps`: decode steps that a launch may have."""
+        """`most_steps`: the most decode steps that one launch may have."""
         self._most_steps = most_steps
-        self._step_seconds: dict[_Kind, float] = {}  # expected of a step, by its kind
-        self._decode: _Kind | None = None  # of the last decode step
-        self._free_at = 0.0  # when the device was done with what was collected
-        # Since when the host prepares a launch behind another, and how long it takes for that.
-        self._woke_at: float | None = None
+        self._step_seconds: dict[_Kind, float] = {}  # expected seconds of a step, by its kind
+        self._decode: _Kind | None = None  # the kind of the last decode step
+        self._free_at = 0.0  # when the last collected step ended
+        # When the host began to prepare a launch behind another one, and how long it is expected to take.
+        self._preparing_since: float | None = None
         self._host_seconds = 0.0
 
     def collected(self, plan: StepPlan, launch_time: float, now: float) -> None:
-        """A step was launched at a time, and collected now; seconds, monotonic."""
+        """A step was launched at `launch_time` and is collected now. All times are in seconds, monotonic."""
         seconds = (now - max(launch_time, self._free_at)) / plan.num_steps
-        self._free_at, self._woke_at = now, None
+        self._free_at, self._preparing_since = now, None
         kind = _kind(plan)
         if kind[0]:
             self._decode = kind
@@ -42,30 +47,31 @@ class Pace:
 
     @property
     def num_steps(self) -> int:
-        """Decode steps of a launch: as many as take LONGEST_LAUNCH, at least one."""
+        """Decode steps of the next launch: as many as take LONGEST_LAUNCH, at least one."""
         seconds = self._step_seconds[self._decode] if self._decode is not None else 0.0
         return max(1, min(self._most_steps, int(LONGEST_LAUNCH / max(seconds, 1e-6))))
 
     def next_launch(self, plan: StepPlan, launch_time: float) -> float:
-        """When to follow the one step that is under way; seconds, monotonic. A time that is past: now.
+        """When to launch the step after the one in flight. A time in the past means now.
 
-        What is launched earlier than that waits for the device, and those who come meanwhile wait behind it.
+        A step that is launched earlier waits for the device, and requests that arrive meanwhile wait behind it.
         """
         seconds = plan.num_steps * self._step_seconds.get(_kind(plan), 0.0)
         end = max(launch_time, self._free_at) + seconds
         return end - max(SHARE_BEFORE * seconds, LEAST_BEFORE, HOST_TIMES * self._host_seconds)
 
-    def woke(self, now: float) -> None:
-        """The host begins to prepare a launch while another is under way."""
-        self._woke_at = now
+    def began_to_prepare(self, now: float) -> None:
+        """The host begins to prepare a step while another one is in flight."""
+        self._preparing_since = now
 
     def launched(self, now: float) -> None:
-        """It is done with that."""
-        if self._woke_at is not None:
-            self._host_seconds = max(now - self._woke_at, HOST_DECAY * self._host_seconds)
+        """The host has launched that step."""
+        if self._preparing_since is not None:
+            seconds = now - self._preparing_since
+            self._host_seconds = max(seconds, HOST_DECAY * self._host_seconds)
 
 
 def _kind(plan: StepPlan) -> _Kind:
-    """Steps of a kind take about as long: their programs are for powers of two of rows, or of tokens."""
+    """Steps of the same kind take about as long: their programs are for powers of two of rows, or of tokens."""
     decodes = not plan.admissions and max(plan.num_tokens, default=0) == 1
     return decodes, (max(plan.total_tokens, 1) - 1).bit_length()

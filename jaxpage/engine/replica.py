@@ -81,7 +81,7 @@ class Replica:
 
         def hold() -> None:
             self._is_held = True
-            if self.engine.has_step_under_way:
+            if self.engine.has_step_in_flight:
                 self._step(self.engine.collect)
 
         self._post(hold)
@@ -140,7 +140,7 @@ class Replica:
     def _run(self) -> None:
         try:
             while not self._is_stopped:
-                self.engine.rest()
+                self.engine.sleep_until_due()
                 self._mailbox.run(wait=not self._may_step())
                 if self._may_step():
                     self._step(self.engine.step)

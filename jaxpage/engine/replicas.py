@@ -39,7 +39,7 @@ MAX_TRIES = 3
 
 
 @dataclass(kw_only=True, slots=True)
-class _Run:
+class _Assignment:
     """An unfinished request, and the replica that answers it."""
 
     request: Request
@@ -53,7 +53,7 @@ class _Run:
         return self.tried[-1]
 
     @property
-    def may_move(self) -> bool:
+    def may_be_reassigned(self) -> bool:
         """Whether it may restart elsewhere: the caller has seen no tokens, and fewer than MAX_TRIES have failed."""
         unseen = (
             not self.has_answer or self.request.params.output_kind is RequestOutputKind.FINAL_ONLY
@@ -75,7 +75,7 @@ class Replicas:
             block_size=pools[0].block_size if pools[0].enable_prefix_caching else 0,
             max_blocks=sum(pool.num_blocks for pool in pools),
         )
-        self._runs: dict[str, _Run] = {}
+        self._assignments: dict[str, _Assignment] = {}
         # For each replica, requests that have ended here but may still occur in its reports.
         self._forgotten = [Counter[str]() for _ in engines]
         self._restarted: list[str] = []  # reported with the next output
@@ -88,31 +88,31 @@ class Replicas:
 
     def add(self, request: Request) -> None:
         """See `EngineVerbs`. Raises EngineDeadError if no replica is left."""
-        if request.request_id in self._runs:
+        if request.request_id in self._assignments:
             raise ValueError(f"request id {request.request_id!r} is in use")
         able, error = self._able(request, list(self._live))
         if not able:
             raise error or EngineDeadError(f"all {len(self._all)} replicas have failed")
-        run = _Run(request=request, tried=[], unfinished=set())
-        self._runs[request.request_id] = run
-        self._give(run, able)
+        assignment = _Assignment(request=request, tried=[], unfinished=set())
+        self._assignments[request.request_id] = assignment
+        self._assign(assignment, able)
 
     def abort(self, request_id: str) -> Request | None:
         """See `EngineVerbs`."""
-        run = self._runs.get(request_id)
-        if run is not None:
-            self._forget(run)
-        return run and run.request
+        assignment = self._assignments.get(request_id)
+        if assignment is not None:
+            self._forget(assignment)
+        return assignment and assignment.request
 
     def end_by_text(self, end: TextEnd) -> None:
         """See `EngineVerbs`. Ignores the end of a request on a replica that no longer has it."""
         self._all[end.replica].end_by_text(end)
-        run = self._runs.get(end.request_id)
-        if run is not None and run.replica == end.replica:
-            run.unfinished.discard(end.index)
-            run.has_text_end = True
-            if not run.unfinished:
-                self._forget(run)
+        assignment = self._assignments.get(end.request_id)
+        if assignment is not None and assignment.replica == end.replica:
+            assignment.unfinished.discard(end.index)
+            assignment.has_text_end = True
+            if not assignment.unfinished:
+                self._forget(assignment)
 
     def _able(
         self, request: Request, replicas: Sequence[int]
@@ -130,22 +130,22 @@ class Replicas:
                 able.append(number)
         return able, error
 
-    def _give(self, run: _Run, able: list[int]) -> None:
-        request = run.request
-        run.tried.append(self._router.choose(request, able))
-        run.unfinished = set(range(request.params.n if request.beams is None else 1))
-        run.has_answer = run.has_text_end = False
-        self._all[run.replica].add(request)
+    def _assign(self, assignment: _Assignment, able: list[int]) -> None:
+        request = assignment.request
+        assignment.tried.append(self._router.choose(request, able))
+        assignment.unfinished = set(range(request.params.n if request.beams is None else 1))
+        assignment.has_answer = assignment.has_text_end = False
+        self._all[assignment.replica].add(request)
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, assignment: _Assignment) -> None:
         """End a request before its replica has reported the end."""
-        request_id = run.request.request_id
+        request_id = assignment.request.request_id
         self._end(request_id)
-        self._forgotten[run.replica][request_id] += 1
-        self._all[run.replica].forget(request_id)
+        self._forgotten[assignment.replica][request_id] += 1
+        self._all[assignment.replica].forget(request_id)
 
     def _end(self, request_id: str) -> None:
-        del self._runs[request_id]
+        del self._assignments[request_id]
         self._router.ended(request_id)
 
     # Steps.
@@ -171,7 +171,7 @@ class Replicas:
         return self._next()
 
     @property
-    def has_step_under_way(self) -> bool:
+    def has_step_in_flight(self) -> bool:
         """See `EngineVerbs`."""
         if not self._is_held or not all(r.has_done_all for r in self._live.values()):
             return True
@@ -179,7 +179,7 @@ class Replicas:
 
     def has_unfinished_requests(self) -> bool:
         """See `EngineVerbs`."""
-        if self._runs or self._restarted:
+        if self._assignments or self._restarted:
             return True
         # In this order: an idle replica has already reported everything.
         return not all(r.is_idle for r in self._live.values()) or not self._reports.empty()
@@ -187,12 +187,12 @@ class Replicas:
     @property
     def num_unfinished(self) -> int:
         """See `EngineVerbs`."""
-        return len(self._runs)
+        return len(self._assignments)
 
     @property
     def unfinished_ids(self) -> list[str]:
         """See `EngineVerbs`."""
-        return list(self._runs)
+        return list(self._assignments)
 
     def take_failed(self) -> list[str]:
         """See `EngineVerbs`."""
@@ -218,12 +218,13 @@ class Replicas:
             if report.forgotten is not None:
                 self._forgotten[report.replica] -= Counter([report.forgotten])
             elif report.is_last:
-                self._take_out(report.replica, report.error)
+                self._remove(report.replica, report.error)
             elif report.error is not None:
                 logger.error(
                     "a step of replica %d has failed", report.replica, exc_info=report.error
                 )
-                self._move([i for i in report.failed if self._has(report.replica, i)], report.error)
+                failed = [i for i in report.failed if self._is_assigned(report.replica, i)]
+                self._reassign(failed, report.error)
 
     def _take(self, number: int, output: StepOutput) -> StepOutput:
         """Update the records of requests from an output of their replica, and drop what no longer concerns it."""
@@ -231,29 +232,32 @@ class Replicas:
         forgotten = self._forgotten[number]
         places = (*output.scored, *output.captured)
         names = {*output.request_ids, *(name for name, *_ in places if name is not None)}
-        stale = {name for name in names if name in forgotten or not self._has(number, name)}
+        stale = {name for name in names if name in forgotten or not self._is_assigned(number, name)}
         if stale:
             output = output.without(stale)
         for request_id in output.request_ids:
-            run = self._runs[request_id]
-            if not run.has_answer:
-                run.has_answer = True
+            assignment = self._assignments[request_id]
+            if not assignment.has_answer:
+                assignment.has_answer = True
                 self._router.answered(request_id)
         for entry in output.ends:
-            run = self._runs.get(output.request_ids[entry])
-            if run is None:  # all sequences have ended, this one earlier, at a stop string
+            assignment = self._assignments.get(output.request_ids[entry])
+            if assignment is None:  # all sequences have ended, this one earlier, at a stop string
                 continue
-            run.unfinished.discard(output.indices[entry])
-            if not run.unfinished:
+            assignment.unfinished.discard(output.indices[entry])
+            if not assignment.unfinished:
                 # The replica may not know yet that a sequence ended at a stop string, and report more of it.
-                self._forget(run) if run.has_text_end else self._end(run.request.request_id)
+                if assignment.has_text_end:
+                    self._forget(assignment)
+                else:
+                    self._end(assignment.request.request_id)
         return output
 
-    def _has(self, number: int, request_id: str) -> bool:
-        run = self._runs.get(request_id)
-        return run is not None and run.replica == number
+    def _is_assigned(self, number: int, request_id: str) -> bool:
+        assignment = self._assignments.get(request_id)
+        return assignment is not None and assignment.replica == number
 
-    def _take_out(self, number: int, error: BaseException | None) -> None:
+    def _remove(self, number: int, error: BaseException | None) -> None:
         """Remove a replica whose thread has ended."""
         del self._live[number]
         self._forgotten[number].clear()
@@ -267,22 +271,24 @@ class Replicas:
             exc_info=error,
         )
         failed = StepFailedError(f"replica {number} has failed and was taken out: {error!r}")
-        self._move([i for i in self._runs if self._has(number, i)], failed)
+        self._reassign([i for i in self._assignments if self._is_assigned(number, i)], failed)
 
-    def _move(self, request_ids: list[str], error: BaseException) -> None:
+    def _reassign(self, request_ids: list[str], error: BaseException) -> None:
         """Restart requests on other replicas. Raises the error if that fails for any of them, or no replica is left."""
         lost = []
         for request_id in request_ids:
-            run = self._runs[request_id]
-            untried = [i for i in self._live if i not in run.tried] if run.may_move else []
-            able, _ = self._able(run.request, untried)
+            assignment = self._assignments[request_id]
+            able: list[int] = []
+            if assignment.may_be_reassigned:
+                untried = [i for i in self._live if i not in assignment.tried]
+                able, _ = self._able(assignment.request, untried)
             self._router.ended(request_id)
             if able:
-                restart(run.request)
-                self._give(run, able)
+                restart(assignment.request)
+                self._assign(assignment, able)
                 self._restarted.append(request_id)
             else:
-                del self._runs[request_id]
+                del self._assignments[request_id]
                 lost.append(request_id)
         num_moved = len(request_ids) - len(lost)
         if num_moved:
@@ -295,7 +301,7 @@ class Replicas:
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """See `EngineVerbs`. Without `reset_running_requests`, returns False while any request is unfinished."""
-        if self._runs and not reset_running_requests:
+        if self._assignments and not reset_running_requests:
             return False
 
         def reset(engine: Engine) -> bool:
@@ -308,7 +314,7 @@ class Replicas:
         """See `EngineVerbs`. All replicas write to the same folder, where equal blocks have equal names."""
         self._on_each(Engine.save_prefix_cache)
 
-    def look(
+    def with_schedulers(
         self, function: Callable[[Scheduler], T], replica: int | None = None
     ) -> dict[int, Future[T]]:
         """See `EngineVerbs`."""
@@ -336,8 +342,8 @@ class Replicas:
         """See `EngineVerbs`."""
         self._on_each(Engine.keep_pace)
 
-    def rest(self) -> None:
-        """Each does so in its own thread."""
+    def sleep_until_due(self) -> None:
+        """No effect here: each engine does so in its own thread."""
 
     def wait_until_warm(self) -> None:
         """See `EngineVerbs`."""

@@ -53,18 +53,18 @@ class ScheduledStep:
         starts, features, index = [], 0, first
         while index < last:
             sequence = running[index]
-            request, seen = sequence.request, len(sequence.token_ids)
+            request, num_host_tokens = sequence.request, len(sequence.token_ids)
             start = sequence.num_computed_tokens
             end = start + 1
             if not request.is_plain or sequence.waiting_for is not None:
                 break
-            if end != seen + sequence.num_in_flight or end >= sequence.max_len:
+            if end != num_host_tokens + sequence.num_in_flight or end >= sequence.max_len:
                 break
             if end > sequence.writable_len and not kv.grow(plan, sequence, end):
                 break
             sequence.num_computed_tokens = end
             sequence.num_in_flight += 1
-            num_hashed = end if end < seen else seen
+            num_hashed = end if end < num_host_tokens else num_host_tokens
             if num_hashed // block_size > sequence.num_registered_blocks:
                 kv.register(sequence, num_hashed)
             features |= request.features
@@ -86,23 +86,17 @@ class ScheduledStep:
         then the sequence waits. Returns whether it is the first sequence of its request to get there, so that its
         siblings must be created.
         """
-        end, seen, kv = start + count, len(sequence.token_ids), self.kv
+        end, num_host_tokens, kv = start + count, len(sequence.token_ids), self.kv
         sequence.num_computed_tokens = end
         # Blocks enter the prefix cache when planned: later rows of the same step may already share them, because each
         # layer writes all KV of a step before it reads any. Only tokens whose ids the host knows can be hashed.
-        num_hashed = end if end < seen else seen
+        num_hashed = end if end < num_host_tokens else num_host_tokens
         if num_hashed // kv.block_size > sequence.num_registered_blocks:
             kv.register(sequence, num_hashed)
-        plan, request = self.plan, sequence.request
         samples, is_first = end == known, False
-        if not request.is_plain:
+        if not sequence.request.is_plain:
             samples, is_first = self._add_extras(sequence, start, end, samples)
-        plan.features |= request.features
-        self.sequences.append(sequence)
-        plan.slots.append(sequence.slot)
-        plan.starts.append(start)
-        plan.num_tokens.append(count)
-        plan.samples.append(samples)
+        self._append(sequence, start, count, samples)
         if samples:
             sequence.num_in_flight += 1
         return is_first
@@ -148,8 +142,9 @@ class ScheduledStep:
         known = len(sibling.token_ids)
         self.add_row(sibling, known, 0, known)
 
-    def may_advance(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence has tokens to compute now: forced ones, or those of a picture.
+    def resume(self, sequence: Sequence) -> bool:
+        """End the wait of a sequence if it can. Returns whether it has tokens to compute now: forced ones, or those of
+        a picture.
 
         If its mask has arrived instead, this plans a late row, which samples from what an earlier step computed.
         """
@@ -170,8 +165,6 @@ class ScheduledStep:
 
     def reach(self, sequence: Sequence, start: int, count: int) -> int:
         """How many of `count` tokens from `start` it may compute now; if none, it waits for a picture."""
-        if sequence.request.pictures is None:
-            return count
         count = self.pictures.reach(self.plan, sequence, start, count)
         if not count:
             sequence.waiting_for = WaitingFor.PICTURE
@@ -185,12 +178,7 @@ class ScheduledStep:
             plan.masks[len(plan.slots)] = mask
             if sequence.request.wants_vocabulary:
                 plan.vocabulary_rows.append(len(plan.slots))
-            plan.features |= sequence.request.features
-            self.sequences.append(sequence)
-            plan.slots.append(sequence.slot)
-            plan.starts.append(sequence.num_computed_tokens)
-            plan.num_tokens.append(0)
-            plan.samples.append(True)
+            self._append(sequence, sequence.num_computed_tokens, 0, samples=True)
 
     @property
     def may_repeat(self) -> bool:
@@ -224,12 +212,22 @@ class ScheduledStep:
                 sequence.num_unsent_tokens = 0
         return self.plan
 
+    def _append(self, sequence: Sequence, start: int, count: int, samples: bool) -> None:
+        """Append a row of `count` tokens from `start` to the plan."""
+        plan = self.plan
+        plan.features |= sequence.request.features
+        self.sequences.append(sequence)
+        plan.slots.append(sequence.slot)
+        plan.starts.append(start)
+        plan.num_tokens.append(count)
+        plan.samples.append(samples)
+
     def _place_pictures(self, pictures: PromptPictures, start: int, end: int) -> None:
         """Let picture embeddings replace their placeholders among tokens `start .. end` of the next row."""
         row = len(self.plan.slots)
         for picture, first, number in pictures.within(start, end):
-            seen = self.pictures.rows(picture)[max(start - first, 0) : min(end - first, number)]
-            self.plan.picture_tokens.append((row, max(first - start, 0), seen))
+            rows = self.pictures.rows(picture)[max(start - first, 0) : min(end - first, number)]
+            self.plan.picture_tokens.append((row, max(first - start, 0), rows))
         if pictures.positions is not None and start < min(end, pictures.positions.shape[1]):
             self.plan.positions.append((row, pictures.positions[:, start:end]))
 

@@ -32,10 +32,10 @@ from jaxpage.request import FinishReason, Request, Sequence
 
 
 class DecodeSteps(NamedTuple):
-    """Of a launch."""
+    """How many decode steps one launch may run."""
 
-    most: int
-    while_open: int  # as long as a request that comes could join the next launch
+    most: int  # if no request could join before a row ends
+    while_open: int  # if a new request could join the next launch
 
 
 class Scheduler:
@@ -93,12 +93,13 @@ class Scheduler:
 
     def first_sequences(self, request: Request) -> list[Sequence]:
         """The sequences with which a request begins. Thread-safe. Raises ValueError if they can never run."""
-        max_query_len = self.max_num_batched_tokens
-        sequences.check_runnable(request, self.max_model_len, self.kv.pool, max_query_len)
+        sequences.check_runnable(
+            request, self.max_model_len, self.kv.pool, self.max_num_batched_tokens
+        )
         self.pictures.check(request)
         make = partial(sequences.new_sequence, max_model_len=self.max_model_len)
         return beam_scheduling.first_sequences(
-            request, make, self.kv, self._num_slots, max_query_len
+            request, make, self.kv, self._num_slots, self.max_num_batched_tokens
         )
 
     def schedule(self) -> ScheduledStep | None:
@@ -207,7 +208,7 @@ class Scheduler:
             if index == len(running):
                 break
             sequence, index = running[index], index + 1
-            if sequence.waiting_for is not None and not step.may_advance(sequence):
+            if sequence.waiting_for is not None and not step.resume(sequence):
                 continue
             known = len(sequence.token_ids) + sequence.num_in_flight
             if known >= sequence.max_len or not budget:
@@ -259,18 +260,18 @@ class Scheduler:
         """Plan rows for waiting sequences, in order, until one does not fit. Sequences without a slot for their adapter
         are skipped.
         """
-        max_query_len = self.max_num_batched_tokens
         waiting = (len(sequence.token_ids) for sequence in self.waiting[: len(self._free_slots)])
-        most, budget = budget, self.padding.budget(max_query_len - budget, budget, waiting)
+        most = budget
+        budget = self.padding.budget(self.max_num_batched_tokens - most, most, waiting)
         spare = most - budget  # used only for a picture that must be computed whole
-        entrance, num_passed = self.adapters.entrance(self.running), 0
+        claims, num_passed = self.adapters.claims(self.running), 0
         while num_passed < len(self.waiting) and self._free_slots and budget > 0:
             sequence = self.waiting[num_passed]
-            if not entrance.is_open(sequence.request):
+            if not claims.may_start(sequence.request):
                 num_passed += 1
                 continue
-            if not beam_scheduling.may_enter(
-                self.kv, sequence, len(self._free_slots), max_query_len
+            if not beam_scheduling.may_start(
+                self.kv, sequence, len(self._free_slots), self.max_num_batched_tokens
             ):
                 break
             found = self.kv.find(sequence)
@@ -278,9 +279,11 @@ class Scheduler:
                 num_passed += 1  # the picture of its next token cannot be encoded in this step
                 continue
             least = self.pictures.least(sequence, found.num_tokens)
-            if least > budget + spare or not self.kv.admit(sequence, found, max_query_len):
+            if least > budget + spare:
                 break
-            entrance.enter(step.plan, sequence.request)
+            if not self.kv.admit(sequence, found, self.max_num_batched_tokens):
+                break
+            claims.start(step.plan, sequence.request)
             del self.waiting[num_passed]
             sequence.slot = self._free_slots.pop()
             for sibling in beam_scheduling.siblings(sequence):
@@ -296,7 +299,7 @@ class Scheduler:
             budget -= count
 
     def _num_steps(self, step: ScheduledStep) -> int:
-        """How many decode steps to launch. Nobody else could enter before a row ends, unless slots are free."""
+        """How many decode steps to launch. No request could start before a row ends, unless slots are free."""
         most, few = self.decode_steps
         if few == most or (self._free_slots and not self.waiting):
             return few

@@ -134,47 +134,47 @@ def append_forced(sequence: Sequence) -> bool:
 
     A stop id, and the last token that the sequence may have, are left to be sampled, so that they end it as usual.
     """
-    request, known = sequence.request, sequence.token_ids
+    request, token_ids = sequence.request, sequence.token_ids
     if request.mask_source is None or sequence.num_in_flight:
         return False
     ids = request.mask_source.forced(sequence.index, sequence.output_token_ids)
-    room = max(0, sequence.max_len - 1 - len(known))
+    room = max(0, sequence.max_len - 1 - len(token_ids))
     stop_at = next((i for i, x in enumerate(ids) if x in request.stop_token_ids), len(ids))
     ids = ids[: min(room, stop_at)]
-    known += ids
+    token_ids += ids
     sequence.num_unsent_tokens += len(ids)
     return bool(ids)
 
 
-def append_tokens(sequence: Sequence, token_ids: list[int]) -> list[int]:
+def append_tokens(sequence: Sequence, sampled: list[int]) -> list[int]:
     """Append the tokens that a row sampled, up to the one that ends the sequence, and return these.
 
     The order of checks is vLLM's: EOS, other stop ids, length, repetition; stop strings come later, in the text
     (`output_processor`). Stop ids need no check of min_tokens, because the device masks them until then.
     """
-    request, known = sequence.request, sequence.token_ids
+    request, token_ids = sequence.request, sequence.token_ids
     stop_ids, max_len = request.stop_token_ids, sequence.max_len
     looks_for_repetition = request.params.repetition_detection is not None
-    for count, token_id in enumerate(token_ids, start=1):
-        known.append(token_id)
+    for count, token_id in enumerate(sampled, start=1):
+        token_ids.append(token_id)
         if token_id in stop_ids:
             sequence.finish_reason = FinishReason.STOP
             sequence.stop_reason = None if token_id in request.eos_token_ids else token_id
-        elif len(known) >= max_len:
+        elif len(token_ids) >= max_len:
             sequence.finish_reason = FinishReason.LENGTH
         elif looks_for_repetition and _repeats_itself(sequence):
             sequence.finish_reason = FinishReason.REPETITION
             sequence.stop_reason = "repetition_detected"
         else:
             continue
-        return token_ids[:count]
-    return token_ids
+        return sampled[:count]
+    return sampled
 
 
 def _repeats_itself(sequence: Sequence) -> bool:
     """Whether its output has min_tokens and ends with a repetition as its params define it."""
     params = sequence.request.params
-    num_output = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
+    num_output = sequence.num_output_tokens
     assert params.repetition_detection is not None
     return num_output >= params.min_tokens and repeats_itself(
         sequence.token_ids, num_output, params.repetition_detection

@@ -44,7 +44,7 @@ class EngineVerbs(Protocol):
         ...
 
     @property
-    def has_step_under_way(self) -> bool:
+    def has_step_in_flight(self) -> bool:
         """Whether a step is in flight or unreported, so that `collect` has something to return."""
         ...
 
@@ -82,7 +82,7 @@ class EngineVerbs(Protocol):
         """Write all cached blocks of device and host to `kv_offload_dir`; no effect without that option."""
         ...
 
-    def look(
+    def with_schedulers(
         self, function: Callable[[Scheduler], T], replica: int | None = None
     ) -> dict[int, Future[T]]:
         """Call a function with each scheduler, or that of one replica, between two of its steps.
@@ -100,11 +100,11 @@ class EngineVerbs(Protocol):
         ...
 
     def keep_pace(self) -> None:
-        """From now on give the device little at once if that takes long, as requests may come meanwhile."""
+        """From now on launch little at a time, and late, so that requests which arrive meanwhile wait less."""
         ...
 
-    def rest(self) -> None:
-        """Sleep while the device has enough to do, after `keep_pace`: who comes meanwhile joins the next step."""
+    def sleep_until_due(self) -> None:
+        """After `keep_pace`: sleep until the next launch is due. Requests that arrive meanwhile join that step."""
         ...
 
     def wait_until_warm(self) -> None:

@@ -58,5 +58,5 @@ class PromptPictures:
 
     @property
     def content_hashes(self) -> set[bytes]:
-        """Of the pictures; a picture that stands there twice has one."""
+        """The content hashes of the pictures, each once."""
         return {picture.content_hash for picture in self.pictures}

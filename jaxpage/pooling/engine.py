@@ -168,7 +168,7 @@ class PoolingEngine:
     def has_unfinished_requests(self) -> bool:
         return False
 
-    def look(self, *_: Any) -> Any:
+    def with_schedulers(self, *_: Any) -> Any:
         """Raises ValueError: there is no KV pool."""
         raise ValueError("a pooling model has no KV pool")
 

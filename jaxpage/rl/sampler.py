@@ -243,7 +243,7 @@ class Sampler:
         def take() -> int:
             binding = self._binding
             self._read_weights(binding.forget_swapped() if params is None else binding.swap(params))
-            number = self._engine.look_at_weights(keep_cache=keep_cache)
+            number = self._engine.notice_weight_changes(keep_cache=keep_cache)
             if version is not None:
                 if self._versions[-1][0] == number:
                     self._versions[-1] = (number, version)
@@ -261,7 +261,7 @@ class Sampler:
 
     def _look_at_weights(self) -> int:
         """The version of the weights as the next step finds them, whether or not a step has noticed them."""
-        return self._call(lambda: self._version_of(self._engine.look_at_weights()))
+        return self._call(lambda: self._version_of(self._engine.notice_weight_changes()))
 
     def _version_of(self, number: int) -> int:
         index = bisect_right(self._versions, number, key=itemgetter(0))

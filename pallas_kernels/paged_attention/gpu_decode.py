@@ -153,7 +153,7 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 class _Sums(NamedTuple):
-    """Of the tiles so far, in registers.
+    """The sums over the tiles so far, in registers.
 
     With k = (n - z) s for stored n, zero z and scale s, q.k = s (q.n - z sum(q)). Likewise p v = p s n - p s z, whose
     two parts are summed apart. n is centred (`Source.widen`) and s is large enough (`Source.boost`), so that rounding

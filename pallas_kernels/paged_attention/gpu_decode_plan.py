@@ -28,7 +28,7 @@ def pieces(head_dim: int) -> list[tuple[int, int]]:
 
 
 def part_shape(group: int, head_dim: int) -> tuple[int, int]:
-    """Of a part's sum, O': D, and G as wgmma pads it."""
+    """The shape of a part's sum, O': D, and G as wgmma pads it."""
     return sum(width for _, width in pieces(head_dim)), pl.cdiv(group, 8) * 8
 
 

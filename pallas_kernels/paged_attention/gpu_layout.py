@@ -73,7 +73,7 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str |
 
 
 def most_splits(num_keys: int, window: int | None) -> int:
-    """Of a row of up to `num_keys` keys, of which the last `window` are seen: parts with a key that is seen."""
+    """The most parts with a seen key, of a row of up to `num_keys` keys of which the last `window` are seen."""
     if window is None:
         return min(-(-num_keys // SPLIT), MAX_SPLITS)
     return min(-(-num_keys // SPLIT), -(-(window - 1) // SPLIT) + 1)
@@ -191,22 +191,22 @@ class Cuts:
         return cls(tile_q, num_kv_heads, num_tokens, rows, tiles, parts)
 
     def tiles_of(self, num_rows: int) -> int:
-        """The most that so many rows have."""
+        """The most tiles that so many rows have."""
         return min(num_rows * self.max_tiles, self.num_tokens // self.tile_q + num_rows)
 
     def items_of(self, num_rows: int) -> int:
-        """Parts of tiles likewise."""
+        """The most parts of tiles that so many rows have."""
         of_row = min(CUT_ITEMS // self.num_kv_heads, self.max_tiles * self.max_parts)
         return min(num_rows * of_row, self.tiles_of(num_rows) * self.max_parts)
 
     def rows_at_once(self, item_bytes: int) -> int:
-        """Of `max_rows`, in turns of equally many: rows whose parts fit into PARTS_BYTES."""
+        """Rows whose parts fit into PARTS_BYTES, if `max_rows` are taken in turns of equally many."""
         if self.items_of(self.max_rows) * item_bytes <= PARTS_BYTES:
             return self.max_rows
         return rows_at_once(self.max_rows, self.items_of(1) * item_bytes)
 
     def parts(self, query_lens: Int[Array, " R"], kv_lens: Int[Array, " R"]) -> Int[Array, " R"]:
-        """Of each tile of each row, which depend on the row alone; 0 if it is not cut."""
+        """How many parts each tile of a row has, which depends on the row alone; 0 if it is not cut."""
         items = jnp.maximum(-(-query_lens // self.tile_q), 1) * self.num_kv_heads
         parts = jnp.minimum(CUT_ITEMS // items, kv_lens // CUT_KEYS)
         return jnp.where((query_lens > 1) & (parts > 1), parts, 0)
@@ -230,7 +230,7 @@ def cut_tiles(
     query_starts: Int[Array, " R+1"],
     kv_lens: Int[Array, " R"],
 ) -> CutTiles:
-    """Of the rows `row`; R for none."""
+    """The cut tiles of the rows `row`; an entry R stands for no row."""
     lens, kv_lens, token, parts = (
         x.at[row].get(mode="fill", fill_value=0)
         for x in (query_starts[1:] - query_starts[:-1], kv_lens, query_starts[:-1], parts)

@@ -393,7 +393,7 @@ def _meet(barrier):
 
 
 def _put(smem, part, value) -> None:
-    """Of lines shorter than 128 bytes jax 0.12 finds no order without bank conflicts."""
+    """Store a value. jax 0.12 finds no order without bank conflicts for lines shorter than 128 bytes."""
     if value.shape[1] * value.dtype.itemsize < 128:
         store(smem.at[part], value)
     else:

@@ -65,7 +65,7 @@ class Plan:
         return [(i, slice(first, first + STRIP)) for i, first in enumerate(starts)]
 
     def copies(self, columns: slice) -> list[tuple[int, int, slice]]:
-        """Of a piece, one for each head of the group and strip: the head, the strip and its columns."""
+        """The copies of a piece, one for each head of the group and strip: the head, the strip and its columns."""
         return [(g, *strip) for g in range(self.group) for strip in self.strips(columns)]
 
     @property

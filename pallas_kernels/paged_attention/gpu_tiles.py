@@ -147,12 +147,12 @@ class Source:
         )
 
     def bytes_per_key(self) -> int:
-        """Of shared memory, for K or V in one stage."""
+        """Bytes of shared memory that a key takes, for K or V in one stage."""
         data = self.width * self.arrays.data.dtype.itemsize
         return data + 8 * self.arrays.scale_zero.dtype.itemsize if self.has_scales else data
 
     def rows(self, tile: int) -> int:
-        """Of a tile that lie together in the pool."""
+        """How many rows of a tile lie together in the pool."""
         return min(self.block_size, tile)
 
     def slot(self, block_of, tile: int, start, row: int):

@@ -168,7 +168,7 @@ class Attend:
         clear_others(self.shape, self.scratch, stage, first, end)
 
     def kv_buffers(self, stage) -> list[tuple]:
-        """Of the pool's data, and of its scales: source, buffer of a fetch, semaphore."""
+        """Source, buffer of a fetch and semaphore, for the pool's data and for its scales."""
         buffers = [self.scratch.kv, self.scratch.scale_zero]
         sem = self.scratch.kv_sems.at[stage]
         return [

@@ -130,7 +130,7 @@ def _why_no_memory(q, pool: Pool, num_kv_heads: int, table, sizes: TileSizes) ->
 
 
 def _scalar_bytes(shape: Shape, table: tuple[int, ...]) -> int:
-    """Of the block table, and of the rows, units and chunks of a step in which every row has one query."""
+    """Bytes of the block table, and of the rows, units and chunks of a step in which every row has one query."""
     num_rows, num_blocks = table
     of_units = 5 * (-(-num_rows // shape.tile_tokens) + num_rows)
     of_chunks = sum(2 * (num_rows // size + 2 * num_rows) for size in write_sizes(shape))

@@ -164,7 +164,7 @@ class Shape:
 
     @property
     def picked_shape(self) -> tuple[int, int, int]:
-        """Of a tile of tokens that rows are picked out of: its heads, and those that the last stack's rows reach to."""
+        """The shape of a tile that rows are picked out of: all its heads, and those that the last stack reaches to."""
         heads = (self.num_stacks - 1) * self.stack * self.group + self.rows
         return self.num_planes * self.read_lanes // LANES, heads * self.tile_tokens, LANES
 
@@ -274,8 +274,8 @@ def shape_of(
     mask: tuple[float, int | None, float | None] = (1.0, None, None),
     one_query_per_row: bool = False,
 ) -> Shape:
-    """Of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with prompts; 1
-    where rows have one query.
+    """The shape of the kernel for such arguments. `tile_q`: a power of two up to 128, the same for all programs with
+    prompts; 1 where rows have one query.
     """
     group = q.shape[1] // num_kv_heads
     rows = min(sizes.tile_rows, sizes.head_rows // num_kv_heads)

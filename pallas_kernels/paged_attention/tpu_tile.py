@@ -291,7 +291,7 @@ def _power(shape: Shape, difference: jax.Array) -> jax.Array:
 
 
 class _Sums(NamedTuple):
-    """Of all tiles so far, as in `Scratch`."""
+    """The sums over all tiles so far, as in `Scratch`."""
 
     top: jax.Array
     total: jax.Array
@@ -299,7 +299,7 @@ class _Sums(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """Of a tile of keys, with what came before."""
+    """The softmax of a tile of keys, with what came before."""
 
     weights: jax.Array  # [A, B]
     rescale: jax.Array  # [A, LANES]: what sums so far are multiplied by, in every lane
@@ -317,8 +317,8 @@ def _softmax(shape: Shape, before: _Sums, scores: jax.Array) -> _Softmax:
 
 
 def _added(shape: Shape, before: _Sums, softmax: _Softmax, values, factors) -> _Sums:
-    """With a tile's values. For quantised ones w s n - w s z is summed with w s rounded as the MXU takes it, so that
-    both parts have the same rounding.
+    """The sums with a tile's values. Of quantised ones w s n - w s z is summed with w s rounded as the MXU takes it, so
+    that both parts have the same rounding.
     """
     weights = softmax.weights
     weights = (weights if factors is None else weights * factors[2]).astype(shape.dtype)

@@ -49,7 +49,7 @@ def chunk_buffers(
 
 @dataclass(frozen=True, kw_only=True)
 class Write:
-    """Of data (slots on axis 0) or of scales and zeros (slots on axis 1, a block at a time).
+    """Writes data (slots on axis 0), or scales and zeros (slots on axis 1, a block at a time).
 
     A row owns the blocks that it writes, so no chunk is another's.
     """

@@ -75,7 +75,7 @@ def tune(
 
 
 def _seconds(platform: str, sizes: Any, work: Work) -> float:
-    """Of a call. What comes back is a result, and on a TPU the pool, which the next call is given."""
+    """The seconds of a call. What comes back is a result, and on a TPU the pool, which the next call is given."""
     arrays = arguments(work, BLOCK_SIZE[platform])
     options: dict[str, Any] = dict(
         scale=128**-0.5, one_query_per_row=work.query_len == 1, sizes=sizes

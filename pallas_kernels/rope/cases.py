@@ -36,7 +36,7 @@ CASES = (
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """Of `split_and_rotate`."""
+    """The arguments of `split_and_rotate`."""
     rng = np.random.default_rng(case.num_tokens)
     width = sum(case.heads) * case.head_dim
     joined = jnp.asarray(rng.standard_normal((case.num_tokens, width)), case.dtype)

@@ -34,8 +34,8 @@ CASES = (
 
 
 def arguments(case: Case) -> dict[str, jax.Array]:
-    """Of the function. Some tokens are named twice, some between two that are not in the vocabulary; some logits and
-    values are -inf.
+    """The arguments of the function. Some tokens are named twice, some between two that are not in the vocabulary; some
+    logits and values are -inf.
     """
     rng = np.random.default_rng(case.vocab_size + case.num_rows)
     rows, size = case.num_rows, case.vocab_size

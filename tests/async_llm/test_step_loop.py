@@ -13,7 +13,7 @@ from jaxpage.engine.errors import EngineDeadError
 class Engine:
     """Holds requests, and cannot abort one of them."""
 
-    has_step_under_way = False
+    has_step_in_flight = False
 
     def __init__(self, *unfinished: str, broken: str = ""):
         self.unfinished_ids = list(unfinished)
@@ -21,7 +21,7 @@ class Engine:
 
     def keep_pace(self) -> None: ...
 
-    def rest(self) -> None: ...
+    def sleep_until_due(self) -> None: ...
 
     def has_unfinished_requests(self) -> bool:
         return False

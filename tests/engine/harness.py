@@ -166,9 +166,8 @@ def assert_consistent(engine: Engine) -> None:
     holders = count_blocks(s.block_tables for s in scheduler.running)
     assert pool.refs == [holders[block_id] for block_id in range(pool.num_blocks)]
     usable = range(NULL_BLOCK + 1, pool.num_blocks)
-    assert [pool.is_free(b) for b in usable] == [holders[b] == 0 for b in usable]
-    assert holders[NULL_BLOCK] == 0 and not pool.is_free(NULL_BLOCK)
-    assert pool.num_free == sum(holders[b] == 0 for b in usable)
+    assert sorted(pool.eviction_order()) == [b for b in usable if not holders[b]]
+    assert holders[NULL_BLOCK] == 0
     slots = [s.slot for s in scheduler.running]
     assert 0 not in slots and len(set(slots)) == len(slots)
     assert not any(s.slot or s.block_tables for s in scheduler.waiting)

@@ -27,7 +27,7 @@ def make_hashes(count: int, name: bytes = b"") -> list[bytes]:
 def test_null_block_is_never_allocated():
     pool = make_pool()
     assert sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
-    assert pool.num_free == 0 and not pool.is_free(NULL_BLOCK)
+    assert pool.num_free == 0 and not pool.eviction_order()
 
 
 def test_failed_allocation_changes_nothing():
@@ -46,9 +46,9 @@ def test_shared_block_is_free_after_its_last_owner():
     pool.fork(ids)
     assert pool.is_shared(ids[0])
     pool.free(ids)
-    assert not pool.is_shared(ids[0]) and not pool.is_free(ids[0])
+    assert not pool.is_shared(ids[0]) and ids[0] not in pool.eviction_order()
     pool.free(ids)
-    assert pool.is_free(ids[0]) and pool.is_free(ids[1])
+    assert set(ids) <= set(pool.eviction_order())
 
 
 def test_block_freed_twice_is_noticed():
@@ -65,20 +65,12 @@ def test_freed_blocks_are_found_until_they_are_handed_out_again():
     for block_id, block_hash in zip(ids, hashes, strict=True):
         pool.register(block_id, block_hash)
     pool.free(ids)
-    assert pool.lookup(hashes) == ids
+    assert [pool.lookup(block_hash) for block_hash in hashes] == ids
     pool.touch(ids[:2])
     assert pool.num_free == 3
     pool.allocate(3)
-    assert pool.lookup(hashes) == ids[:2]
+    assert [pool.lookup(block_hash) for block_hash in hashes] == [*ids[:2], None]
     assert pool.num_evictions == 1
-
-
-def test_lookup_ends_at_the_first_miss():
-    pool = make_pool()
-    ids, hashes = pool.allocate(3), make_hashes(3)
-    pool.register(ids[0], hashes[0])
-    pool.register(ids[2], hashes[2])
-    assert pool.lookup(hashes) == ids[:1]
 
 
 def test_tail_is_evicted_first_and_oldest_sequence_before_newer():
@@ -101,7 +93,7 @@ def test_blocks_without_hash_are_reused_before_cached_ones():
     pool.free(cached)
     pool.free(plain)
     assert set(pool.allocate(3)) == set(plain)
-    assert pool.lookup(make_hashes(2)) == cached
+    assert [pool.lookup(block_hash) for block_hash in make_hashes(2)] == cached
 
 
 def test_blocks_of_equal_content_are_kept_apart():
@@ -110,9 +102,9 @@ def test_blocks_of_equal_content_are_kept_apart():
     for block_id in (first, second):
         pool.register(block_id, b"same")
     pool.free([first])
-    assert pool.num_free == 4 and pool.lookup([b"same"]) == [first]
+    assert pool.num_free == 4 and pool.lookup(b"same") == first
     pool.allocate(4)  # the first among them
-    assert pool.lookup([b"same"]) == [second]
+    assert pool.lookup(b"same") == second
 
 
 def test_reset_succeeds_only_when_no_block_is_in_use():
@@ -120,16 +112,16 @@ def test_reset_succeeds_only_when_no_block_is_in_use():
     ids = pool.allocate(1)
     pool.register(ids[0], b"hash")
     assert not pool.reset_prefix_cache()
-    assert pool.lookup([b"hash"]) == ids
+    assert pool.lookup(b"hash") == ids[0]
     pool.free(ids)
     assert pool.reset_prefix_cache()
-    assert pool.lookup([b"hash"]) == []
+    assert pool.lookup(b"hash") is None
 
 
 def test_nothing_is_found_when_caching_is_off():
     pool = make_pool(enable_prefix_caching=False)
     pool.register(pool.allocate(1)[0], b"hash")
-    assert pool.lookup([b"hash"]) == []
+    assert pool.lookup(b"hash") is None
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (0, 4), (4, 0)])
@@ -221,12 +213,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(st.integers(0, 6), max_size=4, unique=True))
     def find_and_touch(self, wanted: list[int]):
-        hashes = [b"%d" % i for i in wanted]
+        found = {h: self.pool.lookup(h) for h in (b"%d" % i for i in wanted)}
+        hits = [block_id for block_id in found.values() if block_id is not None]
         known = set(self.hash_of.values())
-        hits = self.pool.lookup(hashes)
-        misses = [i for i, h in enumerate(hashes) if h not in known]
-        assert len(hits) == (misses[0] if misses else len(hashes))
-        assert [self.hash_of[b] for b in hits] == hashes[: len(hits)]
+        assert all(self.hash_of[b] == h if h in known else b is None for h, b in found.items())
         self.pool.touch(hits)
         self.owners.append(hits)
 
@@ -244,8 +234,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = Counter(b for owner in self.owners for b in owner)
         blocks = range(self.pool.num_blocks)
         assert self.pool.refs == [held[b] for b in blocks]
-        assert [self.pool.is_free(b) for b in blocks] == [b > 0 and not held[b] for b in blocks]
-        assert self.pool.num_free == sum(not held[b] for b in blocks[1:])
+        assert sorted(self.pool.eviction_order()) == [b for b in blocks[1:] if not held[b]]
 
 
 TestPoolMachine = PoolMachine.TestCase

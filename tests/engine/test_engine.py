@@ -147,7 +147,7 @@ def test_a_plan_that_cannot_be_made_ends_all_requests_and_leaves_nothing(
 
 
 def test_request_preempted_by_a_step_that_failed_comes_back_with_its_tokens():
-    """Its own last step is still under way then; its tokens count when that is collected."""
+    """Its own last step is still in flight then; its tokens count when that is collected."""
     for number in range(2, 20):
         engine = make_engine(num_blocks=10, overlap=True, fail_launch=(number,))
         requests = make_requests(4, max_tokens=14)
@@ -274,7 +274,7 @@ def test_kv_is_kept_if_whoever_replaces_weights_says_so():
     run(engine, first)
     changes = iter([True])
     engine.runner.weights_changed = lambda: next(changes, False)
-    assert engine.look_at_weights(keep_cache=True) == 1
+    assert engine.notice_weight_changes(keep_cache=True) == 1
     run(engine, second)
     assert second.num_cached_tokens == 16
     assert second.sequences[0].weight_starts == [(1, 0)]

@@ -123,7 +123,7 @@ def test_what_plans_without_rows_find_is_held_once():
     assert len(tier.take_transfers().swaps_out) == 1
     for _ in range(3):  # of these plans nothing is taken, as there is nothing to launch
         tier.begin_plan()
-        (host_id,) = tier.find(b"a")
+        host_id = tier.find(b"a")
         assert tier.pool.refs[host_id] == 1
     tier.begin_plan()
     assert tier.pool.refs[host_id] == 0

@@ -69,7 +69,7 @@ def test_a_slow_host_has_the_time_that_it_takes():
     now += 1.0
     for _ in range(60):
         launch_time, now = now, max(now, pace.next_launch(decode(), now))
-        pace.woke(now)
+        pace.began_to_prepare(now)
         now += host
         pace.launched(now)
         now = max(now, launch_time + device)
@@ -104,14 +104,14 @@ def test_launches_are_short_only_while_others_could_join():
 def test_requests_that_come_while_the_device_computes_are_in_the_next_step():
     engine = make_engine(overlap=True)
     engine.keep_pace()
-    engine.rest()  # nothing is under way
+    engine.sleep_until_due()  # nothing is in flight
     engine.add(make_request("a", [1], max_tokens=20))
     steps(engine, 3)
     step = engine._launched[0]
     engine._pace._step_seconds = {(True, 0): 0.2}
     due = engine._pace.next_launch(step.plan, step.launch_time)
     assert due > time.monotonic()
-    engine.rest()
+    engine.sleep_until_due()
     assert time.monotonic() >= due
     engine.add(make_request("b", [2], max_tokens=20))
     engine.step()
@@ -128,5 +128,5 @@ def test_a_step_that_is_done_is_followed_at_once_whatever_was_expected():
     engine._pace._step_seconds = {(True, 0): 300.0}
     due = engine._pace.next_launch(step.plan, step.launch_time)
     engine.runner.steps_are_done = True
-    engine.rest()
+    engine.sleep_until_due()
     assert time.monotonic() < due

@@ -271,7 +271,7 @@ def test_three_failures_in_a_row_take_a_replica_out(make):
     assert not caller.lost and stats.num_failed_replicas == 1
     failed = stats.replicas[0]
     assert failed.num_failed_replicas == 1 and failed.num_blocks == failed.num_running == 0
-    assert caller.replicas.look(lambda scheduler: scheduler.max_model_len).keys() == {1}
+    assert caller.replicas.with_schedulers(lambda scheduler: scheduler.max_model_len).keys() == {1}
     assert stats.num_blocks == stats.replicas[1].num_blocks
     assert stats.generation_tokens == sum(part.generation_tokens for part in stats.replicas)
 
@@ -356,11 +356,11 @@ def test_held_replicas_compute_nothing_and_go_on(make):
     for request in some_requests(8, max_tokens=40):
         caller.add(request)
     caller.step()
-    while caller.replicas.has_step_under_way:
+    while caller.replicas.has_step_in_flight:
         processed = caller.outputs.process(caller.replicas.collect())
         assert not processed.finished
     launches = [engine.runner.num_launches for engine in engines]
-    assert not any(engine.has_step_under_way for engine in engines)
+    assert not any(engine.has_step_in_flight for engine in engines)
     time.sleep(0.02)
     assert launches == [engine.runner.num_launches for engine in engines]
     assert caller.replicas.reset_prefix_cache(reset_running_requests=True)
@@ -439,7 +439,7 @@ def check_any_failures(plans, works, overlap, num_first):
             if not part.num_failed_replicas:
                 assert_nothing_leaked(engine)
         assert [caller.replicas._router.load(i) for i in range(len(engines))] == [0] * len(engines)
-        assert not caller.replicas._runs
+        assert not caller.replicas._assignments
     finally:
         logging.disable(logging.NOTSET)
         caller.replicas.close()

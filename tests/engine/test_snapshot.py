@@ -79,12 +79,12 @@ def test_unused_slots_by_cause():
     assert shot.num_allocated_slots == 20
 
 
-def test_a_launch_of_several_steps_under_way_holds_blocks_ahead():
+def test_a_launch_of_several_steps_in_flight_holds_blocks_ahead():
     engine = make_engine(overlap=True, decode_steps=8)
     engine.add(make_request("a", PROMPT[:4], max_tokens=30, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    # 4 tokens of prompt and one sampled, then 8 more, all seen; under way are 8 from the 13th on.
+    # 4 tokens of prompt and one sampled, then 8 more, all collected; in flight are 8 from the 13th on.
     shot = take_snapshot(engine.scheduler)
     (sequence,) = engine.scheduler.running
     assert len(sequence.token_ids) == 13 and sequence.num_computed_tokens == 20
