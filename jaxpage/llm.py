@@ -20,7 +20,7 @@ from jaxpage.beam_search import (
 from jaxpage.call_guard import OneCaller, interrupts_deferred
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import AnyLoRA, InputProcessor
-from jaxpage.lora_request import LoRARequest
+from jaxpage.lora.request import LoRARequest
 from jaxpage.memory_calls import MemoryCalls
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
 from jaxpage.outputs import RequestOutput

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from jaxpage.captures import Captured
     from jaxpage.flat_logprobs import FlatLogprobs
-    from jaxpage.lora_request import LoRARequest
+    from jaxpage.lora.request import LoRARequest
     from jaxpage.tool_parsers import ToolCall
 
 

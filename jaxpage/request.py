@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpage.captures import WantedCaptures
-from jaxpage.lora_request import Adapter
+from jaxpage.lora.request import Adapter
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.reasoning import ReasoningTokens
 from jaxpage.sampling_params import SamplingParams

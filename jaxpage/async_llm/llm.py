@@ -23,7 +23,7 @@ from jaxpage.async_llm.streams import Stream
 from jaxpage.async_llm.tasks import Prepare, Tasks
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import InputProcessor
-from jaxpage.lora_request import LoRARequest
+from jaxpage.lora.request import LoRARequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.pictures.messages import has_media
 from jaxpage.prompts import Prompt
