@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import BeamSearchParams, LoRARequest
+from jaxpage import BeamSearchParams, EngineArgs, LoRARequest
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.input_processor import derive_seed
 from jaxpage.llm import LLM
@@ -574,6 +574,44 @@ def test_vllm_s_engine_and_model_config_are_at_hand(make):
         outputs = engine.step()
     assert outputs[0].finished
     assert llm.model_config.max_model_len == MAX_MODEL_LEN
+
+
+def test_add_request_takes_vllm_s_arguments_in_its_order(make):
+    llm = make(scheduling_policy="priority")
+    llm.add_request("a", [5], LONG, 1000.0, None, None, None, 3, prompt_text="x")
+    while llm.has_unfinished_requests():
+        outputs = llm.step()
+    metrics = outputs[0].metrics
+    assert metrics.arrival_time == 1000.0 and metrics.first_token_latency > 1e6
+    with pytest.raises(ValueError, match="trace_headers"):
+        llm.add_request("b", [5], LONG, trace_headers={"traceparent": "00"})
+    assert not llm.has_unfinished_requests()
+
+
+def test_an_llm_is_made_from_engine_args(make, folder, monkeypatch):
+    built = []
+
+    def build(config):
+        built.append(config)
+        return fake_built(folder, load_hf_config(folder), load_tokenizer(folder))
+
+    monkeypatch.setattr("jaxpage.build.build", build)
+    args = EngineArgs(model=folder, max_num_seqs=7)
+    llm = LLM.from_engine_args(args)
+    assert built == [args] and llm.generate([5], LONG)[0].finished
+
+
+@pytest.mark.parametrize("prefix", [None, "first"])
+def test_profiles_are_folders(make, tmp_path, monkeypatch, prefix):
+    monkeypatch.chdir(tmp_path)
+    llm = make()
+    llm.start_profile(prefix)
+    try:
+        with pytest.raises(RuntimeError, match="already"):
+            llm.start_profile()
+    finally:
+        llm.stop_profile()
+    assert list((tmp_path / (prefix or "jaxpage_profile")).rglob("*.xplane.pb"))
 
 
 def test_tokens_written_to_the_prefix_cache_are_counted(make):

@@ -11,7 +11,8 @@ from typing import Literal, TypeVar
 from jaxpage.async_llm.step_loop import PauseMode
 from jaxpage.async_llm.tasks import Tasks
 from jaxpage.device_memory import TAGS, DeviceMemory, check_tags, needed
-from jaxpage.engine.errors import EngineAsleepError
+from jaxpage.engine.errors import EngineAsleepError, EngineDeadError
+from jaxpage.profiling import start_trace, stop_trace
 
 T = TypeVar("T")
 
@@ -141,6 +142,23 @@ class EngineControl:
     @property
     def is_running(self) -> bool:
         return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """What `check_health` raises once the engine is dead."""
+        return self._tasks.steps.error or EngineDeadError()
+
+    async def start_profile(self, profile_prefix: str | Path | None = None) -> None:
+        """See `LLM.start_profile`."""
+        await asyncio.to_thread(start_trace, profile_prefix)
+
+    async def stop_profile(self) -> None:
+        """See `LLM.stop_profile`."""
+        await asyncio.to_thread(stop_trace)
 
     async def wait_until_warm(self) -> None:
         """Wait until every program is compiled. Raises what the compiler raised."""
