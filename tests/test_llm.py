@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import os
@@ -566,14 +567,21 @@ def test_beam_search_answers_as_many_prompts_at_a_time_as_it_may(make):
         llm.beam_search(prompts, params, concurrency_limit=0)
 
 
-def test_vllm_s_engine_and_model_config_are_at_hand(make):
+def test_vllm_s_engine_and_model_config_are_at_hand(make, folder):
     llm = make()
     engine = llm.llm_engine
     engine.add_request("a", [5], LONG)
     while engine.has_unfinished_requests():
         outputs = engine.step()
     assert outputs[0].finished
-    assert llm.model_config.max_model_len == MAX_MODEL_LEN
+    config, hf_config = llm.model_config, load_hf_config(folder)
+    assert config.max_model_len == MAX_MODEL_LEN
+    assert config.hf_config.to_dict() == config.hf_text_config.to_dict() == hf_config.to_dict()
+    assert config.architectures == ["Qwen2ForCausalLM"]
+    assert config.get_vocab_size() == hf_config.vocab_size
+    assert config.get_hidden_size() == hf_config.hidden_size
+    assert config.get_total_num_hidden_layers() == hf_config.num_hidden_layers
+    assert copy.deepcopy(config) == config
 
 
 def test_add_request_takes_vllm_s_arguments_in_its_order(make):
