@@ -408,6 +408,21 @@ def test_pausing(make, mode, overlap):
     asyncio.run(run())
 
 
+def test_level_0_of_sleep_is_a_pause(make):
+    llm = make()
+
+    async def run():
+        await llm.sleep(level=0)
+        assert await llm.is_paused() and not await llm.is_sleeping()
+        late = asyncio.create_task(collect(llm, [9], long()))
+        await asyncio.sleep(0.03)
+        assert not late.done()
+        await llm.wake_up(tags=["scheduling"])
+        assert tokens(await late, long()) == expected([9], long())
+
+    asyncio.run(run())
+
+
 def test_a_pause_begins_where_its_engine_is_found_awake(make_one, monkeypatch):
     """In between, the engine could fall asleep."""
     llm = make_one()
