@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxpage.engine.snapshot import KVSnapshot
     from jaxpage.inputs import TextPrompt, TokensPrompt
     from jaxpage.llm import LLM
-    from jaxpage.lora_request import LoRARequest
+    from jaxpage.lora.request import LoRARequest
     from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxpage.pooling.outputs import (
         ClassificationOutput,
@@ -76,7 +76,7 @@ _HOME = {
     "ScoringRequestOutput": "pooling.outputs",
     "PoolerConfig": "pooling.params",
     "PoolingParams": "pooling.params",
-    "LoRARequest": "lora_request",
+    "LoRARequest": "lora.request",
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxpage.lora_request import Adapter, LoRARequest
+from jaxpage.lora.request import Adapter, LoRARequest
 
 Read = Callable[[str], Sequence[np.ndarray]]
 

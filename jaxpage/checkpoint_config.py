@@ -5,6 +5,7 @@ Knows config.json and generation_config.json, as transformers reads them. Runs n
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,37 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from jaxpage.config import EngineConfig
+
+
+class CheckpointValues:
+    """What config.json says, under the names of vLLM's `ModelConfig`. Read when first asked for."""
+
+    model: str
+    hf_config_path: str | None
+    hf_overrides: dict[str, Any] | Callable[[Any], Any] | None
+
+    @functools.cached_property
+    def hf_config(self) -> PretrainedConfig:
+        """config.json as transformers reads it, with `hf_overrides`."""
+        return load_hf_config(self.hf_config_path or self.model, self.hf_overrides)
+
+    @property
+    def hf_text_config(self) -> PretrainedConfig:
+        """The part about text, of models that take pictures; else the same."""
+        return self.hf_config.get_text_config()
+
+    @property
+    def architectures(self) -> list[str]:
+        return self.hf_config.architectures or []
+
+    def get_vocab_size(self) -> int:
+        return self.hf_text_config.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return self.hf_text_config.hidden_size
+
+    def get_total_num_hidden_layers(self) -> int:
+        return self.hf_text_config.num_hidden_layers
 
 
 def load_hf_config(

@@ -1,7 +1,6 @@
 """Every option of the engine, and how defaults are resolved for a machine and a model.
 
-Knows option names (vLLM's), their ranges and defaults, and the environment, which no other file reads. Must not know
-jax: platform and memory are arguments.
+Knows option names (vLLM's), their ranges and defaults. Must not know jax: platform and memory are arguments.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxpage.checkpoint_config import CheckpointValues
 from jaxpage.environment import resolve_cache_dir
 from jaxpage.hub import is_url, local_folder, small_files
 from jaxpage.pictures.options import check_picture_options, most_of
@@ -412,7 +412,7 @@ AsyncEngineArgs = EngineArgs  # vLLM has a separate class for its asynchronous e
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedConfig(EngineConfig):
+class ResolvedConfig(EngineConfig, CheckpointValues):
     """An EngineConfig with all defaults resolved; options that stay None are off, or have no effect here.
 
     `compilation_cache_dir` is "" if there is no cache, `dtype` one of float16, bfloat16, float32, and

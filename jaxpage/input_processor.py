@@ -18,7 +18,7 @@ from jaxpage.captures import wanted_captures
 from jaxpage.chat_outputs import ChatFormat, chat_format
 from jaxpage.chat_template import check_conversations
 from jaxpage.interventions import slot_values
-from jaxpage.lora_request import Adapter, LoRARequest
+from jaxpage.lora.request import Adapter, LoRARequest
 from jaxpage.pictures.border import Picture
 from jaxpage.pictures.messages import has_media, pictures_of
 from jaxpage.pictures.reader import PictureReader

@@ -20,11 +20,12 @@ from jaxpage.beam_search import (
 from jaxpage.call_guard import OneCaller, interrupts_deferred
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import AnyLoRA, InputProcessor
-from jaxpage.lora_request import LoRARequest
+from jaxpage.lora.request import LoRARequest
 from jaxpage.memory_calls import MemoryCalls
 from jaxpage.output_processor import OutputProcessor, make_detokenizer
 from jaxpage.outputs import RequestOutput
 from jaxpage.pooling.calls import PoolingCalls
+from jaxpage.profiling import ProfilingCalls
 from jaxpage.progress_bar import UseTqdm, progress_bar
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from jaxpage.runner.programs import ProgramRecord
 
 
-class LLM(PoolingCalls, MemoryCalls):
+class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
     """An engine and its tokenizer. `options` are those of `EngineConfig`, under vLLM's names.
 
     `generate` and `chat` answer a batch; `add_request` and `step` drive the same engine one step at a time, and the two
@@ -51,14 +52,14 @@ class LLM(PoolingCalls, MemoryCalls):
         With `nnodes` it returns on host 0 only. On the other hosts it executes what host 0 sends, and raises
         SystemExit(0) when host 0 has ended.
         """
-        from jaxpage.build import build
-        from jaxpage.pooling.choose import pools
+        self._build(EngineConfig.from_options(model=model, **options))
 
-        config = EngineConfig.from_options(model=model, **options)
-        if pools(config):
-            self._start_pooling(config)
-        else:
-            self._start(build(config))
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """An LLM with the options of an `EngineArgs`."""
+        llm = cls.__new__(cls)
+        llm._build(engine_args)
+        return llm
 
     @classmethod
     def from_built(cls, built: Built) -> LLM:
@@ -66,6 +67,15 @@ class LLM(PoolingCalls, MemoryCalls):
         llm = cls.__new__(cls)
         llm._start(built)
         return llm
+
+    def _build(self, config: EngineConfig) -> None:
+        from jaxpage.build import build
+        from jaxpage.pooling.choose import pools
+
+        if pools(config):
+            self._start_pooling(config)
+        else:
+            self._start(build(config))
 
     def _start(self, built: Built) -> None:
         self.config = built.config
@@ -218,15 +228,25 @@ class LLM(PoolingCalls, MemoryCalls):
         request_id: str,
         prompt: Any,
         params: SamplingParams,
-        *,
+        arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: None = None,
         priority: int = 0,
+        *,
+        prompt_text: str | None = None,
     ) -> str:
-        """Queue one prompt; returns its id. Raises ValueError if it cannot be served or the id is in use."""
+        """Queue one prompt; returns its id. Raises ValueError if it cannot be served or the id is in use.
+
+        `arrival_time`, in seconds since the epoch, is for `metrics`. `prompt_text` has no effect, as in vLLM.
+        """
+        _refuse(trace_headers=trace_headers)
         with self._caller:
             prompts = self._inputs.parse(prompt, tokenization_kwargs)
             request = self._inputs.request(request_id, prompts, params, priority, lora_request)
+            if arrival_time is not None:
+                request.queued_time -= request.arrival_time - arrival_time
+                request.arrival_time = arrival_time
             with interrupts_deferred():
                 self._add(request)
         return request_id

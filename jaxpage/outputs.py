@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from jaxpage.captures import Captured
     from jaxpage.flat_logprobs import FlatLogprobs
-    from jaxpage.lora_request import LoRARequest
+    from jaxpage.lora.request import LoRARequest
     from jaxpage.tool_parsers import ToolCall
 
 
@@ -116,6 +117,19 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_cache_creation_tokens: int = 0  # prompt tokens added to the prefix cache
 
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Merge a later output of the same request into this one, as in vLLM.
+
+        Its completions continue those of the same index if `aggregate` (for DELTA), or else replace them.
+        """
+        completions = {c.index: c for c in self.outputs}
+        for later in next_output.outputs:
+            earlier = completions.get(later.index) if aggregate else None
+            completions[later.index] = later if earlier is None else _joined(earlier, later)
+        self.outputs = list(completions.values())
+        self.finished |= next_output.finished
+        self.metrics = next_output.metrics
+
     def df(self) -> Any:
         """A pandas DataFrame: index of the continuation, position, token id, token, logprob and rank of each token.
 
@@ -125,3 +139,16 @@ class RequestOutput:
 
     def _repr_html_(self) -> str:
         return to_html(self)
+
+
+def _joined(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+    """Two consecutive deltas of a continuation as one."""
+    joined = copy.copy(second)
+    joined.text = first.text + second.text
+    joined.token_ids = first.token_ids + second.token_ids
+    if first.logprobs is not None and second.logprobs is not None:
+        logprobs: Any = first.logprobs[:]
+        for entries in second.logprobs:
+            logprobs.append(entries)
+        joined.logprobs = logprobs
+    return joined

@@ -37,8 +37,8 @@ def accept_aliases(cls: Class) -> Class:
     init: Callable = cls.__init__
 
     @functools.wraps(init)
-    def __init__(self: Any, **options: Any) -> None:
-        init(self, **with_standard_names(options))
+    def __init__(self: Any, *values: Any, **options: Any) -> None:
+        init(self, *values, **with_standard_names(options))
 
     setattr(cls, "__init__", __init__)  # noqa: B010, the type checker knows the fields only from the class
     return cls

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpage.captures import WantedCaptures
-from jaxpage.lora_request import Adapter
+from jaxpage.lora.request import Adapter
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.reasoning import ReasoningTokens
 from jaxpage.sampling_params import SamplingParams
@@ -96,6 +96,7 @@ class Request:
     prompt: str | None = None
     priority: int = 0  # lower is served first; only the `priority` policy reads it
     cache_salt: str | None = None
+    replica: int | None = None  # which one shall answer it; None: any
     adapter: Adapter | None = None  # beside the model's weights
     trace_headers: Mapping[str, str] | None = None  # its caller's W3C trace context, for observers
     arrival: int = 0  # number of the request in order of arrival, set by the engine

@@ -11,7 +11,7 @@ import enum
 import logging
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from jaxpage.captures import Capture, to_captures
@@ -48,7 +48,7 @@ class RequestOutputKind(enum.IntEnum):
 
 
 @accept_aliases
-@dataclass(kw_only=True)
+@dataclass
 class SamplingParams:
     """How to continue one prompt. Names, defaults and ranges are vLLM's (0.32).
 
@@ -62,6 +62,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # [-2, 2], subtracted once per occurrence in the output
     repetition_penalty: float = 1.0  # > 0; divides logits > 0, multiplies < 0, of ids seen so far
     temperature: float = 1.0  # [0, 2]; 0: greedy, which resets top_p, top_k and min_p
+    watermarking: bool | None = None  # not supported: None or False; here for vLLM's order
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # [0, 1], relative to the most likely token
@@ -72,6 +73,7 @@ class SamplingParams:
     max_tokens: int | None = 16  # None: what is left of max_model_len
     min_tokens: int = 0  # until then EOS and stop ids are masked, stop strings ignored
     logprobs: int | None = None  # the k best at each token, and the sampled one; -1: all
+    _: KW_ONLY  # up to here in vLLM's order
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -109,7 +111,6 @@ class SamplingParams:
     logits_processors: Any = None
     best_of: int | None = None
     use_beam_search: bool = False
-    watermarking: bool | None = None
     trace_decode_token_ids: list[int] | None = None
     routed_experts_prompt_start: int = 0
     skip_clone: bool = False  # no effect: params are always copied

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpage.engine.beams import Beams
 from jaxpage.engine.engine import Engine
-from jaxpage.lora_request import Adapter, LoRARequest
+from jaxpage.lora.request import Adapter, LoRARequest
 from jaxpage.pictures.border import Expanded, Picture
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.plan import (

@@ -64,3 +64,11 @@ def test_an_id_names_one_adapter():
             with pytest.raises(ValueError, match=f"must be a LoRARequest, got {wrong!r}"):
                 call(wrong)
     assert cache.ids == {1}
+
+
+def test_adapters_have_vllm_s_import_path_and_names():
+    from jaxpage.lora.request import LoRARequest as Imported
+
+    adapter = request(1, "a")
+    assert Imported is LoRARequest
+    assert (adapter.name, adapter.adapter_id, adapter.path) == ("adapter 1", 1, "a")

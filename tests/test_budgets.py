@@ -31,6 +31,7 @@ RAISED: dict[tuple[str, str], tuple[int, str]] = {
     ("parameters", "jaxpage/engine/scheduler.py:Scheduler.__init__"): (10, _SCARCE),
     ("attributes on self", "jaxpage/engine/scheduler.py:Scheduler"): (17, _SCARCE),
     ("parameters", "jaxpage/llm.py:LLM.chat"): (14, _VLLM),
+    ("parameters", "jaxpage/llm.py:LLM.add_request"): (9, _VLLM),
     ("parameters", "jaxpage/prompts.py:parse_chat"): (9, _VLLM),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import os
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import BeamSearchParams, LoRARequest
+from jaxpage import BeamSearchParams, EngineArgs, LoRARequest
 from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.input_processor import derive_seed
 from jaxpage.llm import LLM
@@ -566,14 +567,59 @@ def test_beam_search_answers_as_many_prompts_at_a_time_as_it_may(make):
         llm.beam_search(prompts, params, concurrency_limit=0)
 
 
-def test_vllm_s_engine_and_model_config_are_at_hand(make):
+def test_vllm_s_engine_and_model_config_are_at_hand(make, folder):
     llm = make()
     engine = llm.llm_engine
     engine.add_request("a", [5], LONG)
     while engine.has_unfinished_requests():
         outputs = engine.step()
     assert outputs[0].finished
-    assert llm.model_config.max_model_len == MAX_MODEL_LEN
+    config, hf_config = llm.model_config, load_hf_config(folder)
+    assert config.max_model_len == MAX_MODEL_LEN
+    assert config.hf_config.to_dict() == config.hf_text_config.to_dict() == hf_config.to_dict()
+    assert config.architectures == ["Qwen2ForCausalLM"]
+    assert config.get_vocab_size() == hf_config.vocab_size
+    assert config.get_hidden_size() == hf_config.hidden_size
+    assert config.get_total_num_hidden_layers() == hf_config.num_hidden_layers
+    assert copy.deepcopy(config) == config
+
+
+def test_add_request_takes_vllm_s_arguments_in_its_order(make):
+    llm = make(scheduling_policy="priority")
+    llm.add_request("a", [5], LONG, 1000.0, None, None, None, 3, prompt_text="x")
+    while llm.has_unfinished_requests():
+        outputs = llm.step()
+    metrics = outputs[0].metrics
+    assert metrics.arrival_time == 1000.0 and metrics.first_token_latency > 1e6
+    with pytest.raises(ValueError, match="trace_headers"):
+        llm.add_request("b", [5], LONG, trace_headers={"traceparent": "00"})
+    assert not llm.has_unfinished_requests()
+
+
+def test_an_llm_is_made_from_engine_args(make, folder, monkeypatch):
+    built = []
+
+    def build(config):
+        built.append(config)
+        return fake_built(folder, load_hf_config(folder), load_tokenizer(folder))
+
+    monkeypatch.setattr("jaxpage.build.build", build)
+    args = EngineArgs(model=folder, max_num_seqs=7)
+    llm = LLM.from_engine_args(args)
+    assert built == [args] and llm.generate([5], LONG)[0].finished
+
+
+@pytest.mark.parametrize("prefix", [None, "first"])
+def test_profiles_are_folders(make, tmp_path, monkeypatch, prefix):
+    monkeypatch.chdir(tmp_path)
+    llm = make()
+    llm.start_profile(prefix)
+    try:
+        with pytest.raises(RuntimeError, match="already"):
+            llm.start_profile()
+    finally:
+        llm.stop_profile()
+    assert list((tmp_path / (prefix or "jaxpage_profile")).rglob("*.xplane.pb"))
 
 
 def test_tokens_written_to_the_prefix_cache_are_counted(make):

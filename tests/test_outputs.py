@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import numpy as np
+import pytest
 
 from jaxpage import tiny
 from jaxpage.engine.step_output import SequenceEnd, StepOutput
@@ -105,6 +106,26 @@ def test_what_a_user_does_to_an_output_does_not_reach_the_request():
     assert [c.token_ids for c in processor.take()[0].outputs] == [[10, 11], [20, 21]]
     assert output.outputs[1].token_ids == [20]
     assert request.prompt_token_ids == [4, 5]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_later_outputs_are_added_to_earlier_ones(kind):
+    processor = make_processor(make_request(n=2, logprobs=0, output_kind=kind))
+    processor.process(step({0: [10, 11]}))
+    (whole,) = processor.take()
+    for ids, ends in (
+        ({0: [12], 1: [13]}, {0: SequenceEnd(FinishReason.STOP, 12)}),
+        ({1: [14]}, {1: SequenceEnd(FinishReason.LENGTH, None)}),
+    ):
+        processor.process(step(ids, ends=ends))
+        (later,) = processor.take()
+        whole.add(later, aggregate=kind is RequestOutputKind.DELTA)
+    assert whole.finished and whole.metrics == later.metrics
+    assert [(c.index, c.token_ids, c.finish_reason) for c in whole.outputs] == [
+        (0, [10, 11, 12], "stop"),
+        (1, [13, 14], "length"),
+    ]
+    assert [len(c.logprobs) for c in whole.outputs] == [3, 2]
 
 
 def test_times_are_those_of_the_request():

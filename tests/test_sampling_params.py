@@ -163,6 +163,19 @@ def test_every_field_of_vllm_is_known():
     assert set(VLLM_FIELDS) <= names
 
 
+def test_the_first_parameters_may_be_given_in_vllm_s_order():
+    given = (2, 0.1, 0.2, 1.5, 0.8, None, 0.9, 7, 0.1, 3, ["x"], [5], True, 9, 1, 4)
+    names = (
+        "n presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p seed "
+        "stop stop_token_ids ignore_eos max_tokens min_tokens logprobs"
+    ).split()
+    named = dict(zip(names, given, strict=True))
+    assert SamplingParams(*given) == SamplingParams(**named)
+    assert SamplingParams(2, max_new_tokens=9) == SamplingParams(n=2, max_tokens=9)
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(*given, True)
+
+
 def test_other_spellings_of_a_value_are_made_one():
     params = SamplingParams(
         stop="x",

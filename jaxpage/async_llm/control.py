@@ -11,7 +11,8 @@ from typing import Literal, TypeVar
 from jaxpage.async_llm.step_loop import PauseMode
 from jaxpage.async_llm.tasks import Tasks
 from jaxpage.device_memory import TAGS, DeviceMemory, check_tags, needed
-from jaxpage.engine.errors import EngineAsleepError
+from jaxpage.engine.errors import EngineAsleepError, EngineDeadError
+from jaxpage.profiling import start_trace, stop_trace
 
 T = TypeVar("T")
 
@@ -59,12 +60,16 @@ class EngineControl:
 
         Level 1 frees the KV pool and moves the weights to the host; level 2 discards them, so `update_weights` must
         supply new ones. The KV of suspended requests is recomputed later. A sleeping engine may go from level 1 to 2.
-        Raises ValueError for any other level, and with several engines or hosts; RuntimeError if another caller lets
-        steps run again before the engine sleeps.
+        Level 0 is only the pause, for any number of engines, and frees nothing: `is_paused`, not `is_sleeping`.
+
+        Raises ValueError for any other level, and above 0 with several engines or hosts; RuntimeError if another
+        caller lets steps run again before the engine sleeps.
         """
+        if level == 0:
+            return await self.pause_generation(mode=mode, clear_cache=False)
         memory = needed(self._memory)
         if level not in (1, 2):
-            raise ValueError(f"level must be 1 or 2, got {level}")
+            raise ValueError(f"level must be 0, 1 or 2, got {level}")
 
         def fall_asleep() -> None:
             self._tasks.steps.check_suspended()
@@ -77,9 +82,12 @@ class EngineControl:
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Restore weights and KV pool on the devices, and continue; nothing is compiled.
 
-        `tags`: restore only these of "weights" and "kv_cache"; generation continues once both are there. Raises
-        ValueError for other tags, EngineAsleepError if the weights were discarded and have not been replaced.
+        `tags`: restore only these of "weights" and "kv_cache"; generation continues once both are there. With
+        ["scheduling"] it continues after level 0. Raises ValueError for other tags, EngineAsleepError if the weights
+        were discarded and have not been replaced.
         """
+        if tags is not None and list(tags) == ["scheduling"]:
+            return await self.resume_generation()
         memory, tags = needed(self._memory), check_tags(tags)
 
         def wake() -> None:
@@ -141,6 +149,23 @@ class EngineControl:
     @property
     def is_running(self) -> bool:
         return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """What `check_health` raises once the engine is dead."""
+        return self._tasks.steps.error or EngineDeadError()
+
+    async def start_profile(self, profile_prefix: str | Path | None = None) -> None:
+        """See `LLM.start_profile`."""
+        await asyncio.to_thread(start_trace, profile_prefix)
+
+    async def stop_profile(self) -> None:
+        """See `LLM.stop_profile`."""
+        await asyncio.to_thread(stop_trace)
 
     async def wait_until_warm(self) -> None:
         """Wait until every program is compiled. Raises what the compiler raised."""

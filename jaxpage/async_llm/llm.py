@@ -23,7 +23,7 @@ from jaxpage.async_llm.streams import Stream
 from jaxpage.async_llm.tasks import Prepare, Tasks
 from jaxpage.config import EngineConfig, ResolvedConfig
 from jaxpage.input_processor import InputProcessor
-from jaxpage.lora_request import LoRARequest
+from jaxpage.lora.request import LoRARequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.pictures.messages import has_media
 from jaxpage.prompts import Prompt
@@ -53,8 +53,22 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         self._build(EngineConfig.from_options(model=model, **options))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
-        """An AsyncLLM with the options of an `EngineArgs`."""
+    def from_engine_args(
+        cls,
+        engine_args: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Sequence[Any] | None = None,
+    ) -> AsyncLLM:
+        """An AsyncLLM with the options of an `EngineArgs`.
+
+        `usage_context` has no effect: nobody is told about usage. Raises ValueError for `start_engine_loop=False` and
+        for `stat_loggers`.
+        """
+        if not start_engine_loop:
+            raise ValueError("start_engine_loop=False is not supported: the engine starts at once")
+        if stat_loggers:
+            raise ValueError("stat_loggers are not supported: call stats(), or observe(observer)")
         llm = cls.__new__(cls)
         llm._build(engine_args)
         return llm
@@ -103,12 +117,14 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one prompt: `async for output in llm.generate(...)`.
 
         `sampling_params.output_kind` determines what an output contains; outputs that arrive faster than they are
         consumed are merged. If the consumer stops or is cancelled, the request is aborted. `trace_headers` are for
-        observers: the caller's W3C trace context, "traceparent" and "tracestate".
+        observers: the caller's W3C trace context, "traceparent" and "tracestate". `data_parallel_rank` is the number
+        of the replica that shall answer (if it fails before the first output, another may).
 
         Prompts are those of `LLM.generate`. Raises ValueError if this one cannot be served, StepFailedError if a step
         of this request failed, EngineDeadError if the engine is dead or was shut down.
@@ -121,6 +137,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
             priority=priority,
+            data_parallel_rank=data_parallel_rank,
         )
         with contextlib.closing(stream):
             async for output in stream:
@@ -136,6 +153,7 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> Stream:
         """As `generate`, but raises its ValueErrors immediately, and returns once the engine has the request.
 
@@ -151,7 +169,18 @@ class AsyncLLM(EngineControl, AsyncPoolingCalls):
             trace_headers=trace_headers,
             priority=priority,
         )
-        (stream,) = await self._begin(lambda inputs: [prepare(inputs)], 1)
+        num_replicas = self.config.data_parallel_size
+        if data_parallel_rank not in (None, *range(num_replicas)):
+            raise ValueError(
+                f"data_parallel_rank must be None or one of 0 to {num_replicas - 1}, got {data_parallel_rank!r}"
+            )
+
+        def pinned(inputs: InputProcessor) -> list[Request]:
+            request = prepare(inputs)
+            request.replica = data_parallel_rank
+            return [request]
+
+        (stream,) = await self._begin(pinned, 1)
         return stream
 
     async def start_all(

@@ -10,9 +10,9 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
-from jaxpage.outputs import CompletionOutput, RequestOutput
+from jaxpage.outputs import RequestOutput
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind
 
@@ -128,22 +128,8 @@ class LastOutput:
 
 def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two consecutive deltas of a request as one."""
-    completions = {c.index: c for c in first.outputs}
-    for completion in second.outputs:
-        before = completions.get(completion.index)
-        completions[completion.index] = completion if before is None else _join(before, completion)
     merged = copy.copy(second)
-    merged.outputs = [completions[index] for index in sorted(completions)]
+    merged.outputs = first.outputs
+    merged.add(second, aggregate=True)
+    merged.outputs.sort(key=lambda completion: completion.index)
     return merged
-
-
-def _join(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    joined = copy.copy(second)
-    joined.text = first.text + second.text
-    joined.token_ids = first.token_ids + second.token_ids
-    if first.logprobs is not None and second.logprobs is not None:
-        logprobs: Any = first.logprobs[:]
-        for entries in second.logprobs:
-            logprobs.append(entries)
-        joined.logprobs = logprobs
-    return joined

@@ -87,12 +87,19 @@ class Replicas:
     # Requests.
 
     def add(self, request: Request) -> None:
-        """See `EngineVerbs`. Raises EngineDeadError if no replica is left."""
+        """See `EngineVerbs`. Raises EngineDeadError if no replica is left, ValueError if the wanted one is not.
+
+        `Request.replica` says where it begins; if that replica fails, another one may take it over like any request.
+        """
         if request.request_id in self._assignments:
             raise ValueError(f"request id {request.request_id!r} is in use")
         able, error = self._able(request, list(self._live))
         if not able:
             raise error or EngineDeadError(f"all {len(self._all)} replicas have failed")
+        if request.replica is not None:
+            able = [number for number in able if number == request.replica]
+        if not able:
+            raise ValueError(f"replica {request.replica} has failed: choose another, or none")
         assignment = _Assignment(request=request, tried=[], unfinished=set())
         self._assignments[request.request_id] = assignment
         self._assign(assignment, able)

@@ -5,6 +5,7 @@ Knows names and ranges. Must not know models.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import numbers
 from dataclasses import dataclass, field
@@ -52,6 +53,10 @@ class PoolingParams:
             raise ValueError(f"use_activation must be a bool or None, got {self.use_activation!r}")
         if self.output_kind != RequestOutputKind.FINAL_ONLY:
             raise ValueError("output_kind must be FINAL_ONLY: pooling has a single output")
+
+    def clone(self) -> PoolingParams:
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
 
 
 @dataclass(frozen=True, kw_only=True)

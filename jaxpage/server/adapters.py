@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxpage.async_llm import AsyncLLM
-from jaxpage.lora_request import LoRARequest
+from jaxpage.lora.request import LoRARequest
 from jaxpage.server.errors import ApiError
 from jaxpage.server.lora_modules import parse_modules
 

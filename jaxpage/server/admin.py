@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
@@ -79,7 +77,7 @@ def router(server: Server) -> APIRouter:
         if folder is None:
             raise ApiError(400, "start the server with --profiler-dir FOLDER to profile it")
         try:
-            await asyncio.to_thread(jax.profiler.start_trace, str(folder))
+            await llm.start_profile(folder)
         except RuntimeError as error:
             raise ApiError(409, f"the profiler does not start: {error}") from None
         return JSONResponse({"profiler_dir": str(folder)})
@@ -87,7 +85,7 @@ def router(server: Server) -> APIRouter:
     @routes.post("/stop_profile")
     async def stop_profile() -> Response:
         try:
-            await asyncio.to_thread(jax.profiler.stop_trace)
+            await llm.stop_profile()
         except RuntimeError as error:
             raise ApiError(409, f"the profiler does not stop: {error}") from None
         return Response()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from jaxpage.async_llm import AsyncLLM, Stream
 from jaxpage.input_processor import InputProcessor
-from jaxpage.lora_request import LoRARequest
+from jaxpage.lora.request import LoRARequest
 from jaxpage.outputs import RequestOutput
 from jaxpage.prompts import Prompt
 from jaxpage.sampling_params import SamplingParams

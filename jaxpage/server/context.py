@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.input_processor import InputProcessor
-from jaxpage.lora_request import LoRARequest
+from jaxpage.lora.request import LoRARequest
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.server.adapters import ServedAdapters
 from jaxpage.server.batch import Asked, Batch, Caller, InFlight

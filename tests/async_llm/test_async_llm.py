@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpage import RequestOutputKind, SamplingParams
+from jaxpage import EngineArgs, RequestOutputKind, SamplingParams
 from jaxpage.async_llm import AsyncLLM, EngineDeadError, StepFailedError
 from jaxpage.async_llm.step_loop import PauseMode
 from jaxpage.async_llm.streams import LastOutput, merge_deltas
@@ -408,6 +408,21 @@ def test_pausing(make, mode, overlap):
     asyncio.run(run())
 
 
+def test_level_0_of_sleep_is_a_pause(make):
+    llm = make()
+
+    async def run():
+        await llm.sleep(level=0)
+        assert await llm.is_paused() and not await llm.is_sleeping()
+        late = asyncio.create_task(collect(llm, [9], long()))
+        await asyncio.sleep(0.03)
+        assert not late.done()
+        await llm.wake_up(tags=["scheduling"])
+        assert tokens(await late, long()) == expected([9], long())
+
+    asyncio.run(run())
+
+
 def test_a_pause_begins_where_its_engine_is_found_awake(make_one, monkeypatch):
     """In between, the engine could fall asleep."""
     llm = make_one()
@@ -564,6 +579,7 @@ def test_step_after_step_failing_is_the_end(make_one, caplog):
         with pytest.raises(EngineDeadError):
             await collect(llm, [5], long())
         assert llm.errored and not llm.is_running
+        assert llm.is_stopped and "3 steps failed" in str(llm.dead_error)
 
     asyncio.run(run())
     with pytest.raises(EngineDeadError):
@@ -658,6 +674,16 @@ def test_a_tokenizer_that_fails_on_an_output_ends_its_request_alone(make, monkey
     assert good.result(5).outputs[0].token_ids == expected([7], long())[0]
     asyncio.run(until(lambda: is_empty(llm)))
     assert not llm._tasks._ids and not llm.errored
+
+
+def test_options_of_vllm_s_constructor_are_taken_or_refused(monkeypatch, tiny_folder):
+    monkeypatch.setattr(AsyncLLM, "_build", lambda self, options: None)
+    args = EngineArgs(model=tiny_folder)
+    AsyncLLM.from_engine_args(args, True, "the context", stat_loggers=None)
+    with pytest.raises(ValueError, match="start_engine_loop=False"):
+        AsyncLLM.from_engine_args(args, start_engine_loop=False)
+    with pytest.raises(ValueError, match="stat_loggers are not supported"):
+        AsyncLLM.from_engine_args(args, stat_loggers=[print])
 
 
 def test_shutting_down_ends_requests_with_an_error(make):

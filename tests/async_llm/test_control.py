@@ -186,7 +186,7 @@ def test_discarded_weights_must_come_again(llm, folders, expected):
 
 
 def test_what_cannot_be_asked(llm, expected):
-    with pytest.raises(ValueError, match="level must be 1 or 2, got 3"):
+    with pytest.raises(ValueError, match="level must be 0, 1 or 2, got 3"):
         run(llm.sleep(3))
     with pytest.raises(ValueError, match="tags are of weights, kv_cache, got 'all'"):
         run(llm.wake_up(["all"]))

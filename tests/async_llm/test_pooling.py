@@ -47,6 +47,12 @@ def test_many_at_once_get_what_a_batch_gets(llm, folder):
         np.testing.assert_allclose(output.outputs.data, wanted.outputs.data, atol=1e-6, rtol=0)
 
 
+def test_params_are_cloned():
+    params = PoolingParams(task="embed", returned_token_ids=[1])
+    clone = params.clone()
+    assert clone == params and clone.returned_token_ids is not params.returned_token_ids
+
+
 def test_params_say_the_task(llm):
     output = asyncio.run(encode(llm, "w8 w7", PoolingParams(task="token_embed")))
     assert output.outputs.data.shape[0] == len(output.prompt_token_ids) == 4

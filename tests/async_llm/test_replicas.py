@@ -28,7 +28,8 @@ def make_built(tiny_folder):
 
     def make(*, kills: dict[int, int], num_replicas: int = 2):
         """`kills`: replica -> the step in which its thread ends."""
-        built = fake_built(tiny_folder, hf_config, tokenizer, num_replicas=num_replicas)
+        options = {"num_replicas": num_replicas, "data_parallel_size": num_replicas}
+        built = fake_built(tiny_folder, hf_config, tokenizer, **options)
         for number, runner in enumerate(built.runners):
             runner.collect = _or_kill(runner.collect, kills.get(number))
         return built
@@ -128,6 +129,36 @@ def test_the_last_replica_takes_the_engine_with_it(make_built):
             await llm.check_health()
         with pytest.raises(EngineDeadError):
             await answer(llm, 0)
+
+    asyncio.run(run())
+    llm.shutdown()
+
+
+def test_a_request_chooses_its_replica(make_built):
+    llm = AsyncLLM.from_built(make_built(kills={0: 30}))
+
+    params = SamplingParams(seed=1, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def ask(rank: int | None) -> None:
+        async for _ in llm.generate([5, 6], params, data_parallel_rank=rank):
+            pass
+
+    async def run():
+        for _ in range(3):  # where no other prefix is cached
+            await ask(1)
+        steps = [part.num_steps for part in llm.stats().replicas]
+        assert steps[0] == 0 and steps[1] > 0
+        await ask(0)
+        assert llm.stats().replicas[0].num_steps > 0
+        with pytest.raises(ValueError, match="one of 0 to 1, got 2"):
+            await ask(2)
+        for _ in range(30):
+            if llm.stats().num_failed_replicas:
+                break
+            await ask(0)
+        with pytest.raises(ValueError, match="replica 0 has failed"):
+            await ask(0)
+        await ask(None)
 
     asyncio.run(run())
     llm.shutdown()

@@ -43,6 +43,11 @@ class LoRARequest:
         """vLLM's other name for `lora_int_id`."""
         return self.lora_int_id
 
+    @property
+    def path(self) -> str:
+        """vLLM's other name for `lora_path`."""
+        return self.lora_path
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:

@@ -1,0 +1,1 @@
+"""Adapters of requests, under vLLM's import path."""
