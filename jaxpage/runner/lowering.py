@@ -92,8 +92,8 @@ class Lowerings:
         buckets: tuple[Bucket, ...],
         pool_spec: KVPoolSpec,
         step_spec: StepSpec,
-        moves_blocks: bool = False,
-        mesh: Mesh | None = None,
+        moves_blocks: bool,
+        mesh: Mesh | None,
     ):
         graphdef, state = nnx.split(model)
         make_step = StrictStep if step_spec.strict else Step
