@@ -111,7 +111,6 @@ class Lowerings:
         self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
         self._state = _structs(abstract_request_state(step_spec), mesh)
         self._spec, self._pool_spec, self._mesh = step_spec, pool_spec, mesh
-        largest = buckets[-1]
         self.layouts = _layouts(step_spec, buckets)
         # By `forward` program: the uploads of a step with embeddings.
         self.embeds: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
@@ -124,10 +123,8 @@ class Lowerings:
         }
         for bucket in buckets:
             self.programs[bucket.name] = partial(self._lower_step, bucket)
-        for rows in (largest.sample_rows(1), largest.num_rows):
-            name = sample_name(rows)
-            self.layouts[name] = rows_layout(rows)
-            self.programs[name] = partial(self._lower_sample, self.layouts[name])
+        for rows in _sample_sizes(buckets):
+            self.programs[sample_name(rows)] = partial(self._lower_sample, rows)
         picture_sizes = () if step_spec.pictures is None else step_spec.pictures.sizes
         encoders = {encode_name(n): partial(self._lower_encode, n) for n in picture_sizes}
         self.encoders = tuple(encoders)  # names of programs
@@ -193,7 +190,8 @@ class Lowerings:
             *self.embeds.get(bucket.name, ()),
         )
 
-    def _lower_sample(self, layout: Layout) -> jax.stages.Lowered:
+    def _lower_sample(self, num_rows: int) -> jax.stages.Lowered:
+        layout = self.layouts[sample_name(num_rows)]
         results = self._places(self._state, None)
         return jax.jit(partial(self._step.sample, layout), donate_argnums=1, **results).lower(
             self._leaves, self._state, self._integers(layout.size)
@@ -298,7 +296,7 @@ def num_bytes(tree: Any) -> int:
 
 
 def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
-    """The uploads of each program except `sample`."""
+    """The uploads of each program, by its name."""
     sizes = {"block_size": spec.block_size, "decode_steps": spec.decode_steps}
     groups = len(spec.groups.windows)
     return {
@@ -311,7 +309,13 @@ def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
             b.name: step_layout(b, num_groups=groups, pictures=spec.pictures, **sizes)
             for b in buckets
         },
+        **{sample_name(rows): rows_layout(rows) for rows in _sample_sizes(buckets)},
     }
+
+
+def _sample_sizes(buckets: tuple[Bucket, ...]) -> tuple[int, int]:
+    """Rows of the `sample` programs."""
+    return buckets[-1].sample_rows(1), buckets[-1].num_rows
 
 
 def _platform(leaves: list[jax.ShapeDtypeStruct]) -> str:
