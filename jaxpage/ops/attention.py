@@ -200,8 +200,8 @@ class PagedAttention:
             queries = SeeingAhead(queries, batch.last_keys)
         if self._mesh is not None and self._mesh.size > 1:
             shares = share_heads(q.shape[1], k.shape[1], self._mesh.size)
-            place = _place_of(pool, self._spec)
-            attend = on_shares(attend, self._mesh, shares, place, has_sinks=sinks is not None)
+            partition = _partition_of(pool, self._spec)
+            attend = on_shares(attend, self._mesh, shares, partition, has_sinks=sinks is not None)
         self.kv_pool[array], out = attend(
             pool,
             q,
@@ -240,7 +240,7 @@ def _write_and_attend(
     return pool, _paged_attention(q, pool, *rows, **options)
 
 
-def _place_of(pool: Layer, spec: KVPoolSpec) -> Any:
+def _partition_of(pool: Layer, spec: KVPoolSpec) -> Any:
     """How an array of the pool is sharded."""
     if spec.layout == "tpu" and isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
         return replace(pool, data=POOL_BY_HEAD, scale_zero=_BY_HEAD)
@@ -251,7 +251,7 @@ def on_shares(
     attend: Callable,
     mesh: Mesh,
     shares: HeadShares,
-    pool_place: Any,
+    pool_partition: Any,
     *,
     num_others: int = 4,
     has_sinks: bool = False,
@@ -272,16 +272,16 @@ def on_shares(
         out = lax.all_gather(out, TENSOR, axis=1, tiled=True) if shares.has_padding else out
         return pool, out
 
-    kv_place = _BY_HEAD if shares.owns_kv_heads else P()
+    kv_partition = _BY_HEAD if shares.owns_kv_heads else P()
     on_each = jax.shard_map(
         attend_own,
         mesh=mesh,
         in_specs=(
-            *(pool_place, _BY_HEAD, kv_place, kv_place),
+            *(pool_partition, _BY_HEAD, kv_partition, kv_partition),
             *([P()] * num_others),
             *([P(TENSOR)] * has_sinks),
         ),
-        out_specs=(pool_place, P() if shares.has_padding else _BY_HEAD),
+        out_specs=(pool_partition, P() if shares.has_padding else _BY_HEAD),
         check_vma=False,  # the loops' carries start as constants
     )
 

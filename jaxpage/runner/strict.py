@@ -221,9 +221,9 @@ class Devices:
         """Arrays [T, heads, D] as the weights that they come from: each device has its heads, or all of them."""
         if self.mesh is None:
             return arrays
-        places = [sharding(self.mesh, ("rows", "heads", "head_dim"), x.shape) for x in arrays]
-        pairs = zip(arrays, places, strict=True)
-        return tuple(lax.with_sharding_constraint(x, place) for x, place in pairs)
+        by_head = [sharding(self.mesh, ("rows", "heads", "head_dim"), x.shape) for x in arrays]
+        pairs = zip(arrays, by_head, strict=True)
+        return tuple(lax.with_sharding_constraint(x, each) for x, each in pairs)
 
     def write(
         self, pool: Layer, q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
