@@ -164,7 +164,7 @@ class StepResult:
     prompt_top_token_ids: np.ndarray = _no_ints()
     prompt_top_logprobs: np.ndarray = _no_floats()  # float32[N, W]
     prompt_vocabulary: np.ndarray = _no_floats()  # float32[A, V]
-    # float32[K, P, E]: values of the K tokens of `plan.captured`, in order, at each of P captured points
+    # float32[n, J, E]: values of the n tokens of `plan.captured`, in order, at each of J captured points
     captured: np.ndarray = _no_floats()
     # int32[layers with experts, X] with `record_expert_load`: how many tokens the step routed to each expert
     expert_load: np.ndarray = _no_ints()

@@ -36,7 +36,7 @@ class StepSpec:
     """Shapes and static choices of an engine's programs."""
 
     block_size: int
-    max_model_len: int  # C
+    max_model_len: int
     num_blocks_per_row: int  # M
     groups: KVGroups  # G
     num_slots: int  # Q, including the null slot

@@ -82,7 +82,7 @@ class Step:
         *embeds: jax.Array,
     ) -> tuple[KVPool, RequestState, list[jax.Array]]:
         """The rows' tokens through the layers; the hidden state of each row's last token is in its slot afterwards.
-        Those of all tokens come back in pieces [C, E] for `score`; behind them what is captured, in pieces [C, P, E].
+        Those of all tokens come back in pieces [C, E] for `score`; behind them what is captured, in pieces [C, J, E].
 
         A sibling row has no tokens of its own: its last token is that of the row before it. `embeds`, if the spec has
         prompt embeddings: words [T, E], and bool[T] where they stand in the place of tokens.
