@@ -271,7 +271,9 @@ class CausalLM(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Logits float32[..., T, V] of int32[..., T] tokens, dense and differentiable; positions default to 0 .. T-1."""
+        """Logits float32[..., T, V] of int32[..., T] tokens, dense and differentiable; positions are 0 .. T-1 by
+        default.
+        """
         if positions is None:
             positions = jnp.broadcast_to(
                 jnp.expand_dims(
