@@ -9,17 +9,19 @@ from jax.sharding import Sharding
 
 
 def form_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The form of an array of jax or NumPy. One of NumPy has no place."""
-    place = leaf.sharding if isinstance(leaf, jax.Array) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    """The shape, dtype and sharding of an array; a NumPy array has no sharding."""
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def is_elsewhere(leaf: Any, place: Sharding | None) -> bool:
-    """Whether programs that take an array at `place` refuse this one. They move one that is not committed."""
+def is_elsewhere(leaf: Any, sharding: Sharding | None) -> bool:
+    """Whether programs that take an array of this sharding refuse this one. They move one that is not committed."""
     is_bound = isinstance(leaf, jax.Array) and leaf.committed
-    return is_bound and place is not None and not leaf.sharding.is_equivalent_to(place, leaf.ndim)
+    if not is_bound or sharding is None:
+        return False
+    return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def in_words(leaf: Any) -> str:
-    """The form of an array, or a form, as text: "bfloat16[8, 64]"."""
+    """An array or a form as text: "bfloat16[8, 64]"."""
     return f"{leaf.dtype}{list(leaf.shape)}"

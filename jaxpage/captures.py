@@ -71,7 +71,9 @@ class WantedCaptures:
         return any(within(where, start, OPEN_END) for _, where in self.wanted)
 
     def by_point(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Mapping[str, Captured]:
-        """Captured values by point. `parts`: (positions int32[n], values float32[n, P, E]), in order of positions."""
+        """Captured values by point. `parts`: (positions int32[n], values float32[n, J, E] at J captured points), in the
+        order of positions.
+        """
         if not parts:
             return {}
         positions = np.concatenate([positions for positions, _ in parts])

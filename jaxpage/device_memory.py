@@ -70,7 +70,7 @@ class DeviceMemory:
         replace(self._spec, config=config, model=model).transform_weights()
         return {path: each.get_raw_value() for path, each in _own_variables(model).items()}
 
-    def replace_weights(self, arrays: Arrays, *, keep_cache: bool = False) -> int:
+    def replace_weights(self, arrays: Arrays, *, keep_cache: bool) -> int:
         """Replace the parameters by those that `read` returned; returns their version. Nothing is compiled.
 
         Parameters are replaced one at a time. If a transfer fails, they are lost. `keep_cache`: KV computed with

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def resolve_cache_dir(value: str | None = None) -> str:
+def resolve_cache_dir(value: str | None) -> str:
     """The absolute path of the folder for cached executables, or "" for no cache."""
     if value is None:
         default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxpage", "xla")

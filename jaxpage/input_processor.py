@@ -145,7 +145,7 @@ class InputProcessor:
     def _truncated(self, prompts: list[Prompt], length: int | None) -> list[Prompt]:
         return [p if length is None else truncate(p, length, self.limits) for p in prompts]
 
-    def chat_format(self, chat_template: str | None = None) -> ChatFormat:
+    def chat_format(self, chat_template: str | None) -> ChatFormat:
         """How the model writes tool calls and reasoning, from the options or a chat template. Raises ValueError."""
         template = load_chat_template(chat_template or self._config.chat_template)
         return chat_format(self._config, self.tokenizer, template)

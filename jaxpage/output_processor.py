@@ -21,7 +21,7 @@ from jaxpage.request import FinishReason, Request
 from jaxpage.sampling_params import RequestOutputKind
 from jaxpage.tokenizer import Detokenizer
 
-CapturedPart = tuple[np.ndarray, np.ndarray]  # positions int32[n], values float32[n, P, E]
+CapturedPart = tuple[np.ndarray, np.ndarray]  # positions int32[n], values float32[n, J, E]
 
 
 def make_detokenizer(tokenizer: Any, request: Request) -> Detokenizer | None:

@@ -1,12 +1,11 @@
 """The plan of a step, from the scheduler, and its result, from the device. Plain values: integers, lists, NumPy arrays.
 
-The engine and the runner share these types and nothing else. A plan can be printed, stored and sent (`plan_to_bytes`,
-`plan_from_bytes`); it contains no object that changes later.
+The engine and the runner share these types and nothing else. A plan can be printed, stored and sent; it contains
+no object that changes later.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -165,7 +164,7 @@ class StepResult:
     prompt_top_token_ids: np.ndarray = _no_ints()
     prompt_top_logprobs: np.ndarray = _no_floats()  # float32[N, W]
     prompt_vocabulary: np.ndarray = _no_floats()  # float32[A, V]
-    # float32[K, P, E]: values of the K tokens of `plan.captured`, in order, at each of P captured points
+    # float32[n, J, E]: values of the n tokens of `plan.captured`, in order, at each of J captured points
     captured: np.ndarray = _no_floats()
     # int32[layers with experts, X] with `record_expert_load`: how many tokens the step routed to each expert
     expert_load: np.ndarray = _no_ints()
@@ -175,87 +174,3 @@ class StepResult:
 
 # The fields of a result that the step computes.
 RESULT_ARRAYS = tuple(f.name for f in fields(StepResult) if f.type == "np.ndarray")
-
-
-def plan_to_bytes(plan: StepPlan) -> bytes:
-    """The plan in the safetensors format: arrays as tensors, everything else as JSON in one of them.
-
-    Raises TypeError for a slot field or block content that is not a number, str, bytes, None or array, or a list, tuple
-    or dict of these.
-    """
-    from safetensors.numpy import save
-
-    arrays: dict[str, np.ndarray] = {}
-    encoded = json.dumps(_encode(plan, arrays)).encode()
-    return save({**arrays, "plan": np.frombuffer(encoded, np.uint8)})
-
-
-def plan_from_bytes(data: bytes) -> StepPlan:
-    """The inverse of `plan_to_bytes`. Arrays are read-only. Raises ValueError for other bytes."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        arrays = load(data)
-        plan = _decode(json.loads(arrays.pop("plan").tobytes()), arrays)
-    except (SafetensorError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"these {len(data)} bytes are not a plan: {error!r}") from None
-    if not isinstance(plan, StepPlan):
-        raise ValueError(f"these {len(data)} bytes hold a {type(plan).__name__}, not a plan")
-    return plan
-
-
-_PLAN_TYPES = {cls.__name__: cls for cls in (StepPlan, Admission, BlockTransfers, Picture)}
-
-
-def _encode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """A JSON value. Types unknown to JSON become a list that begins with the type; arrays go to `arrays`."""
-
-    def encode_all(values: Any) -> list[Any]:
-        return [_encode(x, arrays) for x in values]
-
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, np.ndarray | np.generic):
-        name, dtype = str(len(arrays)), value.dtype
-        arrays[name] = np.frombuffer(value.tobytes(), np.uint8)  # safetensors.numpy lacks bfloat16
-        return ["array", name, dtype.name, list(value.shape), isinstance(value, np.generic)]
-    if isinstance(value, bytes):
-        return ["bytes", value.hex()]
-    if isinstance(value, list):
-        # Most lists are long and contain only integers.
-        plain = all(type(x) is int for x in value)
-        return ["ints", value] if plain else ["list", encode_all(value)]
-    if isinstance(value, tuple):
-        return ["tuple", encode_all(value)]
-    if isinstance(value, Mapping):
-        return ["dict", encode_all(value.items())]
-    if type(value) in _PLAN_TYPES.values():
-        names = [f.name for f in fields(value)]
-        return [type(value).__name__, encode_all(getattr(value, name) for name in names)]
-    raise TypeError(f"a {type(value).__name__} cannot be a part of a stored plan: {value!r:.100}")
-
-
-def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    if not isinstance(value, list):
-        return value
-    kind, content, *rest = value
-    if kind == "array":
-        import ml_dtypes  # noqa: F401, registers the names of its dtypes
-
-        dtype, shape, is_scalar = rest
-        array = np.frombuffer(arrays[content].tobytes(), np.dtype(dtype)).reshape(shape)
-        return array[()] if is_scalar else array
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    if kind == "ints":
-        return content
-    values = [_decode(x, arrays) for x in content]
-    if kind == "list":
-        return values
-    if kind == "tuple":
-        return tuple(values)
-    if kind == "dict":
-        return dict(values)
-    cls = _PLAN_TYPES[kind]
-    return cls(**dict(zip((f.name for f in fields(cls)), values, strict=True)))

@@ -66,18 +66,6 @@ def starts_in_reasoning(name: str, prompt: str) -> bool:
     return name in MARKERS and prompt.rstrip().endswith(MARKERS[name][0])
 
 
-def reasoning_parser_for_template(chat_template: str) -> str | None:
-    """The reasoning parser for what a chat template renders; None if it has no reasoning, or it cannot be told."""
-    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
-        return "gpt_oss"
-    if "<｜Assistant｜><think>" in chat_template:
-        return "deepseek_r1"
-    # Templates of models that do not reason may cut reasoning out of earlier turns; nothing is found then.
-    if "<|im_start|>" in chat_template and "</think>" in chat_template:
-        return "qwen3"
-    return None
-
-
 class OutputParser:
     """Reasoning, then text and tool calls: what the reasoning parser leaves as text goes to the tool parser.
 

@@ -29,6 +29,17 @@ def multipliers(embedding: float, attention: float, residual: float, logits: flo
     }
 
 
+GLM_TIED = shape(
+    8,
+    1,
+    hidden=64,
+    layers=3,
+    head_dim=8,
+    attention_bias=False,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT | {"partial_rotary_factor": 1.0},
+)
+
 # They differ in heads, head dim, tying, RoPE and, where the family has them, biases, windows, multipliers.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "granite": [
@@ -148,30 +159,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "glm4": [
         shape(4, 2, head_dim=16, rope_parameters=PARTIAL),
-        shape(
-            8,
-            1,
-            hidden=64,
-            layers=3,
-            head_dim=8,
-            attention_bias=False,
-            tie_word_embeddings=True,
-            rope_parameters=DEFAULT | {"partial_rotary_factor": 1.0},
-        ),
+        GLM_TIED,
         shape(4, 4, head_dim=24, rope_parameters=LINEAR | {"partial_rotary_factor": 0.25}),
     ],
     "glm": [
         shape(4, 2, head_dim=16, rope_parameters=PARTIAL),
-        shape(
-            8,
-            1,
-            hidden=64,
-            layers=3,
-            head_dim=8,
-            attention_bias=False,
-            tie_word_embeddings=True,
-            rope_parameters=DEFAULT | {"partial_rotary_factor": 1.0},
-        ),
+        GLM_TIED,
         shape(4, 4, head_dim=24, rope_parameters=YARN | {"partial_rotary_factor": 0.75}),
     ],
     "starcoder2": [

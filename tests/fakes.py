@@ -8,6 +8,7 @@ slot it should not read is found out at once.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +26,6 @@ from jaxpage.plan import (
     Admission,
     StepPlan,
     StepResult,
-    plan_from_bytes,
-    plan_to_bytes,
 )
 from jaxpage.request import FinishReason, Request
 from jaxpage.sampling_params import RepetitionDetectionParams, SamplingParams
@@ -413,7 +412,7 @@ class FakeRunner:
 
     Steps run when launched, in full; their results are handed out by `collect`, in order.
     A row of a group with a window may read what its tokens can see, and no more is looked at.
-    With `sends_plans` a plan arrives as bytes. `fail_launch` and `fail_collect` hold numbers of
+    With `sends_plans` a plan arrives pickled. `fail_launch` and `fail_collect` hold numbers of
     launches that raise RuntimeError: at once and without having changed anything, or when they are
     collected, after they wrote garbage. With `whole_pictures` no row may end within a picture.
     """
@@ -490,7 +489,7 @@ class FakeRunner:
             raise RuntimeError(f"launch {handle} fails as told")
         assert len(self._under_way) < 2, "at most one step may wait while another is launched"
         if self.sends_plans:
-            plan = plan_from_bytes(plan_to_bytes(plan))
+            plan = pickle.loads(pickle.dumps(plan))
         self._check_shape(plan)
         self.plans.append(plan)
         self._apply_transfers(plan)

@@ -19,18 +19,9 @@ VOCAB_SIZE = 300
 IMAGE, VIDEO, START, END = 290, 291, 288, 289  # tokens of Qwen2.5-VL and Qwen3-VL here
 
 
-def qwen2_5_vl_config(**vision: Any) -> transformers.PretrainedConfig:
-    """Three layers in the tower, of which the second attends within frames; `vision` on top."""
-    tower = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_heads": 2,
-        "out_hidden_size": 48,
-        "fullatt_block_indexes": [1],
-        "tokens_per_second": 2,
-    }
-    text = {
+def qwen_text() -> dict[str, Any]:
+    """The decoder of Qwen2.5-VL here; that of Qwen3-VL has it too, with changes."""
+    return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
         "intermediate_size": 72,
@@ -46,8 +37,21 @@ def qwen2_5_vl_config(**vision: Any) -> transformers.PretrainedConfig:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def qwen2_5_vl_config(**vision: Any) -> transformers.PretrainedConfig:
+    """Three layers in the tower, of which the second attends within frames; `vision` on top."""
+    tower = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    }
     return transformers.Qwen2_5_VLConfig(
-        text_config=text,
+        text_config=qwen_text(),
         vision_config=tower | vision,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -69,24 +73,8 @@ def qwen3_vl_config(**vision: Any) -> transformers.PretrainedConfig:
         "deepstack_visual_indexes": [0, 2],
         "patch_size": 16,
     }
-    text = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
-        "intermediate_size": 72,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [2, 2, 2],
-            "mrope_interleaved": True,
-        },
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    text = qwen_text() | {"num_hidden_layers": 3, "head_dim": 12}
+    text["rope_parameters"]["mrope_interleaved"] = True
     return transformers.Qwen3VLConfig(
         text_config=text,
         vision_config=tower | vision,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -71,9 +71,7 @@ def accuracy(
         wrong = 0
         for first in range(0, len(texts), _ROWS):
             batch = tokens.pack(tokenizer, texts[first : first + _ROWS], length, 48 * _ROWS)
-            said = np.asarray(_answers(config)(params, batch))
-            differs = (said != batch.targets) & (batch.weights > 0)
-            wrong += len(np.unique(batch.selected[differs] // length))
+            wrong += num_wrong(network.logits, params, config, batch)
         result[suite] = 1 - wrong / len(texts)
     return result
 
@@ -93,7 +91,16 @@ def answered(llm: LLM, suite: str, *, questions: int, seed: int = 0) -> float:
     return sum(right) / questions
 
 
+def num_wrong(
+    logits: Callable[..., jax.Array], params: network.Params, config: ModelConfig, batch: Any
+) -> int:
+    """How many rows of a batch have a target that is not the most likely next token; `logits` of a `network`."""
+    said = np.asarray(_answers(logits, config)(params, batch))
+    differs = (said != batch.targets) & (batch.weights > 0)
+    return len(np.unique(batch.selected[differs] // batch.tokens.shape[1]))
+
+
 @functools.lru_cache(maxsize=4)
-def _answers(config: ModelConfig) -> jax.stages.Wrapped:
+def _answers(logits: Callable[..., jax.Array], config: ModelConfig) -> jax.stages.Wrapped:
     """int32[S]: the most likely next token at each selected position of a batch."""
-    return jax.jit(lambda params, batch: network.logits(params, config, batch).argmax(axis=-1))
+    return jax.jit(lambda params, batch: logits(params, config, batch).argmax(axis=-1))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 GREEDY = SamplingParams(temperature=0, max_tokens=96)
 LEVELS = " ▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 60  # columns
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,9 @@ def draw(history: Sequence[EngineStats], seconds: float) -> Group:
     return Group(rows, bar, f"over time {sparkline(blocks)} peak {max(blocks)}")
 
 
-def sparkline(values: Sequence[int], width: int = 60) -> str:
+def sparkline(values: Sequence[int]) -> str:
     """The values as text columns, the highest one full. If there are too many, each column is a maximum."""
-    part = math.ceil(len(values) / width)
+    part = math.ceil(len(values) / SPARKLINE_WIDTH)
     columns = [max(values[i : i + part]) for i in range(0, len(values), part)]
     top = max(*columns, 1)
     return "".join(LEVELS[math.ceil(value / top * (len(LEVELS) - 1))] for value in columns)

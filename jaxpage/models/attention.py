@@ -1,7 +1,7 @@
 """The attention that models are given, and its plainest implementation.
 
-The paged step hands a model an attention that reads the KV pool; trainers and tests hand it
-`DenseAttention`. Must not know blocks, pools or batches.
+The paged step hands a model an attention that reads the KV pool; trainers and tests hand it `DenseAttention`. Must not
+know blocks, pools or batches.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import jax.numpy as jnp
 
 
 class Attention(Protocol):
-    """Causal self-attention of one layer: q [..., T, H, D], k and v [..., T, K, D], rotated, in one
-    dtype.
+    """Causal self-attention of one layer: q [..., T, H, D], k and v [..., T, K, D], rotated, in one dtype.
 
-    Query head h reads KV head `h // (H/K)`. Scores are `scale * q.k`, then `soft_cap * tanh(scores
-    / soft_cap)` if there is a cap. Key j is visible to query i iff j <= i and, with a window, j > i
-    - window (transformers' convention). `sinks` [H] are one more score for each head, which takes
-    its share of the softmax and has no value; models without sinks do not name the argument.
-    Returns [..., T, H, D] in q's dtype.
+    Query head h reads KV head `h // (H/K)`. Scores are `scale * q.k`, then `soft_cap * tanh(scores / soft_cap)` if
+    there is a cap. Key j is visible to query i iff j <= i and, with a window, j > i - window (transformers'
+    convention). `sinks` [H] are one more score for each head, which takes its share of the softmax and has no value;
+    models without sinks do not name the argument. Returns [..., T, H, D] in q's dtype.
     """
 
     def __call__(
@@ -38,9 +36,7 @@ class Attention(Protocol):
 
 
 class DenseAttention:
-    """Attention over the given tokens themselves, in float32, with all T*T scores in memory.
-    Differentiable.
-    """
+    """Attention over the given tokens themselves, in float32, with all T*T scores in memory. Differentiable."""
 
     def __init__(self, positions: jax.Array, pictures: jax.Array | None = None):
         # int32[..., T], ascending: a token sees those of lower or equal position.

@@ -1,10 +1,8 @@
-"""The decoder most families share: Llama, Mistral, Qwen 2 and 3, Phi-3 differ in data only
-(`ModelConfig`).
+"""The decoder most families share: Llama, Mistral, Qwen 2 and 3, Phi-3 differ in data only (`ModelConfig`).
 
-Attribute paths are the names in Hugging Face checkpoints
-(`model.layers.0.self_attn.q_proj.weight`). Knows neither checkpoints nor how attention finds its
-keys: that is an argument. Layers are unrolled; scanned layers would stack the pool, and XLA copies
-stacked pools.
+Attribute paths are the names in Hugging Face checkpoints (`model.layers.0.self_attn.q_proj.weight`). Knows neither
+checkpoints nor how attention finds its keys: that is an argument. Layers are unrolled; scanned layers would stack the
+pool, and XLA copies stacked pools.
 
 Letters: T tokens, H query heads, K KV heads, D head dim, E model dim, F MLP dim, V vocabulary.
 """
@@ -118,7 +116,8 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, inner: int | None = None):
         """inner: the MLP dim, if it is not the config's."""
         self.activation = config.activation
-        embed, inner = config.hidden_size, inner or config.intermediate_size
+        embed = config.hidden_size
+        inner = config.intermediate_size if inner is None else inner
 
         def projection(shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
             init = Normal(config.initializer_range)
@@ -225,9 +224,7 @@ class Decoder(nnx.Module):
 
 
 class CausalLM(nnx.Module):
-    """A decoder with a language-model head. Fresh from the constructor it is abstract (see
-    `layers.param`).
-    """
+    """A decoder with a language-model head. Fresh from the constructor it is abstract (see `layers.param`)."""
 
     def __init__(
         self,
@@ -274,8 +271,8 @@ class CausalLM(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Logits float32[..., T, V] of int32[..., T] tokens, dense and differentiable; positions
-        default to 0 .. T-1.
+        """Logits float32[..., T, V] of int32[..., T] tokens, dense and differentiable; positions are 0 .. T-1 by
+        default.
         """
         if positions is None:
             positions = jnp.broadcast_to(

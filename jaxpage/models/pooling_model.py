@@ -36,8 +36,6 @@ class PoolingModelConfig:
     longest: int  # most tokens of a text
     num_labels: int  # outputs of the head; 0: no head
     is_causal: bool
-    # A pair of texts is one sequence, joined by the tokenizer; otherwise one text after the other.
-    joins_pairs: bool
     layers: str  # the description of the encoder or decoder, to compare programs
     initializer_range: float = 0.02
 

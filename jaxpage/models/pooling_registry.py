@@ -149,7 +149,6 @@ def _bert(first_position: Callable[[Any], int], tensors_prefix: str, has_pooler:
             longest=layers.longest,
             num_labels=num_labels,
             is_causal=False,
-            joins_pairs=True,
             layers=repr(layers),
             initializer_range=layers.initializer_range,
         )
@@ -185,7 +184,6 @@ def _modernbert(
         longest=layers.longest,
         num_labels=num_labels,
         is_causal=False,
-        joins_pairs=True,
         layers=repr(layers),
         initializer_range=layers.initializer_range,
     )
@@ -227,7 +225,6 @@ def _decoder(
         longest=generating.max_model_len,
         num_labels=num_labels,
         is_causal=is_causal,
-        joins_pairs=False,
         layers=repr(generating),
         initializer_range=generating.initializer_range,
     )

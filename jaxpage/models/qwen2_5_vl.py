@@ -29,7 +29,7 @@ from jaxpage.models.vision import (
     check_tower,
     linear,
 )
-from jaxpage.pictures.qwen_vision import Qwen25VisionConfig
+from jaxpage.pictures.qwen_vision import Qwen25VisionConfig, shared_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -161,20 +161,9 @@ def qwen2_5_vl_config(
 def _vision_config(hf: PretrainedConfig) -> Qwen25VisionConfig:
     check_tower(hf)
     return Qwen25VisionConfig(
-        depth=hf.depth,
-        hidden_size=hf.hidden_size,
-        num_heads=hf.num_heads,
-        intermediate_size=hf.intermediate_size,
-        out_hidden_size=hf.out_hidden_size,
-        activation=hf.hidden_act,
-        in_channels=hf.in_channels,
-        patch_size=hf.patch_size,
-        frames_per_patch=hf.temporal_patch_size,
-        merge_size=hf.spatial_merge_size,
+        **shared_fields(hf),
         window_size=hf.window_size,
         full_attention_layers=tuple(hf.fullatt_block_indexes),
-        rope_theta=hf.rope_parameters["rope_theta"],
-        initializer_range=hf.initializer_range,
     )
 
 

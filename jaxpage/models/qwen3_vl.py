@@ -28,7 +28,7 @@ from jaxpage.models.vision import (
     check_tower,
     linear,
 )
-from jaxpage.pictures.qwen_vision import Qwen3VisionConfig
+from jaxpage.pictures.qwen_vision import Qwen3VisionConfig, shared_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -169,18 +169,7 @@ def _vision_config(hf: PretrainedConfig) -> Qwen3VisionConfig:
             "correct config.json"
         )
     return Qwen3VisionConfig(
-        depth=hf.depth,
-        hidden_size=hf.hidden_size,
-        num_heads=hf.num_heads,
-        intermediate_size=hf.intermediate_size,
-        out_hidden_size=hf.out_hidden_size,
-        activation=hf.hidden_act,
-        in_channels=hf.in_channels,
-        patch_size=hf.patch_size,
-        frames_per_patch=hf.temporal_patch_size,
-        merge_size=hf.spatial_merge_size,
+        **shared_fields(hf),
         table_side=int(hf.num_position_embeddings**0.5),
         deep_layers=layers,
-        rope_theta=hf.rope_parameters["rope_theta"],
-        initializer_range=hf.initializer_range,
     )

@@ -54,7 +54,7 @@ def _gpu_attention():
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _Need:
     """A pool that attention is to read, with the shapes of one device's share."""
 
     spec: KVPoolSpec
@@ -76,32 +76,32 @@ _AHEAD = (
 )
 
 
-def _accept_tpu(request: _Request) -> KVPoolSpec:
-    require(_AHEAD if request.sees_ahead else None)
-    sizes = tuned_sizes("paged_attention", "tpu", request.device.kind)
-    rows = tpu_layout.scale_rows(request.num_kv_heads)
-    spec = replace(request.spec, layout="tpu", scale_rows=rows)
+def _accept_tpu(need: _Need) -> KVPoolSpec:
+    require(_AHEAD if need.sees_ahead else None)
+    sizes = tuned_sizes("paged_attention", "tpu", need.device.kind)
+    rows = tpu_layout.scale_rows(need.num_kv_heads)
+    spec = replace(need.spec, layout="tpu", scale_rows=rows)
     require(
         tpu_layout.unsupported_reason(
-            request.q, request.layer(spec), request.num_kv_heads, request.table, sizes
+            need.q, need.layer(spec), need.num_kv_heads, need.table, sizes
         )
     )
     return replace(spec, attention="tpu", kernel_sizes=sizes)
 
 
-def _accept_hopper(request: _Request) -> KVPoolSpec:
-    require(_AHEAD if request.sees_ahead else None)
-    require(hopper.unsupported_reason_on(request.device.compute_capability))
-    require(gpu_layout.unsupported_reason(request.q, request.layer(request.spec)))
+def _accept_hopper(need: _Need) -> KVPoolSpec:
+    require(_AHEAD if need.sees_ahead else None)
+    require(hopper.unsupported_reason_on(need.device.compute_capability))
+    require(gpu_layout.unsupported_reason(need.q, need.layer(need.spec)))
     require(hopper.unsupported_ptxas_here())
-    sizes = tuned_sizes("paged_attention", "gpu", request.device.kind)
-    return replace(request.spec, attention="hopper", kernel_sizes=sizes)
+    sizes = tuned_sizes("paged_attention", "gpu", need.device.kind)
+    return replace(need.spec, attention="hopper", kernel_sizes=sizes)
 
 
-IMPLEMENTATIONS: tuple[Implementation[_Request, KVPoolSpec], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[_Need, KVPoolSpec], ...] = (
     Implementation("tpu", "tpu", _accept_tpu),
     Implementation("hopper", "gpu", _accept_hopper),
-    Implementation("xla", None, lambda request: request.spec),
+    Implementation("xla", None, lambda need: need.spec),
 )
 
 
@@ -119,7 +119,7 @@ def choose(
     to later ones (`StepBatch.last_keys`).
     """
     q_shape = (1, shares.query_heads_of_a_device, spec.head_dim)
-    request = _Request(
+    need = _Need(
         spec=spec,
         device=device,
         q=jax.ShapeDtypeStruct(q_shape, spec.dtype),
@@ -127,7 +127,7 @@ def choose(
         table=table,
         sees_ahead=sees_ahead,
     )
-    return first_supported("paged attention", IMPLEMENTATIONS, request, device.platform)
+    return first_supported("paged attention", IMPLEMENTATIONS, need, device.platform)
 
 
 _KERNELS = {"tpu": "the kernel for TPUs", "hopper": "the kernel for Hopper GPUs"}
@@ -200,8 +200,8 @@ class PagedAttention:
             queries = SeeingAhead(queries, batch.last_keys)
         if self._mesh is not None and self._mesh.size > 1:
             shares = share_heads(q.shape[1], k.shape[1], self._mesh.size)
-            place = _place_of(pool, self._spec)
-            attend = on_shares(attend, self._mesh, shares, place, has_sinks=sinks is not None)
+            partition = _partition_of(pool, self._spec)
+            attend = on_shares(attend, self._mesh, shares, partition, has_sinks=sinks is not None)
         self.kv_pool[array], out = attend(
             pool,
             q,
@@ -240,7 +240,7 @@ def _write_and_attend(
     return pool, _paged_attention(q, pool, *rows, **options)
 
 
-def _place_of(pool: Layer, spec: KVPoolSpec) -> Any:
+def _partition_of(pool: Layer, spec: KVPoolSpec) -> Any:
     """How an array of the pool is sharded."""
     if spec.layout == "tpu" and isinstance(pool, QuantizedPool) and pool.scale_zero is not None:
         return replace(pool, data=POOL_BY_HEAD, scale_zero=_BY_HEAD)
@@ -251,7 +251,7 @@ def on_shares(
     attend: Callable,
     mesh: Mesh,
     shares: HeadShares,
-    pool_place: Any,
+    pool_partition: Any,
     *,
     num_others: int = 4,
     has_sinks: bool = False,
@@ -272,16 +272,16 @@ def on_shares(
         out = lax.all_gather(out, TENSOR, axis=1, tiled=True) if shares.has_padding else out
         return pool, out
 
-    kv_place = _BY_HEAD if shares.owns_kv_heads else P()
+    kv_partition = _BY_HEAD if shares.owns_kv_heads else P()
     on_each = jax.shard_map(
         attend_own,
         mesh=mesh,
         in_specs=(
-            *(pool_place, _BY_HEAD, kv_place, kv_place),
+            *(pool_partition, _BY_HEAD, kv_partition, kv_partition),
             *([P()] * num_others),
             *([P(TENSOR)] * has_sinks),
         ),
-        out_specs=(pool_place, P() if shares.has_padding else _BY_HEAD),
+        out_specs=(pool_partition, P() if shares.has_padding else _BY_HEAD),
         check_vma=False,  # the loops' carries start as constants
     )
 

@@ -53,7 +53,7 @@ def copy_blocks(
     spec: KVPoolSpec,
     mesh: Mesh | None = None,
 ) -> KVPool:
-    """The pool with block `destinations[i]` a copy of block `sources[i]`, int32[C] each; padding is (0, 0).
+    """The pool with block `destinations[i]` a copy of block `sources[i]`, int32[B] each; padding is (0, 0).
 
     All sources are read before any destination is written. On a mesh each device copies its own heads of every block,
     or all heads if the pool is not sharded.
@@ -72,7 +72,7 @@ def copy_blocks(
 def gather_blocks(
     pool: KVPool, block_ids: jax.Array, *, spec: KVPoolSpec, mesh: Mesh | None = None
 ) -> Layer:
-    """The contents of blocks int32[C]: an array [C, L, ...] for L arrays in the pool, or a `QuantizedPool` of such."""
+    """The contents of blocks int32[B]: an array [B, L, ...] for L arrays in the pool, or a `QuantizedPool` of such."""
     kernels = _kernels(spec)
     if kernels is xla:
         return xla.gather_blocks(pool, block_ids)
@@ -118,5 +118,5 @@ def _specs(pool: KVPool, spec: KVPoolSpec) -> list:
 
 
 def _of_contents(of_pool: list) -> Any:
-    """[N, ...] of L layers → [C, L, ...]."""
+    """[N, ...] of L layers → [B, L, ...]."""
     return jax.tree.map(lambda spec: P(None, *spec), of_pool[0])

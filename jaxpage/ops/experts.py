@@ -29,10 +29,10 @@ from jaxpage.ops.implementations import (
     Choice,
     Implementation,
     first_supported,
+    on_hopper,
     require,
 )
 from jaxpage.parallel.sharding import EXPERT
-from pallas_kernels import hopper
 from pallas_kernels.grouped_matmul import xla
 from pallas_kernels.grouped_matmul.gradient import gradient
 from pallas_kernels.quant_matmul.quantized import round_rows
@@ -69,7 +69,7 @@ XLA = ExpertsKernel(None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _Need:
     """The weights of one device as shapes, and the dtype of tokens."""
 
     gate_up: jax.ShapeDtypeStruct
@@ -84,24 +84,17 @@ class _Request:
             yield jax.ShapeDtypeStruct((1, weights.shape[2]), dtype), weights
 
 
-def _accept_tpu(request: _Request) -> ExpertsKernel:
-    for rows, weights in request.products():
-        require(kernel_of("grouped_matmul", "tpu").unsupported_reason(rows, weights))
-    return ExpertsKernel("tpu", tuned_sizes("grouped_matmul", "tpu", request.device.kind))
+def _accept_kernel(need: _Need) -> ExpertsKernel:
+    platform = need.device.platform
+    for rows, weights in need.products():
+        require(kernel_of("grouped_matmul", platform).unsupported_reason(rows, weights))
+    return ExpertsKernel(platform, tuned_sizes("grouped_matmul", platform, need.device.kind))
 
 
-def _accept_hopper(request: _Request) -> ExpertsKernel:
-    require(hopper.unsupported_reason_on(request.device.compute_capability))
-    for rows, weights in request.products():
-        require(kernel_of("grouped_matmul", "gpu").unsupported_reason(rows, weights))
-    require(hopper.unsupported_ptxas_here())
-    return ExpertsKernel("gpu", tuned_sizes("grouped_matmul", "gpu", request.device.kind))
-
-
-IMPLEMENTATIONS: tuple[Implementation[_Request, ExpertsKernel], ...] = (
-    Implementation("tpu", "tpu", _accept_tpu),
-    Implementation("hopper", "gpu", _accept_hopper),
-    Implementation("xla", None, lambda request: XLA),
+IMPLEMENTATIONS: tuple[Implementation[_Need, ExpertsKernel], ...] = (
+    Implementation("tpu", "tpu", _accept_kernel),
+    Implementation("hopper", "gpu", on_hopper(_accept_kernel)),
+    Implementation("xla", None, lambda need: XLA),
 )
 
 
@@ -118,8 +111,8 @@ def choose(
 
     `mesh`: the devices that share the tokens; `divided`: each of them has the same number of experts.
     """
-    request = _Request(gate_up=gate_up, down=down, dtype=jnp.dtype(dtype), device=device)
-    choice = first_supported("grouped_matmul", IMPLEMENTATIONS, request, device.platform)
+    need = _Need(gate_up=gate_up, down=down, dtype=jnp.dtype(dtype), device=device)
+    choice = first_supported("grouped_matmul", IMPLEMENTATIONS, need, device.platform)
     return replace(choice, chosen=replace(choice.chosen, mesh=mesh, divided=divided))
 
 

@@ -21,9 +21,9 @@ from jaxpage.ops.implementations import (
     Implementation,
     Unsupported,
     first_supported,
+    on_hopper,
     require,
 )
-from pallas_kernels import hopper
 from pallas_kernels.lora import xla
 from pallas_kernels.tile_sizes import kernel_of
 
@@ -43,7 +43,7 @@ XLA = LoraKernel(None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _Need:
     a: Half
     b: Sequence[Half]
     num_slots: int
@@ -51,27 +51,18 @@ class _Request:
     num_devices: int
 
 
-def _accept_kernel(request: _Request) -> LoraKernel:
-    if request.num_devices > 1:
-        raise Unsupported(
-            f"the kernel of adapters is for one device; these are {request.num_devices}"
-        )
-    a, b, platform = request.a, request.b, request.device.platform
-    require(kernel_of("lora", platform).unsupported_reason(a, b, num_slots=request.num_slots))
+def _accept_kernel(need: _Need) -> LoraKernel:
+    if need.num_devices > 1:
+        raise Unsupported(f"the kernel of adapters is for one device; these are {need.num_devices}")
+    a, b, platform = need.a, need.b, need.device.platform
+    require(kernel_of("lora", platform).unsupported_reason(a, b, num_slots=need.num_slots))
     return LoraKernel(platform)
 
 
-def _accept_hopper(request: _Request) -> LoraKernel:
-    require(hopper.unsupported_reason_on(request.device.compute_capability))
-    kernel = _accept_kernel(request)
-    require(hopper.unsupported_ptxas_here())
-    return kernel
-
-
-IMPLEMENTATIONS: tuple[Implementation[_Request, LoraKernel], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[_Need, LoraKernel], ...] = (
     Implementation("tpu", "tpu", _accept_kernel),
-    Implementation("hopper", "gpu", _accept_hopper),
-    Implementation("xla", None, lambda request: XLA),
+    Implementation("hopper", "gpu", on_hopper(_accept_kernel)),
+    Implementation("xla", None, lambda need: XLA),
 )
 
 
@@ -81,8 +72,8 @@ def choose(
     """The implementation for adapters of the shapes and dtypes of a and b, see `pallas_kernels/lora/reference.py`."""
     if b[0].shape[1] <= FEW_COLUMNS:
         return Choice("xla", XLA)
-    request = _Request(a=a, b=b, num_slots=num_slots, device=device, num_devices=num_devices)
-    return first_supported("lora", IMPLEMENTATIONS, request, device.platform)
+    need = _Need(a=a, b=b, num_slots=num_slots, device=device, num_devices=num_devices)
+    return first_supported("lora", IMPLEMENTATIONS, need, device.platform)
 
 
 def lora(

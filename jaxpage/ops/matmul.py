@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxpage.device import Device
-from jaxpage.ops.implementations import Choice, Implementation, first_supported, require
-from pallas_kernels import hopper
+from jaxpage.ops.implementations import Choice, Implementation, first_supported, on_hopper, require
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.quantized import QuantizedWeight, with_bias
 from pallas_kernels.tile_sizes import Sizes, kernel_of, tuned_sizes
@@ -46,7 +45,7 @@ _WHOLE = P()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _Need:
     weight: QuantizedWeight
     dtype: jnp.dtype  # of x
     device: Device
@@ -67,29 +66,20 @@ class _Request:
         return QuantizedWeight(**parts)
 
 
-def _accept_kernel(request: _Request) -> MatmulKernel:
-    platform, weight = request.device.platform, request.share
+def _accept_kernel(need: _Need) -> MatmulKernel:
+    platform, weight = need.device.platform, need.share
     rounds = _rounds_x(weight)
     require(
-        kernel_of("quant_matmul", platform).unsupported_reason(
-            request.dtype, weight, round_x=rounds
-        )
+        kernel_of("quant_matmul", platform).unsupported_reason(need.dtype, weight, round_x=rounds)
     )
-    sizes = tuned_sizes("quant_matmul", platform, request.device.kind)
-    return MatmulKernel(platform, sizes, request.mesh, request.spec)
+    sizes = tuned_sizes("quant_matmul", platform, need.device.kind)
+    return MatmulKernel(platform, sizes, need.mesh, need.spec)
 
 
-def _accept_hopper(request: _Request) -> MatmulKernel:
-    require(hopper.unsupported_reason_on(request.device.compute_capability))
-    kernel = _accept_kernel(request)
-    require(hopper.unsupported_ptxas_here())
-    return kernel
-
-
-IMPLEMENTATIONS: tuple[Implementation[_Request, MatmulKernel], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[_Need, MatmulKernel], ...] = (
     Implementation("tpu", "tpu", _accept_kernel),
-    Implementation("hopper", "gpu", _accept_hopper),
-    Implementation("xla", None, lambda request: XLA),
+    Implementation("hopper", "gpu", on_hopper(_accept_kernel)),
+    Implementation("xla", None, lambda need: XLA),
 )
 
 
@@ -106,8 +96,8 @@ def choose(
     `spec`: how the weight, which must be int8 then, is sharded over `mesh`. Choose once per weight, not for each number
     of tokens: results depend on the choice.
     """
-    request = _Request(weight=weight, dtype=jnp.dtype(dtype), device=device, mesh=mesh, spec=spec)
-    return first_supported("quant_matmul", IMPLEMENTATIONS, request, device.platform)
+    need = _Need(weight=weight, dtype=jnp.dtype(dtype), device=device, mesh=mesh, spec=spec)
+    return first_supported("quant_matmul", IMPLEMENTATIONS, need, device.platform)
 
 
 def quant_matmul(

@@ -1,7 +1,7 @@
 """What the engine and a model family exchange about pictures: plain values and two protocols, all on the host.
 
 Knows neither jax nor any family. A processor turns pixels into a `Picture` and a prompt into an `Expanded` one; a
-`VisionConfig` turns a `Picture` into the arrays that the family's encoder takes (`pictures.encode`).
+`VisionConfig` turns a `Picture` into the arrays that the family's encoder takes.
 """
 
 from __future__ import annotations
@@ -104,8 +104,13 @@ class VisionConfig(Protocol):
         ...
 
     def encoder_inputs(self, picture: Picture, padded_patches: int) -> dict[str, np.ndarray]:
-        """What `pictures.encode.encode` takes for one picture, padded to `padded_patches` patches.
+        """What the encoder, the model's `visual`, takes for one picture, padded to `padded_patches` patches.
 
-        Names, shapes and dtypes depend on `padded_patches` only. Raises ValueError if the picture has more patches.
+        `patches` float32[P, patch_values], and integer arrays. Names, shapes and dtypes depend on `padded_patches`
+        only. Raises ValueError if the picture has more patches.
+
+        `visual(**inputs)` is [P // patches_per_token, embedding_size] in the model's dtype, in the order of the
+        placeholders. Rows from the picture's `num_tokens` on belong to padding; they are finite and mean nothing.
+        Padding does not change the others.
         """
         ...

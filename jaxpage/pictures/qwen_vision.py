@@ -6,10 +6,14 @@ Host memory only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxpage.pictures.border import Picture
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PADDING = -1  # the window and the frame of padding
 
@@ -187,6 +191,24 @@ class Qwen3VisionConfig:
         share = (place - floor)[:, None]
         taps = np.minimum(floor.astype(np.int64)[:, None] + np.arange(2), last)
         return taps, np.concatenate([1 - share, share], axis=1)
+
+
+def shared_fields(hf: PretrainedConfig) -> dict[str, Any]:
+    """The fields that both configs have, from the config of the tower."""
+    return {
+        "depth": hf.depth,
+        "hidden_size": hf.hidden_size,
+        "num_heads": hf.num_heads,
+        "intermediate_size": hf.intermediate_size,
+        "out_hidden_size": hf.out_hidden_size,
+        "activation": hf.hidden_act,
+        "in_channels": hf.in_channels,
+        "patch_size": hf.patch_size,
+        "frames_per_patch": hf.temporal_patch_size,
+        "merge_size": hf.spatial_merge_size,
+        "rope_theta": hf.rope_parameters["rope_theta"],
+        "initializer_range": hf.initializer_range,
+    }
 
 
 def check_padding(picture: Picture, padded_patches: int, group: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxpage.plan import StepPlan
 
-MAX_PROGRAMS = 24  # for steps; two more fill request slots, and another two move blocks
+MAX_PROGRAMS = 24  # of steps; the others are in `runner.calls`
 SMALLEST_ROWS = 2  # XLA's fast bf16 matmul on CPU needs two rows; elsewhere this costs nothing
 FEW_ROWS = 8  # a single prompt should not pay for the LM head of max_num_seqs rows
 FEW_TOKENS = 16  # smaller steps cost about the same, the time to read the weights

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.pictures.border import Picture, VisionConfig
-from jaxpage.pictures.encode import encode
 from jaxpage.runner.calls import Call
 from jaxpage.runner.layout import Field
 from jaxpage.runner.slots import words_of
@@ -121,7 +120,7 @@ def encode_into(
     dtype: DTypeLike,
 ) -> RequestState:
     """The state with the embeddings of a picture written to the rows `destinations` of the picture cache."""
-    embeds = encode(model, **inputs).astype(dtype)
+    embeds = model.visual(**inputs).astype(dtype)
     words = lax.bitcast_convert_type(embeds, words_of(dtype))
     return state | {"pictures": state["pictures"].at[destinations].set(words)}
 

@@ -78,9 +78,9 @@ class HostMemory:
 def read_blocks(
     spec: KVPoolSpec, mesh: Mesh | None, pool: KVPool, block_ids: jax.Array
 ) -> list[list[jax.Array]]:
-    """The contents of blocks int32[C], one after another."""
+    """The contents of blocks int32[B], one after another."""
     contents = gather_blocks(pool, block_ids, spec=spec, mesh=mesh)
-    stacks = jax.tree.leaves(contents)  # each [C, L, ...]
+    stacks = jax.tree.leaves(contents)  # each [B, L, ...]
     return [[stack[i] for stack in stacks] for i in range(block_ids.shape[0])]
 
 
@@ -91,8 +91,8 @@ def write_blocks(
     block_ids: jax.Array,
     contents: list[list[jax.Array]],
 ) -> KVPool:
-    """The pool with these contents in blocks int32[C]; the inverse of `read_blocks`."""
-    stacks = [jnp.stack(parts) for parts in zip(*contents, strict=True)]  # [C, L, ...]
+    """The pool with these contents in blocks int32[B]; the inverse of `read_blocks`."""
+    stacks = [jnp.stack(parts) for parts in zip(*contents, strict=True)]  # [B, L, ...]
     structure = jax.tree.structure(pool[0])
     contents_of_pool = jax.tree.unflatten(structure, stacks)
     return scatter_blocks(pool, block_ids, contents_of_pool, spec=spec, mesh=mesh)

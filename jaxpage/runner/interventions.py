@@ -26,7 +26,7 @@ def tapped_hidden_states(
 ) -> tuple[jax.Array, jax.Array | None]:
     """`model.hidden_states` [T, E] with the interventions of the tokens' request slots, int32[T].
 
-    Also the captured values [T, P, E]; None if nothing is captured.
+    Also the values [T, J, E] of J captured points; None if nothing is captured.
     """
     positions = inputs.positions
     seen: dict[str, jax.Array] = {}

@@ -20,10 +20,9 @@ class Executed:
     sampled: DeviceResult | None = None  # by the last call that samples
     # (entries without padding, whether the whole vocabulary is wanted, scores) of each call
     scores: list[tuple[int, bool, Scores]] = field(default_factory=list)
-    vocabulary: list[tuple[int, jax.Array]] = field(
-        default_factory=list
-    )  # (rows without padding, [R, V])
-    # (rows int32[K], [C, P, E]) of each call
+    # (rows without padding, [R, V]) of each call
+    vocabulary: list[tuple[int, jax.Array]] = field(default_factory=list)
+    # (rows int32[n] of a piece of C tokens, [C, J, E] of J captured points) of each call
     captured: list[tuple[np.ndarray, jax.Array]] = field(default_factory=list)
 
     def arrays(self) -> list[Any]:

@@ -67,9 +67,8 @@ class Layout:
 
     def unpack(self, buffer: jax.Array) -> dict[str, jax.Array]:
         """The fields of int32[size] `buffer` on the device, by name."""
-        arrays, start = {}, 0
-        for field in self.fields:
+        arrays = {}
+        for name, (field, start) in self._places.items():
             part = buffer[start : start + field.size].reshape(field.shape)
-            arrays[field.name] = jax.lax.bitcast_convert_type(part, jnp.dtype(field.dtype))
-            start += field.size
+            arrays[name] = jax.lax.bitcast_convert_type(part, jnp.dtype(field.dtype))
         return arrays

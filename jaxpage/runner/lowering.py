@@ -92,8 +92,8 @@ class Lowerings:
         buckets: tuple[Bucket, ...],
         pool_spec: KVPoolSpec,
         step_spec: StepSpec,
-        moves_blocks: bool = False,
-        mesh: Mesh | None = None,
+        moves_blocks: bool,
+        mesh: Mesh | None,
     ):
         graphdef, state = nnx.split(model)
         make_step = StrictStep if step_spec.strict else Step
@@ -111,7 +111,6 @@ class Lowerings:
         self._pool = _structs(pool_spec.abstract(), mesh, pool_spec.axes_of)
         self._state = _structs(abstract_request_state(step_spec), mesh)
         self._spec, self._pool_spec, self._mesh = step_spec, pool_spec, mesh
-        largest = buckets[-1]
         self.layouts = _layouts(step_spec, buckets)
         # By `forward` program: the uploads of a step with embeddings.
         self.embeds: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
@@ -124,10 +123,8 @@ class Lowerings:
         }
         for bucket in buckets:
             self.programs[bucket.name] = partial(self._lower_step, bucket)
-        for rows in (largest.sample_rows(1), largest.num_rows):
-            name = sample_name(rows)
-            self.layouts[name] = rows_layout(rows)
-            self.programs[name] = partial(self._lower_sample, self.layouts[name])
+        for rows in _sample_sizes(buckets):
+            self.programs[sample_name(rows)] = partial(self._lower_sample, rows)
         picture_sizes = () if step_spec.pictures is None else step_spec.pictures.sizes
         encoders = {encode_name(n): partial(self._lower_encode, n) for n in picture_sizes}
         self.encoders = tuple(encoders)  # names of programs
@@ -158,15 +155,15 @@ class Lowerings:
         """The arguments of a `forward` program in a step without embeddings, already on the device."""
         if name not in self._no_embeds:
             arrays = [np.zeros(x.shape, x.dtype) for x in self.embeds[name]]
-            places = [x.sharding for x in self.embeds[name]]
+            shardings = [x.sharding for x in self.embeds[name]]
             if self._mesh is not None and self._mesh.is_multi_process:
                 # `device_put` to devices of other hosts would first compare the array with theirs.
                 self._no_embeds[name] = tuple(
-                    jax.make_array_from_callback(array.shape, place, array.__getitem__)
-                    for array, place in zip(arrays, places, strict=True)
+                    jax.make_array_from_callback(array.shape, each, array.__getitem__)
+                    for array, each in zip(arrays, shardings, strict=True)
                 )
             else:
-                self._no_embeds[name] = tuple(jax.device_put(arrays, places))
+                self._no_embeds[name] = tuple(jax.device_put(arrays, shardings))
         return self._no_embeds[name]
 
     def _embeds(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -184,7 +181,7 @@ class Lowerings:
         if bucket.decode:
             step, options = self._step.decode, _DECODE_OPTIONS.get(self._platform)
         program = partial(step, bucket, layout)
-        results = self._places(self._pool, self._state, None)
+        results = self._out_shardings(self._pool, self._state, None)
         return jax.jit(program, donate_argnums=(1, 2), compiler_options=options, **results).lower(
             self._leaves,
             self._pool,
@@ -193,8 +190,9 @@ class Lowerings:
             *self.embeds.get(bucket.name, ()),
         )
 
-    def _lower_sample(self, layout: Layout) -> jax.stages.Lowered:
-        results = self._places(self._state, None)
+    def _lower_sample(self, num_rows: int) -> jax.stages.Lowered:
+        layout = self.layouts[sample_name(num_rows)]
+        results = self._out_shardings(self._state, None)
         return jax.jit(partial(self._step.sample, layout), donate_argnums=1, **results).lower(
             self._leaves, self._state, self._integers(layout.size)
         )
@@ -204,7 +202,7 @@ class Lowerings:
         assert pictures is not None
         inputs = abstract_inputs(pictures.vision, size)
         program = partial(self._step.encode, tuple(inputs))
-        return jax.jit(program, donate_argnums=1, **self._places(self._state)).lower(
+        return jax.jit(program, donate_argnums=1, **self._out_shardings(self._state)).lower(
             self._leaves,
             self._state,
             self._integers(size // pictures.vision.patches_per_token),
@@ -216,19 +214,19 @@ class Lowerings:
             (self._spec.num_scored, self._spec.hidden_size), self._spec.dtype
         )
         layout = self.layouts[SCORE]
-        return jax.jit(partial(self._step.score, layout), **self._places(None)).lower(
+        return jax.jit(partial(self._step.score, layout), **self._out_shardings(None)).lower(
             self._leaves, _structs(piece, self._mesh), self._integers(layout.size)
         )
 
     def _lower_vocabulary(self) -> jax.stages.Lowered:
         layout = self.layouts[VOCABULARY]
-        return jax.jit(partial(self._step.vocabulary, layout), **self._places(None)).lower(
+        return jax.jit(partial(self._step.vocabulary, layout), **self._out_shardings(None)).lower(
             self._leaves, self._state, self._integers(layout.size)
         )
 
     def _lower_change(self, change: Callable, layout: Layout) -> jax.stages.Lowered:
         """Lower a program that changes only the request state."""
-        results = self._places(self._state)
+        results = self._out_shardings(self._state)
         return jax.jit(change, donate_argnums=0, **results).lower(
             self._state, self._integers(layout.size)
         )
@@ -243,19 +241,19 @@ class Lowerings:
         contents = [_one_slot(x, axis, self._spec.num_adapters) for x, axis in found]
         slot = jax.ShapeDtypeStruct((), np.int32)
         write = partial(write_slot, axes=axes)
-        return jax.jit(write, donate_argnums=0, **self._places(weights)).lower(
+        return jax.jit(write, donate_argnums=0, **self._out_shardings(weights)).lower(
             weights, *_structs((slot, contents), self._mesh)
         )
 
     def _lower_read(self) -> jax.stages.Lowered:
         read = partial(read_blocks, self._pool_spec, self._mesh)
-        results = self._places([self._content] * BLOCKS_PER_CALL)
+        results = self._out_shardings([self._content] * BLOCKS_PER_CALL)
         return jax.jit(read, **results).lower(self._pool, self._integers(BLOCKS_PER_CALL))
 
     def _lower_write(self) -> jax.stages.Lowered:
         ids, contents = self._integers(BLOCKS_PER_CALL), [self._content] * BLOCKS_PER_CALL
         write = partial(write_blocks, self._pool_spec, self._mesh)
-        results = self._places(self._pool)
+        results = self._out_shardings(self._pool)
         return jax.jit(write, donate_argnums=0, **results).lower(self._pool, ids, contents)
 
     @property
@@ -264,16 +262,18 @@ class Lowerings:
         shapes = content_shapes(self._pool_spec)
         if self._mesh is None:
             return shapes
-        places = content_shardings(self._pool_spec, self._mesh)
-        return [_struct(x, place) for x, place in zip(shapes, places, strict=True)]
+        shardings = content_shardings(self._pool_spec, self._mesh)
+        return [_struct(x, each) for x, each in zip(shapes, shardings, strict=True)]
 
-    def _places(self, *results: Any) -> dict[str, Any]:
+    def _out_shardings(self, *results: Any) -> dict[str, Any]:
         """Output shardings, as an option of `jax.jit`; a result None is replicated on every device of the mesh."""
         if self._mesh is None or self._mesh.size == 1:
             return {}
-        whole = sharding(self._mesh)
-        places = [whole if x is None else jax.tree.map(lambda s: s.sharding, x) for x in results]
-        return {"out_shardings": tuple(places) if len(places) > 1 else places[0]}
+        replicated = sharding(self._mesh)
+        found = [
+            replicated if x is None else jax.tree.map(lambda s: s.sharding, x) for x in results
+        ]
+        return {"out_shardings": tuple(found) if len(found) > 1 else found[0]}
 
     def _integers(self, size: int) -> jax.ShapeDtypeStruct:
         (struct,) = _structs([jax.ShapeDtypeStruct((size,), np.int32)], self._mesh)
@@ -298,7 +298,7 @@ def num_bytes(tree: Any) -> int:
 
 
 def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
-    """The uploads of each program except `sample`."""
+    """The uploads of each program, by its name."""
     sizes = {"block_size": spec.block_size, "decode_steps": spec.decode_steps}
     groups = len(spec.groups.windows)
     return {
@@ -311,7 +311,13 @@ def _layouts(spec: StepSpec, buckets: tuple[Bucket, ...]) -> dict[str, Layout]:
             b.name: step_layout(b, num_groups=groups, pictures=spec.pictures, **sizes)
             for b in buckets
         },
+        **{sample_name(rows): rows_layout(rows) for rows in _sample_sizes(buckets)},
     }
+
+
+def _sample_sizes(buckets: tuple[Bucket, ...]) -> tuple[int, int]:
+    """Rows of the `sample` programs."""
+    return buckets[-1].sample_rows(1), buckets[-1].num_rows
 
 
 def _platform(leaves: list[jax.ShapeDtypeStruct]) -> str:
@@ -345,5 +351,5 @@ def _structs(
     )
 
 
-def _struct(x: Any, place: Sharding | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+def _struct(x: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -108,9 +108,8 @@ def score_layout(num_scored: int) -> Layout:
     return Layout(
         (
             Field("num"),  # without padding
-            Field(
-                "whole"
-            ),  # 0 or 1: whether the log-probabilities of the whole vocabulary are wanted
+            # 0 or 1: whether the log-probabilities of the whole vocabulary are wanted
+            Field("whole"),
             Field("rows", (num_scored,)),
             Field("token_ids", (num_scored,)),
         )
@@ -153,10 +152,8 @@ def _pack_rows(plan: StepPlan, layout: Layout, num_rows: int) -> np.ndarray:
     buffer = layout.new_buffer()
     layout.view(buffer, "features")[()] = plan.features
     layout.view(buffer, "num_steps")[()] = plan.num_steps
-    layout.view(buffer, "slots")[:num_rows] = plan.slots[:num_rows]
-    layout.view(buffer, "starts")[:num_rows] = plan.starts[:num_rows]
-    layout.view(buffer, "num_tokens")[:num_rows] = plan.num_tokens[:num_rows]
-    layout.view(buffer, "samples")[:num_rows] = plan.samples[:num_rows]
+    for name in ("slots", "starts", "num_tokens", "samples"):
+        layout.view(buffer, name)[:num_rows] = getattr(plan, name)[:num_rows]
     return buffer
 
 
@@ -193,21 +190,17 @@ def _embeds(plan: StepPlan, bucket: Bucket) -> tuple[np.ndarray, ...]:
 
 
 def _forced_tokens(plan: StepPlan, layouts: dict[str, Layout]) -> list[Call]:
-    calls, where = (
-        [],
-        [
-            (slot, (start + offset, token_id))
-            for slot, start, token_ids in plan.forced_tokens
-            for offset, token_id in enumerate(token_ids)
-        ],
-    )
+    calls = []
+    where = [
+        (slot, (start + offset, token_id))
+        for slot, start, token_ids in plan.forced_tokens
+        for offset, token_id in enumerate(token_ids)
+    ]
     for slots, tokens in portions(where, TOKENS_PER_CALL):
         buffer = layouts[SET_TOKENS].new_buffer()
-        views = layouts[SET_TOKENS].views(buffer)
-        views["slots"][: len(slots)] = slots
-        views["positions"][: len(slots)], views["token_ids"][: len(slots)] = zip(
-            *tokens, strict=True
-        )
+        views, num = layouts[SET_TOKENS].views(buffer), len(slots)
+        views["slots"][:num] = slots
+        views["positions"][:num], views["token_ids"][:num] = zip(*tokens, strict=True)
         calls.append(Call(SET_TOKENS, (buffer,)))
     return calls
 

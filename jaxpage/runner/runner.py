@@ -78,7 +78,7 @@ class Runner:
         self.host_memory = host_memory
         self.recorder: CallRecorder | None = None  # once set, it records all calls
         self.other_hosts: OtherHosts | None = None  # they execute all calls too; set after `warmup`
-        self._num_launches = 0
+        self._num_executed = 0
         self._counter = CompilationCounter()
         self.programs = Programs(self._lowerings.programs, store)
         self._buckets = {bucket.name: bucket for bucket in buckets}
@@ -178,22 +178,22 @@ class Runner:
             plan.num_rows,
             bool(plan.features & bits(TOP_LOGPROBS)) and self._spec.num_top_logprobs > 0,
             result,
-            number=self._num_launches - 1,
+            number=self._num_executed - 1,
             program=programs.names[0],
             fill=programs.fill(plan),
         )
 
-    def execute(self, step: Iterable[Call]) -> Executed:
+    def execute(self, given: Iterable[Call]) -> Executed:
         """Run calls in order. Returns their results, which may still be computing."""
-        step = list(step)
+        given = list(given)
         if self.recorder is not None:
-            self.recorder.calls(step)
-        self._num_launches += 1
+            self.recorder.calls(given)
+        self._num_executed += 1
         sampled, executed = None, Executed()
         hidden: list[jax.Array] = []  # pieces, from `forward`
         captured: list[jax.Array] = []  # pieces, from `forward`, or a single one from `decode`
-        with self._counter.watching(), self._everywhere(step):
-            for call in step:
+        with self._counter.watching(), self._everywhere(given):
+            for call in given:
                 self.programs.num_calls[call.program] += 1
                 if call.program == calls.SCORE:
                     executed.scores.append(self._score(hidden, *call.buffers))
@@ -228,8 +228,8 @@ class Runner:
             self.recorder.result(launched.number, result)
         return result
 
-    def _everywhere(self, step: list[Call]) -> AbstractContextManager[None]:
-        return nullcontext() if self.other_hosts is None else self.other_hosts.executing(step)
+    def _everywhere(self, given: list[Call]) -> AbstractContextManager[None]:
+        return nullcontext() if self.other_hosts is None else self.other_hosts.executing(given)
 
     def _computed(self, result: Executed) -> AbstractContextManager[None]:
         if self.other_hosts is None:
@@ -247,8 +247,8 @@ class Runner:
         """Run one call: add the other arguments of its program, and keep the new pool and state. Returns what was
         sampled, or the pieces of a `forward`.
         """
-        if name in _MEMORY_CALLS:
-            _MEMORY_CALLS[name](self, *buffers)
+        if name in _METHODS:
+            _METHODS[name](self, *buffers)
             return None
         program = self.programs[name]
         if name in (calls.ADMIT, calls.SET_MASKS, calls.SET_TOKENS):
@@ -343,7 +343,8 @@ class Runner:
         return [each.variable.get_raw_value() for each in self._parameters]
 
 
-_MEMORY_CALLS = {
+# Calls that a method executes; they have no result.
+_METHODS = {
     calls.STORE_HOST: Runner._store_host,
     calls.STORE_DEVICE: Runner._store_device,
     calls.LOAD: Runner._load,

@@ -3,8 +3,8 @@
 A slot is filled once, when its sequence is admitted; steps append the tokens they sample. So a step uploads only a few
 integers per row, and step n+1 can be launched before the tokens of step n have been read.
 
-Letters: Q request slots (slot 0 is the null slot of padding rows), C tokens of the longest sequence, G KV-cache
-groups, M blocks per sequence, E model dim, V vocabulary.
+Letters: Q request slots (slot 0 is the null slot of padding rows), G KV-cache groups, M blocks per sequence, E model
+dim, V vocabulary.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class StepSpec:
     """Shapes and static choices of an engine's programs."""
 
     block_size: int
-    max_model_len: int  # C
+    max_model_len: int
     num_blocks_per_row: int  # M
     groups: KVGroups  # G
     num_slots: int  # Q, including the null slot
@@ -55,3 +55,8 @@ class StepSpec:
     expert_load: tuple[int, int] | None = None
     research: ResearchSpec | None = None  # what requests may capture and change inside the model
     strict: bool = False  # results do not depend on the batch, bit for bit; see `runner.strict`
+
+    @property
+    def prompt_logprobs_mode(self) -> str:
+        """The mode of prompt tokens: nothing samples them, so they have neither a temperature nor processed logits."""
+        return "raw_logits" if self.logprobs_mode.endswith("logits") else "raw"

@@ -82,7 +82,7 @@ class Step:
         *embeds: jax.Array,
     ) -> tuple[KVPool, RequestState, list[jax.Array]]:
         """The rows' tokens through the layers; the hidden state of each row's last token is in its slot afterwards.
-        Those of all tokens come back in pieces [C, E] for `score`; behind them what is captured, in pieces [C, P, E].
+        Those of all tokens come back in pieces [C, E] for `score`; behind them what is captured, in pieces [C, J, E].
 
         A sibling row has no tokens of its own: its last token is that of the row before it. `embeds`, if the spec has
         prompt embeddings: words [T, E], and bool[T] where they stand in the place of tokens.
@@ -104,22 +104,23 @@ class Step:
         """How likely `token_ids` [C] are after the tokens `rows` [C] of a piece [C, E] of `forward`'s hidden states."""
         scored = layout.unpack(packed)
         logits = self._logits(self._model(leaves), hidden[scored["rows"]])
-        spec = self.spec
-        mode = "raw_logits" if spec.logprobs_mode.endswith("logits") else "raw"
-        to_score = partial(score, num_top=spec.num_top_logprobs, logprobs_mode=mode)
-        return self._whole(to_score)(logits, scored["token_ids"])
+        num_top, mode = self.spec.num_top_logprobs, self.spec.prompt_logprobs_mode
+        to_score = partial(score, num_top=num_top, logprobs_mode=mode)
+        return self._replicated(to_score)(logits, scored["token_ids"])
 
     def vocabulary(
         self, layout: Layout, leaves: list[jax.Array], state: RequestState, packed: jax.Array
     ) -> jax.Array:
-        """float32[R, V]: what is said of every token for rows that are about to be sampled."""
+        """float32[R, V]: the logprobs of every token (logits with the `*_logits` modes), for rows that are about to
+        sample.
+        """
         rows = layout.unpack(packed)
         hidden = lax.bitcast_convert_type(state["hidden"][rows["slots"]], self.spec.dtype)
         logits = self._logits(self._model(leaves), hidden)
         mode, processors = self.spec.logprobs_mode, self.spec.processors
-        say = self._whole(partial(vocabulary, logprobs_mode=mode, processors=processors))
-        position = rows["starts"] + rows["num_tokens"]
-        return say(logits, state, rows["slots"], position, rows["features"])
+        of_rows = partial(vocabulary, logprobs_mode=mode, processors=processors)
+        slots, position = rows["slots"], rows["starts"] + rows["num_tokens"]
+        return self._replicated(of_rows)(logits, state, slots, position, rows["features"])
 
     def sample(
         self,
@@ -282,8 +283,8 @@ class Step:
 
         mesh = self.mesh
         if mesh is None or mesh.size == 1:
-            whole = self._whole(choose)
-            return lambda model, hidden, *rest: whole(self._logits(model, hidden), *rest)
+            choose = self._replicated(choose)
+            return lambda model, hidden, *rest: choose(self._logits(model, hidden), *rest)
         shares_columns = self.spec.vocab_size % mesh.size == 0
 
         def choose_own(model, hidden, state, slots, positions, features):
@@ -300,15 +301,15 @@ class Step:
 
         return choose_own
 
-    def _whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _replicated(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with all of its arguments on each device, which computes it for itself: one exchange of the
         logits, instead of one for each thing that the function looks at.
         """
         if self.mesh is None:
             return function
-        whole = PartitionSpec()
+        spec = PartitionSpec()
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False
+            function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
 
 

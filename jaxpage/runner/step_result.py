@@ -23,12 +23,15 @@ from jaxpage.sampling.sampler import Sampled
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DeviceResult:
-    """A padded `plan.StepResult` on the device. P decode steps (1 in a mixed step), R rows, W top logprobs."""
+    """A padded `plan.StepResult` on the device.
+
+    P decode steps (1 unless the program is `decode`), R rows, W top logprobs, J captured points.
+    """
 
     sampled: Sampled  # every field with a leading axis P
     num_sampled: jax.Array  # int32[R]
     expert_load: jax.Array | None = None  # int32[layers with experts, X] of the launch
-    captured: jax.Array | None = None  # [R, P, E] of the last step
+    captured: jax.Array | None = None  # [R, J, E] of the last step
 
 
 class Computed(NamedTuple):
@@ -38,7 +41,7 @@ class Computed(NamedTuple):
     state: RequestState
     batch: StepBatch
     hidden: jax.Array  # [T, E]
-    captured: jax.Array | None = None  # [T, P, E]; None: nothing is captured
+    captured: jax.Array | None = None  # [T, J, E]; None: nothing is captured
 
 
 def to_pieces(values: jax.Array, size: int) -> list[jax.Array]:

@@ -90,7 +90,7 @@ def hidden_states(
     ropes = tuple(dict.fromkeys(config.ropes))
 
     def begin(constants, token_ids, positions):
-        x = devices.whole(decoder(constants).embed(token_ids))
+        x = devices.replicated(decoder(constants).embed(token_ids))
         return x, [rope.angles(positions, x.dtype) for rope in ropes]
 
     decoder, table = model.part("model")
@@ -165,7 +165,7 @@ class TiledLayer:
             own = self.devices.on_shares(attend_own, num_others=3)
             return own(pool, q, k, v, tables, lens, starts)[1]
 
-        return self.devices.whole(self.layer(weights)(x, Rotation(cos, sin), attend))
+        return self.devices.replicated(self.layer(weights)(x, Rotation(cos, sin), attend))
 
 
 def logits_of(
@@ -211,7 +211,7 @@ class Devices:
             return None
         return share_heads(self.num_heads, self.num_kv_heads, self.mesh.size)
 
-    def whole(self, x: jax.Array) -> jax.Array:
+    def replicated(self, x: jax.Array) -> jax.Array:
         """x on each device."""
         if self.mesh is None:
             return x
@@ -221,9 +221,9 @@ class Devices:
         """Arrays [T, heads, D] as the weights that they come from: each device has its heads, or all of them."""
         if self.mesh is None:
             return arrays
-        places = [sharding(self.mesh, ("rows", "heads", "head_dim"), x.shape) for x in arrays]
-        pairs = zip(arrays, places, strict=True)
-        return tuple(lax.with_sharding_constraint(x, place) for x, place in pairs)
+        by_head = [sharding(self.mesh, ("rows", "heads", "head_dim"), x.shape) for x in arrays]
+        pairs = zip(arrays, by_head, strict=True)
+        return tuple(lax.with_sharding_constraint(x, each) for x, each in pairs)
 
     def write(
         self, pool: Layer, q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
@@ -291,7 +291,7 @@ class StrictStep(Step):
 
         def choose_rows(model, hidden, state, slots, positions, features):
             logits = logits_of(model, hidden, _num_rows(slots), self.mesh)
-            return self._whole(choose_by_tiles)(logits, state, slots, positions, features)
+            return self._replicated(choose_by_tiles)(logits, state, slots, positions, features)
 
         return choose_rows
 
@@ -303,17 +303,16 @@ class StrictStep(Step):
         # Always all of them, in a form that hides the constant from the compiler.
         num_tokens = jnp.where(token_ids[0] >= 0, token_ids.size, 0)
         logits = logits_of(self._model(leaves), hidden[scored["rows"]], num_tokens, self.mesh)
-        return self._whole(self._scores)(logits, token_ids, num_tokens)
+        return self._replicated(self._scores)(logits, token_ids, num_tokens)
 
     def _scores(self, logits: jax.Array, token_ids: jax.Array, num_tokens: jax.Array) -> Scores:
-        raw_logits = self.spec.logprobs_mode.endswith("logits")
-        mode = "raw_logits" if raw_logits else "raw"
+        mode = self.spec.prompt_logprobs_mode
         found = by_tiles(
             lambda _, *tile: score(*tile, num_top=self.spec.num_top_logprobs, logprobs_mode=mode),
             *(num_tokens, (), logits, token_ids),
             tile=ROW_TILE,
         )
-        if raw_logits:
+        if mode == "raw_logits":
             return found
         ones = jnp.ones(token_ids.shape)
         return replace(found, logprobs=token_logprobs(logits, token_ids, ones, num_tokens))
@@ -325,19 +324,19 @@ class StrictStep(Step):
         hidden = lax.bitcast_convert_type(state["hidden"][rows["slots"]], self.spec.dtype)
         mode, processors = self.spec.logprobs_mode, self.spec.processors
 
-        def say(constants, logits, slots, positions):
+        def of_tile(constants, logits, slots, positions):
             state, features = constants
             given = (logits, state, slots, positions, features)
             return vocabulary(*given, logprobs_mode=mode, processors=processors)
 
-        def say_by_tiles(logits, state, slots, positions, features):
+        def by_row_tiles(logits, state, slots, positions, features):
             constants = (state, features)
             given = (logits, slots, positions)
-            return by_tiles(say, _num_rows(slots), constants, *given, tile=ROW_TILE)
+            return by_tiles(of_tile, _num_rows(slots), constants, *given, tile=ROW_TILE)
 
         slots, positions = rows["slots"], rows["starts"] + rows["num_tokens"]
         logits = logits_of(self._model(leaves), hidden, _num_rows(slots), self.mesh)
-        return self._whole(say_by_tiles)(logits, state, slots, positions, rows["features"])
+        return self._replicated(by_row_tiles)(logits, state, slots, positions, rows["features"])
 
 
 def _num_rows(slots: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """From logits to tokens: the part of the compiled step that honours `SamplingParams`. One pure function.
 
-Order of operations, vLLM's: allowed ids, bad words, min_tokens; logit bias; repetition, frequency and presence
-penalties; a forced end of thinking; greedy rows take the argmax here; temperature; min_p; top-k; top-p; a draw.
+Order of operations, vLLM's: the mask of a grammar; allowed ids, bad words, min_tokens; logit bias; repetition,
+frequency and presence penalties; a forced end of thinking; greedy rows take the argmax here; temperature; min_p; top-k;
+top-p; a draw.
 
 Every parameter is read from the request state by slot, and what a row samples depends on its own slot, logits and
 position alone. Parts that no row of a step needs are skipped on the device by the step's feature bits.
@@ -149,7 +150,10 @@ def vocabulary(
     logprobs_mode: str,
     processors: Processors = (),
 ) -> jax.Array:
-    """float32[R, V]: what `sample` would say of every token; the arguments are its."""
+    """float32[R, V]: the logprobs of every token (logits with the `*_logits` modes), for rows that are about to sample.
+
+    The arguments are those of `sample`.
+    """
     if logprobs_mode.startswith("processed"):
         best = logits.max(-1)
         _, scored = _choose(logits, best, state, slots, positions, features, processors)

@@ -16,7 +16,6 @@ from typing import TypeVar
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import CausalLM
@@ -24,7 +23,7 @@ from jaxpage.models.pooling_model import PoolingModel
 from jaxpage.models.registry import naming_of
 from jaxpage.models.sources import Naming, Place, Rearranged, Source
 from jaxpage.weights.orbax import find_tree
-from jaxpage.weights.restore import restore
+from jaxpage.weights.restore import loading_bar, restore
 from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
 from jaxpage.weights.spec import FLOATS, ParamSpec, listed, specs, variables
 from jaxpage.weights.stored import BLOCKS, MXFP4, Stored, stored_parameter, tensors_of
@@ -66,13 +65,7 @@ def load(
     stored = open_safetensors(model, folder, naming)
     targets = variables(model)
     total = sum(each.dtype.itemsize * math.prod(each.shape) for each in stored.values())
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="Loading weights",
-        disable=not use_tqdm or jax.process_index() != 0,
-    ) as progress:
+    with loading_bar(total, use_tqdm) as progress:
         for path, spec in specs(model).items():
             array = _array(spec, stored[path], mesh)
             # Wait: queued transfers would keep the host copies of many tensors alive.

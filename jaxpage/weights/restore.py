@@ -108,13 +108,7 @@ def read_parameters(
         paths.setdefault(place.array, []).append(path)
     arrays = [checkpoint.arrays[name] for name in paths]
     total = sum(array.num_bytes for array in arrays)
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="Loading weights",
-        disable=not use_tqdm or jax.process_index() != 0,
-    ) as progress:
+    with loading_bar(total, use_tqdm) as progress:
         for batch in _batches(arrays, max(_LEAST_READ, total // _PARTS)):
             first = {array.name: paths[array.name][0] for array in batch}
             how = {
@@ -130,6 +124,12 @@ def read_parameters(
                 del stored
                 progress.update(array.num_bytes)
             _return_freed_memory()
+
+
+def loading_bar(total: int, use_tqdm: bool) -> tqdm:
+    """A bar of bytes, on the first of several hosts."""
+    disable = not use_tqdm or jax.process_index() != 0
+    return tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=disable)
 
 
 def _return_freed_memory() -> None:

@@ -51,11 +51,6 @@ def specs(model: nnx.Module) -> dict[str, ParamSpec]:
     return {path: _spec(path, variable) for path, variable in variables(model).items()}
 
 
-def shardings(model: nnx.Module, mesh: Mesh | None) -> dict[str, Sharding]:
-    """The sharding of every parameter on `mesh`, by path."""
-    return {path: spec.sharding(mesh) for path, spec in specs(model).items()}
-
-
 def _spec(path: str, variable: nnx.Param) -> ParamSpec:
     value, metadata = variable.get_value(), variable.get_metadata()
     return ParamSpec(

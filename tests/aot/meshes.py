@@ -10,7 +10,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
 from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from tests.aot.models import MODELS
-from tests.aot.program import Program
+from tests.aot.program import Program, largest_steps
 
 if TYPE_CHECKING:
     import jax
@@ -75,15 +74,7 @@ def programs(target: str) -> Iterator[Program]:
         for case in CASES:
             if case.target == target:
                 job = _job(case, Path(folder))
-                buckets = job.spec.buckets
-                decode = [bucket for bucket in buckets if bucket.decode][-1]
-                for bucket in (decode, buckets[-1]):
-                    yield Program(
-                        name=f"{case.name} {bucket.name}",
-                        lower=partial(_lower, job, bucket.name),
-                        look=partial(_look, job, bucket.num_tokens),
-                        observers=(steps,),
-                    )
+                yield from largest_steps(job, case.name, _look, steps)
 
 
 def _job(case: Case, folder: Path) -> CompileJob:
@@ -99,11 +90,6 @@ def _job(case: Case, folder: Path) -> CompileJob:
         "num_gpu_blocks_override": make_job(options, *where).spec.pool.num_blocks,
     }
     return make_job(options | few, *where)
-
-
-def _lower(job: CompileJob, name: str) -> jax.stages.Lowered:
-    with job.spec.on_target():
-        return job.lowerings.programs[name]()
 
 
 def _look(

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
+
+    from jaxpage.aot.worker import CompileJob
 
 # Of the dump of a Mosaic GPU kernel: how many kernels the process has lowered before.
 _COUNTED = re.compile(r'mosaic_gpu\.dump_basename = "[^"]*"')
@@ -33,6 +35,25 @@ class Program:
     look: Callable[[jax.stages.Compiled, str], dict[str, Any]]
     is_refused: bool = False  # it cannot be compiled, and should not be
     observers: tuple[ModuleType, ...] = ()  # further modules that `look` reads the text with
+
+
+def largest_steps(
+    job: CompileJob, name: str, look: Callable[..., dict[str, Any]], *observers: ModuleType
+) -> Iterator[Program]:
+    """The largest decode step and the largest other one. `look(job, num_tokens, compiled, log)`."""
+    decode = [bucket for bucket in job.spec.buckets if bucket.decode][-1]
+    for bucket in (decode, job.spec.buckets[-1]):
+        yield Program(
+            name=f"{name} {bucket.name}",
+            lower=partial(_lower_step, job, bucket.name),
+            look=partial(look, job, bucket.num_tokens),
+            observers=observers,
+        )
+
+
+def _lower_step(job: CompileJob, name: str) -> jax.stages.Lowered:
+    with job.spec.on_target():
+        return job.lowerings.programs[name]()
 
 
 def hash_of(lowered: jax.stages.Lowered) -> str:

@@ -52,7 +52,6 @@ def _lower(config: dict[str, Any], num_patches: int, target: str) -> Any:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpage.pictures.border import Picture
-    from jaxpage.pictures.encode import encode
 
     model = tower(config)
     vision = model.config.vision
@@ -71,7 +70,7 @@ def _lower(config: dict[str, Any], num_patches: int, target: str) -> Any:
         (state, vision.encoder_inputs(picture, num_patches)),
     )
     with jax.set_mesh(mesh):
-        return jax.jit(lambda state, inputs: encode(nnx.merge(graphdef, state), **inputs)).lower(
+        return jax.jit(lambda state, inputs: nnx.merge(graphdef, state).visual(**inputs)).lower(
             *arguments
         )
 

@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, AsyncLLM, EngineDeadError, PoolingParams
-from tests.pooling.pooling_checkpoints import OPTIONS, build, write_modules, write_tokenizer
+from tests.pooling.pooling_checkpoints import OPTIONS, build_bert
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    build("Bert", 0, folder, max_position_embeddings=32)
-    write_tokenizer(folder)
-    write_modules(folder, query="w9 ")
-    return folder
+    return build_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.registry import build
-from jaxpage.pictures.encode import encode
 from jaxpage.pictures.gemma3 import gemma3_processor
 from jaxpage.pictures.settings import read_settings
 from jaxpage.weights.load import load
@@ -54,7 +53,7 @@ def pictures(path):
 
 @pytest.fixture(scope="module")
 def encoded(model):
-    program = jax.jit(lambda inputs: encode(model, **inputs))
+    program = jax.jit(lambda inputs: model.visual(**inputs))
 
     def embeddings(picture, padded_patches: int = 64) -> np.ndarray:
         inputs = model.config.vision.encoder_inputs(picture, padded_patches)

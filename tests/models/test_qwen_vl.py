@@ -18,7 +18,6 @@ from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.attention import DenseAttention
 from jaxpage.models.inputs import ForwardInput
 from jaxpage.models.registry import build, picture_processor
-from jaxpage.pictures.encode import encode
 from jaxpage.tokenizer import load_tokenizer
 from jaxpage.weights.load import load
 from jaxpage.weights.spec import specs
@@ -52,7 +51,7 @@ class Family:
             hf_config, self.path, tokenizer=tokenizer, options=LIMITS
         )
         self.vision = self.model.config.vision
-        self._encode = jax.jit(lambda inputs: encode(self.model, **inputs))
+        self._encode = jax.jit(lambda inputs: self.model.visual(**inputs))
         self._dense = jax.jit(self._logits)
 
     def embeddings(self, picture, padded_patches: int = PADDED) -> np.ndarray:

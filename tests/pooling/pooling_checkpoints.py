@@ -192,6 +192,14 @@ def write_modules(
     write_json(folder / "config_sentence_transformers.json", {"prompts": prompts})
 
 
+def build_bert(folder: Path) -> Path:
+    """A small one with a tokenizer and a prompt for queries, as sentence-transformers save it."""
+    build("Bert", 0, folder, max_position_embeddings=32)
+    write_tokenizer(folder)
+    write_modules(folder, query="w9 ")
+    return folder
+
+
 def write_json(file: Path, value: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(value))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from jaxpage import tool_parsers
-from jaxpage.reasoning_parsers import reasoning_parser_for_template
 from tests.tool_parsers.cases import tool
 
 QWEN = (
@@ -37,23 +36,6 @@ def test_a_template_implies_the_parser_of_what_it_teaches(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_templates_imply_none(name):
     assert tool_parsers.parser_for_template(OTHERS[name]) is None
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        (QWEN, None),
-        ("<|im_start|>assistant {%- if enable_thinking is false %}<think>\\n\\n</think>", "qwen3"),
-        (
-            "{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}{% endif %}</think>",
-            "deepseek_r1",
-        ),
-        ("{{ '<｜Assistant｜>' }}{% if thinking %}<think>{% else %}</think>{% endif %}", None),
-        ("<|start|>assistant<|channel|>analysis<|message|>", "gpt_oss"),
-    ],
-)
-def test_a_template_implies_a_reasoning_parser(template, name):
-    assert reasoning_parser_for_template(template) == name
 
 
 def test_formats_say_whether_special_tokens_must_be_kept():

@@ -19,7 +19,7 @@ from jaxpage.checkpoint_config import load_hf_config
 from jaxpage.models.decoder import CausalLM
 from jaxpage.models.registry import build
 from jaxpage.weights.load import load
-from jaxpage.weights.spec import shardings, variables
+from jaxpage.weights.spec import specs, variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,10 @@ def measure(run: Run) -> dict[str, int]:
 def _load_whole(model: CausalLM, checkpoint: str, mesh: Mesh) -> None:
     load(model, checkpoint, use_tqdm=False)
     whole = {path: variable.get_value() for path, variable in variables(model).items()}
-    places = shardings(model, mesh)
-    shared = {path: jax.device_put(array, places[path]) for path, array in whole.items()}
+    shared = {
+        path: jax.device_put(whole[path], spec.sharding(mesh))
+        for path, spec in specs(model).items()
+    }
     for path, array in jax.block_until_ready(shared).items():
         variables(model)[path].set_value(array)
 

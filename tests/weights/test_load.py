@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.models.registry import build
-from jaxpage.weights import load as load_module
+from jaxpage.weights import restore
 from jaxpage.weights.load import load
 from jaxpage.weights.safetensors import StoredTensor, open_checkpoint
 from jaxpage.weights.spec import variables
@@ -302,7 +302,7 @@ def test_progress_counts_every_byte_of_the_checkpoint(family, tmp_path, monkeypa
         def update(self, amount):
             self.updates.append(amount)
 
-    monkeypatch.setattr(load_module, "tqdm", Bar)
+    monkeypatch.setattr(restore, "tqdm", Bar)
     load(abstract(path), path)
     num_bytes = sum(array.nbytes for array in tensors(path).values())
     assert bars[0].options["total"] == sum(bars[0].updates) == num_bytes

@@ -23,7 +23,7 @@ from jaxpage.models.registry import build
 from jaxpage.weights import restore
 from jaxpage.weights.load import load
 from jaxpage.weights.orbax import Checkpoint, find_tree
-from jaxpage.weights.spec import shardings, variables
+from jaxpage.weights.spec import specs, variables
 from tests import checkpoints, picture_models
 from tests.weights import trees
 
@@ -198,9 +198,9 @@ def test_every_device_gets_its_own_shards(layout, llama, tmp_path):
     mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",))
     model = load(abstract(llama), run_of(tree, tmp_path), mesh=mesh, use_tqdm=False)
     assert_same(model, llama, atol=1e-6)
-    wanted = shardings(model, mesh)
+    wanted = specs(model)
     for path, variable in variables(model).items():
-        assert variable.get_value().sharding == wanted[path]
+        assert variable.get_value().sharding == wanted[path].sharding(mesh)
 
 
 def test_arrays_are_read_a_part_at_a_time_large_ones_first(llama, tmp_path, monkeypatch):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import jax
-import numpy as np
 from tokenizers import Tokenizer
 
+from jaxpage.demo.evaluate import num_wrong
 from jaxpage.demo.pictures import examples, network, questions, scenes
 from jaxpage.models.config import ModelConfig
 
@@ -56,9 +54,7 @@ def accuracy(
                 for scene, turn in pairs[first : first + _ROWS]
             ]
             batch = examples.pack(tokenizer, some, length=_LENGTH, selected=_ANSWER * _ROWS)
-            said = np.asarray(_answers(config)(params, batch))
-            differs = (said != batch.targets) & (batch.weights > 0)
-            wrong += len(np.unique(batch.selected[differs] // _LENGTH))
+            wrong += num_wrong(network.logits, params, config, batch)
         result[suite] = 1 - wrong / len(pairs)
     return result
 
@@ -84,9 +80,3 @@ def messages(scene: scenes.Scene, question: str) -> list[dict[str, object]]:
         {"type": "text", "text": question},
     ]
     return [{"role": "user", "content": parts}]
-
-
-@functools.lru_cache(maxsize=4)
-def _answers(config: ModelConfig) -> jax.stages.Wrapped:
-    """int32[S]: the most likely next token at each selected position of a batch."""
-    return jax.jit(lambda params, batch: network.logits(params, config, batch).argmax(axis=-1))

@@ -26,7 +26,7 @@ class TemplateFields(OpenModel):
     reasoning_effort: str | None = None
 
     def template_options(
-        self, *, trust_template: bool, defaults: Mapping[str, Any] | None = None
+        self, *, trust_template: bool, defaults: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Options of `InputProcessor.parse_chat`. Raises ValueError."""
         if self.chat_template is not None and not trust_template:
