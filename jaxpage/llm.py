@@ -70,7 +70,8 @@ class LLM(PoolingCalls, MemoryCalls):
     def _start(self, built: Built) -> None:
         self.config = built.config
         self._engine: EngineVerbs = built.engine
-        self._outputs = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
+        detokenizers = functools.partial(make_detokenizer, built.tokenizer)
+        self._outputs = OutputProcessor(detokenizers, built.config.stream_interval)
         self._inputs = InputProcessor(built, ids_in_use=self._outputs)
         self._caller, self._memory = OneCaller(), built.memory
 

@@ -545,6 +545,23 @@ def test_steps_report_what_the_kind_of_output_says(make, overlap):
     assert len(got["DELTA"][0].outputs[0].token_ids) >= 2
 
 
+def test_the_engines_stream_interval_is_the_least_of_each_request(make):
+    """As in vLLM, a request may ask for more."""
+    llm = make(stream_interval=4, decode_steps=1)
+    counts = {}
+    for wanted, name in ((None, "none"), (2, "less"), (6, "more")):
+        delta = RequestOutputKind.DELTA
+        params = SamplingParams(
+            max_tokens=12, ignore_eos=True, output_kind=delta, stream_interval=wanted
+        )
+        llm.add_request(name, [5, 6], params)
+        counts[name] = []
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            counts[output.request_id].append(len(output.outputs[0].token_ids))
+    assert counts == {"none": [1, 4, 4, 3], "less": [1, 4, 4, 3], "more": [1, 6, 5]}
+
+
 def test_beam_search_answers_as_many_prompts_at_a_time_as_it_may(make):
     llm, params = make(), BeamSearchParams(2, 6)
     prompts = [[i, 5] for i in range(3, 9)]
