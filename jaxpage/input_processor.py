@@ -168,7 +168,7 @@ class InputProcessor:
             "sampling_params", self.default_params() if params is None else params,
             SamplingParams, len(prompts),
         )  # fmt: skip
-        priorities = _one_each("priority", priority or 0, int, len(prompts))
+        priorities = _one_each("priority", 0 if priority is None else priority, int, len(prompts))
         adapters = self._adapters_of(lora_request, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):
@@ -238,8 +238,6 @@ class InputProcessor:
     def _request(
         self, prompt: Prompt, params: SamplingParams, *, number: int, priority: int
     ) -> Request:
-        if priority and self._config.scheduling_policy != "priority":
-            raise ValueError(f'priority={priority} needs scheduling_policy="priority"')
         params = dataclasses.replace(params)  # the caller may change the original later
         bad_words = ()
         if params.bad_words:

@@ -86,7 +86,7 @@ class LLM(PoolingCalls, MemoryCalls):
         lora_request: AnyLoRA = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer each prompt. Returns final outputs, whatever `output_kind` is, in the order of the prompts.
 
@@ -120,7 +120,7 @@ class LLM(PoolingCalls, MemoryCalls):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         tool_choice: Any = "auto",
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of messages.
@@ -293,7 +293,7 @@ class LLM(PoolingCalls, MemoryCalls):
     # Adapters. Without `enable_lora` these raise ValueError.
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now. False if its id is already loaded. Raises ValueError if it cannot be applied."""
+        """Read an adapter now, unless it is loaded. Always True. Raises ValueError if it cannot be applied."""
         with self._caller:
             return self._inputs.adapters.add(lora_request)
 
@@ -363,10 +363,16 @@ class LLM(PoolingCalls, MemoryCalls):
         self._caller.check_process()
         self._engine.wait_until_warm()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV. False, and nothing happens, while requests are unfinished."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached KV. False, and nothing happens, while requests hold blocks.
+
+        With `reset_running_requests` they first release their blocks, and their KV is recomputed. `reset_connector` has
+        no effect: there is no connector.
+        """
         with self._caller:
-            return self._engine.reset_prefix_cache()
+            return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
 
 def _refuse(**options: Any) -> None:

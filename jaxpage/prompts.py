@@ -21,6 +21,9 @@ from jaxpage.sampling_params import SamplingParams
 from jaxpage.tokenizer import load_chat_template
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data")
+_TYPES = {"text": "prompt", "token": "prompt_token_ids", "embeds": "prompt_embeds"}  # vLLM's, and what each needs
+_MAY_BE_EMPTY = ("mm_processor_kwargs", "multi_modal_uuids")  # keys of vLLM that say nothing then
+_FIXED = ("chat_template", "conversation", "tokenize", "tokenizer")  # of a rendering
 _TOKENIZER_OPTIONS = ("add_special_tokens", "truncation", "max_length")
 
 
@@ -89,12 +92,7 @@ def _parse_one(prompt: Any) -> Prompt:
         return Prompt(token_ids=[], text=prompt)
     if not isinstance(prompt, Mapping):
         return Prompt(token_ids=_to_ids(prompt))
-    unknown = [k for k in prompt if k not in _PROMPT_KEYS and prompt[k] is not None]
-    if unknown:
-        raise ValueError(
-            f"a prompt with {', '.join(map(repr, unknown))} is not supported; a dict may have "
-            f"{', '.join(_PROMPT_KEYS)}"
-        )
+    _check_keys(prompt)
     text, ids, embeds, salt, media = (prompt.get(key) for key in _PROMPT_KEYS)
     if text is None and ids is None and embeds is None:
         raise ValueError(
@@ -116,11 +114,34 @@ def _parse_one(prompt: Any) -> Prompt:
     return Prompt(token_ids=token_ids, text=text, cache_salt=salt, media=media or None)
 
 
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    """Raise ValueError for keys of a prompt that ask for something unknown."""
+    unknown = [
+        key
+        for key, value in prompt.items()
+        if key not in (*_PROMPT_KEYS, "type")
+        and value is not None
+        and not (key in _MAY_BE_EMPTY and value == {})
+    ]
+    if unknown:
+        raise ValueError(
+            f"a prompt with {', '.join(map(repr, unknown))} is not supported; a dict may have "
+            f"{', '.join(_PROMPT_KEYS)}"
+        )
+    kind = prompt.get("type")
+    if kind is not None and not (isinstance(kind, str) and kind in _TYPES):
+        raise ValueError(f'the "type" of a prompt must be one of {", ".join(_TYPES)}, got {kind!r}')
+    if kind is not None and prompt.get(_TYPES[kind]) is None:
+        raise ValueError(f'a prompt of "type": "{kind}" needs "{_TYPES[kind]}"')
+
+
 def _to_embeds(embeds: Any) -> np.ndarray:
-    """An array of NumPy, JAX or torch as NumPy [T, E]."""
+    """An array [T, E] or [1, T, E] of NumPy, JAX or torch as NumPy [T, E]."""
     if hasattr(embeds, "detach"):  # torch, whose bfloat16 NumPy does not know
         embeds = embeds.detach().cpu().float()
     array = np.asarray(embeds)
+    if array.ndim == 3 and len(array) == 1:
+        array = array[0]
     is_float = np.issubdtype(array.dtype, np.floating) or array.dtype == ml_dtypes.bfloat16
     if array.ndim != 2 or len(array) == 0 or not is_float:
         raise ValueError(
@@ -207,6 +228,11 @@ def parse_chat(
         raise ValueError(
             f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, got "
             f"{chat_template_content_format!r}"
+        )
+    if fixed := sorted({*_FIXED} & {*(chat_template_kwargs or ())}):
+        raise ValueError(
+            f"chat_template_kwargs must not have {', '.join(fixed)}, which the engine sets; a template goes into "
+            "chat_template"
         )
     options = dict(chat_template_kwargs or {}) | {
         "chat_template": load_chat_template(chat_template),

@@ -160,10 +160,7 @@ def test_a_thinking_budget_without_usable_markers_is_refused(make, options, mess
         inputs.requests(inputs.parse([5]), BUDGET)
 
 
-def test_priorities_need_their_policy_and_bad_words_a_tokenizer(make):
-    inputs = make()
-    with pytest.raises(ValueError, match="scheduling_policy"):
-        inputs.requests(inputs.parse([5]), priority=1)
+def test_each_prompt_has_a_priority_and_bad_words_need_a_tokenizer(make):
     inputs = make(scheduling_policy="priority", skip_tokenizer_init=True)
     requests = inputs.requests(inputs.parse([[5], [6]]), priority=[3, 1])
     assert [r.priority for r in requests] == [3, 1]

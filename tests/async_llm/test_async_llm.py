@@ -355,6 +355,7 @@ def test_merged_deltas_say_what_both_say():
             request_id="r",
             prompt=None,
             prompt_token_ids=[1],
+            prompt_logprobs=None,
             outputs=[
                 CompletionOutput(
                     index=i, text=text, token_ids=ids, cumulative_logprob=None, logprobs=None,
