@@ -145,7 +145,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # or "priority": lower values first
     async_scheduling: bool = True  # launch a step before the previous one was read
     decode_steps: int = 8  # decode steps in one launch
-    stream_interval: int = 1  # least tokens between two outputs of a sequence; requests may ask for more
+    stream_interval: int = 1  # least tokens between two outputs of a sequence
     load_format: str = "auto"  # "auto" and "safetensors" read the checkpoint, "dummy" is random
     # merged into config.json, nested dicts too; or a function from the config to another one
     hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None

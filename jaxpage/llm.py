@@ -94,8 +94,8 @@ class LLM(PoolingCalls, MemoryCalls):
         [T, E], with `enable_prompt_embeds`), optionally with "cache_salt" and, for models that take pictures,
         "multi_modal_data" (`inputs.MultiModalData`). `prompts` is one prompt or a list of them (a list of ids is one).
         `sampling_params` is one for all, one for each, or None for `get_default_sampling_params()`.
-        `tokenization_kwargs` go to the tokenizer. `lora_request` is one adapter for all, or a list with an adapter or
-        None for each. Raises ValueError before anything runs if any prompt or its params cannot be served; on any
+        `tokenization_kwargs`: see `tokenization.py`. `lora_request` is one adapter for all, or a list with one or None
+        for each. Raises ValueError before anything runs if any prompt or its params cannot be served; on any
         later exception, the requests of this call are aborted.
         """
         _refuse(mm_processor_kwargs=mm_processor_kwargs)

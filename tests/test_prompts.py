@@ -64,6 +64,18 @@ def test_tokenization_kwargs_reach_the_tokenizer(tokenizer):
     assert short.token_ids == whole.token_ids[-2:]
     with pytest.raises(ValueError, match="tokenization_kwargs has padding_side; supp"):
         parse("Once", tokenizer, {"padding_side": "left"})
+    (same,) = parse("Once upon a time", tokenizer, {"max_length": 2, "padding": False})
+    assert same == whole  # max_length alone truncates nothing
+    (lower,) = parse("ONCE Upon a time", tokenizer, {"do_lower_case": True})
+    assert (lower,) == tuple(parse("once upon a time", tokenizer))
+    (named,) = parse([whole.token_ids], tokenizer, {"needs_detokenization": True})
+    assert named.text == tokenizer.decode(whole.token_ids)
+    for option in ({"padding": True}, {"pad_prompt_tokens": 9}, {"padding": "max_length"}):
+        with pytest.raises(ValueError, match=f"tokenization_kwargs has {next(iter(option))}; supp"):
+            parse("Once", tokenizer, option)
+    for option in ({"truncation_side": "middle"}, {"truncation": "only_second"}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} must be .*, got '"):
+            parse("Once", tokenizer, option)
     for length in (-3, "2"):
         with pytest.raises(ValueError, match=f"max_length .* at least 1, got {length!r}"):
             parse("Once", tokenizer, options | {"max_length": length})
