@@ -52,10 +52,9 @@ class AdapterCache:
         return adapter
 
     def add(self, request: LoRARequest) -> bool:
-        """Load an adapter. False if it was already loaded. Raises like `get`."""
-        loaded = self.ids
+        """Load an adapter, unless it is loaded. Always True, as in vLLM. Raises like `get`."""
         self.get(request)
-        return request.load_inplace or request.lora_int_id not in loaded
+        return True
 
     def remove(self, number: int) -> bool:
         """Remove an adapter; requests that use it keep it until they end. False if it is not loaded."""

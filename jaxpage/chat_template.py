@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTENT_FORMATS = ("auto", "string", "openai")
-_TEXT_TYPES = ("text", "input_text", "output_text")
+_TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 def check_conversations(messages: Any) -> list[Sequence[Any]]:
@@ -110,9 +110,10 @@ def _text_part(part: Any) -> dict[str, Any]:
         return part
     if not isinstance(part, Mapping) or part.get("type", "text") not in _TEXT_TYPES:
         raise ValueError(f"only text can be in a message, got {part!r}")
-    if not isinstance(part.get("text"), str):
-        raise ValueError(f'a content part must have "text" of type str, got {dict(part)!r}')
-    return dict(part) | {"type": "text"}
+    key = part["type"] if part.get("type") in ("refusal", "thinking") else "text"
+    if not isinstance(part.get(key), str):
+        raise ValueError(f'a content part must have "{key}" of type str, got {dict(part)!r}')
+    return {k: v for k, v in part.items() if k != key} | {"type": "text", "text": part[key]}
 
 
 def _tool_call(call: Any) -> dict[str, Any]:

@@ -73,9 +73,8 @@ _RANGES = {  # inclusive
     "max_num_batched_tokens": (1, 2**20),
     "decode_steps": (1, 1024),
     "max_logprobs": (-1, 2**20),
-    "tensor_parallel_size": (1, 4096),
-    "data_parallel_size": (1, 4096),
-    "nnodes": (1, 4096),
+    **dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "nnodes"), (1, 4096)),
+    "stream_interval": (1, 2**31 - 1),
     "node_rank": (0, 4095),
     "max_loras": (1, 1024),
     "max_lora_rank": (1, 256),
@@ -146,6 +145,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # or "priority": lower values first
     async_scheduling: bool = True  # launch a step before the previous one was read
     decode_steps: int = 8  # decode steps in one launch
+    stream_interval: int = 1  # least tokens between two outputs of a sequence
     load_format: str = "auto"  # "auto" and "safetensors" read the checkpoint, "dummy" is random
     # merged into config.json, nested dicts too; or a function from the config to another one
     hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None

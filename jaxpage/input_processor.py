@@ -38,6 +38,7 @@ from jaxpage.reasoning import reasoning_tokens, to_reasoning_config
 from jaxpage.request import MaskSource, Request
 from jaxpage.sampling.features import features_of, processors_of, slot_fields_of
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.tokenization import read_tokenization
 from jaxpage.tokenizer import bad_words_token_ids, load_chat_template
 
 if TYPE_CHECKING:
@@ -98,14 +99,13 @@ class InputProcessor:
         self, prompts: Any, tokenization_kwargs: Mapping[str, Any] | None = None
     ) -> list[Prompt]:
         """One or several prompts, tokenised. Raises ValueError for anything that is not a prompt."""
-        options, length = _without_truncation(tokenization_kwargs)
-        parsed = parse(prompts, self.tokenizer, options)
-        return self._truncated([self._with_media(prompt) for prompt in parsed], length)
+        parsed = parse(prompts, self.tokenizer, tokenization_kwargs)
+        return self._truncated([self._with_media(prompt) for prompt in parsed], tokenization_kwargs)
 
     def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
         """One or several conversations, as ids; `options` are those of `prompts.parse_chat`. Raises ValueError."""
         template = options.pop("chat_template", None) or self._config.chat_template
-        tokenization, length = _without_truncation(options.pop("tokenization_kwargs", None))
+        tokenization = options.pop("tokenization_kwargs", None)
         loaded = [self._loaded(conversation) for conversation in check_conversations(messages)]
         prompts = parse_chat(
             loaded,
@@ -118,7 +118,7 @@ class InputProcessor:
             self._expanded(prompt, pictures_of(conversation))
             for prompt, conversation in zip(prompts, loaded, strict=True)
         ]
-        return self._truncated(seen, length)
+        return self._truncated(seen, tokenization)
 
     def _loaded(self, conversation: Sequence[Any]) -> Sequence[Any]:
         """The conversation with its pictures loaded. For models without vision, rendering refuses pictures later."""
@@ -142,8 +142,13 @@ class InputProcessor:
         token_ids, placed = self.pictures.expand(prompt.token_ids, pictures)
         return dataclasses.replace(prompt, token_ids=token_ids, pictures=placed)
 
-    def _truncated(self, prompts: list[Prompt], length: int | None) -> list[Prompt]:
-        return [p if length is None else truncate(p, length, self.limits) for p in prompts]
+    def _truncated(
+        self, prompts: list[Prompt], tokenization_kwargs: Mapping[str, Any] | None
+    ) -> list[Prompt]:
+        how = read_tokenization(tokenization_kwargs)
+        if how.length is None:
+            return prompts
+        return [truncate(prompt, how.length, self.limits, how.side) for prompt in prompts]
 
     def chat_format(self, chat_template: str | None) -> ChatFormat:
         """How the model writes tool calls and reasoning, from the options or a chat template. Raises ValueError."""
@@ -168,7 +173,7 @@ class InputProcessor:
             "sampling_params", self.default_params() if params is None else params,
             SamplingParams, len(prompts),
         )  # fmt: skip
-        priorities = _one_each("priority", priority or 0, int, len(prompts))
+        priorities = _one_each("priority", 0 if priority is None else priority, int, len(prompts))
         adapters = self._adapters_of(lora_request, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):
@@ -238,8 +243,6 @@ class InputProcessor:
     def _request(
         self, prompt: Prompt, params: SamplingParams, *, number: int, priority: int
     ) -> Request:
-        if priority and self._config.scheduling_policy != "priority":
-            raise ValueError(f'priority={priority} needs scheduling_policy="priority"')
         params = dataclasses.replace(params)  # the caller may change the original later
         bad_words = ()
         if params.bad_words:
@@ -353,14 +356,6 @@ class InputProcessor:
             eos_token_ids=self.eos_token_ids,
             config=to_structured_outputs_config(self._config.structured_outputs_config),
         )
-
-
-def _without_truncation(
-    tokenization_kwargs: Mapping[str, Any] | None,
-) -> tuple[dict[str, Any], int | None]:
-    """The options for the tokenizer, and the number of tokens to truncate prompts to, or None."""
-    options = dict(tokenization_kwargs or {})
-    return options, options.pop("truncate_prompt_tokens", None)
 
 
 def _embeds_form(built: Built) -> EmbedsForm | None:

@@ -80,7 +80,8 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
     def _start(self, built: Built) -> None:
         self.config = built.config
         self._engine: EngineVerbs = built.engine
-        self._outputs = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
+        detokenizers = functools.partial(make_detokenizer, built.tokenizer)
+        self._outputs = OutputProcessor(detokenizers, built.config.stream_interval)
         self._inputs = InputProcessor(built, ids_in_use=self._outputs)
         self._caller, self._memory = OneCaller(), built.memory
 
@@ -95,7 +96,7 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
         lora_request: AnyLoRA = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer each prompt. Returns final outputs, whatever `output_kind` is, in the order of the prompts.
 
@@ -103,8 +104,8 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
         [T, E], with `enable_prompt_embeds`), optionally with "cache_salt" and, for models that take pictures,
         "multi_modal_data" (`inputs.MultiModalData`). `prompts` is one prompt or a list of them (a list of ids is one).
         `sampling_params` is one for all, one for each, or None for `get_default_sampling_params()`.
-        `tokenization_kwargs` go to the tokenizer. `lora_request` is one adapter for all, or a list with an adapter or
-        None for each. Raises ValueError before anything runs if any prompt or its params cannot be served; on any
+        `tokenization_kwargs`: see `tokenization.py`. `lora_request` is one adapter for all, or a list with one or None
+        for each. Raises ValueError before anything runs if any prompt or its params cannot be served; on any
         later exception, the requests of this call are aborted.
         """
         _refuse(mm_processor_kwargs=mm_processor_kwargs)
@@ -129,7 +130,7 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         tool_choice: Any = "auto",
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of messages.
@@ -312,7 +313,7 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
     # Adapters. Without `enable_lora` these raise ValueError.
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now. False if its id is already loaded. Raises ValueError if it cannot be applied."""
+        """Read an adapter now, unless it is loaded. Always True. Raises ValueError if it cannot be applied."""
         with self._caller:
             return self._inputs.adapters.add(lora_request)
 
@@ -385,10 +386,16 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
         self._caller.check_process()
         self._engine.wait_until_warm()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV. False, and nothing happens, while requests are unfinished."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached KV. False, and nothing happens, while requests hold blocks.
+
+        With `reset_running_requests` they first release their blocks, and their KV is recomputed. `reset_connector` has
+        no effect: there is no connector.
+        """
         with self._caller:
-            return self._engine.reset_prefix_cache()
+            return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
 
 def _refuse(**options: Any) -> None:

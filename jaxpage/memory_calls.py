@@ -39,8 +39,8 @@ class MemoryCalls:
                 self._settle(mode)
             memory.sleep(keep_weights=level == 1)
 
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Restore weights and KV pool on the devices; nothing is compiled.
+    def wake_up(self, tags: Collection[str] | None = None) -> bool:
+        """Restore weights and KV pool on the devices; nothing is compiled. True if both are there.
 
         `tags`: restore only "weights" or "kv_cache". Raises ValueError for other tags, EngineAsleepError if the weights
         were discarded and not yet updated.
@@ -50,6 +50,7 @@ class MemoryCalls:
             memory.wake_up(tags)
             if len(tags) > 1:
                 self._check_awake()
+            return memory.lacks is None
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV pool are not on the devices."""

@@ -45,8 +45,12 @@ class Processed(NamedTuple):
 class OutputProcessor:
     """Texts and tokens of unfinished requests, and outputs that were not taken yet. Not thread-safe."""
 
-    def __init__(self, make_detokenizer: Callable[[Request], Detokenizer | None]):
+    def __init__(
+        self, make_detokenizer: Callable[[Request], Detokenizer | None], stream_interval: int = 1
+    ):
+        """`stream_interval`: the least number of tokens between two outputs of a sequence."""
         self._make_detokenizer = make_detokenizer
+        self._stream_interval = stream_interval
         self._requests: dict[str, _RequestState] = {}  # unfinished
         self._unreported: dict[str, _RequestState] = {}  # have new tokens, or have ended
 
@@ -66,7 +70,10 @@ class OutputProcessor:
 
     def add(self, request: Request) -> None:
         """Register a request when it is added to the engine."""
-        self._requests[request.request_id] = _RequestState(request, self._make_detokenizer)
+        self._requests[request.request_id] = self._begin(request)
+
+    def _begin(self, request: Request) -> _RequestState:
+        return _RequestState(request, self._make_detokenizer, self._stream_interval)
 
     def process(self, step: StepOutput) -> Processed:
         """Process a step. Entries of requests and sequences that have already ended are ignored."""
@@ -113,7 +120,7 @@ class OutputProcessor:
         for request_id in request_ids:
             before = self._requests.get(request_id)
             if before is not None:
-                self._requests[request_id] = _RequestState(before.request, self._make_detokenizer)
+                self._requests[request_id] = self._begin(before.request)
         return [request_id for request_id in request_ids if request_id not in self._requests]
 
     def _take_prompts(self, step: StepOutput) -> None:
@@ -178,7 +185,12 @@ class _RequestState:
         "num_unfinished", "first_token_time", "last_token_time", "prompt", "_prompt_logprobs", "_captured",
     )  # fmt: skip
 
-    def __init__(self, request: Request, make_detokenizer: Callable[[Request], Detokenizer | None]):
+    def __init__(
+        self,
+        request: Request,
+        make_detokenizer: Callable[[Request], Detokenizer | None],
+        stream_interval: int,
+    ):
         params = request.params
         self.request = request
         self.request_id = request.request_id
@@ -196,7 +208,7 @@ class _RequestState:
                 if params.wants_logprobs
                 else None,
                 params.min_tokens,
-                params.stream_interval or 1,
+                max(params.stream_interval or 1, stream_interval),
             )
             for index in range(params.n)
         ]

@@ -27,9 +27,12 @@ class Logprob:
     decoded_token: str | None = None  # None without a tokenizer
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of a prompt. `token_ids` includes the stop token, `text` does not."""
+    """One continuation of a prompt. `token_ids` includes the stop token, `text` does not.
+
+    Positional arguments are in vLLM's order.
+    """
 
     index: int
     text: str
@@ -45,13 +48,15 @@ class CompletionOutput:
     lora_request: None = None
     # (version, start, end) of spans of `token_ids`, in order; the version is how often the parameters had been replaced
     # when these tokens were sampled. In final outputs; None if they never were
-    weight_versions: list[tuple[int, int, int]] | None = None
+    weight_versions: list[tuple[int, int, int]] | None = field(default=None, kw_only=True)
     # by name of the point, in final outputs; only with `SamplingParams.capture`
-    captures: Mapping[str, Captured] | None = field(default=None, compare=False, repr=False)
+    captures: Mapping[str, Captured] | None = field(
+        default=None, compare=False, repr=False, kw_only=True
+    )
     # Parsed from `text` by `LLM.chat`: the text without reasoning and tool calls, and these two.
-    content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | None = field(default=None, kw_only=True)
+    reasoning: str | None = field(default=None, kw_only=True)
+    tool_calls: list[ToolCall] | None = field(default=None, kw_only=True)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -92,9 +97,9 @@ class RequestStateStats:
         return max(0.0, self.scheduled_ts - self.queued_ts)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
-    """One prompt and its continuations, in the order of their index.
+    """One prompt and its continuations, in the order of their index. Positional arguments are in vLLM's order.
 
     The contents of `outputs` depend on `SamplingParams.output_kind`. CUMULATIVE: all `n` continuations so far. DELTA:
     those that gained tokens or ended, with text, ids and logprobs since the last output. FINAL_ONLY: all, once, when
@@ -104,18 +109,18 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None if the prompt was given as ids
     prompt_token_ids: list[int]
+    # one dict per prompt token: id -> Logprob, None for the first; only if asked for
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
-    # one dict per prompt token: id -> Logprob, None for the first; only if asked for
-    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
-    # float32[rows, ids] for `prompt_logprob_token_ids`; -inf where a row has fewer ids
-    prompt_token_id_logprobs: np.ndarray | None = field(default=None, compare=False)
-    metrics: RequestStateStats
+    metrics: RequestStateStats = field(default_factory=RequestStateStats)
     lora_request: LoRARequest | None = None  # the adapter that answered
     encoder_prompt: None = None  # in vLLM, like the next field; always None here
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_cache_creation_tokens: int = 0  # prompt tokens added to the prefix cache
+    # float32[rows, ids] for `prompt_logprob_token_ids`; -inf where a row has fewer ids
+    prompt_token_id_logprobs: np.ndarray | None = field(default=None, compare=False, kw_only=True)
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one, as in vLLM.

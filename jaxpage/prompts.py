@@ -18,10 +18,17 @@ from jaxpage.chat_template import CONTENT_FORMATS, check_conversations, render
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.sampling.constraints import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.sampling_params import SamplingParams
+from jaxpage.tokenization import read_tokenization
 from jaxpage.tokenizer import load_chat_template
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data")
-_TOKENIZER_OPTIONS = ("add_special_tokens", "truncation", "max_length")
+_TYPES = {
+    "text": "prompt",
+    "token": "prompt_token_ids",
+    "embeds": "prompt_embeds",
+}  # vLLM's, and what each needs
+_MAY_BE_EMPTY = ("mm_processor_kwargs", "multi_modal_uuids")  # keys of vLLM that say nothing then
+_FIXED = ("chat_template", "conversation", "tokenize", "tokenizer")  # of a rendering
 
 
 @dataclass(kw_only=True)
@@ -59,8 +66,8 @@ def parse(
 ) -> list[Prompt]:
     """One or several prompts (see `LLM.generate`) as ids; texts get the tokenizer's special tokens.
 
-    `tokenization_kwargs` go to the tokenizer, as in vLLM. Raises ValueError for unknown forms, and for text if
-    `tokenizer` is None.
+    `tokenization_kwargs`: see `read_tokenization`; whoever knows the limits truncates. Raises ValueError for unknown
+    forms, and for text if `tokenizer` is None.
     """
     if hasattr(prompts, "tolist"):  # an array of ids
         prompts = prompts.tolist()
@@ -89,12 +96,7 @@ def _parse_one(prompt: Any) -> Prompt:
         return Prompt(token_ids=[], text=prompt)
     if not isinstance(prompt, Mapping):
         return Prompt(token_ids=_to_ids(prompt))
-    unknown = [k for k in prompt if k not in _PROMPT_KEYS and prompt[k] is not None]
-    if unknown:
-        raise ValueError(
-            f"a prompt with {', '.join(map(repr, unknown))} is not supported; a dict may have "
-            f"{', '.join(_PROMPT_KEYS)}"
-        )
+    _check_keys(prompt)
     text, ids, embeds, salt, media = (prompt.get(key) for key in _PROMPT_KEYS)
     if text is None and ids is None and embeds is None:
         raise ValueError(
@@ -116,11 +118,34 @@ def _parse_one(prompt: Any) -> Prompt:
     return Prompt(token_ids=token_ids, text=text, cache_salt=salt, media=media or None)
 
 
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    """Raise ValueError for keys of a prompt that ask for something unknown."""
+    unknown = [
+        key
+        for key, value in prompt.items()
+        if key not in (*_PROMPT_KEYS, "type")
+        and value is not None
+        and not (key in _MAY_BE_EMPTY and value == {})
+    ]
+    if unknown:
+        raise ValueError(
+            f"a prompt with {', '.join(map(repr, unknown))} is not supported; a dict may have "
+            f"{', '.join(_PROMPT_KEYS)}"
+        )
+    kind = prompt.get("type")
+    if kind is not None and not (isinstance(kind, str) and kind in _TYPES):
+        raise ValueError(f'the "type" of a prompt must be one of {", ".join(_TYPES)}, got {kind!r}')
+    if kind is not None and prompt.get(_TYPES[kind]) is None:
+        raise ValueError(f'a prompt of "type": "{kind}" needs "{_TYPES[kind]}"')
+
+
 def _to_embeds(embeds: Any) -> np.ndarray:
-    """An array of NumPy, JAX or torch as NumPy [T, E]."""
+    """An array [T, E] or [1, T, E] of NumPy, JAX or torch as NumPy [T, E]."""
     if hasattr(embeds, "detach"):  # torch, whose bfloat16 NumPy does not know
         embeds = embeds.detach().cpu().float()
     array = np.asarray(embeds)
+    if array.ndim == 3 and len(array) == 1:
+        array = array[0]
     is_float = np.issubdtype(array.dtype, np.floating) or array.dtype == ml_dtypes.bfloat16
     if array.ndim != 2 or len(array) == 0 or not is_float:
         raise ValueError(
@@ -141,46 +166,39 @@ def _to_ids(ids: Any) -> list[int]:
     return [int(token_id) for token_id in ids]
 
 
-def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, options: Mapping[str, Any]) -> None:
+def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
     """Tokenise all prompts that have only text in one call, in which fast tokenizers use several threads."""
-    texts = {p.text for p in prompts if p.text is not None and not p.token_ids}
+    how = read_tokenization(kwargs)
+    for prompt in prompts:
+        if prompt.text is None and prompt.embeds is None and how.needs_text:
+            if tokenizer is None:
+                raise ValueError("needs_detokenization needs a tokenizer, skip_tokenizer_init=True")
+            prompt.text = tokenizer.decode(prompt.token_ids)
+        elif prompt.text is not None and not prompt.token_ids and how.lower_case:
+            prompt.text = prompt.text.lower()
+    texts = [p.text for p in prompts if p.text is not None and not p.token_ids]
     if not texts:
         return
     if tokenizer is None:
         raise ValueError("text prompts need a tokenizer, skip_tokenizer_init=True; give ids")
-    check_tokenization(texts, options)
-    texts = list(texts)
-    ids_of = dict(zip(texts, tokenizer(texts, **options)["input_ids"], strict=True))
+    texts = list(dict.fromkeys(texts))
+    check_encodable(texts)
+    ids_of = dict(zip(texts, tokenizer(texts, **how.options)["input_ids"], strict=True))
     for prompt in prompts:
         if prompt.text is not None and not prompt.token_ids:
             prompt.token_ids = list(ids_of[prompt.text])
 
 
-def check_tokenization(texts: Iterable[str], options: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a tokenizer can take the texts and `options`, a request's tokenization_kwargs."""
+def check_encodable(texts: Iterable[str]) -> None:
+    """Raise ValueError unless a tokenizer can take the texts."""
     for text in texts:
-        _check_encodable(text)
-    unknown = options.keys() - set(_TOKENIZER_OPTIONS)
-    if unknown:
-        raise ValueError(
-            f"tokenization_kwargs has {', '.join(sorted(unknown))}; supported are "
-            f"{', '.join(_TOKENIZER_OPTIONS)}"
-        )
-    length = options.get("max_length")
-    if length is not None and (not _is_int(length) or length < 1):
-        raise ValueError(
-            f"max_length of tokenization_kwargs must be an int of at least 1, got {length!r}"
-        )
-
-
-def _check_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt has a lone surrogate, {text[error.start]!r}, at position {error.start}, "
-            'which is no character; replace it: text.encode(errors="replace").decode()'
-        ) from None
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the prompt has a lone surrogate, {text[error.start]!r}, at position {error.start}, "
+                'which is no character; replace it: text.encode(errors="replace").decode()'
+            ) from None
 
 
 def parse_chat(
@@ -208,6 +226,11 @@ def parse_chat(
             f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, got "
             f"{chat_template_content_format!r}"
         )
+    if fixed := sorted({*_FIXED} & {*(chat_template_kwargs or ())}):
+        raise ValueError(
+            f"chat_template_kwargs must not have {', '.join(fixed)}, which the engine sets; a template goes into "
+            "chat_template"
+        )
     options = dict(chat_template_kwargs or {}) | {
         "chat_template": load_chat_template(chat_template),
         "content_format": chat_template_content_format,
@@ -224,8 +247,11 @@ def parse_chat(
     return prompts
 
 
-def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
-    """The last `length` tokens of a prompt; -1: as many as leave room for one output token. Raises ValueError."""
+def truncate(prompt: Prompt, length: int, limits: Limits, side: str | None = None) -> Prompt:
+    """The last `length` tokens of a prompt, or with the side "right" the first. Raises ValueError.
+
+    -1: as many as leave room for one output token.
+    """
     if not _is_int(length) or (length < 1 and length != -1):
         raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length!r}")
     if length > limits.max_model_len:
@@ -235,8 +261,9 @@ def truncate(prompt: Prompt, length: int, limits: Limits) -> Prompt:
     length = limits.max_model_len - 1 if length == -1 else length
     if prompt.pictures is not None and length < len(prompt.token_ids):
         raise ValueError("truncate_prompt_tokens would cut a prompt with pictures; make it shorter")
-    embeds = None if prompt.embeds is None else prompt.embeds[-length:]
-    return replace(prompt, token_ids=prompt.token_ids[-length:], embeds=embeds)
+    kept = slice(length) if side == "right" else slice(-length, None)
+    embeds = None if prompt.embeds is None else prompt.embeds[kept]
+    return replace(prompt, token_ids=prompt.token_ids[kept], embeds=embeds)
 
 
 def check_prompt_scores(prompt: Prompt, params: SamplingParams, limits: Limits) -> None:

@@ -63,7 +63,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_offloading_backend": ("native",),
     },
     "assign to the parameters of the model, which every step reads": {"weight_transfer_config": ()},
-    "delete the LLM to free its memory": {"enable_sleep_mode": (False,)},
+    "every engine can sleep": {"enable_sleep_mode": (False, True)},
     "host memory holds KV only, see swap_space": {
         "cpu_offload_gb": (0,),
         "offload_group_size": (0,),
@@ -96,7 +96,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "aux_output_config": (),
         "watermark_config": (),
     },
-    "outputs are produced at every step": {"stream_interval": (1,)},
+    "prompts are not logged; outputs have them": {"enable_log_requests": (False,)},
     "noise is drawn in float32": {"use_fp64_gumbel": (False,)},
     "give ids in prompt_token_ids, and skip_tokenizer_init=True": {"tokens_only": (False,)},
     "there are no workers": {

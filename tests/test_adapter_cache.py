@@ -51,7 +51,8 @@ def test_the_least_recently_used_one_is_forgotten():
     for number, folder in ((1, "a"), (2, "b"), (1, "a"), (3, "same as a")):
         cache.get(request(number, folder))
     assert cache.ids == {1, 3} and folders.read == ["a", "b", "same as a"]
-    assert cache.add(request(2, "b")) and not cache.add(request(2, "b"))
+    assert cache.add(request(2, "b")) is cache.add(request(2, "b")) is True
+    assert folders.read == ["a", "b", "same as a", "b"]
 
 
 def test_an_id_names_one_adapter():

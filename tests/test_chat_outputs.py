@@ -37,7 +37,7 @@ def output_of(text: str, prompt: str = "") -> RequestOutput:
         index=0, text=text, token_ids=[], cumulative_logprob=None, logprobs=None
     )
     return RequestOutput(
-        request_id="0", prompt=prompt, prompt_token_ids=[], outputs=[completion], finished=True,
+        request_id="0", prompt=prompt, prompt_token_ids=[], prompt_logprobs=None, outputs=[completion], finished=True,
         metrics=RequestStateStats(),
     )  # fmt: skip
 

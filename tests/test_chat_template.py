@@ -90,6 +90,25 @@ def test_a_template_that_prints_the_content_gets_text(tokenizer):
     assert got["content"] == "the\ndog"
 
 
+def test_refusals_and_thoughts_are_text(tokenizer):
+    parts = [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "refusal", "refusal": "no"},
+        {"type": "text", "text": "x", "cache_control": 1},
+    ]
+    message = {"role": "assistant", "content": parts}
+    (got,) = seen(tokenizer, message)
+    assert got["content"] == "hm\nno\nx"
+    (got,) = seen(tokenizer, message, chat_template_content_format="openai")
+    assert got["content"] == [
+        {"type": "text", "text": "hm"},
+        {"type": "text", "text": "no"},
+        {"type": "text", "text": "x", "cache_control": 1},
+    ]
+    with pytest.raises(ValueError, match='must have "refusal" of type str'):
+        seen(tokenizer, {"role": "assistant", "content": [{"type": "refusal", "text": "no"}]})
+
+
 def test_the_format_can_be_said(tokenizer):
     message = {"role": "user", "content": "x"}
     (got,) = seen(tokenizer, message, chat_template_content_format="openai")
@@ -166,6 +185,12 @@ def test_the_format_is_detected_as_vllm_does(template, expected):
 def test_what_is_no_conversation_is_refused(tokenizer, messages, message):
     with pytest.raises(ValueError, match=message):
         parse_chat(messages, tokenizer)
+
+
+@pytest.mark.parametrize("key", ["tokenize", "chat_template", "conversation", "tokenizer"])
+def test_what_is_fixed_cannot_be_given_to_a_template(tokenizer, key):
+    with pytest.raises(ValueError, match=f"chat_template_kwargs must not have {key}"):
+        seen(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs={key: True})
 
 
 def test_a_template_that_is_no_text_is_refused(tokenizer):

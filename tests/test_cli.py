@@ -39,6 +39,7 @@ def calls(monkeypatch):
                     request_id="0",
                     prompt=prompt,
                     prompt_token_ids=[1],
+                    prompt_logprobs=None,
                     finished=True,
                     metrics=RequestStateStats(),
                     outputs=[

@@ -189,6 +189,7 @@ def test_a_quant_policy_that_is_none_is_refused():
         {"max_num_batched_tokens": 0},
         {"decode_steps": 0},
         {"scheduling_policy": "lifo"},
+        {"stream_interval": 0},
         {"load_format": "gguf"},
         {"quantization": "awq"},
         {"logprobs_mode": "logits"},
@@ -273,6 +274,8 @@ def test_every_option_of_vllm_is_accepted_at_its_default(name):
         {"limit_mm_per_prompt": {}},
         {"additional_config": {}},
         {"stream_interval": 1},
+        {"enable_sleep_mode": True},
+        {"enable_log_requests": False},
         {"enable_chunked_prefill": True},
         {"cpu_offload_gb": 0.0},
         {"swap_space": 0},
@@ -298,8 +301,7 @@ def test_options_of_vllm_are_accepted_at_other_harmless_values(neutral):
         {"rope_scaling": {"type": "yarn"}},
         {"cpu_offload_gb": 4},
         {"model_impl": "transformers"},
-        {"enable_sleep_mode": True},
-        {"stream_interval": 2},
+        {"enable_log_requests": True},
     ],
 )
 def test_options_of_vllm_are_refused_at_other_values_with_what_to_do(option):
@@ -450,8 +452,8 @@ def test_engine_args_are_the_options_of_an_llm():
         tensor_parallel_size=1,
         options_without_effect=("disable_log_stats",),
     )
-    with pytest.raises(ValueError, match="enable_sleep_mode=True is not supported"):
-        EngineArgs(model="m", enable_sleep_mode=True)
+    with pytest.raises(ValueError, match="enable_log_requests=True is not supported"):
+        EngineArgs(model="m", enable_log_requests=True)
 
 
 @pytest.mark.parametrize(

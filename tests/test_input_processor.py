@@ -74,6 +74,42 @@ def test_prompts_are_truncated_where_tokenization_kwargs_say_so(make):
             inputs.parse("Once", {"truncate_prompt_tokens": length})
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"max_length": 3}, slice(None)),
+        ({"truncation": False, "max_length": 3}, slice(None)),
+        ({"truncation": True, "max_length": 3}, slice(-3, None)),
+        ({"truncation": "longest_first", "max_length": 3}, slice(-3, None)),
+        ({"truncation": True, "max_length": 3, "truncation_side": "right"}, slice(3)),
+        ({"truncation": "do_not_truncate", "truncate_prompt_tokens": 3}, slice(None)),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, slice(3)),
+        (
+            {"truncate_prompt_tokens": 3, "truncation_side": "left", "padding": False},
+            slice(-3, None),
+        ),
+        ({"truncate_prompt_tokens": 3, "truncation_side": None, "padding": None}, slice(-3, None)),
+        ({"truncation_side": "right"}, slice(None)),
+    ],
+)
+def test_prompts_are_truncated_as_by_vllm(make, options, kept):
+    inputs = make()
+    (whole,) = inputs.parse("Once upon a time there was")
+    assert len(whole.token_ids) > 4
+    for prompt in ("Once upon a time there was", {"prompt_token_ids": whole.token_ids}):
+        (found,) = inputs.parse(prompt, options)
+        assert found.token_ids == whole.token_ids[kept]
+    messages = [{"role": "user", "content": "Once upon a time"}]
+    (chat,) = inputs.parse_chat(messages)
+    (short,) = inputs.parse_chat(messages, tokenization_kwargs=options)
+    assert short.token_ids == chat.token_ids[kept]
+
+
+def test_truncation_without_a_length_leaves_room_for_an_answer(make):
+    (prompt,) = make().parse([5] * 100, {"truncation": True})
+    assert len(prompt.token_ids) == 63
+
+
 def test_what_is_refused_does_not_count(make):
     inputs = make()
     with pytest.raises(ValueError, match="prompt 1 of 2: prompt_token_ids has 600"):
@@ -160,10 +196,7 @@ def test_a_thinking_budget_without_usable_markers_is_refused(make, options, mess
         inputs.requests(inputs.parse([5]), BUDGET)
 
 
-def test_priorities_need_their_policy_and_bad_words_a_tokenizer(make):
-    inputs = make()
-    with pytest.raises(ValueError, match="scheduling_policy"):
-        inputs.requests(inputs.parse([5]), priority=1)
+def test_each_prompt_has_a_priority_and_bad_words_need_a_tokenizer(make):
     inputs = make(scheduling_policy="priority", skip_tokenizer_init=True)
     requests = inputs.requests(inputs.parse([[5], [6]]), priority=[3, 1])
     assert [r.priority for r in requests] == [3, 1]

@@ -201,15 +201,39 @@ def test_lists_of_another_length_are_refused(make):
         make().generate([[5], [6]], [SamplingParams()])
     with pytest.raises(ValueError, match="priority has 3 entries for 2"):
         make(scheduling_policy="priority").generate([[5], [6]], priority=[1, 2, 3])
+    with pytest.raises(ValueError, match="priority has 0 entries for 2"):
+        make().generate([[5], [6]], priority=[])
     with pytest.raises(ValueError, match="SamplingParams"):
         make().generate([[5]], {"max_tokens": 3})
 
 
-def test_priorities_need_their_policy(make):
-    with pytest.raises(ValueError, match="scheduling_policy"):
-        make().generate([5], priority=1)
-    llm = make(scheduling_policy="priority")
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_priorities_count_only_with_their_policy(make, policy):
+    llm = make(scheduling_policy=policy)
     assert len(llm.generate([[5], [6]], priority=[2, 1])) == 2
+    params = SamplingParams(max_tokens=1)
+    for number in range(17):  # one more than run at a time
+        llm.add_request(str(number), [5], params, priority=-number)
+    first = {output.request_id for output in llm.step()} or {o.request_id for o in llm.step()}
+    assert ("0" in first) == (policy == "fcfs") and ("16" in first) == (policy == "priority")
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
+def test_the_prefix_cache_can_be_reset_while_requests_run(make):
+    llm = make()
+    prompt, params = [5, 6, 7, 8, 9], SamplingParams(max_tokens=40, ignore_eos=True, seed=3)
+    expected = tokens(llm.generate([prompt], params))
+    llm.add_request("a", prompt, params)
+    for _ in range(3):
+        llm.step()
+    assert llm.reset_prefix_cache() is llm.reset_prefix_cache(False, True) is False
+    assert llm.reset_prefix_cache(reset_running_requests=True) is True
+    assert llm.stats().num_preemptions == 1
+    while llm.has_unfinished_requests():
+        outputs = llm.step()
+    assert tokens(outputs) == expected
+    assert llm.reset_prefix_cache(True, True) is True
 
 
 def test_all_logprobs_can_be_had_if_the_engine_allows_it(make):
@@ -544,6 +568,23 @@ def test_steps_report_what_the_kind_of_output_says(make, overlap):
         assert deltas[-1].finish_reason == completion.finish_reason
     # What came during `generate` is one delta.
     assert len(got["DELTA"][0].outputs[0].token_ids) >= 2
+
+
+def test_the_engines_stream_interval_is_the_least_of_each_request(make):
+    """As in vLLM, a request may ask for more."""
+    llm = make(stream_interval=4, decode_steps=1)
+    counts = {}
+    for wanted, name in ((None, "none"), (2, "less"), (6, "more")):
+        delta = RequestOutputKind.DELTA
+        params = SamplingParams(
+            max_tokens=12, ignore_eos=True, output_kind=delta, stream_interval=wanted
+        )
+        llm.add_request(name, [5, 6], params)
+        counts[name] = []
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            counts[output.request_id].append(len(output.outputs[0].token_ids))
+    assert counts == {"none": [1, 4, 4, 3], "less": [1, 4, 4, 3], "more": [1, 6, 5]}
 
 
 def test_beam_search_answers_as_many_prompts_at_a_time_as_it_may(make):

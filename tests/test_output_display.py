@@ -26,6 +26,7 @@ def output_of(logprobs, text=" <b>&"):
         request_id="0",
         prompt="<script>",
         prompt_token_ids=[1, 2],
+        prompt_logprobs=None,
         outputs=[completion],
         finished=True,
         metrics=RequestStateStats(),

@@ -11,7 +11,7 @@ import pytest
 from jaxpage import tiny
 from jaxpage.engine.step_output import SequenceEnd, StepOutput
 from jaxpage.output_processor import OutputProcessor
-from jaxpage.outputs import CompletionOutput, Logprob
+from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from jaxpage.plan import StepResult
 from jaxpage.request import FinishReason, Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
@@ -209,3 +209,18 @@ def test_fields_that_vllm_has_and_nobody_fills_yet_are_there():
     assert completion.lora_request is completion.routed_experts is None
     assert completion.weight_versions is None
     assert Logprob(-1.0) == Logprob(-1.0, None, None)
+
+
+def test_outputs_are_made_as_those_of_vllm():
+    completion = CompletionOutput(0, "a", [1], 0.0, None)
+    named = CompletionOutput(
+        index=0, text="a", token_ids=[1], cumulative_logprob=0.0, logprobs=None, finish_reason=None
+    )
+    assert completion == named and not completion.finished()
+    output = RequestOutput("t", "x", [1], None, [completion], False)
+    assert output == RequestOutput(
+        request_id="t", prompt="x", prompt_token_ids=[1], prompt_logprobs=None, outputs=[named],
+        finished=False,
+    )  # fmt: skip
+    assert output.num_cached_tokens == 0 and output.lora_request is None
+    assert output.metrics == RequestStateStats()

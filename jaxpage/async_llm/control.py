@@ -79,8 +79,8 @@ class EngineControl:
             await self.pause_generation(mode=mode, clear_cache=False)
         await self._call(fall_asleep)
 
-    async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Restore weights and KV pool on the devices, and continue; nothing is compiled.
+    async def wake_up(self, tags: Collection[str] | None = None) -> bool:
+        """Restore weights and KV pool on the devices, and continue; nothing is compiled. True if both are there.
 
         `tags`: restore only these of "weights" and "kv_cache"; generation continues once both are there. With
         ["scheduling"] it continues after level 0. Raises ValueError for other tags, EngineAsleepError if the weights
@@ -90,14 +90,15 @@ class EngineControl:
             return await self.resume_generation()
         memory, tags = needed(self._memory), check_tags(tags)
 
-        def wake() -> None:
+        def wake() -> bool:
             memory.wake_up(tags)
             if memory.lacks is None:
                 self._tasks.steps.resume()
             elif set(tags) == set(TAGS):
                 self._check_awake()
+            return memory.lacks is None
 
-        await self._call(wake)
+        return await self._call(wake)
 
     async def is_sleeping(self) -> bool:
         """Whether the weights or the KV pool are missing from the devices."""
@@ -126,10 +127,13 @@ class EngineControl:
 
     # Cache and health.
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Discard all cached KV. Does nothing and returns False while requests hold blocks.
 
-        With `reset_running_requests` they first release their blocks, and their KV is recomputed.
+        With `reset_running_requests` they first release their blocks, and their KV is recomputed. `reset_connector` has
+        no effect: there is no connector.
         """
         reset = functools.partial(
             self._tasks.engine.reset_prefix_cache, reset_running_requests=reset_running_requests

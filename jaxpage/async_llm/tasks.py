@@ -45,7 +45,8 @@ class Tasks:
         self._num_added = itertools.count()
         self.inputs = InputProcessor(built, ids_in_use=self._ids)
         self.steps = StepLoop(built.engine, _ToOutputs(self))
-        processor = OutputProcessor(functools.partial(make_detokenizer, built.tokenizer))
+        detokenizers = functools.partial(make_detokenizer, built.tokenizer)
+        processor = OutputProcessor(detokenizers, built.config.stream_interval)
         to_engine = EngineCalls(end_by_text=self._end_by_text, abort=self._abort)
         self.outputs = OutputLoop(processor, to_engine, self._ended)
         self._is_shut_down = False

@@ -14,7 +14,8 @@ from jaxpage.chat_template import render
 from jaxpage.config import ResolvedConfig
 from jaxpage.pooling.engine import Text
 from jaxpage.pooling.sentence_transformers import SentenceTransformer
-from jaxpage.prompts import Limits, Prompt, check_tokenization, parse, parse_chat
+from jaxpage.prompts import Limits, Prompt, check_encodable, parse, parse_chat
+from jaxpage.tokenization import read_tokenization
 from jaxpage.tokenizer import load_chat_template
 
 
@@ -145,8 +146,10 @@ class PoolingInputs:
         self, tokenization_kwargs: Mapping[str, Any] | None
     ) -> tuple[dict[str, Any], int | None]:
         """The tokenizer's options, and the number of tokens to truncate prompts to, or None."""
-        options = dict(tokenization_kwargs or {})
-        length = options.pop("truncate_prompt_tokens", None)
+        options, how = dict(tokenization_kwargs or {}), read_tokenization(tokenization_kwargs)
+        if how.side == "left":
+            raise ValueError('truncation_side="left" is not supported: long texts lose their end')
+        length = how.length
         if length is None:
             return options, None
         if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
@@ -156,7 +159,8 @@ class PoolingInputs:
             raise ValueError(f"truncate_prompt_tokens={length} is more than max_model_len={most}")
         length = most if length == -1 else length
         # The tokenizer keeps its special tokens at the ends.
-        return options | {"truncation": True, "max_length": length}, length
+        kept = {"truncation": True, "max_length": length, "truncation_side": None}
+        return options | kept, length
 
     def _with_prompt(self, prompts: Any, name: str | None) -> Any:
         if name is None:
@@ -178,10 +182,11 @@ class PoolingInputs:
         options: Mapping[str, Any],
         length: int | None,
     ) -> list[Prompt]:
-        if self._folder.lower_case:
+        how = read_tokenization(options)
+        if self._folder.lower_case or how.lower_case:
             queries, documents = [q.lower() for q in queries], [d.lower() for d in documents]
-        check_tokenization([*queries, *documents], options)
-        found = self.tokenizer(list(queries), list(documents), **options)
+        check_encodable([*queries, *documents])
+        found = self.tokenizer(list(queries), list(documents), **how.options)
         # The tokenizer does not truncate to less than its special tokens.
         if length is not None and max(map(len, found["input_ids"]), default=0) > length:
             num_special = self.tokenizer.num_special_tokens_to_add(pair=True)

@@ -83,6 +83,17 @@ def expected(prompt: list[int], params: SamplingParams) -> list[list[int]]:
     return [expected_output(request, i, MAX_MODEL_LEN)[0] for i in range(params.n)]
 
 
+def test_the_engine_s_stream_interval_and_a_priority_without_its_policy(make):
+    llm = make(stream_interval=4)
+
+    async def run() -> list[int]:
+        outputs = llm.generate([5, 6], long(RequestOutputKind.DELTA), priority=-1)
+        return [len(output.outputs[0].token_ids) async for output in outputs]
+
+    counts = asyncio.run(run())
+    assert sum(counts) == 40 and all(count >= 4 for count in counts[1:-1])
+
+
 async def collect(llm: AsyncLLM, prompt, params, request_id=None) -> list[RequestOutput]:
     return [output async for output in llm.generate(prompt, params, request_id)]
 
@@ -355,6 +366,7 @@ def test_merged_deltas_say_what_both_say():
             request_id="r",
             prompt=None,
             prompt_token_ids=[1],
+            prompt_logprobs=None,
             outputs=[
                 CompletionOutput(
                     index=i, text=text, token_ids=ids, cumulative_logprob=None, logprobs=None,

@@ -162,9 +162,9 @@ def test_asleep_there_is_nothing_on_the_devices(llm, expected, mode):
         with pytest.raises(EngineAsleepError, match="asleep: wake_up"):
             run(verb())
     waiting = llm.submit({"prompt_token_ids": PROMPTS[0]}, PARAMS)
-    run(llm.wake_up(["weights"]))
+    assert run(llm.wake_up(["weights"])) is False
     assert on_device(llm) == (awake[0], 0) and run(llm.is_sleeping())
-    run(llm.wake_up(["kv_cache"]))
+    assert run(llm.wake_up(["kv_cache"])) is True
     assert on_device(llm) == awake and not run(llm.is_sleeping()) and not run(llm.is_paused())
     answers = [list(f.result().outputs[0].token_ids) for f in futures]
     for answer, whole in zip(answers, alone, strict=True):
@@ -182,7 +182,7 @@ def test_discarded_weights_must_come_again(llm, folders, expected):
     run(llm.update_weights(folders[0]))
     run(llm.wake_up())
     assert tokens(llm) == expected[0] and not run(llm.is_paused())
-    run(llm.wake_up())  # it is awake already
+    assert run(llm.wake_up()) is True  # it is awake already
 
 
 def test_what_cannot_be_asked(llm, expected):

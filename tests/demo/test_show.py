@@ -62,6 +62,7 @@ def test_an_answer_as_long_as_allowed_did_not_run_out_of_room(monkeypatch):
         request_id="0",
         prompt=None,
         prompt_token_ids=[1],
+        prompt_logprobs=None,
         outputs=[answer],
         finished=True,
         num_cached_tokens=0,

@@ -70,9 +70,9 @@ def test_sleep_frees_pool_and_weights_and_waking_compiles_nothing(llm, expected)
     assert llm.is_sleeping() and before - asleep > 0.95 * pool
     with pytest.raises(EngineAsleepError, match="wake_up before generation goes on"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    llm.wake_up(["weights"])
+    assert llm.wake_up(["weights"]) is False
     assert llm.is_sleeping()
-    llm.wake_up()
+    assert llm.wake_up() is True
     assert not llm.is_sleeping()
     assert tokens(llm) == expected[0] and llm.stats().num_recompiles == 0
 

@@ -120,6 +120,14 @@ def test_a_reward_is_read_at_the_tag_of_a_step():
             lambda p: p.embed([1], tokenization_kwargs={"truncate_prompt_tokens": 9}),
             "more than max_model_len=8",
         ),
+        (
+            lambda p: p.embed([1], tokenization_kwargs={"truncation_side": "left"}),
+            'truncation_side="left" is not supported',
+        ),
+        (
+            lambda p: p.embed([1] * 9, tokenization_kwargs={"max_length": 3}),  # truncates nothing
+            "the prompt has 9 tokens",
+        ),
         (lambda p: p.embed({"prompt_embeds": np.ones((1, 2))}), "prompt_embeds"),
         (
             lambda p: p.embed({"prompt_token_ids": [1], "multi_modal_data": {"image": "x"}}),

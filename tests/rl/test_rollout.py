@@ -32,7 +32,7 @@ def completion(index, token_ids, reason="stop", versions=None):
 
 def output(prompt, *completions, num_cached=0):
     return RequestOutput(
-        request_id="", prompt=None, prompt_token_ids=prompt, outputs=list(completions),
+        request_id="", prompt=None, prompt_token_ids=prompt, prompt_logprobs=None, outputs=list(completions),
         finished=True, metrics=RequestStateStats(), num_cached_tokens=num_cached,
     )  # fmt: skip
 

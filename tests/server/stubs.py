@@ -114,6 +114,7 @@ def make_output(
         request_id="caller's name",
         prompt=None,
         prompt_token_ids=request.prompt_token_ids,
+        prompt_logprobs=None,
         outputs=[
             CompletionOutput(
                 index=index,

@@ -1,0 +1,75 @@
+"""What the `tokenization_kwargs` of a call mean, as in vLLM.
+
+Knows names and values. Must not know prompts or tokenizers.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+_KNOWN = (
+    *("add_special_tokens", "truncation", "max_length", "truncate_prompt_tokens"),
+    *("truncation_side", "do_lower_case", "needs_detokenization"),
+)
+_NO_PADDING = (None, False, "do_not_pad")
+_NO_TRUNCATION = (None, False, "do_not_truncate")
+_TRUNCATION = (True, "longest_first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """How the prompts of a call become token ids."""
+
+    options: dict[str, Any] = field(default_factory=dict)  # of the tokenizer
+    length: int | None = None  # the most tokens of a prompt; -1: what the model takes
+    side: Literal["left", "right"] | None = None  # which end of a longer prompt is lost
+    lower_case: bool = False
+    needs_text: bool = False  # prompts of ids get their text, too
+
+
+def read_tokenization(kwargs: Mapping[str, Any] | None) -> Tokenization:
+    """The meaning of `tokenization_kwargs`. Prompts are truncated only with `truncation` or `truncate_prompt_tokens`.
+
+    Raises ValueError for unknown names and values.
+    """
+    given = {name: value for name, value in (kwargs or {}).items() if value is not None}
+    if given.get("padding") in _NO_PADDING:
+        given.pop("padding", None)
+    unknown = given.keys() - set(_KNOWN)
+    if unknown:
+        raise ValueError(
+            f"tokenization_kwargs has {', '.join(sorted(unknown))}; supported are {', '.join(_KNOWN)}"
+        )
+    longest: Any = given.get("max_length")
+    side = given.get("truncation_side")
+    if longest is not None and not _is_positive(longest):
+        raise ValueError(
+            f"max_length of tokenization_kwargs must be an int of at least 1, got {longest!r}"
+        )
+    if side not in (None, "left", "right"):
+        raise ValueError(f"truncation_side must be 'left' or 'right', got {side!r}")
+    length, truncation = given.get("truncate_prompt_tokens"), given.get("truncation")
+    options = {name: given[name] for name in ("add_special_tokens",) if name in given}
+    if truncation in _TRUNCATION:
+        length = -1 if longest is None else longest
+        if longest is not None and side is None:  # the tokenizer keeps its special tokens
+            options |= {"truncation": True, "max_length": longest}
+    elif truncation not in _NO_TRUNCATION:
+        raise ValueError(f"truncation must be True or False, got {truncation!r}")
+    elif truncation == "do_not_truncate":
+        length = None
+    return Tokenization(
+        options=options,
+        length=length,
+        side=side,
+        lower_case=bool(given.get("do_lower_case")),
+        needs_text=bool(given.get("needs_detokenization")),
+    )
+
+
+def _is_positive(value: Any) -> bool:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_int and int(value) >= 1
