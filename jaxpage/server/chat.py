@@ -216,9 +216,7 @@ class Turn:
         """Add new deltas; returns them as OpenAI's delta."""
         content = "".join(d.text for d in deltas if isinstance(d, TextDelta))
         reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
-        calls = [
-            self._call_delta(d) for d in deltas if isinstance(d, ToolCallStart | ToolCallArguments)
-        ]
+        calls = self._call_deltas(deltas)
         self.text.append(content)
         self.reasoning.append(reasoning)
         found = {"content": content, "reasoning": reasoning, "tool_calls": calls}
@@ -236,16 +234,18 @@ class Turn:
         ]
         return message
 
-    def _call_delta(self, delta: ToolCallStart | ToolCallArguments) -> dict[str, Any]:
-        if isinstance(delta, ToolCallStart):
-            call = {
-                "index": delta.index,
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": delta.name, "arguments": ""},
-            }
-            self.calls.append(call)
-            # A copy: later arguments do not belong to this delta.
-            return {**call, "function": dict(call["function"])}
-        self.calls[delta.index]["function"]["arguments"] += delta.text
-        return {"index": delta.index, "function": {"arguments": delta.text}}
+    def _call_deltas(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+        """The deltas of calls, one per call: some clients read only the first of them."""
+        found: dict[int, dict[str, Any]] = {}
+        for delta in deltas:
+            match delta:
+                case ToolCallStart(index, name):
+                    call_id = f"call_{uuid.uuid4().hex[:24]}"
+                    head = {"index": index, "id": call_id, "type": "function"}
+                    self.calls.append({**head, "function": {"name": name, "arguments": ""}})
+                    found[index] = {**head, "function": {"name": name, "arguments": ""}}
+                case ToolCallArguments(index, text):
+                    self.calls[index]["function"]["arguments"] += text
+                    new = {"index": index, "function": {"arguments": ""}}
+                    found.setdefault(index, new)["function"]["arguments"] += text
+        return list(found.values())
