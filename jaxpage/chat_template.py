@@ -79,7 +79,7 @@ def _normalise(message: Any, *, wants_parts: bool) -> dict[str, Any]:
                 "the chat template expects text alone, but the message has a picture; give a chat_template that "
                 "iterates over the content, in messages of the user"
             )
-        plain["content"] = "\n".join(part["text"] for part in parts)
+        plain["content"] = _joined(parts)
     if message["role"] == "assistant":
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list | tuple):
@@ -90,6 +90,15 @@ def _normalise(message: Any, *, wants_parts: bool) -> dict[str, Any]:
         if message.get("reasoning") is not None:
             plain.setdefault("reasoning_content", message["reasoning"])  # its older name
     return plain
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The texts of a message. Raises ValueError for content that is none."""
+    return _joined([part for part in _text_parts(message) if not isinstance(part, MediaPart)])
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(part["text"] for part in parts if part["text"])
 
 
 def _text_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -200,6 +200,58 @@ def test_a_conversation_is_continued(client, llm):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_the_echo_is_of_a_last_message_with_the_answer_s_role(client):
+    asked = dict(model="demo", temperature=0, max_tokens=4)
+    told = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}]
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+
+    def said(messages, **extra) -> tuple[str, str]:
+        """Role and text, which a stream has too."""
+        chat = dict(**asked, messages=messages, extra_body=extra)
+        message = client.chat.completions.create(**chat).choices[0].message
+        chunks = list(client.chat.completions.create(**chat, stream=True))
+        assert chunks[0].choices[0].delta.role == message.role
+        assert joined(chunks) == {0: message.content}
+        return message.role, message.content
+
+    assert said(MESSAGES, echo=True) == said(MESSAGES)
+    role, text = said(told, **goes_on)
+    assert role == "assistant" and said(told, echo=True, **goes_on) == (role, "It was" + text)
+    role, text = said(MESSAGES, add_generation_prompt=False)
+    echoed = said(MESSAGES, echo=True, add_generation_prompt=False)
+    assert role == "user" and echoed == (role, MESSAGES[0]["content"] + text)
+
+
+def test_continuous_usage_counts_what_was_sent(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=5, stream=True, stream_options=options
+        )
+    )
+    first, *_, last = counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert first == 0 and counts[1] > 0 and sorted(counts) == counts
+    assert all(c.usage.total_tokens == c.usage.prompt_tokens + n for c, n in zip(chunks, counts, strict=True))
+    assert chunks[0].usage.prompt_tokens == chunks[-1].usage.prompt_tokens > 0 and last <= 5
+
+
+def test_whole_answers_have_vllm_s_fields_as_null(client):
+    chat = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1)
+    text = client.completions.create(model="demo", prompt=PROMPT, max_tokens=1)
+    message = chat.choices[0].message.to_dict()
+    assert message.keys() == {
+        "role", "content", "refusal", "annotations", "audio", "function_call", "reasoning",
+    }  # fmt: skip
+    for answer in (chat, text):
+        fields = answer.to_dict()
+        assert {"service_tier", "system_fingerprint", "kv_transfer_params"} <= fields.keys()
+        assert fields["usage"]["completion_tokens_details"] is None
+        assert fields["usage"]["prompt_tokens_details"] is None
+        assert answer.kv_transfer_params is None and answer.choices[0].token_ids is None
+    assert chat.prompt_logprobs is chat.prompt_token_ids is None
+    assert text.choices[0].prompt_logprobs is text.choices[0].prompt_token_ids is None
+
+
 @pytest.mark.slow
 def test_chat_logprobs_whole_and_streamed(client):
     asked = dict(
@@ -316,8 +368,12 @@ def test_a_client_that_goes_away_leaves_nothing(client, llm):
         (dict(n=0), "n", "greater than or equal to 1"),
         (dict(n=1000), "n", "the limit is 128"),
         (dict(stop=["x"] * 10_000), "stop", "has 10000 strings, the limit is 256"),
-        (dict(prompt="a" * 10**6), "prompt", "1000000 characters"),
-        (dict(prompt=[5] * 3000), None, "3000 tokens, max_model_len is 2048"),
+        (dict(prompt="a" * 10**6), "input_text", "1000000 characters"),
+        (
+            dict(prompt=[5] * 3000),
+            "input_tokens",
+            "This model's maximum context length is 2048 tokens. However, your prompt contains 3000 input tokens",
+        ),
         (dict(prompt=[10**6]), None, "vocabulary"),
         (dict(prompt=None), "prompt", "is missing"),
         (dict(logprobs=21), "logprobs", "max_logprobs=20"),
