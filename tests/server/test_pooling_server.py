@@ -172,7 +172,7 @@ def test_raw_numbers_of_texts_and_of_tokens(url):
             "exceeds the model's 32",
         ),
         ("/v1/embeddings", {"input": [999]}, 400, "has 999, the vocabulary has ids 0..249"),
-        ("/v1/embeddings", {"input": "w8 " * 40}, 400, "has 42 tokens, max_model_len is 32"),
+        ("/v1/embeddings", {"input": "w8 " * 40}, 400, "length is 32 tokens. However, your prompt contains 42 input"),
         ("/v1/embeddings", {"input": "x" * 10000}, 400, "10000 characters"),
         ("/v1/embeddings", {"input": "w8", "model": "other"}, 404, "'other' is not served"),
         ("/v1/embeddings", {"input": "w8", "encoding_format": "hex"}, 400, "encoding_format"),

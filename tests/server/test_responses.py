@@ -292,7 +292,7 @@ def test_errors_within_a_stream_are_its_last_event(client, monkeypatch):
 def test_prompts_that_are_too_long_may_lose_their_beginning(client):
     words = " ".join(str(i) for i in range(3000))
     asked = dict(model="demo", input=words, max_output_tokens=5)
-    with pytest.raises(openai.BadRequestError, match="max_model_len is 2048"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048"):
         client.responses.create(**asked)
     answer = client.responses.create(**asked, truncation="auto", extra_body={"ignore_eos": True})
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (2043, 5)
