@@ -23,6 +23,7 @@ def test_items_of_one_turn_are_one_message():
             {"type": "function_call", "id": None, "call_id": "1", "name": "f", "arguments": "{}"},
             {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "h"}]},
+            {"role": "developer", "content": "k"},
             {"role": "assistant", "content": "i"},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "j"}]},
         ]
@@ -35,6 +36,7 @@ def test_items_of_one_turn_are_one_message():
         {"role": "user", "content": "c"},
         {"role": "assistant", "reasoning": "d", "content": "e"},
         {"role": "tool", "tool_call_id": "2", "name": "g", "content": "h"},
+        {"role": "developer", "content": "k"},
         {"role": "assistant", "content": "i"},
         {"role": "assistant", "content": "j"},
     ]
