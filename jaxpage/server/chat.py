@@ -41,6 +41,7 @@ class Rendered(Asked):
 def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendered:
     """In the input thread. Raises ValueError."""
     choice = body.choice()
+    body.check_max_tokens(inputs.limits.max_model_len)
     chat_format = inputs.chat_format(body.chat_template)
     params = chat_format.params(body.params(inputs.default_options), body.tools, choice)
     server.check_size(1, params)

@@ -14,6 +14,7 @@ from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import completion_logprobs, prompt_logprobs
 from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.protocol.sampling import check_max_tokens
 from jaxpage.server.texts import check_length
 
 # Null in whole choices that have nothing else there, as in vLLM.
@@ -38,6 +39,7 @@ class CompletionCall:
 
         def read(inputs: InputProcessor) -> _Asked:
             params = body.params(inputs.default_options)
+            check_max_tokens("max_tokens", body.max_tokens, inputs.limits.max_model_len)
             server.check_size(len(given), params)
             length = params.truncate_prompt_tokens
             for prompt in given if length is None else ():

@@ -12,6 +12,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.outputs import Logprob
 from jaxpage.server.logprobs import completion_logprobs
+from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.pooling import POOLING_PATHS
 from tests.server.conftest import serving
 from tests.server.test_operation import ask, error_of
@@ -222,6 +223,42 @@ def test_the_echo_is_of_a_last_message_with_the_answer_s_role(client):
     assert role == "user" and echoed == (role, MESSAGES[0]["content"] + text)
 
 
+@pytest.mark.parametrize(
+    ("effort", "given", "thinks"),
+    [
+        ("low", None, True),
+        ("none", None, False),
+        ("none", {"enable_thinking": True}, True),
+        (None, None, None),
+    ],
+)
+def test_reasoning_effort_turns_thinking_on_and_off(effort, given, thinks):
+    body = ChatRequest(messages=MESSAGES, reasoning_effort=effort, chat_template_kwargs=given)
+    options = body.template_options(trust_template=False)["chat_template_kwargs"]
+    assert options.get("enable_thinking") is thinks and options.get("reasoning_effort") == effort
+    defaults = {"enable_thinking": True}
+    options = body.template_options(trust_template=False, defaults=defaults)
+    assert options["chat_template_kwargs"]["enable_thinking"] is (thinks is not False)
+
+
+def test_null_is_the_default(client):
+    nulls = {"return_token_ids": None, "return_tokens_as_token_ids": None, "max_tokens": None}
+    for stream_options in ({}, None):
+        answer = client.completions.create(
+            model="demo", prompt=PROMPT, stream_options=stream_options,
+            extra_body={**nulls, "ignore_eos": True},
+        )  # fmt: skip
+        assert answer.usage.completion_tokens == 16
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, stream=True, stream_options=options,
+            extra_body=nulls | {"max_tokens": 2},
+        )
+    )  # fmt: skip
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
 def test_continuous_usage_counts_what_was_sent(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(
@@ -380,6 +417,8 @@ def test_a_client_that_goes_away_leaves_nothing(client, llm):
         (dict(logit_bias={"x": 1}), "logit_bias", "no token ids"),
         (dict(stream_options={"include_usage": True}), "stream_options", "stream=true"),
         (dict(max_tokens=0), "max_tokens", "at least 1"),
+        (dict(max_tokens=2049), "max_tokens", "2049 cannot be greater than max_model_len=2048"),
+        (dict(seed=2**63), "seed", "less than or equal to 9223372036854775807"),
         (dict(suffix="x"), "suffix", "not supported"),
         (dict(extra_body={"use_beam_search": True}), "use_beam_search", "LLM.beam_search"),
         (dict(extra_body={"structured_outputs": {"regex": "("}}), None, "regex"),
@@ -413,6 +452,11 @@ def test_impossible_values_are_400_with_the_field_named(client, llm, change, par
         (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text"),
         (dict(messages=[{"content": "x"}]), '"role"'),
         (dict(tool_choice="required"), "needs tools"),
+        (dict(tools=[]), "tools must not be empty"),
+        (dict(max_tokens=2049), "max_tokens=2049 cannot be greater than max_model_len=2048"),
+        (dict(max_completion_tokens=2049), "max_completion_tokens=2049 cannot be greater"),
+        (dict(reasoning_effort="much"), "'none', 'minimal', 'low'"),
+        (dict(seed=-(2**63) - 1), "greater than or equal to -9223372036854775808"),
         (dict(tool_choice="often", tools=TOOLS), "tool_choice must be"),
         (dict(tools=[{"type": "x"}], tool_choice="required"), "tool"),
         (dict(tools=[{"type": "x"}], extra_body={"skip_special_tokens": False}), "tool 0"),
