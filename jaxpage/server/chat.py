@@ -51,7 +51,8 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
         trust_template=server.options.trust_request_chat_template,
         defaults=server.options.default_chat_template_kwargs,
     )
-    tools = None if choice == "none" else body.tools
+    hides_tools = choice == "none" and server.options.exclude_tools_when_tool_choice_none
+    tools = None if hides_tools else body.tools
     (prompt,) = inputs.parse_chat(body.messages, tools=tools, **options)
     prompt.cache_salt = body.cache_salt
     parsers = [chat_format.parser(body.tools, choice, prompt.text) for _ in range(params.n)]

@@ -358,6 +358,48 @@ def test_tools_that_must_be_called(client, choice):
     assert len(one.choices[0].message.tool_calls) == 1
 
 
+def num_prompt_tokens(client, **more) -> int:
+    asked = dict(model="demo", messages=MESSAGES, max_tokens=1, **more)
+    return client.chat.completions.create(**asked).usage.prompt_tokens
+
+
+def test_the_model_sees_tools_that_it_may_not_call(llm):
+    seen = {"chat_template": "{{ messages[0].content }}{{ tools }}"}
+    options = dict(trust_request_chat_template=True, served_model_name=("demo",))
+    with serving(llm, **options) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        some = num_prompt_tokens(client, tools=TOOLS, tool_choice="auto", extra_body=seen)
+        assert num_prompt_tokens(client, tools=TOOLS, tool_choice="none", extra_body=seen) == some
+    options["exclude_tools_when_tool_choice_none"] = True
+    with serving(llm, **options) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        none = num_prompt_tokens(client, extra_body=seen)
+        assert num_prompt_tokens(client, tools=TOOLS, tool_choice="auto", extra_body=seen) == some
+        assert num_prompt_tokens(client, tools=TOOLS, tool_choice="none", extra_body=seen) == none
+
+
+def test_a_tool_that_must_be_called_wins_over_a_format(client):
+    asked = dict(model="demo", messages=MESSAGES, tools=TOOLS, max_tokens=120, seed=2)
+    json_object, one = {"type": "json_object"}, {"structured_outputs": {"choice": ["x"]}}
+    for choice, more in (
+        ("required", {"response_format": json_object}),
+        (NAMED, {"response_format": json_object}),
+        ("required", {"extra_body": one}),
+    ):
+        answer = client.chat.completions.create(**asked, tool_choice=choice, **more)
+        assert answer.choices[0].message.tool_calls
+    with pytest.raises(openai.BadRequestError, match="leave one out"):
+        client.chat.completions.create(**asked, tool_choice=NAMED, extra_body=one)
+
+
+def test_tools_that_cannot_be_forced_may_be_offered(client):
+    asked = dict(model="demo", messages=MESSAGES, max_tokens=1)
+    for function in ({"name": "my tool"}, {"name": "f", "parameters": {"type": "array"}}):
+        tools = [{"type": "function", "function": function}]
+        assert client.chat.completions.create(**asked, tools=tools, tool_choice="auto").choices
+        with pytest.raises(openai.BadRequestError, match="of tool"):
+            client.chat.completions.create(**asked, tools=tools, tool_choice="required")
+    assert client.chat.completions.create(**asked, tools=[*TOOLS, *TOOLS]).choices
+
+
 @pytest.mark.slow
 def test_the_async_client_runs_many_at_once(url, llm):
     async def run():

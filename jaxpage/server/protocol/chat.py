@@ -85,6 +85,12 @@ class ChatRequest(SamplingRequest, TemplateFields):
             raise ValueError(f"tool_choice={choice!r} needs tools")
         return choice
 
+    def _tool_wins(self) -> bool:
+        """Whether calls that must be made replace another constraint; a named tool replaces only a format, as in vLLM."""
+        return self.tool_choice == "required" or (
+            isinstance(self.tool_choice, dict) and self.structured_outputs is None
+        )
+
     def check_max_tokens(self, max_model_len: int) -> None:
         """Raise ValueError for more tokens than a sequence may have."""
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
@@ -103,5 +109,7 @@ class ChatRequest(SamplingRequest, TemplateFields):
             raise ValueError("top_logprobs needs logprobs=true")
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
+        if self._tool_wins():
+            options.pop("structured_outputs", None)
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return make_params({**options, "output_kind": kind})
