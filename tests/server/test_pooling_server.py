@@ -110,6 +110,15 @@ def test_all_forms_of_input_and_encoding_are_the_same_embedding(url):
     assert answer["usage"]["prompt_tokens"] == 4
 
 
+def test_one_text_is_a_list_of_one_even_if_it_is_empty(url):
+    one, same = (ask(url, "/v1/embeddings", {"input": form}) for form in ("", [""]))
+    assert one[0] == 200 and one[1]["data"] == same[1]["data"]
+    one, same = (
+        ask(url, "/rerank", {"query": "w8", "documents": form}) for form in ("w7", ["w7"])
+    )
+    assert one[0] == 200 and one[1]["results"] == same[1]["results"]
+
+
 def test_scores_and_ranks_of_an_embedding_model_are_cosines(url):
     documents = ["w30 w31", "w8 w7"]
     status, scored = ask(url, "/score", {"text_1": "w8 w7", "text_2": documents})
