@@ -210,7 +210,7 @@ class ChatCall:
             completion.token_ids,
             completion.logprobs or (),
             self._body.top_logprobs or 0,
-            as_ids=self._body.return_tokens_as_token_ids,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
         )
 
     def _finish_reason(self, completion: CompletionOutput, turn: Turn) -> str | None:

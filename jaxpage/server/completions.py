@@ -170,7 +170,7 @@ class CompletionCall:
         logprobs = completion_logprobs(
             [*echoed, *token_ids],
             entries,
-            as_ids=self._body.return_tokens_as_token_ids,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
             offset=written.num_chars,
             unscored=self._first_texts[index],
         )

@@ -268,7 +268,10 @@ def test_continuous_usage_counts_what_was_sent(client):
     )
     first, *_, last = counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert first == 0 and counts[1] > 0 and sorted(counts) == counts
-    assert all(c.usage.total_tokens == c.usage.prompt_tokens + n for c, n in zip(chunks, counts, strict=True))
+    assert all(
+        c.usage.total_tokens == c.usage.prompt_tokens + n
+        for c, n in zip(chunks, counts, strict=True)
+    )
     assert chunks[0].usage.prompt_tokens == chunks[-1].usage.prompt_tokens > 0 and last <= 5
 
 

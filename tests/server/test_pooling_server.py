@@ -113,9 +113,7 @@ def test_all_forms_of_input_and_encoding_are_the_same_embedding(url):
 def test_one_text_is_a_list_of_one_even_if_it_is_empty(url):
     one, same = (ask(url, "/v1/embeddings", {"input": form}) for form in ("", [""]))
     assert one[0] == 200 and one[1]["data"] == same[1]["data"]
-    one, same = (
-        ask(url, "/rerank", {"query": "w8", "documents": form}) for form in ("w7", ["w7"])
-    )
+    one, same = (ask(url, "/rerank", {"query": "w8", "documents": form}) for form in ("w7", ["w7"]))
     assert one[0] == 200 and one[1]["results"] == same[1]["results"]
 
 
@@ -181,7 +179,12 @@ def test_raw_numbers_of_texts_and_of_tokens(url):
             "exceeds the model's 32",
         ),
         ("/v1/embeddings", {"input": [999]}, 400, "has 999, the vocabulary has ids 0..249"),
-        ("/v1/embeddings", {"input": "w8 " * 40}, 400, "length is 32 tokens. However, your prompt contains 42 input"),
+        (
+            "/v1/embeddings",
+            {"input": "w8 " * 40},
+            400,
+            "length is 32 tokens. However, your prompt contains 42 input",
+        ),
         ("/v1/embeddings", {"input": "x" * 10000}, 400, "10000 characters"),
         ("/v1/embeddings", {"input": "w8", "model": "other"}, 404, "'other' is not served"),
         ("/v1/embeddings", {"input": "w8", "encoding_format": "hex"}, 400, "encoding_format"),

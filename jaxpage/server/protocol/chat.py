@@ -86,7 +86,7 @@ class ChatRequest(SamplingRequest, TemplateFields):
         return choice
 
     def _tool_wins(self) -> bool:
-        """Whether calls that must be made replace another constraint; a named tool replaces only a format, as in vLLM."""
+        """Whether calls that must be made replace other constraints; a named one replaces only a format, as in vLLM."""
         return self.tool_choice == "required" or (
             isinstance(self.tool_choice, dict) and self.structured_outputs is None
         )
