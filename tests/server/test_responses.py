@@ -326,7 +326,7 @@ def test_prompts_that_are_too_long_may_lose_their_beginning(client):
         (dict(tool_choice="often", tools=FUNCTIONS), "tool_choice", "'required'"),
         (dict(tool_choice={"type": "function", "name": "x"}, tools=FUNCTIONS), "tool_choice", "'x'"),
         (dict(tools=[{"type": "web_search"}]), "tools", "'function'"),
-        (dict(tools=[{"type": "function", "name": "a b"}]), None, "name of tool 0"),
+        (dict(tools=[{"type": "function", "name": "a b"}], tool_choice="required"), None, "name of tool 0"),
         (dict(text={"format": {"type": "xml"}}), "text", "json_schema"),
         (dict(text={"format": {"type": "json_schema", "name": "x"}}), "text", "schema"),
         (dict(temperature=3.0), "temperature", "in [0, 2], got 3.0"),
