@@ -57,6 +57,8 @@ def render(
         content_format = detect_content_format(source)
     wants_parts = content_format == "openai"
     messages = [_normalise(message, wants_parts=wants_parts) for message in conversation]
+    if not any(f"{quote}developer{quote}" in source for quote in "'\""):
+        messages = _without_developers(messages)
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, chat_template=source, tools=tools, **options
@@ -79,7 +81,7 @@ def _normalise(message: Any, *, wants_parts: bool) -> dict[str, Any]:
                 "the chat template expects text alone, but the message has a picture; give a chat_template that "
                 "iterates over the content, in messages of the user"
             )
-        plain["content"] = "\n".join(part["text"] for part in parts)
+        plain["content"] = _joined(parts)
     if message["role"] == "assistant":
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list | tuple):
@@ -87,9 +89,38 @@ def _normalise(message: Any, *, wants_parts: bool) -> dict[str, Any]:
             plain["tool_calls"] = [_tool_call(call) for call in calls]
         else:
             plain.pop("tool_calls", None)
-        if message.get("reasoning") is not None:
-            plain.setdefault("reasoning_content", message["reasoning"])  # its older name
+        names = ("reasoning", "reasoning_content")  # the second is older; templates know either
+        reasoning = next((message[n] for n in names if message.get(n) is not None), None)
+        if reasoning is not None:
+            plain |= dict.fromkeys(names, reasoning)
     return plain
+
+
+def _without_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of developers as the system's, and if there are any, all of the system in one at the beginning.
+
+    As in vLLM: many templates know only one system message, the first.
+    """
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    roles = ("system", "developer")
+    system = [message for message in messages if message["role"] in roles]
+    if len(system) == 1 and system[0] is messages[0]:
+        first = {name: value for name, value in system[0].items() if name != "tools"}
+    else:
+        texts = [text for message in system if (text := text_of(message))]
+        first = {"content": "\n\n".join(texts)}
+    others = [message for message in messages if message["role"] not in roles]
+    return [first | {"role": "system"}, *others]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The texts of a message. Raises ValueError for content that is none."""
+    return _joined([part for part in _text_parts(message) if not isinstance(part, MediaPart)])
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(part["text"] for part in parts if part["text"])
 
 
 def _text_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -295,10 +295,10 @@ def check(prompt: Prompt, limits: Limits) -> None:
     num_tokens = len(prompt.token_ids)
     if num_tokens == 0:
         raise ValueError("the prompt is empty; it must have at least one token")
-    if num_tokens >= limits.max_model_len:
+    if num_tokens >= limits.max_model_len:  # clients look for vLLM's words
         raise ValueError(
-            f"the prompt has {num_tokens} tokens, max_model_len is {limits.max_model_len}, which "
-            "leaves no room for an answer; shorten the prompt or raise max_model_len"
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
+            f"{num_tokens} input tokens, which leaves no room for an answer; shorten it or raise max_model_len"
         )
     _check_ids("prompt_token_ids", prompt.token_ids, limits)
     if prompt.embeds is not None:

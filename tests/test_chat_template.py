@@ -77,6 +77,46 @@ def test_reasoning_has_its_older_name_too(tokenizer):
     assert got["reasoning"] == got["reasoning_content"] == "why"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"reasoning_content": "a"}, "a"),
+        ({"reasoning_content": "a", "reasoning": "b"}, "b"),
+        ({"reasoning_content": "a", "reasoning": None}, "a"),
+    ],
+)
+def test_reasoning_under_its_older_name_has_the_newer_too(tokenizer, given, expected):
+    (got,) = seen(tokenizer, {"role": "assistant", "content": "x", **given})
+    assert got["reasoning"] == got["reasoning_content"] == expected
+
+
+def test_empty_parts_add_no_lines(tokenizer):
+    parts = [{"type": "text", "text": text} for text in ("", "x", "", "y", "")]
+    (got,) = seen(tokenizer, {"role": "user", "content": parts})
+    assert got["content"] == "x\ny"
+
+
+def test_developers_are_the_system_for_templates_that_do_not_know_them(tokenizer):
+    conversation = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "developer", "content": [HELLO[0], {"type": "text", "text": "c"}], "tools": []},
+        {"role": "system", "content": ""},
+    ]
+    merged = {"role": "system", "content": f"a\n\n{HELLO[0]['text']}\nc"}
+    assert seen(tokenizer, *conversation) == [merged, conversation[1]]
+    parts = "{% for m in messages %}{{ m.role }}:{% for c in m.content %}{% endfor %}{% endfor %}"
+    (prompt,) = parse_chat(conversation, tokenizer, chat_template=parts)
+    assert prompt.text == "system:user:"
+    (alone,) = seen(tokenizer, {"role": "developer", "content": "x"})
+    assert alone == {"role": "system", "content": "x"}
+    knows = "{% for m in messages %}{{ m.role }} {{ m.role == 'developer' }} {% endfor %}"
+    (prompt,) = parse_chat(conversation, tokenizer, chat_template=knows)
+    assert prompt.text == "system False user False developer True system False "
+    two = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}]
+    assert seen(tokenizer, *two) == two  # as they are, without a developer
+
+
 def test_a_template_that_iterates_over_parts_gets_parts(tokenizer):
     conversation = [{"role": "user", "content": HELLO}, {"role": "user", "content": "plain"}]
     (prompt,) = parse_chat(conversation, tokenizer, chat_template=PARTS)

@@ -144,7 +144,7 @@ BAD = {
     "wrong type": (5.0, {}, "must be a str"),
     "ids and text": ([1, "a"], {}, "position 1"),
     "float id": ({"prompt_token_ids": [1.0]}, {}, "position 0"),
-    "too long": ([5] * 64, {}, "64 tokens, max_model_len is 64"),
+    "too long": ([5] * 64, {}, "length is 64 tokens. However, your prompt contains 64 input"),
     "unknown id": ([5, 512], {}, r"512, the vocabulary has ids 0\.\.511"),
     "negative id": ({"prompt_token_ids": [-1]}, {}, "-1"),
     "images": ({"prompt": "a", "multi_modal_data": {"image": [1]}}, {}, "multi_modal_data"),

@@ -133,8 +133,8 @@ class PoolingInputs:
             raise ValueError("the prompt is empty; it must have at least one token")
         if num_tokens > limits.max_model_len:
             raise ValueError(
-                f"the prompt has {num_tokens} tokens, max_model_len is {limits.max_model_len}; shorten it, or "
-                "give truncate_prompt_tokens"
+                f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
+                f"{num_tokens} input tokens; shorten it, or give truncate_prompt_tokens"
             )
         wrong = next((i for i in prompt.token_ids if not 0 <= i < limits.vocab_size), None)
         if wrong is not None:

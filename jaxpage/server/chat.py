@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpage.chat_template import text_of
 from jaxpage.input_processor import InputProcessor
 from jaxpage.outputs import CompletionOutput
 from jaxpage.reasoning_parsers import OutputParser
@@ -25,6 +26,9 @@ from jaxpage.tool_parsers import (
     without_parallel_calls,
 )
 
+# Null in whole answers that have nothing else there, as in vLLM.
+_NULL_FIELDS = ("prompt_logprobs", "prompt_token_ids", "prompt_text")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered(Asked):
@@ -37,6 +41,7 @@ class Rendered(Asked):
 def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendered:
     """In the input thread. Raises ValueError."""
     choice = body.choice()
+    body.check_max_tokens(inputs.limits.max_model_len)
     chat_format = inputs.chat_format(body.chat_template)
     params = chat_format.params(body.params(inputs.default_options), body.tools, choice)
     server.check_size(1, params)
@@ -46,7 +51,8 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
         trust_template=server.options.trust_request_chat_template,
         defaults=server.options.default_chat_template_kwargs,
     )
-    tools = None if choice == "none" else body.tools
+    hides_tools = choice == "none" and server.options.exclude_tools_when_tool_choice_none
+    tools = None if hides_tools else body.tools
     (prompt,) = inputs.parse_chat(body.messages, tools=tools, **options)
     prompt.cache_salt = body.cache_salt
     parsers = [chat_format.parser(body.tools, choice, prompt.text) for _ in range(params.n)]
@@ -94,13 +100,13 @@ class ChatCall:
         (output,) = await self.batch.last_outputs()
         usage = self._server.usage()
         usage.add(0, output)
-        rest: dict[str, Any] = {"usage": usage.body(), "system_fingerprint": None}
+        rest: dict[str, Any] = {"usage": usage.whole_body(), **dict.fromkeys(_NULL_FIELDS)}
         if self._body.prompt_logprobs is not None:
             rest["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self._body.return_token_ids:
             rest["prompt_token_ids"] = list(output.prompt_token_ids)
         choices = [self._whole_choice(completion) for completion in output.outputs]
-        return self._head("chat.completion").body(choices=choices, **rest)
+        return self._head("chat.completion").whole_body(choices=choices, **rest)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in chunks."""
@@ -110,31 +116,43 @@ class ChatCall:
         with_usage = forced or (options is not None and options.include_usage)
         always = with_usage and options is not None and options.continuous_usage_stats
         head = self._head("chat.completion.chunk")
+
+        def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+            rest = {"usage": usage.body()} if always else {}
+            return head.body(choices=[choice], **rest)
+
         is_begun = False
         async for _, output in self.batch.outputs():
+            if not is_begun:
+                usage.add_prompt(0, output)
+                for choice in self._first_choices():
+                    first = chunk(choice)
+                    if not is_begun and self._body.return_token_ids:
+                        first["prompt_token_ids"] = list(output.prompt_token_ids)
+                    is_begun = True
+                    yield first
             usage.add(0, output)
-            choices = [] if is_begun else self._first_choices()
             for completion in output.outputs:
                 choice = self._next_choice(completion)
                 if choice is not None:
-                    choices.append(choice)
-            for choice in choices:
-                chunk = head.body(choices=[choice])
-                if not is_begun and self._body.return_token_ids:
-                    chunk["prompt_token_ids"] = list(output.prompt_token_ids)
-                is_begun = True
-                if always:
-                    chunk["usage"] = usage.body()
-                yield chunk
+                    yield chunk(choice)
         if with_usage:
             yield head.body(choices=[], usage=usage.body())
 
+    @property
+    def _role(self) -> str:
+        """Without a generation prompt the answer continues the last message."""
+        return "assistant" if self._body.add_generation_prompt else self._body.messages[-1]["role"]
+
     def _echo(self) -> str:
-        last = self._body.messages[-1].get("content")
-        return last if self._body.echo and isinstance(last, str) else ""
+        """The text of a last message that has the answer's role, with `echo`."""
+        last = self._body.messages[-1]
+        if not self._body.echo or last["role"] != self._role:
+            return ""
+        return text_of(last)
 
     def _first_choices(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": self._echo()}
+        delta = {"role": self._role, "content": self._echo()}
         return [
             {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
             for i in self._turns
@@ -165,16 +183,16 @@ class ChatCall:
     def _whole_choice(self, completion: CompletionOutput) -> dict[str, Any]:
         turn = self._turns[completion.index]
         turn.delta(self._wanted([*turn.parser.feed(completion.text), *turn.parser.finish()]))
-        message: dict[str, Any] = {"role": "assistant", **turn.message(self._echo())}
+        message: dict[str, Any] = {"role": self._role, **turn.message(self._echo())}
         choice: dict[str, Any] = {
             "index": completion.index,
             "message": message,
             "logprobs": self._logprobs(completion),
             "finish_reason": self._finish_reason(completion, turn),
             "stop_reason": completion.stop_reason,
+            "token_ids": list(completion.token_ids) if self._body.return_token_ids else None,
+            "routed_experts": None,
         }
-        if self._body.return_token_ids:
-            choice["token_ids"] = list(completion.token_ids)
         return choice
 
     def _wanted(self, deltas: list[Delta]) -> list[Delta]:
@@ -192,7 +210,7 @@ class ChatCall:
             completion.token_ids,
             completion.logprobs or (),
             self._body.top_logprobs or 0,
-            as_ids=self._body.return_tokens_as_token_ids,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
         )
 
     def _finish_reason(self, completion: CompletionOutput, turn: Turn) -> str | None:
@@ -216,9 +234,7 @@ class Turn:
         """Add new deltas; returns them as OpenAI's delta."""
         content = "".join(d.text for d in deltas if isinstance(d, TextDelta))
         reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
-        calls = [
-            self._call_delta(d) for d in deltas if isinstance(d, ToolCallStart | ToolCallArguments)
-        ]
+        calls = self._call_deltas(deltas)
         self.text.append(content)
         self.reasoning.append(reasoning)
         found = {"content": content, "reasoning": reasoning, "tool_calls": calls}
@@ -230,22 +246,26 @@ class Turn:
         message: dict[str, Any] = {
             "content": text if text or not (self.calls or reasoning) else None,
             "reasoning": reasoning or None,
+            **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
         }
-        message["tool_calls"] = [
-            {k: v for k, v in call.items() if k != "index"} for call in self.calls
-        ]
+        if self.calls:
+            message["tool_calls"] = [
+                {k: v for k, v in call.items() if k != "index"} for call in self.calls
+            ]
         return message
 
-    def _call_delta(self, delta: ToolCallStart | ToolCallArguments) -> dict[str, Any]:
-        if isinstance(delta, ToolCallStart):
-            call = {
-                "index": delta.index,
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": delta.name, "arguments": ""},
-            }
-            self.calls.append(call)
-            # A copy: later arguments do not belong to this delta.
-            return {**call, "function": dict(call["function"])}
-        self.calls[delta.index]["function"]["arguments"] += delta.text
-        return {"index": delta.index, "function": {"arguments": delta.text}}
+    def _call_deltas(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+        """The deltas of calls, one per call: some clients read only the first of them."""
+        found: dict[int, dict[str, Any]] = {}
+        for delta in deltas:
+            match delta:
+                case ToolCallStart(index, name):
+                    call_id = f"call_{uuid.uuid4().hex[:24]}"
+                    head = {"index": index, "id": call_id, "type": "function"}
+                    self.calls.append({**head, "function": {"name": name, "arguments": ""}})
+                    found[index] = {**head, "function": {"name": name, "arguments": ""}}
+                case ToolCallArguments(index, text):
+                    self.calls[index]["function"]["arguments"] += text
+                    new = {"index": index, "function": {"arguments": ""}}
+                    found.setdefault(index, new)["function"]["arguments"] += text
+        return list(found.values())

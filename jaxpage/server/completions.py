@@ -14,7 +14,11 @@ from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Head, Server
 from jaxpage.server.logprobs import completion_logprobs, prompt_logprobs
 from jaxpage.server.protocol.completions import CompletionRequest
+from jaxpage.server.protocol.sampling import check_max_tokens
 from jaxpage.server.texts import check_length
+
+# Null in whole choices that have nothing else there, as in vLLM.
+_NULL_FIELDS = ("token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,7 @@ class CompletionCall:
 
         def read(inputs: InputProcessor) -> _Asked:
             params = body.params(inputs.default_options)
+            check_max_tokens("max_tokens", body.max_tokens, inputs.limits.max_model_len)
             server.check_size(len(given), params)
             length = params.truncate_prompt_tokens
             for prompt in given if length is None else ():
@@ -93,7 +98,7 @@ class CompletionCall:
             usage.add(index, output)
         if self._body.only_scores:
             usage.completion_tokens = 0
-        return self._head.body(choices=choices, usage=usage.body(), system_fingerprint=None)
+        return self._head.whole_body(choices=choices, usage=usage.whole_body())
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in chunks."""
@@ -139,8 +144,10 @@ class CompletionCall:
             "finish_reason": _finish_reason(completion, only_scores=body.only_scores),
             "stop_reason": completion.stop_reason,
         }
-        if is_whole and body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if is_whole:
+            choice |= dict.fromkeys(_NULL_FIELDS)
+            if body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if body.return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = list(output.prompt_token_ids) if is_first else None
@@ -163,7 +170,7 @@ class CompletionCall:
         logprobs = completion_logprobs(
             [*echoed, *token_ids],
             entries,
-            as_ids=self._body.return_tokens_as_token_ids,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
             offset=written.num_chars,
             unscored=self._first_texts[index],
         )

@@ -21,6 +21,11 @@ from jaxpage.server.protocol.chat import TemplateFields
 from jaxpage.server.response_store import ResponseStore
 from jaxpage.server.usage import Usage
 
+# Fields of vLLM's whole answers that have no value here; clients read them as attributes.
+_NULL_FIELDS = (
+    "service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics",
+)  # fmt: skip
+
 T = TypeVar("T")
 A = TypeVar("A", bound=Asked)
 B = TypeVar("B", bound=TemplateFields)
@@ -155,3 +160,7 @@ class Head:
             "model": self.model,
             **rest,
         }
+
+    def whole_body(self, **rest: Any) -> dict[str, Any]:
+        """A whole answer, with the fields that vLLM has as null."""
+        return self.body(**{**dict.fromkeys(_NULL_FIELDS), **rest})

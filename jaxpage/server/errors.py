@@ -28,6 +28,12 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 _FIELD = re.compile(r"(?:prompt \d+ of \d+: )?(?:the )?([a-z_]+)\b")
+# Too long a prompt, which is no field of its own; vLLM's names.
+_TOO_LONG = re.compile(
+    r"(?:prompt \d+ of \d+: )?This model's maximum context length is \d+ tokens\. "
+    r"However, your prompt contains \d+ (input tokens|characters)"
+)
+_TOO_LONG_PARAMS = {"input tokens": "input_tokens", "characters": "input_text"}
 _MAX_MESSAGE_LEN = 2000  # characters; messages may quote the client's input
 
 
@@ -79,15 +85,20 @@ def to_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case ValueError() | TypeError():
-            found = _FIELD.match(str(error))
-            name = found[1] if found and found[1] in fields else None
-            return ApiError(400, str(error), param=name)
+            return ApiError(400, str(error), param=_param(str(error), fields))
         case EngineAsleepError():
             return ApiError(409, str(error))
         case EngineDeadError():
             return ApiError(503, str(error))
         case _:
             return _of_server(error)
+
+
+def _param(message: str, fields: frozenset[str]) -> str | None:
+    if too_long := _TOO_LONG.match(message):
+        return _TOO_LONG_PARAMS[too_long[1]]
+    found = _FIELD.match(message)
+    return found[1] if found and found[1] in fields else None
 
 
 def to_answer_error(error: BaseException) -> ApiError:

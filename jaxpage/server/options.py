@@ -53,6 +53,7 @@ class ServerOptions:
     max_stored_responses: int = 1000
     trust_request_chat_template: bool = False  # allow templates in requests, which run in a sandbox
     default_chat_template_kwargs: Mapping[str, Any] | None = None
+    exclude_tools_when_tool_choice_none: bool = False  # then the chat template does not get them
     enable_prompt_tokens_details: bool = False  # include cached prompt tokens in usage
     enable_force_include_usage: bool = False  # usage in all streams, even if not requested
     disable_log_stats: bool = False  # no throughput line every 10 s

@@ -35,6 +35,6 @@ def _check(num_characters: int, inputs: InputProcessor) -> None:
     most = inputs.limits.max_model_len * inputs.max_token_len
     if num_characters > most:
         raise ValueError(
-            f"the prompt has {num_characters} characters, which are more than {inputs.limits.max_model_len} tokens "
-            f"of at most {inputs.max_token_len} characters; shorten it"
+            f"This model's maximum context length is {inputs.limits.max_model_len} tokens. However, your prompt "
+            f"contains {num_characters} characters, and a token has at most {inputs.max_token_len}; shorten it"
         )

@@ -19,9 +19,13 @@ class Usage:
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Add an output of prompt `index`; all its tokens are new."""
+        self.add_prompt(index, output)
+        self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
+
+    def add_prompt(self, index: int, output: RequestOutput) -> None:
+        """Add prompt `index` alone, before its first tokens."""
         self.prompt_tokens[index] = len(output.prompt_token_ids)
         self.cached_tokens[index] = output.num_cached_tokens
-        self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
 
     def response_body(self, num_reasoning_tokens: int) -> dict[str, Any]:
         """The usage object of responses."""
@@ -46,3 +50,7 @@ class Usage:
         if self.with_details:
             body["prompt_tokens_details"] = {"cached_tokens": sum(self.cached_tokens.values())}
         return body
+
+    def whole_body(self) -> dict[str, Any]:
+        """The same for a whole answer, where vLLM has unknown details as null."""
+        return {"prompt_tokens_details": None, "completion_tokens_details": None, **self.body()}

@@ -46,7 +46,7 @@ def find_format(name: str) -> Format:
 def make(name: str, tools: Any = None) -> Parser:
     """A parser for one output of a request with `tools`, as OpenAI lists them. Raises ValueError."""
     format_ = find_format(name)
-    checked = to_tools(tools)
+    checked = to_tools(tools, are_forced=False)
     return Parser(
         lambda source, writer: format_.read(source, writer, checked),
         keeps_special_tokens=format_.keeps_special_tokens,

@@ -29,7 +29,7 @@ def tool_grammar(
 
     Raises ValueError that names the tool that cannot be forced, and says why.
     """
-    chosen = _chosen(to_tools(tools), tool_choice)
+    chosen = _chosen(tools, tool_choice)
     format_ = find_format(name)
     for tool in chosen:
         _check_schema(tool)
@@ -41,12 +41,14 @@ def tool_grammar(
     return "\n".join(rules) + "\n"
 
 
-def _chosen(tools: tuple[Tool, ...], tool_choice: Any) -> tuple[Tool, ...]:
-    names = ", ".join(tool.name for tool in tools) or "none"
+def _chosen(tools: Any, tool_choice: Any) -> tuple[Tool, ...]:
+    """Those that can be called. The others need not be usable in a grammar."""
+    offered = to_tools(tools, are_forced=False)
+    names = ", ".join(tool.name for tool in offered) or "none"
     if tool_choice == "required":
-        if not tools:
+        if not offered:
             raise ValueError('tool_choice="required" needs tools, and the request has none')
-        return tools
+        return to_tools(tools)
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if name is None:
@@ -54,10 +56,10 @@ def _chosen(tools: tuple[Tool, ...], tool_choice: Any) -> tuple[Tool, ...]:
             'tool_choice must be "required" or {"type": "function", "function": {"name": ...}}, '
             f"got {tool_choice!r}"
         )
-    found = tuple(tool for tool in tools if tool.name == name)
+    found = [given for given, tool in zip(tools or (), offered, strict=True) if tool.name == name]
     if not found:
         raise ValueError(f"tool_choice names the tool {name!r}, the request's tools are: {names}")
-    return found
+    return to_tools(found)
 
 
 def _check_schema(tool: Tool) -> None:

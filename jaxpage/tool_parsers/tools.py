@@ -29,16 +29,20 @@ class Tool:
         return shared | dict(schema)
 
 
-def to_tools(tools: Any) -> tuple[Tool, ...]:
+def to_tools(tools: Any, *, are_forced: bool = True) -> tuple[Tool, ...]:
     """Tools from `[{"type": "function", "function": {"name": ..., "parameters": {...}}}, ...]` or None.
 
-    A tool without parameters takes no arguments. Raises ValueError that names the invalid tool.
+    A tool without parameters takes no arguments. Unless `are_forced`, names may have any characters and occur more than
+    once, and parameters that are no schema of an object say nothing about the arguments: models may call such tools,
+    but no grammar can be built from them. Raises ValueError that names the invalid tool.
     """
     if tools is None:
         return ()
     if not isinstance(tools, list | tuple):
         raise ValueError(f"tools must be a list, got {tools!r}")
-    found = tuple(_to_tool(i, tool) for i, tool in enumerate(tools))
+    found = tuple(_to_tool(i, tool, are_forced=are_forced) for i, tool in enumerate(tools))
+    if not are_forced:
+        return found
     names = [tool.name for tool in found]
     for name in names:
         if names.count(name) > 1:
@@ -46,27 +50,32 @@ def to_tools(tools: Any) -> tuple[Tool, ...]:
     return found
 
 
-def _to_tool(index: int, tool: Any) -> Tool:
+def _to_tool(index: int, tool: Any, *, are_forced: bool) -> Tool:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         raise ValueError(
             f'tool {index} must be {{"type": "function", "function": {{"name": ...}}}}, got {tool!r}'
         )
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or (are_forced and not _NAME.fullmatch(name)):
         raise ValueError(
             f"the name of tool {index} must be letters, digits and any of _ . : / -, got {name!r}"
         )
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-    _check_parameters(name, parameters)
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"parameters of tool {name!r} must be a JSON schema, got {parameters!r}")
+    try:
+        _check_parameters(name, parameters)
+    except ValueError:
+        if are_forced:
+            raise
+        parameters = {}
     return Tool(name, {"type": "object", **parameters})
 
 
-def _check_parameters(name: str, parameters: Any) -> None:
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"parameters of tool {name!r} must be a JSON schema, got {parameters!r}")
+def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
     if parameters.get("type", "object") != "object":
         raise ValueError(
             f'parameters of tool {name!r} must be of type "object", got {parameters["type"]!r}'

@@ -58,7 +58,11 @@ def test_params_say_the_task(llm):
     ("prompt", "params", "message"),
     [
         (["w8", "w7"], None, "one prompt, got 2"),
-        (" ".join(["w8"] * 40), None, "has 42 tokens, max_model_len is 32"),
+        (
+            " ".join(["w8"] * 40),
+            None,
+            "length is 32 tokens. However, your prompt contains 42 input",
+        ),
         ("w8", PoolingParams(task="classify"), "does not have the task"),
     ],
 )

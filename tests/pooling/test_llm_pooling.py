@@ -43,7 +43,9 @@ def test_a_prompt_of_the_folder_goes_before_the_text(llm):
 
 def test_long_texts_are_refused_or_truncated_between_their_special_tokens(llm):
     text = " ".join(["w8"] * 40)
-    with pytest.raises(ValueError, match="has 42 tokens, max_model_len is 32"):
+    with pytest.raises(
+        ValueError, match="length is 32 tokens. However, your prompt contains 42 input"
+    ):
         llm.embed(text)
     for options in (
         {"tokenization_kwargs": {"truncate_prompt_tokens": -1}},

@@ -94,8 +94,11 @@ def test_a_reward_is_read_at_the_tag_of_a_step():
     [
         (lambda p: p.embed([[]]), "empty"),
         (lambda p: p.embed([100]), "has 100, the vocabulary has ids 0..99"),
-        (lambda p: p.embed([1] * 9), "has 9 tokens, max_model_len is 8"),
-        (lambda p: p.embed([[1], [1] * 9]), "prompt 1 of 2: the prompt has 9"),
+        (lambda p: p.embed([1] * 9), "length is 8 tokens. However, your prompt contains 9 input"),
+        (
+            lambda p: p.embed([[1], [1] * 9]),
+            "prompt 1 of 2: This model's maximum context length is 8",
+        ),
         (lambda p: p.embed("text"), "need a tokenizer"),
         (
             lambda p: p.embed([1], PoolingParams(dimensions=3)),

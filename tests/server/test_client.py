@@ -50,7 +50,7 @@ def test_what_is_wrong_is_said_and_the_conversation_goes_on(url):
     text = io.StringIO()
     remote = Remote(url=url, options={"max_tokens": 2})
     turns = converse(remote, Console(file=text, width=200), lambda: next(lines))
-    assert "max_model_len is 2048" in text.getvalue()
+    assert "maximum context length is 2048" in text.getvalue()
     assert [t["content"] for t in turns if t["role"] == "user"] == ["short"]
 
 

@@ -12,6 +12,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.outputs import Logprob
 from jaxpage.server.logprobs import completion_logprobs
+from jaxpage.server.protocol.chat import ChatRequest
 from jaxpage.server.protocol.pooling import POOLING_PATHS
 from tests.server.conftest import serving
 from tests.server.test_operation import ask, error_of
@@ -200,6 +201,97 @@ def test_a_conversation_is_continued(client, llm):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_the_echo_is_of_a_last_message_with_the_answer_s_role(client):
+    asked = dict(model="demo", temperature=0, max_tokens=4)
+    told = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}]
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+
+    def said(messages, **extra) -> tuple[str, str]:
+        """Role and text, which a stream has too."""
+        chat = dict(**asked, messages=messages, extra_body=extra)
+        message = client.chat.completions.create(**chat).choices[0].message
+        chunks = list(client.chat.completions.create(**chat, stream=True))
+        assert chunks[0].choices[0].delta.role == message.role
+        assert joined(chunks) == {0: message.content}
+        return message.role, message.content
+
+    assert said(MESSAGES, echo=True) == said(MESSAGES)
+    role, text = said(told, **goes_on)
+    assert role == "assistant" and said(told, echo=True, **goes_on) == (role, "It was" + text)
+    role, text = said(MESSAGES, add_generation_prompt=False)
+    echoed = said(MESSAGES, echo=True, add_generation_prompt=False)
+    assert role == "user" and echoed == (role, MESSAGES[0]["content"] + text)
+
+
+@pytest.mark.parametrize(
+    ("effort", "given", "thinks"),
+    [
+        ("low", None, True),
+        ("none", None, False),
+        ("none", {"enable_thinking": True}, True),
+        (None, None, None),
+    ],
+)
+def test_reasoning_effort_turns_thinking_on_and_off(effort, given, thinks):
+    body = ChatRequest(messages=MESSAGES, reasoning_effort=effort, chat_template_kwargs=given)
+    options = body.template_options(trust_template=False)["chat_template_kwargs"]
+    assert options.get("enable_thinking") is thinks and options.get("reasoning_effort") == effort
+    defaults = {"enable_thinking": True}
+    options = body.template_options(trust_template=False, defaults=defaults)
+    assert options["chat_template_kwargs"]["enable_thinking"] is (thinks is not False)
+
+
+def test_null_is_the_default(client):
+    nulls = {"return_token_ids": None, "return_tokens_as_token_ids": None, "max_tokens": None}
+    for stream_options in ({}, None):
+        answer = client.completions.create(
+            model="demo", prompt=PROMPT, stream_options=stream_options,
+            extra_body={**nulls, "ignore_eos": True},
+        )  # fmt: skip
+        assert answer.usage.completion_tokens == 16
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, stream=True, stream_options=options,
+            extra_body=nulls | {"max_tokens": 2},
+        )
+    )  # fmt: skip
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_continuous_usage_counts_what_was_sent(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=5, stream=True, stream_options=options
+        )
+    )
+    first, *_, last = counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert first == 0 and counts[1] > 0 and sorted(counts) == counts
+    assert all(
+        c.usage.total_tokens == c.usage.prompt_tokens + n
+        for c, n in zip(chunks, counts, strict=True)
+    )
+    assert chunks[0].usage.prompt_tokens == chunks[-1].usage.prompt_tokens > 0 and last <= 5
+
+
+def test_whole_answers_have_vllm_s_fields_as_null(client):
+    chat = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1)
+    text = client.completions.create(model="demo", prompt=PROMPT, max_tokens=1)
+    message = chat.choices[0].message.to_dict()
+    assert message.keys() == {
+        "role", "content", "refusal", "annotations", "audio", "function_call", "reasoning",
+    }  # fmt: skip
+    for answer in (chat, text):
+        fields = answer.to_dict()
+        assert {"service_tier", "system_fingerprint", "kv_transfer_params"} <= fields.keys()
+        assert fields["usage"]["completion_tokens_details"] is None
+        assert fields["usage"]["prompt_tokens_details"] is None
+        assert answer.kv_transfer_params is None and answer.choices[0].token_ids is None
+    assert chat.prompt_logprobs is chat.prompt_token_ids is None
+    assert text.choices[0].prompt_logprobs is text.choices[0].prompt_token_ids is None
+
+
 @pytest.mark.slow
 def test_chat_logprobs_whole_and_streamed(client):
     asked = dict(
@@ -269,6 +361,48 @@ def test_tools_that_must_be_called(client, choice):
     assert len(one.choices[0].message.tool_calls) == 1
 
 
+def num_prompt_tokens(client, **more) -> int:
+    asked = dict(model="demo", messages=MESSAGES, max_tokens=1, **more)
+    return client.chat.completions.create(**asked).usage.prompt_tokens
+
+
+def test_the_model_sees_tools_that_it_may_not_call(llm):
+    seen = {"chat_template": "{{ messages[0].content }}{{ tools }}"}
+    options = dict(trust_request_chat_template=True, served_model_name=("demo",))
+    with serving(llm, **options) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        some = num_prompt_tokens(client, tools=TOOLS, tool_choice="auto", extra_body=seen)
+        assert num_prompt_tokens(client, tools=TOOLS, tool_choice="none", extra_body=seen) == some
+    options["exclude_tools_when_tool_choice_none"] = True
+    with serving(llm, **options) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        none = num_prompt_tokens(client, extra_body=seen)
+        assert num_prompt_tokens(client, tools=TOOLS, tool_choice="auto", extra_body=seen) == some
+        assert num_prompt_tokens(client, tools=TOOLS, tool_choice="none", extra_body=seen) == none
+
+
+def test_a_tool_that_must_be_called_wins_over_a_format(client):
+    asked = dict(model="demo", messages=MESSAGES, tools=TOOLS, max_tokens=120, seed=2)
+    json_object, one = {"type": "json_object"}, {"structured_outputs": {"choice": ["x"]}}
+    for choice, more in (
+        ("required", {"response_format": json_object}),
+        (NAMED, {"response_format": json_object}),
+        ("required", {"extra_body": one}),
+    ):
+        answer = client.chat.completions.create(**asked, tool_choice=choice, **more)
+        assert answer.choices[0].message.tool_calls
+    with pytest.raises(openai.BadRequestError, match="leave one out"):
+        client.chat.completions.create(**asked, tool_choice=NAMED, extra_body=one)
+
+
+def test_tools_that_cannot_be_forced_may_be_offered(client):
+    asked = dict(model="demo", messages=MESSAGES, max_tokens=1)
+    for function in ({"name": "my tool"}, {"name": "f", "parameters": {"type": "array"}}):
+        tools = [{"type": "function", "function": function}]
+        assert client.chat.completions.create(**asked, tools=tools, tool_choice="auto").choices
+        with pytest.raises(openai.BadRequestError, match="of tool"):
+            client.chat.completions.create(**asked, tools=tools, tool_choice="required")
+    assert client.chat.completions.create(**asked, tools=[*TOOLS, *TOOLS]).choices
+
+
 @pytest.mark.slow
 def test_the_async_client_runs_many_at_once(url, llm):
     async def run():
@@ -316,14 +450,20 @@ def test_a_client_that_goes_away_leaves_nothing(client, llm):
         (dict(n=0), "n", "greater than or equal to 1"),
         (dict(n=1000), "n", "the limit is 128"),
         (dict(stop=["x"] * 10_000), "stop", "has 10000 strings, the limit is 256"),
-        (dict(prompt="a" * 10**6), "prompt", "1000000 characters"),
-        (dict(prompt=[5] * 3000), None, "3000 tokens, max_model_len is 2048"),
+        (dict(prompt="a" * 10**6), "input_text", "1000000 characters"),
+        (
+            dict(prompt=[5] * 3000),
+            "input_tokens",
+            "This model's maximum context length is 2048 tokens. However, your prompt contains 3000 input tokens",
+        ),
         (dict(prompt=[10**6]), None, "vocabulary"),
         (dict(prompt=None), "prompt", "is missing"),
         (dict(logprobs=21), "logprobs", "max_logprobs=20"),
         (dict(logit_bias={"x": 1}), "logit_bias", "no token ids"),
         (dict(stream_options={"include_usage": True}), "stream_options", "stream=true"),
         (dict(max_tokens=0), "max_tokens", "at least 1"),
+        (dict(max_tokens=2049), "max_tokens", "2049 cannot be greater than max_model_len=2048"),
+        (dict(seed=2**63), "seed", "less than or equal to 9223372036854775807"),
         (dict(suffix="x"), "suffix", "not supported"),
         (dict(extra_body={"use_beam_search": True}), "use_beam_search", "LLM.beam_search"),
         (dict(extra_body={"structured_outputs": {"regex": "("}}), None, "regex"),
@@ -357,6 +497,11 @@ def test_impossible_values_are_400_with_the_field_named(client, llm, change, par
         (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text"),
         (dict(messages=[{"content": "x"}]), '"role"'),
         (dict(tool_choice="required"), "needs tools"),
+        (dict(tools=[]), "tools must not be empty"),
+        (dict(max_tokens=2049), "max_tokens=2049 cannot be greater than max_model_len=2048"),
+        (dict(max_completion_tokens=2049), "max_completion_tokens=2049 cannot be greater"),
+        (dict(reasoning_effort="much"), "'none', 'minimal', 'low'"),
+        (dict(seed=-(2**63) - 1), "greater than or equal to -9223372036854775808"),
         (dict(tool_choice="often", tools=TOOLS), "tool_choice must be"),
         (dict(tools=[{"type": "x"}], tool_choice="required"), "tool"),
         (dict(tools=[{"type": "x"}], extra_body={"skip_special_tokens": False}), "tool 0"),

@@ -110,6 +110,13 @@ def test_all_forms_of_input_and_encoding_are_the_same_embedding(url):
     assert answer["usage"]["prompt_tokens"] == 4
 
 
+def test_one_text_is_a_list_of_one_even_if_it_is_empty(url):
+    one, same = (ask(url, "/v1/embeddings", {"input": form}) for form in ("", [""]))
+    assert one[0] == 200 and one[1]["data"] == same[1]["data"]
+    one, same = (ask(url, "/rerank", {"query": "w8", "documents": form}) for form in ("w7", ["w7"]))
+    assert one[0] == 200 and one[1]["results"] == same[1]["results"]
+
+
 def test_scores_and_ranks_of_an_embedding_model_are_cosines(url):
     documents = ["w30 w31", "w8 w7"]
     status, scored = ask(url, "/score", {"text_1": "w8 w7", "text_2": documents})
@@ -172,7 +179,12 @@ def test_raw_numbers_of_texts_and_of_tokens(url):
             "exceeds the model's 32",
         ),
         ("/v1/embeddings", {"input": [999]}, 400, "has 999, the vocabulary has ids 0..249"),
-        ("/v1/embeddings", {"input": "w8 " * 40}, 400, "has 42 tokens, max_model_len is 32"),
+        (
+            "/v1/embeddings",
+            {"input": "w8 " * 40},
+            400,
+            "length is 32 tokens. However, your prompt contains 42 input",
+        ),
         ("/v1/embeddings", {"input": "x" * 10000}, 400, "10000 characters"),
         ("/v1/embeddings", {"input": "w8", "model": "other"}, 404, "'other' is not served"),
         ("/v1/embeddings", {"input": "w8", "encoding_format": "hex"}, 400, "encoding_format"),

@@ -1,10 +1,11 @@
-"""Items of responses: made into messages, and made of what a model writes."""
+"""What a model writes as items of responses and as deltas of chats; items made into messages."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxpage.reasoning_parsers import OutputParser, make_reasoning_parser
+from jaxpage.server.chat import Turn
 from jaxpage.server.protocol.response_items import read_items, to_messages
 from jaxpage.server.response_output import ResponseOutput
 from jaxpage.tool_parsers import make
@@ -22,6 +23,7 @@ def test_items_of_one_turn_are_one_message():
             {"type": "function_call", "id": None, "call_id": "1", "name": "f", "arguments": "{}"},
             {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "h"}]},
+            {"role": "developer", "content": "k"},
             {"role": "assistant", "content": "i"},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "j"}]},
         ]
@@ -34,6 +36,7 @@ def test_items_of_one_turn_are_one_message():
         {"role": "user", "content": "c"},
         {"role": "assistant", "reasoning": "d", "content": "e"},
         {"role": "tool", "tool_call_id": "2", "name": "g", "content": "h"},
+        {"role": "developer", "content": "k"},
         {"role": "assistant", "content": "i"},
         {"role": "assistant", "content": "j"},
     ]
@@ -61,3 +64,30 @@ def test_reasoning_text_and_calls_are_items(size):
         assert part["logprobs"] == [*range(text.index("</think>"), text.index("<tool_call>"))]
     (*_, done) = (e for e in events if e["type"] == "response.output_item.done")
     assert done["item"] == call
+
+
+CALLS = (
+    'Well. <tool_call>\n{"name": "now", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+)
+
+
+@pytest.mark.parametrize("size", [1, 3, 20, 45, 1000])
+def test_a_chunk_has_one_delta_per_tool_call(size):
+    turn = Turn(OutputParser(None, make("hermes", TOOLS)))
+    names, arguments, text = {}, {}, ""
+    for begin in range(0, len(CALLS), size):
+        delta = turn.delta(turn.parser.feed(CALLS[begin : begin + size]))
+        text += delta.get("content", "")
+        calls = delta.get("tool_calls", [])
+        assert len({call["index"] for call in calls}) == len(calls)
+        for call in calls:
+            index = call["index"]
+            if "id" in call:
+                assert index not in names and call["type"] == "function"
+                names[index] = call["function"]["name"]
+            arguments[index] = arguments.get(index, "") + call["function"]["arguments"]
+    assert text.strip() == "Well." and names == {0: "now", 1: "weather"}
+    assert arguments == dict.fromkeys(names, '{"city": "Bonn"}')
+    whole = [call["function"] for call in turn.message()["tool_calls"]]
+    assert whole == [{"name": names[i], "arguments": arguments[i]} for i in names]

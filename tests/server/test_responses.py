@@ -292,7 +292,7 @@ def test_errors_within_a_stream_are_its_last_event(client, monkeypatch):
 def test_prompts_that_are_too_long_may_lose_their_beginning(client):
     words = " ".join(str(i) for i in range(3000))
     asked = dict(model="demo", input=words, max_output_tokens=5)
-    with pytest.raises(openai.BadRequestError, match="max_model_len is 2048"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048"):
         client.responses.create(**asked)
     answer = client.responses.create(**asked, truncation="auto", extra_body={"ignore_eos": True})
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (2043, 5)
@@ -320,17 +320,19 @@ def test_prompts_that_are_too_long_may_lose_their_beginning(client):
             "input",
             "call 'q'",
         ),
-        (dict(input=[{"role": "user", "content": "ab" * 10**6}]), None, "2000000 characters"),
+        (dict(input=[{"role": "user", "content": "ab" * 10**6}]), "input_text", "2000000 characters"),
         (dict(background=True), "background", "stream=true"),
         (dict(tool_choice="required"), "tool_choice", "needs tools"),
         (dict(tool_choice="often", tools=FUNCTIONS), "tool_choice", "'required'"),
         (dict(tool_choice={"type": "function", "name": "x"}, tools=FUNCTIONS), "tool_choice", "'x'"),
         (dict(tools=[{"type": "web_search"}]), "tools", "'function'"),
-        (dict(tools=[{"type": "function", "name": "a b"}]), None, "name of tool 0"),
+        (dict(tools=[{"type": "function", "name": "a b"}], tool_choice="required"), None, "name of tool 0"),
         (dict(text={"format": {"type": "xml"}}), "text", "json_schema"),
         (dict(text={"format": {"type": "json_schema", "name": "x"}}), "text", "schema"),
         (dict(temperature=3.0), "temperature", "in [0, 2], got 3.0"),
         (dict(max_output_tokens=0), "max_output_tokens", "greater than or equal to 1"),
+        (dict(max_output_tokens=2049), "max_output_tokens", "cannot be greater than max_model_len=2048"),
+        (dict(reasoning={"effort": "much"}), "reasoning", "'none', 'minimal', 'low'"),
         (dict(top_logprobs=3), "top_logprobs", "include"),
         (dict(metadata={"k": "v" * 513}), "metadata", "512"),
         (dict(conversation="conv_1"), "conversation", "previous_response_id"),

@@ -56,9 +56,21 @@ def test_an_unknown_parser_is_named():
         ({}, "tools must be a list"),
         ([{"name": "f"}], "tool 0 must be"),
         ([tool("f", {}), {"function": {"name": 1}}], "the name of tool 1 must be letters"),
+        ([{"function": {"name": "f", "parameters": []}}], "tool 'f' must be a JSON schema"),
+    ],
+)
+def test_wrong_tools_are_named(tools, message):
+    with pytest.raises(ValueError, match=message):
+        tool_parsers.make("hermes", tools)
+    with pytest.raises(ValueError, match=message):
+        tool_parsers.tool_grammar("hermes", tools, "required")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
         ([tool("a b", {})], "got 'a b'"),
         ([tool("f", {}), tool("f", {})], "2 tools have the name 'f'"),
-        ([{"function": {"name": "f", "parameters": []}}], "tool 'f' must be a JSON schema"),
         (
             [{"function": {"name": "f", "parameters": {"type": "array"}}}],
             "tool 'f' must be of type",
@@ -67,8 +79,22 @@ def test_an_unknown_parser_is_named():
         ([tool("f", {}, required="a")], "required of tool 'f' must be a list of names"),
     ],
 )
-def test_wrong_tools_are_named(tools, message):
+def test_some_tools_can_be_called_but_not_forced(tools, message):
+    def choice(name: str):
+        return {"type": "function", "function": {"name": name}}
+
+    name = tools[0]["function"]["name"]
+    for parser, text in (
+        ("hermes", f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'),
+        (
+            "qwen3_coder",
+            f"<tool_call>\n<function={name}>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        ),
+    ):
+        (call,) = tool_parsers.parse(parser, tools, text).tool_calls
+        assert call.name == name and call.complete
+    tool_parsers.tool_grammar("hermes", [*tools, tool("other", {})], choice("other"))
     with pytest.raises(ValueError, match=message):
-        tool_parsers.make("hermes", tools)
+        tool_parsers.tool_grammar("hermes", tools, choice(name))
     with pytest.raises(ValueError, match=message):
         tool_parsers.tool_grammar("hermes", tools, "required")

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.server.protocol.lists import ListOf
-from jaxpage.server.protocol.sampling import OpenModel, SamplingRequest, make_params
+from jaxpage.server.protocol.sampling import (
+    OpenModel,
+    SamplingRequest,
+    check_max_tokens,
+    make_params,
+)
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TemplateFields(OpenModel):
@@ -23,7 +30,7 @@ class TemplateFields(OpenModel):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: ListOf[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     def template_options(
         self, *, trust_template: bool, defaults: Mapping[str, Any] | None
@@ -38,6 +45,8 @@ class TemplateFields(OpenModel):
             kwargs["documents"] = self.documents
         if self.reasoning_effort is not None:
             kwargs["reasoning_effort"] = self.reasoning_effort
+            if "enable_thinking" not in (self.chat_template_kwargs or {}):
+                kwargs["enable_thinking"] = self.reasoning_effort != "none"
         reserved = {"tokenize", "return_dict", "messages", "tools", "conversation"} & kwargs.keys()
         if reserved:
             raise ValueError(f"chat_template_kwargs must not have {', '.join(sorted(reserved))}")
@@ -63,6 +72,8 @@ class ChatRequest(SamplingRequest, TemplateFields):
 
     def choice(self) -> Any:
         """`tool_choice` with its default. Raises ValueError."""
+        if self.tools == []:
+            raise ValueError("tools must not be empty; leave it out, or give a tool")
         choice = self.tool_choice
         if choice is None:
             return "auto" if self.tools else "none"
@@ -73,6 +84,17 @@ class ChatRequest(SamplingRequest, TemplateFields):
         if choice != "none" and not self.tools:
             raise ValueError(f"tool_choice={choice!r} needs tools")
         return choice
+
+    def _tool_wins(self) -> bool:
+        """Whether calls that must be made replace other constraints; a named one replaces only a format, as in vLLM."""
+        return self.tool_choice == "required" or (
+            isinstance(self.tool_choice, dict) and self.structured_outputs is None
+        )
+
+    def check_max_tokens(self, max_model_len: int) -> None:
+        """Raise ValueError for more tokens than a sequence may have."""
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        check_max_tokens(name, getattr(self, name), max_model_len)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling params, apart from tools. Raises ValueError."""
@@ -87,5 +109,7 @@ class ChatRequest(SamplingRequest, TemplateFields):
             raise ValueError("top_logprobs needs logprobs=true")
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
+        if self._tool_wins():
+            options.pop("structured_outputs", None)
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return make_params({**options, "output_kind": kind})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.server.protocol.lists import ListOf
@@ -23,6 +23,11 @@ class CompletionRequest(SamplingRequest):
     suffix: str | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _null_is_the_default(cls, value: int | None) -> int:
+        return 16 if value is None else value
 
     @property
     def only_scores(self) -> bool:

@@ -56,7 +56,7 @@ class InputFields(PoolingFields):
         given = self.input
         if given is None:
             return []
-        if not given:
+        if given == []:
             raise ValueError("input must not be empty")
         is_one = isinstance(given, str) or isinstance(given[0], int)
         return [given] if is_one else list(given)
@@ -122,8 +122,10 @@ class RerankRequest(PoolingFields):
     """Documents ranked by their relevance to a query, as in Cohere's and Jina's APIs."""
 
     query: str
-    documents: ListOf[str | Document] = Field(min_length=1)
+    documents: str | ListOf[str | Document] = Field(min_length=1)
     top_n: int = Field(0, ge=0)  # 0: all
 
     def texts(self) -> list[str]:
+        if isinstance(self.documents, str):
+            return [self.documents]
         return [d if isinstance(d, str) else d.text for d in self.documents]

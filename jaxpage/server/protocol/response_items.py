@@ -204,8 +204,8 @@ read_items = TypeAdapter(ListOf[Item]).validate_python
 def to_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
     """A conversation for a chat template. Raises ValueError for the output of an unknown call.
 
-    Consecutive reasoning, text and calls of the assistant become one message. The role "developer" becomes "system",
-    which all templates know; many allow only one such message, so adjacent ones are joined.
+    Consecutive reasoning, text and calls of the assistant become one message. Adjacent messages of the system and of
+    developers are joined, since many templates allow only one of them; `chat_template` knows which roles they have.
     """
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of called functions, by call id
@@ -218,7 +218,7 @@ def to_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[st
             case Message(role="user"):
                 messages.append({"role": "user", "content": _content(item.content)})
             case Message():
-                _instruct(messages, item.text)
+                _instruct(messages, item.role, item.text)
             case Reasoning():
                 _turn(messages, "reasoning")["reasoning"] = item.text
             case FunctionCall():
@@ -249,11 +249,11 @@ def _turn(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
     return last
 
 
-def _instruct(messages: list[dict[str, Any]], text: str) -> None:
-    if messages and messages[-1]["role"] == "system":
+def _instruct(messages: list[dict[str, Any]], role: str, text: str) -> None:
+    if messages and messages[-1]["role"] in ("system", "developer"):
         messages[-1]["content"] += f"\n\n{text}"
     else:
-        messages.append({"role": "system", "content": text})
+        messages.append({"role": role, "content": text})
 
 
 def _content(parts: Sequence[Part | ImagePart]) -> str | list[dict[str, Any]]:

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from jaxpage.server.protocol.chat import ChatRequest
+from jaxpage.server.protocol.chat import ChatRequest, ReasoningEffort
 from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.response_items import Items
-from jaxpage.server.protocol.sampling import OpenModel, SamplingFields
+from jaxpage.server.protocol.sampling import OpenModel, SamplingFields, check_max_tokens
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -59,7 +59,7 @@ class TextOptions(OpenModel):
 
 
 class ReasoningOptions(OpenModel):
-    effort: str | None = None  # for the chat template
+    effort: ReasoningEffort | None = None  # for the chat template
     summary: str | None = None  # ignored: the full reasoning is returned
 
 
@@ -98,6 +98,7 @@ class ResponsesRequest(SamplingFields):
     def to_chat(self, messages: list[dict[str, Any]], max_model_len: int) -> ChatRequest:
         """The same request as a chat with these messages. Raises ValueError."""
         self._refuse()
+        check_max_tokens("max_output_tokens", self.max_output_tokens, max_model_len)
         given = SamplingFields.model_fields.keys() & self.model_fields_set
         options = {name: getattr(self, name) for name in given}
         # Logprobs belong to items, which are separated as tokens arrive.

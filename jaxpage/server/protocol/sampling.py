@@ -60,8 +60,8 @@ def _named(names: list[str]) -> str:
 
 
 class StreamOptions(OpenModel):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class SamplingFields(OpenModel):
@@ -72,7 +72,7 @@ class SamplingFields(OpenModel):
     presence_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: str | ListOf[str] | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = False
@@ -116,8 +116,8 @@ class SamplingRequest(SamplingFields):
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
 
     def sampling_options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,8 @@ class SamplingRequest(SamplingFields):
             )
         if self.kv_transfer_params:
             raise ValueError("kv_transfer_params are not supported; leave them out")
-        if self.stream_options is not None and not self.stream:
+        options = self.stream_options
+        if options is not None and options.model_dump(exclude_unset=True) and not self.stream:
             raise ValueError("stream_options needs stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError(
@@ -169,6 +170,14 @@ class SamplingRequest(SamplingFields):
                 "response_format and structured_outputs both constrain the output; give one of them"
             )
         return asked[0] if asked else None
+
+
+def check_max_tokens(name: str, wanted: int | None, max_model_len: int) -> None:
+    """Raise ValueError for more tokens than a sequence may have."""
+    if wanted is not None and wanted > max_model_len:
+        raise ValueError(
+            f"{name}={wanted} cannot be greater than max_model_len={max_model_len}; request fewer tokens"
+        )
 
 
 def _to_biases(biases: Mapping[str, float]) -> dict[int, float]:
