@@ -7,7 +7,6 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from jaxpage.server import operation, tokens
 from jaxpage.server.adapters import ServedAdapters
 from jaxpage.server.app import add_checks, empty_app
 from jaxpage.server.batch import InFlight
-from jaxpage.server.context import Server
+from jaxpage.server.context import Server, model_names
 from jaxpage.server.errors import ApiError, to_answer_error, to_api_error
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.pooling_metrics import PoolingMetrics
@@ -57,9 +56,7 @@ def make_pooling_app(llm: AsyncPooler, options: ServerOptions) -> tuple[FastAPI,
 
 def _server(llm: AsyncPooler, options: ServerOptions) -> Server:
     config, engine = llm.config, _as_any(llm)
-    folder = Path(config.model)
-    name = folder.name if folder.is_dir() else config.model
-    names = options.served_model_name or (name, config.model)
+    names = model_names(options, config.model)
     metrics = PoolingMetrics(llm, names[0])
     return Server(
         llm=engine,
