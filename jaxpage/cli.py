@@ -347,7 +347,7 @@ def _run(command: Callable[..., Any], prog: str, args: Sequence[str]) -> int | N
     """Call a command with its flags: one dataclass of them, or a few plain parameters."""
     hints: list[Any] = [t for name, t in get_type_hints(command).items() if name != "return"]
     takes_flags = len(hints) == 1 and dataclasses.is_dataclass(hints[0])
-    parsed = hints[0] if takes_flags else command
+    parsed: Any = hints[0] if takes_flags else command
     args, of_vllm = vllm_flags.take(args, parsed)
     result = tyro.cli(
         parsed,

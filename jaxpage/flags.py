@@ -39,7 +39,7 @@ class EngineFlags(EngineConfig):
     override_generation_config: JsonDict = None  # merged into generation_config.json
     # markers of reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     reasoning_config: JsonDict = None
-    reasoning_parser: str | None = None  # its markers: qwen3, deepseek_r1; openai_gptoss
+    reasoning_parser: str | None = None  # how the model reasons: qwen3, deepseek_r1, openai_gptoss
     structured_outputs_config: JsonDict = None
     limit_mm_per_prompt: JsonDict = None  # most pictures in a prompt: {"image": 4, "video": 1}
     mm_processor_kwargs: JsonDict = None  # how pictures are prepared: {"max_pixels": 1003520}
@@ -98,7 +98,7 @@ class ServerFlags(ServerOptions):
 
 def given_options(flags: Any, defaults: type | None = None) -> dict[str, Any]:
     """What differs from the defaults, those of another class of flags if one is named."""
-    given = {
+    given: dict[str, Any] = {
         f.name: list(value) if isinstance(value, tuple) else value
         for f in fields(defaults or flags)
         if (value := getattr(flags, f.name)) != f.default

@@ -148,7 +148,8 @@ def _names_of(flags: type) -> set[str]:
     """The flags of a dataclass, and those of its parts, as Python's names."""
     found: set[str] = set()
     for name, hint in get_type_hints(flags).items():
-        found |= _names_of(hint) if dataclasses.is_dataclass(hint) else {name}
+        is_part = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        found |= _names_of(hint) if is_part else {name}
     return found
 
 
