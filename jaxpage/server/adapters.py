@@ -37,7 +37,10 @@ class ServedAdapters:
             await self._add(name, path)
 
     async def load(self, name: str, path: str, *, inplace: bool = False) -> None:
-        """Serve another adapter. Raises ValueError if it cannot be loaded, ApiError if the name is taken or the path is missing."""
+        """Serve another adapter.
+
+        Raises ValueError if it cannot be loaded, ApiError if the name is taken or there is nothing at the path.
+        """
         if name in self._model_names or (name in self._requests and not inplace):
             raise ApiError(
                 400,
