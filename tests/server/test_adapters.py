@@ -78,8 +78,9 @@ def test_loading_replacing_and_unloading():
             run(adapters.load(name, "second"))
     with pytest.raises(ApiError, match="is served already"):
         run(adapters.load("model", "second", inplace=True))
-    with pytest.raises(ValueError, match="not a folder"):
+    with pytest.raises(ApiError, match="not a folder") as missing:
         run(adapters.load("a", "broken", inplace=True))
+    assert missing.value.status == 404
     assert adapters.get("a").lora_path == "first"
     run(adapters.load("a", "second", inplace=True))
     assert adapters.get("a").lora_path == "second" and len(adapters._llm.loaded) == 1
