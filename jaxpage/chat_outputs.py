@@ -13,17 +13,12 @@ from typing import Any
 
 from jaxpage.config import EngineConfig
 from jaxpage.outputs import RequestOutput
-from jaxpage.reasoning import to_reasoning_config
-from jaxpage.reasoning_parsers import (
-    HARMONY,
-    NAMES,
-    OutputParser,
-    make_reasoning_parser,
-    starts_in_reasoning,
-)
+from jaxpage.reasoning import HARMONY, to_reasoning_config
+from jaxpage.reasoning_parsers import OutputParser, make_reasoning_parser, starts_in_reasoning
 from jaxpage.sampling_params import SamplingParams
 from jaxpage.structured_outputs import StructuredOutputsParams
 from jaxpage.tool_parsers import FORMATS, Delta, join, make, parser_for_template, tool_grammar
+from jaxpage.tool_parsers.formats import ALIASES, OF_GPT_OSS
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -79,6 +74,8 @@ class ChatFormat:
             completion.tool_calls = list(found.tool_calls)
 
     def _needed_tool_parser(self, choice: Any) -> str:
+        if self.reasoning_parser in HARMONY:
+            raise ValueError(f'tool_choice={choice!r} is not supported for gpt-oss; give "auto"')
         if self.tool_parser is None:
             raise ValueError(
                 f"tool_choice={choice!r} needs to know how the model writes calls, and its chat template does not "
@@ -88,20 +85,22 @@ class ChatFormat:
 
 
 def chat_format(config: EngineConfig, tokenizer: Any, chat_template: str | None) -> ChatFormat:
-    """By the options, else by the chat template (None: the tokenizer's). Raises ValueError for unknown parsers."""
+    """By the options, else by the chat template (None: the tokenizer's)."""
     template = chat_template or getattr(tokenizer, "chat_template", None) or ""
     if isinstance(template, dict):  # templates by name
         template = "\n".join(template.values())
-    name = config.tool_call_parser
-    if name is None:
-        name = parser_for_template(template)
-    elif name not in FORMATS:
-        raise ValueError(f"tool_call_parser={name!r} is not known; there are {', '.join(FORMATS)}")
     options = to_reasoning_config(config.reasoning_config)
     reasoning = options.reasoning_parser if options else ""
+    name = config.tool_call_parser
+    if name in OF_GPT_OSS:
+        name, reasoning = None, reasoning or HARMONY[0]
+    elif name is None:
+        name = parser_for_template(template)
+    else:
+        name = ALIASES.get(name, name)
     return ChatFormat(
         tool_parser=name,
-        reasoning_parser=reasoning if reasoning in NAMES else None,
+        reasoning_parser=reasoning or None,
         special_tokens=_special_tokens(name, tokenizer),
     )
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import tyro
 
-from jaxpage import __version__, exit_codes
+from jaxpage import __version__, exit_codes, vllm_flags
 from jaxpage.config import EngineConfig
 from jaxpage.flags import (
     ChatEngineFlags,
@@ -125,6 +125,7 @@ class RunBatch:
     output_file: Annotated[Path, tyro.conf.arg(aliases=("-o",))]
     model: Model = ""
     max_concurrency: int = 256  # requests in flight at once
+    served_model_name: tuple[str, ...] = ()  # names that requests may use; none: the model's own
     engine: EngineFlags = field(default_factory=EngineFlags)
 
 
@@ -234,8 +235,8 @@ def run_batch(flags: RunBatch) -> None:
     """Answer the requests of an OpenAI batch file. Raises ValueError."""
     from jaxpage.server.run_batch import main
 
-    options = _engine_options(flags.model, flags.engine)
-    main(flags.input_file, flags.output_file, options, flags.max_concurrency)
+    more = (_engine_options(flags.model, flags.engine), flags.max_concurrency)
+    main(flags.input_file, flags.output_file, *more, flags.served_model_name)
 
 
 def _logprobs_line(token_id: int, entries: dict[int, Logprob]) -> str:
@@ -344,19 +345,21 @@ def _unknown(args: list[str]) -> str:
 
 def _run(command: Callable[..., Any], prog: str, args: Sequence[str]) -> int | None:
     """Call a command with its flags: one dataclass of them, or a few plain parameters."""
-    hints = [t for name, t in get_type_hints(command).items() if name != "return"]
+    hints: list[Any] = [t for name, t in get_type_hints(command).items() if name != "return"]
     takes_flags = len(hints) == 1 and dataclasses.is_dataclass(hints[0])
     parsed: Any = hints[0] if takes_flags else command
+    args, of_vllm = vllm_flags.take(args, parsed)
     result = tyro.cli(
         parsed,
         prog=prog,
         description=_what_it_does(parsed),
         args=args,
-        config=(tyro.conf.OmitArgPrefixes,),
         registry=_registry(),
+        config=(tyro.conf.OmitArgPrefixes,),
     )
     if not takes_flags:
         return result
+    result = vllm_flags.with_options(result, of_vllm)
     if (file := getattr(result, "json", None)) is not None:
         check_writable(file)
     return command(result)

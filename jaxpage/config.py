@@ -22,10 +22,8 @@ from jaxpage.pictures.options import check_picture_options, most_of
 from jaxpage.reasoning import ReasoningConfig, to_reasoning_config, with_parser
 from jaxpage.research_config import ResearchConfig, to_research_config
 from jaxpage.sampling.processors import check_processors
-from jaxpage.structured_outputs.config import (
-    StructuredOutputsConfig,
-    to_structured_outputs_config,
-)
+from jaxpage.structured_outputs.config import StructuredOutputsConfig, to_structured_outputs_config
+from jaxpage.tool_parsers import formats
 from jaxpage.vllm_options import translate
 
 if TYPE_CHECKING:
@@ -60,6 +58,7 @@ _CHOICES = {
     "scheduling_policy": ("fcfs", "priority"),
     "preemption_mode": ("None", "recompute", "swap"),
     "quantization": ("None", "int8"),
+    "tool_call_parser": ("None", *formats.NAMES),
     "load_format": ("auto", "safetensors", "dummy"),
     "logprobs_mode": tuple(_LOGPROBS_MODES),
     "runner": ("auto", "generate", "pooling"),

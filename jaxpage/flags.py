@@ -39,12 +39,14 @@ class EngineFlags(EngineConfig):
     override_generation_config: JsonDict = None  # merged into generation_config.json
     # markers of reasoning: {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     reasoning_config: JsonDict = None
+    reasoning_parser: str | None = None  # how the model reasons: qwen3, deepseek_r1, openai_gptoss
     structured_outputs_config: JsonDict = None
     limit_mm_per_prompt: JsonDict = None  # most pictures in a prompt: {"image": 4, "video": 1}
     mm_processor_kwargs: JsonDict = None  # how pictures are prepared: {"max_pixels": 1003520}
     pooler_config: JsonDict = None  # how texts are pooled, if not as the checkpoint says
     logits_processors: tyro.conf.Suppress[tuple[Any, ...]] = ()  # functions
     options_without_effect: tyro.conf.Suppress[tuple[str, ...]] = ()
+    of_vllm: tyro.conf.Suppress[Any] = None  # options by name, see `vllm_flags`
     research: tyro.conf.Suppress[Any] = None  # for Python
     mesh: tyro.conf.Suppress[Any] = None  # a Python object
     # devices that share weights and KV heads; none: one, or all local ones if the weights do not fit on one
@@ -96,11 +98,12 @@ class ServerFlags(ServerOptions):
 
 def given_options(flags: Any, defaults: type | None = None) -> dict[str, Any]:
     """What differs from the defaults, those of another class of flags if one is named."""
-    return {
+    given: dict[str, Any] = {
         f.name: list(value) if isinstance(value, tuple) else value
         for f in fields(defaults or flags)
         if (value := getattr(flags, f.name)) != f.default
     }
+    return given | given.pop("of_vllm", {})
 
 
 def check_writable(file: Path) -> None:

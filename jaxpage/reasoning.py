@@ -16,11 +16,14 @@ MAX_MARKER_LEN = 64  # tokens of a marker
 MARKERS: dict[str, tuple[str, str]] = dict.fromkeys(
     ("deepseek_r1", "qwen3"), ("<think>", "</think>")
 )
+# Parsers of gpt-oss, whose reasoning has no such markers; vLLM's option has the second name.
+HARMONY = ("gpt_oss", "openai_gptoss")
+PARSERS = (*HARMONY, *MARKERS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningConfig:
-    """Names and meanings are vLLM's (0.32). Raises ValueError for values that are not strings."""
+    """Names and meanings are vLLM's (0.32). Raises ValueError for values that are not strings, and unknown parsers."""
 
     reasoning_parser: str = ""  # its markers replace empty strings below
     reasoning_start_str: str = ""  # starts the reasoning
@@ -33,6 +36,11 @@ class ReasoningConfig:
             value = getattr(self, f.name)
             if not isinstance(value, str):
                 raise ValueError(f"{f.name} of reasoning_config must be a string, got {value!r}")
+        if self.reasoning_parser not in ("", *PARSERS):
+            raise ValueError(
+                f"reasoning_parser={self.reasoning_parser!r} is not known; there are {', '.join(sorted(PARSERS))}. "
+                f"For a budget the markers are enough: {_ADVICE}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

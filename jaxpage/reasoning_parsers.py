@@ -6,14 +6,11 @@ vLLM's reasoning parsers `qwen3`, `deepseek_r1` and `gpt_oss` (also `openai_gpto
 
 from __future__ import annotations
 
-from jaxpage.reasoning import MARKERS
+from jaxpage.reasoning import HARMONY, MARKERS, PARSERS
 from jaxpage.tool_parsers import Delta, Parser, TextDelta
 from jaxpage.tool_parsers.harmony import read_messages
 from jaxpage.tool_parsers.source import SPACE, Markers, Reading, Source, read_rest, read_until
 from jaxpage.tool_parsers.writer import Writer
-
-NAMES = ("deepseek_r1", "gpt_oss", "openai_gptoss", "qwen3")
-HARMONY = ("gpt_oss", "openai_gptoss")  # vLLM's option has the second name
 
 # Qwen3.5 may call a tool without ending its reasoning first, in qwen3_coder's format.
 _IMPLICIT_END = "<tool_call>\n<function="
@@ -29,8 +26,9 @@ def make_reasoning_parser(name: str, *, starts_in_reasoning: bool = False) -> Pa
 
     Raises ValueError for a name that is not known.
     """
-    if name not in NAMES:
-        raise ValueError(f"reasoning parser {name!r} is not known; there are {', '.join(NAMES)}")
+    if name not in PARSERS:
+        names = ", ".join(sorted(PARSERS))
+        raise ValueError(f"reasoning parser {name!r} is not known; there are {names}")
     if name in HARMONY:
         return Parser(read_messages, keeps_special_tokens=True)
     start, end = MARKERS[name]

@@ -218,7 +218,6 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "trust_remote_code": False,
 }
 
-# LMDeploy's `quant_policy` -> the `kv_cache_dtype` that it means, the name proper first.
 # Older vLLM's `task` -> what it says now.
 _TASKS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("auto", "generate"), {}),
@@ -226,6 +225,9 @@ _TASKS: dict[str, dict[str, str]] = {
     "classify": {"runner": "pooling", "convert": "classify"},
     **dict.fromkeys(("score", "reward"), {"runner": "pooling"}),
 }
+# All that `translate` knows besides jaxpage's own, `reasoning_parser` excepted.
+NAMES = {*_NEUTRAL, *_WITHOUT_EFFECT, "quant_policy", "task", "kv_offloading_size"}
+# LMDeploy's `quant_policy` -> the `kv_cache_dtype` that it means, the name proper first.
 QUANT_POLICY = {
     0: ("auto",),
     4: ("int4",),
@@ -262,7 +264,7 @@ def translate(options: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, 
             if not _asks_for_nothing(value, (_WITHOUT_EFFECT[name],)):
                 without_effect.append(name)
         elif name in _NEUTRAL:
-            _check_neutral(name, value)
+            check_neutral(name, value, _NEUTRAL[name], _ADVICE[name])
         elif name not in known:
             _refuse_unknown(name, known)
     return ours, without_effect
@@ -287,13 +289,20 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or is_empty or value in neutral
 
 
-def _check_neutral(name: str, value: Any) -> None:
-    neutral = _NEUTRAL[name]
+def check_neutral(name: str, value: Any, neutral: tuple[Any, ...], advice: str) -> None:
+    """Raise ValueError for a value that asks for something; `advice` says what to do instead."""
     if not _asks_for_nothing(value, neutral):
         harmless = f", or give {' or '.join(map(repr, neutral))}" if neutral else ""
         raise ValueError(
-            f"{name}={value!r} is not supported: {_ADVICE[name]}. Leave the option out{harmless}"
+            f"{name}={value!r} is not supported: {advice}. Leave the option out{harmless}"
         )
+
+
+def neutral_values(name: str) -> tuple[Any, ...]:
+    """Those of an option of NAMES that ask for nothing, besides None and empty ones."""
+    return _NEUTRAL.get(name) or tuple(
+        value for value in (_WITHOUT_EFFECT.get(name),) if value is not None
+    )
 
 
 def _refuse_unknown(name: str, known: set[str]) -> None:

@@ -47,10 +47,35 @@ def test_formats_follow_from_options_then_from_the_template():
     assert make(tool_call_parser="mistral").tool_parser == "mistral"
     assert make("plain").tool_parser is None
     assert make(reasoning_parser="qwen3").reasoning_parser == "qwen3"
-    with pytest.raises(
-        ValueError, match="tool_call_parser='x' is not known; there are deepseek_v3"
-    ):
-        make(tool_call_parser="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("qwen3_json", "hermes"), ("qwen3_xml", "qwen3_coder"), ("llama4_json", "llama3_json")],
+)
+def test_other_names_of_vllm_mean_the_same_formats(name, ours):
+    assert make(tool_call_parser=name).tool_parser == ours
+
+
+def test_the_parser_of_gpt_oss_reads_calls_and_reasoning():
+    chat = make(tool_call_parser="openai")
+    assert chat.tool_parser is None and chat.reasoning_parser == "gpt_oss"
+    assert make(reasoning_parser="openai_gptoss").reasoning_parser == "openai_gptoss"
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.now <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    assert read(chat, text) == ("", "hm", [("now", '{"a": 1}')])
+    with pytest.raises(ValueError, match="'required' is not supported for gpt-oss"):
+        chat.params(SamplingParams(), TOOLS, "required")
+
+
+def test_unknown_parsers_are_refused_at_the_start():
+    for name in ("x", "qwen3_code", ""):
+        with pytest.raises(ValueError, match="tool_call_parser must be one of None, deepseek_v3"):
+            EngineConfig(model="m", tool_call_parser=name)
+    with pytest.raises(ValueError, match="reasoning_parser='glm45' is not known; there are deep"):
+        EngineConfig.from_options(model="m", reasoning_parser="glm45")
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'

@@ -14,7 +14,9 @@ import pytest
 import jaxpage
 from jaxpage import cli, demo
 from jaxpage.bench import scheduler
+from jaxpage.config import EngineConfig
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
+from jaxpage.reasoning import ReasoningConfig
 from jaxpage.sampling_params import SamplingParams
 
 
@@ -264,3 +266,59 @@ def test_the_module_runs_and_help_needs_no_jax():
     assert "generate" in out.stdout and out.stdout.endswith("False\n")
     out = subprocess.run([sys.executable, "-m", "jaxpage"], capture_output=True, text=True)
     assert (out.returncode, out.stdout) == (2, "") and "usage" in out.stderr
+
+
+def test_flags_of_vllm_that_ask_for_nothing_are_accepted(calls, monkeypatch):
+    usual = (
+        "--trust-remote-code --tokenizer-mode auto --enable-chunked-prefill --compilation-config {} "
+        "--disable-custom-all-reduce --distributed-executor-backend mp --disable-log-requests -O3 "
+        "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 -pp 1 "
+        "--response-role assistant --chat-template-content-format=auto --uvicorn-log-level warning "
+        "--enable-request-id-headers --ignore-patterns a b --compilation-config.mode 3 "
+        "--no-enable-expert-parallel --kv_offloading_size 2 --no-return-tokens-as-token-ids"
+    )
+    assert cli.main(["generate", "--model", "m", *usual.split(), "--prompt", "x"]) == 0
+    (call,) = calls
+    config = EngineConfig.from_options(**call.options)
+    assert set(config.options_without_effect) == {
+        "trust_remote_code", "compilation_config", "disable_custom_all_reduce",
+        "optimization_level", "uvicorn_log_level", "ignore_patterns",
+    }  # fmt: skip
+    assert call.options["compilation_config"] == {"mode": 3}
+    assert call.options["ignore_patterns"] == ["a", "b"]
+    assert config.reasoning_config == ReasoningConfig(reasoning_parser="qwen3")
+    assert config.tool_call_parser == "hermes" and config.swap_space == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--uds /tmp/x", "uds='/tmp/x' is not supported: the server listens on host and port."),
+        ("--middleware a.b", "middleware='a.b' is not supported: put a proxy"),
+        ("--no-enable-chunked-prefill", "enable_chunked_prefill=False is not supported: long"),
+        ("--distributed-executor-backend=ray", "distributed_executor_backend='ray' is not"),
+        ("-pp 2", "pipeline_parallel_size=2 is not supported: one process"),
+        ("--return-tokens-as-token-ids", "give return_tokens_as_token_ids with each request"),
+        ("--tokenizer-mode", "--tokenizer-mode needs a value"),
+        ("--tokenizer-mode --port 3", "--tokenizer-mode needs a value"),
+    ],
+)
+def test_flags_of_vllm_that_ask_for_what_is_not_there_are_refused(flags, told, capsys):
+    assert cli.main(["serve", "m", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_flags_of_a_command_are_not_taken_for_those_of_vllm(monkeypatch):
+    served = []
+    monkeypatch.setattr("jaxpage.server.run.bind", lambda options: served.append(options))
+    monkeypatch.setattr("jaxpage.pooling.choose.pools", lambda config: True)
+    monkeypatch.setattr("jaxpage.pooling.async_pooler.AsyncPooler", served.append)
+    monkeypatch.setattr("jaxpage.server.run.run", lambda *_: None)
+    flags = "--trust-remote-code m --shutdown-timeout 3 --served-model-name a b --disable-log-stats"
+    assert cli.main(["serve", *flags.split(), "--disable-uvicorn-access-log", "-n", "2"]) == 0
+    options, config = served
+    assert config.model == "m" and config.nnodes == 2
+    assert config.options_without_effect == ("trust_remote_code",)
+    assert options.shutdown_timeout == 3 and options.served_model_name == ("a", "b")
+    assert options.disable_log_stats and options.disable_access_log

@@ -182,7 +182,7 @@ def test_a_thinking_budget_comes_with_the_markers_as_ids(make):
     [
         ({}, "needs to know what begins and ends reasoning"),
         ({"reasoning_start_str": "the"}, "needs to know what begins and ends reasoning"),
-        ({"reasoning_parser": "glm45"}, "reasoning_parser='glm45' are not known"),
+        ({"reasoning_parser": "gpt_oss"}, "reasoning_parser='gpt_oss' are not known"),
         ({"reasoning_parser": "qwen3", "reasoning_end_str": "€" * 40}, "must have 1 to 64"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.lora.request import LoRARequest
@@ -36,14 +37,22 @@ class ServedAdapters:
             await self._add(name, path)
 
     async def load(self, name: str, path: str, *, inplace: bool = False) -> None:
-        """Serve another adapter. Raises ValueError if it cannot be loaded, ApiError if the name is taken."""
+        """Serve another adapter.
+
+        Raises ValueError if it cannot be loaded, ApiError if the name is taken or there is nothing at the path.
+        """
         if name in self._model_names or (name in self._requests and not inplace):
             raise ApiError(
                 400,
                 f"{name!r} is served already; unload it, or send load_inplace=true",
                 param="lora_name",
             )
-        await self._add(name, path)
+        try:
+            await self._add(name, path)
+        except (ValueError, OSError) as error:
+            if Path(path).exists():
+                raise
+            raise ApiError(404, str(error), param="lora_path") from None
 
     async def unload(self, name: str) -> None:
         """Stop serving it; running requests keep it. Raises ApiError 404 for an unknown name."""

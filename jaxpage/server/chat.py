@@ -209,7 +209,7 @@ class ChatCall:
         return chat_logprobs(
             completion.token_ids,
             completion.logprobs or (),
-            self._body.top_logprobs or 0,
+            -1 if self._body.logprob_token_ids else self._body.top_logprobs or 0,
             as_ids=bool(self._body.return_tokens_as_token_ids),
         )
 

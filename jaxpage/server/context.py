@@ -51,9 +51,7 @@ class Server:
         config = llm.config
         num_running = config.data_parallel_size * config.max_num_seqs
         limit = num_running + options.max_queued_requests
-        folder = Path(config.model)
-        name = folder.name if folder.is_dir() else config.model
-        names = options.served_model_name or (name, config.model)
+        names = model_names(options, config.model)
         metrics = Metrics(llm, names[0])
         llm.observe(metrics)
         return cls(
@@ -141,6 +139,13 @@ class Server:
 
     def usage(self) -> Usage:
         return Usage(with_details=self.options.enable_prompt_tokens_details)
+
+
+def model_names(options: ServerOptions, model: str) -> tuple[str, ...]:
+    """Those that requests may use for the model; the first one is that of answers."""
+    folder = Path(model)
+    name = folder.name if folder.is_dir() else model
+    return options.served_model_name or tuple(dict.fromkeys((name, model)))
 
 
 @dataclass(frozen=True, kw_only=True)

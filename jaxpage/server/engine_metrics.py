@@ -142,7 +142,10 @@ class EngineMetrics:
 
     def _cache_config(self, stats: EngineStats) -> dict[str, str]:
         config = self._llm.config
+        num_tokens = stats.num_blocks * config.block_size
         about = {
+            "kv_cache_size_tokens": num_tokens,
+            "kv_cache_max_concurrency": num_tokens / config.max_model_len,
             "block_size": config.block_size,
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxpage.outputs import CompletionOutput
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
 from jaxpage.server.batch import Asked, Batch, Caller
 from jaxpage.server.context import Server
-from jaxpage.server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
+from jaxpage.server.logprobs import generate_logprobs, prompt_logprobs, token_id_logprobs
 from jaxpage.server.protocol.sampling import make_params
 from jaxpage.server.protocol.tokens import GenerateRequest
 
@@ -26,7 +27,9 @@ class GenerateCall:
         adapter = server.check_model(body.model)
 
         def read(inputs: InputProcessor) -> Asked:
-            params = make_params({**inputs.default_options, **body.sampling_params})
+            # Without a limit, as long as the model's context allows.
+            options = {"max_tokens": None, **inputs.default_options, **body.sampling_params}
+            params = make_params(options)
             if body.stream:
                 _check_stream(params)
             kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
@@ -37,20 +40,25 @@ class GenerateCall:
             return Asked(prompts=prompts, params=params)
 
         batch, asked = await server.start(caller, read, priority=body.priority, adapter=adapter)
-        return cls(server, body, caller.id, batch, asked.params)
+        head = {
+            "request_id": caller.id,
+            "created": int(time.time()),
+            "model": server.name_of(adapter),
+        }
+        return cls(server, body, head, batch, asked.params)
 
     def __init__(
         self,
         server: Server,
         body: GenerateRequest,
-        call_id: str,
+        head: dict[str, Any],
         batch: Batch,
         params: SamplingParams,
     ):
         self.batch = batch
         self._server = server
         self._body = body
-        self._call_id = call_id
+        self._head = head
         self._params = params
 
     def close(self) -> None:
@@ -63,7 +71,7 @@ class GenerateCall:
         usage = self._server.usage()
         usage.add(0, output)
         return {
-            "request_id": self._call_id,
+            **self._head,
             "choices": [self._choice(completion) for completion in output.outputs],
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "prompt_token_id_logprobs": token_id_logprobs(output.prompt_token_id_logprobs),
@@ -73,25 +81,21 @@ class GenerateCall:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in chunks."""
-        usage = self._server.usage()
+        usage, head = self._server.usage(), {"request_id": self._head["request_id"]}
         async for _, output in self.batch.outputs():
             usage.add(0, output)
             choices = [self._choice(completion) for completion in output.outputs]
-            yield {"request_id": self._call_id, "choices": choices}
+            yield {**head, "choices": choices}
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            yield {"request_id": self._call_id, "choices": [], "usage": usage.body()}
+            yield {**head, "choices": [], "usage": usage.body()}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         logprobs = None
         if completion.logprobs is not None:
             best = self._params.logprobs
-            logprobs = chat_logprobs(
-                completion.token_ids,
-                completion.logprobs,
-                -1 if best is None else best,
-                as_ids=True,
-            )
+            best = -1 if best is None else best
+            logprobs = generate_logprobs(completion.token_ids, completion.logprobs, best)
         return {
             "index": completion.index,
             "token_ids": list(completion.token_ids),

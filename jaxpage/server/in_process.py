@@ -30,9 +30,13 @@ _CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def answerer(llm: AsyncLLM) -> Answer:
-    """A function from a path and a body to a status and a body. It raises only EngineDeadError."""
-    server = Server.of(llm, ServerOptions(max_queued_requests=2**31))
+def answerer(llm: AsyncLLM, model_names: tuple[str, ...] = ()) -> Answer:
+    """A function from a path and a body to a status and a body. It raises only EngineDeadError.
+
+    `model_names`: those that bodies may have; none: the model's own.
+    """
+    options = ServerOptions(max_queued_requests=2**31, served_model_name=model_names)
+    server = Server.of(llm, options)
 
     async def answer(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         fields: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Logprobs in the formats of OpenAI's two APIs."""
+"""Logprobs in the formats of OpenAI's two APIs, and of vLLM's for token ids."""
 
 from __future__ import annotations
 
@@ -66,6 +66,28 @@ def chat_logprobs(
     return {"content": content}
 
 
+def generate_logprobs(
+    token_ids: Sequence[int], entries: Iterable[Entries], num_best: int
+) -> dict[str, Any]:
+    """For `/inference/v1/generate`: of each position the sampled token, then the best ones, `num_best` in all.
+
+    There is at least one; -1: all.
+    """
+    content = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        others = [(i, e) for i, e in entry.items() if i != token_id]
+        top = [(token_id, entry[token_id]), *others]
+        top = top if num_best < 0 else top[: max(num_best, 1)]
+        content.append(
+            _ranked(token_id, entry[token_id]) | {"top_logprobs": [_ranked(*each) for each in top]}
+        )
+    return {"content": content}
+
+
+def _ranked(token_id: int, entry: Logprob) -> dict[str, Any]:
+    return {"token_id": token_id, "logprob": _finite(entry), "rank": entry.rank or None}
+
+
 def prompt_logprobs(entries: Iterable[Entries | None] | None) -> list[dict[str, Any] | None] | None:
     """vLLM's extra: for each prompt token a dict from id to its values; None for the first."""
     if entries is None:
@@ -91,8 +113,12 @@ def token_id_logprobs(rows: np.ndarray | None) -> list[list[float]] | None:
 
 
 def _named(token_id: int, entry: Logprob, *, as_ids: bool) -> dict[str, Any]:
-    token = _text(token_id, entry, as_ids=as_ids)
-    return {"token": token, "logprob": _finite(entry), "bytes": list(token.encode())}
+    text = entry.decoded_token
+    return {
+        "token": _text(token_id, entry, as_ids=as_ids),
+        "logprob": _finite(entry),
+        "bytes": None if text is None else list(text.encode()),  # of the text, also with `as_ids`
+    }
 
 
 def _text(token_id: int, entry: Logprob | None, *, as_ids: bool) -> str:

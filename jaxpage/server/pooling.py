@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import sys
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -21,7 +22,7 @@ from jaxpage.server import operation, tokens
 from jaxpage.server.adapters import ServedAdapters
 from jaxpage.server.app import add_checks, empty_app
 from jaxpage.server.batch import InFlight
-from jaxpage.server.context import Server
+from jaxpage.server.context import Server, model_names
 from jaxpage.server.errors import ApiError, to_answer_error, to_api_error
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.pooling_metrics import PoolingMetrics
@@ -57,9 +58,7 @@ def make_pooling_app(llm: AsyncPooler, options: ServerOptions) -> tuple[FastAPI,
 
 def _server(llm: AsyncPooler, options: ServerOptions) -> Server:
     config, engine = llm.config, _as_any(llm)
-    folder = Path(config.model)
-    name = folder.name if folder.is_dir() else config.model
-    names = options.served_model_name or (name, config.model)
+    names = model_names(options, config.model)
     metrics = PoolingMetrics(llm, names[0])
     return Server(
         llm=engine,
@@ -89,7 +88,7 @@ def _add_calls_of_texts(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
 
         def make(outputs: Outputs) -> Body:
             found = [output.outputs.embedding for output in outputs]
-            return {"data": _items("embedding", "embedding", found, body.encoding_format)}
+            return {"data": _items("embedding", "embedding", found, body)}
 
         return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
 
@@ -111,7 +110,7 @@ def _add_calls_of_texts(app: FastAPI, server: Server, llm: AsyncPooler) -> None:
 
         def make(outputs: Outputs) -> Body:
             found = [output.outputs.data for output in outputs]
-            return {"data": _items("pooling", "data", found, body.encoding_format)}
+            return {"data": _items("pooling", "data", found, body)}
 
         return await _respond(server, llm, _Call(body, request, _num_inputs(body), prepare, make))
 
@@ -247,16 +246,28 @@ def _prompts(pooler: Pooler, body: InputFields, prompt_name: str | None = None) 
     return inputs.parse(given, {**body.tokenization(), **options}, prompt_name=prompt_name)
 
 
-def _items(kind: str, name: str, found: list[Any], encoding: str) -> list[Body]:
+def _items(kind: str, name: str, found: list[Any], body: EmbeddingRequest) -> list[Body]:
     return [
-        {"index": i, "object": kind, name: _encoded(numbers, encoding)}
+        {"index": i, "object": kind, name: _encoded(numbers, body)}
         for i, numbers in enumerate(found)
     ]
 
 
-def _encoded(numbers: Any, encoding: str) -> Any:
-    if encoding == "base64":
-        return base64.b64encode(np.asarray(numbers, "<f4").tobytes()).decode()
+_DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+def _encoded(numbers: Any, body: EmbeddingRequest) -> Any:
+    if body.encoding_format == "base64":
+        found = np.asarray(numbers, np.float32).astype(_DTYPES[body.embed_dtype])
+        if body.endianness not in ("native", sys.byteorder):
+            found = found.view(f"u{found.itemsize}").byteswap()
+        return base64.b64encode(found.tobytes()).decode()
     return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
 
 

@@ -61,7 +61,13 @@ class BatchLine:
     problem: tuple[str, str] | None = None  # a code and a text
 
 
-def main(source: Path, target: Path, options: dict[str, Any], max_concurrency: int) -> None:
+def main(
+    source: Path,
+    target: Path,
+    options: dict[str, Any],
+    max_concurrency: int,
+    model_names: tuple[str, ...] = (),
+) -> None:
     """Answer a batch with an engine with these options, and print a summary.
 
     Raises ValueError, and SystemExit (exit code 1) if the input has lines, but no request.
@@ -78,7 +84,9 @@ def main(source: Path, target: Path, options: dict[str, Any], max_concurrency: i
 
     llm = AsyncLLM(**options)
     try:
-        work = run_batch(source, target, answerer(llm), max_concurrency=max_concurrency)
+        work = run_batch(
+            source, target, answerer(llm, model_names), max_concurrency=max_concurrency
+        )
         print(asyncio.run(work))
     except KeyboardInterrupt:
         print(f"stopped; the same command continues {target}", file=sys.stderr)

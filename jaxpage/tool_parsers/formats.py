@@ -25,6 +25,16 @@ FORMATS: dict[str, Format] = {
     "qwen3_coder": qwen3_coder.FORMAT,
 }
 
+# vLLM's other names of the same formats.
+ALIASES = {
+    "llama4_json": "llama3_json",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3_coder",
+}
+# gpt-oss writes calls where it writes its reasoning, so that one parser of `reasoning_parsers` reads both.
+OF_GPT_OSS = ("openai", "gpt_oss", "openai_gptoss")
+NAMES = tuple(sorted((*FORMATS, *ALIASES, *OF_GPT_OSS)))
+
 # The parser, strings in its templates, and strings in similar templates of other formats. The first match applies.
 _TEMPLATES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
@@ -38,6 +48,7 @@ _TEMPLATES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 def find_format(name: str) -> Format:
     """Raises ValueError for an unknown name."""
+    name = ALIASES.get(name, name)
     if name not in FORMATS:
         raise ValueError(f"tool parser {name!r} is not known; there are {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -18,13 +18,14 @@ from jaxpage.tool_parsers.writer import Writer
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _MARKERS = Markers(_BEGIN)
+_KEYS = ("arguments", "parameters")  # some models use Llama's name
 
 
 def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
     """A call without arguments gets `{}`. The end marker may be missing."""
     while (yield from read_until(source, _MARKERS, writer.text)):
         yield from source.run(SPACE)
-        if (yield from read_call(source, writer, ("arguments",), needs_arguments=False)):
+        if (yield from read_call(source, writer, _KEYS, needs_arguments=False)):
             yield from source.run(SPACE)
             if (yield from source.match(_END)):
                 source.take_held()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxpage.tool_parsers.source import SPACE, Reading, Source
+from jaxpage.tool_parsers.source import SPACE, Reading, Source, read_whole
 from jaxpage.tool_parsers.writer import Writer
 
 Write = Callable[[str], None]
@@ -143,6 +143,8 @@ def read_call(
 ) -> Reading[bool]:
     """Reads an object with "name" and one of `argument_keys`; other keys are skipped.
 
+    Arguments are an object, or a string with the JSON of one.
+
     The call begins once its name and the beginning of its arguments are known; then held text is dropped. False if the
     object is not a call, or is cut off: then the source holds text that is not part of a call.
     """
@@ -171,6 +173,8 @@ def _read_member(source: Source, writer: Writer, call: _Call, key: str | None) -
             _write_call(source, writer, call.name, "".join(call.early))
         return bool(call.name)
     if key == "arguments" and call.early is None and not call.begun:
+        if (yield from source.peek()) == '"':
+            return (yield from _read_quoted(source, writer, call))
         if call.name is not None:
             call.begun = True
             return (yield from read_arguments(source, writer, call.name))
@@ -178,6 +182,21 @@ def _read_member(source: Source, writer: Writer, call: _Call, key: str | None) -
         is_object = (yield from source.peek()) == "{"
         return is_object and (yield from read_json(source, call.early.append))
     return (yield from read_json(source, lambda _: None))
+
+
+def _read_quoted(source: Source, writer: Writer, call: _Call) -> Reading[bool]:
+    """Arguments whose JSON is in a string. False if it is not an object."""
+    text = ((yield from _read_text(source)) or "").strip()
+    pieces: list[str] = []
+    complete, rest = read_whole(text, lambda inner: read_json(inner, pieces.append))
+    if not (complete and not rest and text.startswith("{")):
+        return False
+    if call.name is None:
+        call.early = pieces
+    else:
+        call.begun = True
+        _write_call(source, writer, call.name, "".join(pieces))
+    return True
 
 
 def _write_call(source: Source, writer: Writer, name: str, arguments: str) -> None:

@@ -2,7 +2,7 @@
 
     {"name": "f", "parameters": {"a": 1}}
 
-possibly after `<|python_tag|>`; several calls are separated by `;`.
+possibly after `<|python_tag|>`; several calls are separated by `;`, or are a list.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jaxpage.tool_parsers.tools import Tool
 from jaxpage.tool_parsers.writer import Writer
 
 _TAG = "<|python_tag|>"
-_MARKERS = Markers("{", _TAG)
+_MARKERS = Markers("[", "{", _TAG)
 _KEYS = ("parameters", "arguments")
 
 
 def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
     """Any object with a name and parameters is a call, at any place, as in vLLM."""
     while marker := (yield from read_until(source, _MARKERS, writer.text)):
-        if marker == _TAG:
+        if marker != "{":
             yield from source.run(SPACE)
         else:
             source.pos -= 1  # `read_call` reads the brace itself
@@ -38,5 +38,5 @@ def grammar(special_tokens: Mapping[str, int]) -> CallGrammar:
 
 
 FORMAT = Format(
-    read=read, grammar=grammar, markers=(_TAG,), keeps_special_tokens=True, separators=";"
+    read=read, grammar=grammar, markers=(_TAG,), keeps_special_tokens=True, separators=";,]"
 )

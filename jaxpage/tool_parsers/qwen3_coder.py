@@ -65,8 +65,7 @@ def _read_parameters(source: Source, writer: Writer, tool: Tool) -> Reading[None
         before = f"{', ' if seen else ''}{json.dumps(key, ensure_ascii=False)}: "
         seen.add(key)
         types = schema_types(tool.schema(key))
-        is_text = types[0] == "string" and "null" not in types
-        read_value = _read_text if is_text else partial(_read_other, types=types)
+        read_value = _read_text if types == ("string",) else partial(_read_other, types=types)
         end = yield from read_value(source, writer, before, _value_ends(tool, seen))
         source.take_held()
         if not end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,16 @@ from jaxpage.tool_parsers.json_text import MAX_DEPTH, read_json
 from jaxpage.tool_parsers.python_literal import read_literal
 from jaxpage.tool_parsers.source import Reading, Source, read_whole
 
+# Names that are not JSON Schema's, but occur in tools -> those that are.
+_ALIASES = {
+    **dict.fromkeys(("str", "text", "varchar", "char", "enum"), "string"),
+    **dict.fromkeys(("int", "int32", "int64", "uint", "uint32", "uint64"), "integer"),
+    **dict.fromkeys(("long", "short", "unsigned"), "integer"),
+    **dict.fromkeys(("float", "float32", "float64", "double"), "number"),
+    "bool": "boolean",
+    "dict": "object",
+    **dict.fromkeys(("arr", "list", "sequence"), "array"),
+}
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
@@ -23,7 +34,8 @@ def _types(schema: Any, root: Any, depth: int) -> list[str]:
         return []
     if "type" in schema:
         found = schema["type"]
-        return [str(t) for t in found] if isinstance(found, list) else [str(found)]
+        names = [str(t).strip().lower() for t in (found if isinstance(found, list) else [found])]
+        return [_ALIASES.get(name, name) for name in names]
     if "enum" in schema or "const" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         found = [_TYPES.get(type(v), "object") for v in values] if isinstance(values, list) else []
@@ -48,49 +60,88 @@ def resolve(reference: Any, root: Any) -> Any:
 
 
 def to_json(text: str, types: tuple[str, ...]) -> str:
-    """The JSON of a text as the first type that it can be read as; otherwise as a string."""
+    """The JSON of a text as the first of vLLM's order of types that it can be read as.
+
+    If it is none of them, any JSON, or else a string. Python's None is null where no string is possible.
+    """
     stripped = text.strip()
-    if "null" in types or "string" not in types:
-        if stripped.lower() in ("null", "none"):  # templates write Python's None
-            return "null"
-    for type_ in types:
-        found = _string(text) if type_ == "string" else _read_as(stripped, type_)
-        if found is not None:
+    if "null" in types and stripped.lower() == "null":
+        return "null"
+    for type_, read in _READERS.items():
+        if type_ in types and (found := read(stripped)) is not None:
             return found
-    return _string(text)
+    if "string" in types:
+        return _string(text)
+    if stripped == "None":  # as templates write it
+        return "null"
+    return _json(stripped) or _string(text)
 
 
 def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _read_as(text: str, type_: str) -> str | None:
-    if type_ == "boolean":
-        return text.lower() if text.lower() in ("true", "false") else None
-    for read in (read_json, read_literal):
-        found = _read_all(text, read)
-        if found is not None:
-            return found if _fits(found, type_) else None
-    return None
+def _integer(text: str) -> str | None:
+    try:
+        return str(int(text))
+    except ValueError:
+        return None
+
+
+def _number(text: str) -> str | None:
+    """Whole numbers are written as such."""
+    if (whole := _integer(text)) is not None:
+        return whole
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(value):  # not in JSON
+        return None
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
+def _boolean(text: str) -> str | None:
+    return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.lower())
+
+
+def _object(text: str) -> str | None:
+    found = _json(text) or _literal(text)
+    return found if found and found[0] == "{" else None
+
+
+def _array(text: str) -> str | None:
+    found = _json(text) or _literal(text)
+    return found if found and found[0] == "[" else None
+
+
+# In the order in which they are tried.
+_READERS: dict[str, Callable[[str], str | None]] = {
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+    "object": _object,
+    "array": _array,
+}
+
+
+def _json(text: str) -> str | None:
+    return _read_all(text, read_json)
+
+
+def _literal(text: str) -> str | None:
+    return _read_all(text, read_literal)
 
 
 def _read_all(
     text: str, read: Callable[[Source, Callable[[str], None]], Reading[bool]]
 ) -> str | None:
-    """As JSON, if `read` reads the whole text as one value."""
+    """As JSON, if `read` reads the whole text as one value, without numbers that are too large."""
     pieces: list[str] = []
     complete, rest = read_whole(text, lambda source: read(source, pieces.append))
-    return "".join(pieces) if complete and not rest else None
-
-
-def _fits(found: str, type_: str) -> bool:
-    match type_:
-        case "integer":
-            return found.lstrip("-").isdigit()
-        case "number":
-            return found[0] in "-0123456789"
-        case "array":
-            return found[0] == "["
-        case "object":
-            return found[0] == "{"
-    return False
+    found = "".join(pieces)
+    try:
+        json.dumps(json.loads(found), allow_nan=False)
+    except ValueError:
+        return None
+    return found if complete and not rest else None

@@ -78,8 +78,9 @@ def test_loading_replacing_and_unloading():
             run(adapters.load(name, "second"))
     with pytest.raises(ApiError, match="is served already"):
         run(adapters.load("model", "second", inplace=True))
-    with pytest.raises(ValueError, match="not a folder"):
+    with pytest.raises(ApiError, match="not a folder") as missing:
         run(adapters.load("a", "broken", inplace=True))
+    assert missing.value.status == 404
     assert adapters.get("a").lora_path == "first"
     run(adapters.load("a", "second", inplace=True))
     assert adapters.get("a").lora_path == "second" and len(adapters._llm.loaded) == 1
@@ -145,7 +146,9 @@ def check(url, folders, expected):
     assert status == 400 and "is served already" in error_of(answer)["message"]
     broken = {"lora_name": "third", "lora_path": "/nowhere"}
     status, _, answer = ask(url, "/v1/load_lora_adapter", broken, headers=admin)
-    assert status == 400 and "is not a folder" in error_of(answer)["message"]
+    assert status == 404 and "is not a folder" in error_of(answer)["message"]
+    broken["lora_path"] = str(folders[0].parent)
+    assert ask(url, "/v1/load_lora_adapter", broken, headers=admin)[0] == 400
     models = json.loads(ask(url, "/v1/models")[2])["data"]
     parents = {m["id"]: (m["parent"], m["root"]) for m in models}
     assert parents["second"] == ("demo", str(folders[1])) and parents["demo"][0] is None

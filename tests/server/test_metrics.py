@@ -208,7 +208,8 @@ def test_the_engines_numbers_are_read_when_scraped():
     assert found["vllm:prompt_tokens_cached_total"] == found["vllm:prefix_cache_hits_total"] == 30
     assert found["vllm:prompt_tokens_by_source_total", "source=local_compute"] == 70
     assert found["vllm:prompt_tokens_by_source_total", "source=local_cache_hit"] == 30
-    assert found["vllm:cache_config_info", "block_size=16", "num_gpu_blocks=40"] == 1
+    info = ("block_size=16", "num_gpu_blocks=40", "kv_cache_size_tokens=640")
+    assert found["vllm:cache_config_info", *info] == 1
     assert found["jaxpage:recompiles_total"] == 1 and found["jaxpage:nan_steps_total"] == 2
     assert found["jaxpage:kv_cache_waste"] == 0.25
     llm.tell(num_running=1)

@@ -135,12 +135,36 @@ def test_ids_in_ids_out(url, llm):
     (choice,) = whole["choices"]
     assert len(choice["token_ids"]) == 5 and choice["finish_reason"] == "length"
     first = choice["logprobs"]["content"][0]
-    assert first["token"] == f"token_id:{choice['token_ids'][0]}"
+    assert first["token_id"] == choice["token_ids"][0] and first["rank"] == 1
+    assert first["top_logprobs"] == [{k: v for k, v in first.items() if k != "top_logprobs"}]
+    assert whole["model"] == "demo" and whole["created"] > 0
     text = ask(url, "/inference/v1/generate", body | {"stream": True})[2].decode()
     events = [json.loads(e[6:]) for e in text.split("\n\n") if e and e != "data: [DONE]"]
     assert [i for e in events for i in e["choices"][0]["token_ids"]] == choice["token_ids"]
     status, _, text = ask(url, "/inference/v1/generate", body | {"sampling_params": {"x": 1}})
     assert status == 400 and "x" in error_of(text)["message"]
+
+
+def test_ids_in_have_no_limit_unless_they_are_given_one(url, llm):
+    ends = {str(llm.get_tokenizer().eos_token_id): 100.0}
+    params = {"min_tokens": 20, "logit_bias": ends, "temperature": 0}
+    body = {"token_ids": [5, 6], "sampling_params": params}
+    (choice,) = json.loads(ask(url, "/inference/v1/generate", body)[2])["choices"]
+    assert len(choice["token_ids"]) == 21 and choice["finish_reason"] == "stop"
+
+
+def test_logprobs_of_given_ids(url):
+    given = {"max_tokens": 2, "logprob_token_ids": [5, 6, 7], "return_tokens_as_token_ids": True}
+    body = given | {"prompt": "the", "logprobs": 0}
+    found = json.loads(ask(url, "/v1/completions", body)[2])["choices"][0]["logprobs"]
+    assert {"token_id:5", "token_id:6", "token_id:7"} <= set(found["top_logprobs"][0])
+    body = given | {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    found = json.loads(ask(url, "/v1/chat/completions", body)[2])["choices"][0]["logprobs"]
+    names = {each["token"] for each in found["content"][0]["top_logprobs"]}
+    assert {"token_id:5", "token_id:6", "token_id:7"} <= names
+    body |= {"logprob_token_ids": [10**7]}
+    status, _, text = ask(url, "/v1/chat/completions", body)
+    assert status == 400 and error_of(text)["param"] == "logprob_token_ids"
 
 
 def test_scores_of_the_tokens_that_are_asked_for(url):

@@ -15,6 +15,7 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.config import EngineConfig
+from jaxpage.server.context import model_names
 from jaxpage.server.lora_modules import check_engine
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.run import bind, make_http
@@ -64,6 +65,13 @@ def test_numbers_out_of_range(option, value, allowed):
 def test_numbers_at_the_ends_of_their_ranges():
     ServerOptions(port=0, shutdown_timeout=0.0, max_n=1, max_stored_responses=0)
     ServerOptions(port=65535, shutdown_timeout=float("inf"))
+
+
+def test_a_model_has_the_names_that_are_given_else_its_folder_and_its_path(tmp_path):
+    (tmp_path / "demo").mkdir()
+    assert model_names(ServerOptions(), str(tmp_path / "demo")) == ("demo", f"{tmp_path}/demo")
+    assert model_names(ServerOptions(), "an/id") == ("an/id",)
+    assert model_names(ServerOptions(served_model_name=("a", "b")), "an/id") == ("a", "b")
 
 
 @pytest.mark.parametrize("flag", [["--port", "99999"], ["--port", "-1"], ["--max-n", "0"]])

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import ml_dtypes
 import numpy as np
 import openai
 import pytest
@@ -18,6 +19,8 @@ import pytest
 from jaxpage.config import EngineConfig
 from jaxpage.pooling.async_pooler import AsyncPooler
 from jaxpage.server.options import ServerOptions
+from jaxpage.server.pooling import _encoded
+from jaxpage.server.protocol.pooling import EmbeddingRequest
 from jaxpage.server.run import bind, make_http
 from tests.pooling.pooling_checkpoints import OPTIONS, build, write_modules, write_tokenizer
 
@@ -262,3 +265,42 @@ def test_a_call_that_fails_fails_alone_and_those_after_shutdown_are_refused(tmp_
     pooler.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
         asyncio.run(embed([5]))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        ("float32", np.dtype(np.float32), 0),
+        ("float16", np.dtype(np.float16), 1e-3),
+        ("bfloat16", np.dtype(ml_dtypes.bfloat16), 1e-2),
+        ("fp8_e4m3", np.dtype(ml_dtypes.float8_e4m3fn), 0.1),
+        ("fp8_e5m2", np.dtype(ml_dtypes.float8_e5m2), 0.2),
+    ],
+)
+def test_types_and_byte_orders_of_base64(name, dtype, tolerance):
+    numbers = np.linspace(-1, 1, 7, dtype=np.float32)
+    for order in ("native", "little", "big"):
+        body = EmbeddingRequest(encoding_format="base64", embed_dtype=name, endianness=order)
+        data = np.frombuffer(base64.b64decode(_encoded(numbers, body)), f"u{dtype.itemsize}")
+        found = (data.byteswap() if order == "big" else data).view(dtype)
+        np.testing.assert_allclose(found.astype(np.float32), numbers, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/embeddings", {"embed_dtype": "float64"}),
+        ("/v1/embeddings", {"endianness": "middle"}),
+        ("/v1/embeddings", {"encoding_format": "bytes"}),
+        ("/v1/embeddings", {"truncation_side": "left"}),
+        ("/v1/embeddings", {"cache_salt": ""}),
+        ("/score", {"max_tokens_per_doc": 5}),
+        ("/rerank", {"max_tokens_per_doc": 5}),
+    ],
+)
+def test_what_would_be_ignored_is_refused(url, path, field):
+    texts = {"input": "w8", "text_1": "w8", "text_2": "w9", "query": "w8", "documents": ["w9"]}
+    names = {"/v1/embeddings": ["input"], "/score": ["text_1", "text_2"]}
+    body = {name: texts[name] for name in names.get(path, ["query", "documents"])}
+    status, answer = ask(url, path, body | field)
+    assert status == 400 and next(iter(field)) in json.dumps(answer)

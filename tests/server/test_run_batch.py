@@ -334,15 +334,17 @@ def test_the_command_makes_an_engine_and_asks_it(batch, monkeypatch, capsys):
 
     class InProcess:
         @staticmethod
-        def answerer(llm):
+        def answerer(llm, model_names):
             assert isinstance(llm, StubLLM)
+            made.append(model_names)
             return batch.answer
 
     monkeypatch.setattr("jaxpage.async_llm.AsyncLLM", StubLLM)
     monkeypatch.setitem(sys.modules, "jaxpage.server.in_process", InProcess)
     command = ["run-batch", "-i", str(batch.source), "-o", str(batch.target)]
-    assert cli.main([*command, "--model", "m", "--max-model-len", "8k"]) == 0
-    assert made == [{"model": "m", "max_model_len": "8k"}, "shut down"]
+    flags = ["--model", "m", "--max-model-len", "8k", "--served-model-name", "a", "b"]
+    assert cli.main([*command, *flags]) == 0
+    assert made == [{"model": "m", "max_model_len": "8k"}, ("a", "b"), "shut down"]
     assert batch.texts == {"a": "x"} and "1 requests answered" in capsys.readouterr().out
 
     made.clear()
@@ -385,7 +387,7 @@ def test_a_file_without_any_request_fails_without_an_engine(batch, no_engine, ca
 def test_a_file_with_a_request_or_without_lines_does_not_fail(batch, lines, monkeypatch):
     batch.write(*lines)
     monkeypatch.setattr("jaxpage.async_llm.AsyncLLM", MagicMock())
-    monkeypatch.setattr("jaxpage.server.in_process.answerer", lambda llm: batch.answer)
+    monkeypatch.setattr("jaxpage.server.in_process.answerer", lambda llm, names: batch.answer)
     main(batch.source, batch.target, {"model": "m"}, 256)
     assert len(batch.results) == (0 if lines == [""] else 2)
 

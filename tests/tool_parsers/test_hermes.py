@@ -152,7 +152,18 @@ CASES = [
         wrapped('{"name": 1, "arguments": {}}'),
     ),
     case("arguments are no object", call("[1]"), call("[1]")),
-    case("arguments as a string", call(r'"{\"n\": 1}"'), call(r'"{\"n\": 1}"')),
+    case("arguments as a string", call(r'"{\"n\": 1}"'), "", ("f", '{"n": 1}')),
+    case(
+        "a string of arguments first",
+        wrapped(r'{"arguments": "{\"n\": 1}", "name": "f"}'),
+        "",
+        ("f", '{"n": 1}'),
+    ),
+    case("a string that is no object", call('"[1]"'), call('"[1]"')),
+    case("a string of broken JSON", call(r'"{\"n\": "'), call(r'"{\"n\": "')),
+    case(
+        "called parameters", wrapped('{"name": "f", "parameters": {"n": 1}}'), "", ("f", '{"n": 1}')
+    ),
     case("single quotes", wrapped("{'name': 'f'}"), wrapped("{'name': 'f'}")),
     case("text after a failure", wrapped("oops") + call("{}"), wrapped("oops"), ("f", "{}")),
     case("cut in the name", '<tool_call>\n{"name": "get_w', '<tool_call>\n{"name": "get_w'),

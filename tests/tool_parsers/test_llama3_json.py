@@ -17,6 +17,10 @@ CASES = [
     case("tag", "<|python_tag|>" + call('{"n": 1}'), "", ("f", '{"n": 1}')),
     case("tag and a break", "<|python_tag|>\n" + call("{}"), "", ("f", "{}")),
     case("two calls", call("{}") + "; " + call("{}", "g"), "", ("f", "{}"), ("g", "{}")),
+    case("a list", f"[{call('{}')}, {call('{}', 'g')}]", "", ("f", "{}"), ("g", "{}")),
+    case("a list in text", f"So: [{call('{}')}] ok", "So: ] ok", ("f", "{}")),
+    case("another list", "[1, 2] [ {} ]", "[1, 2] [ {} ]"),
+    case("arguments as a string", call(r'"{\"n\": 1}"'), "", ("f", '{"n": 1}')),
     case("no separator", call("{}") + call("{}", "g"), "", ("f", "{}"), ("g", "{}")),
     case("lines", call("{}") + "\n" + call("{}", "g") + ";\n", "", ("f", "{}"), ("g", "{}")),
     case(

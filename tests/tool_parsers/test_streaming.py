@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import tool_parsers
-from jaxpage.reasoning_parsers import NAMES, OutputParser, make_reasoning_parser
+from jaxpage.reasoning import PARSERS
+from jaxpage.reasoning_parsers import OutputParser, make_reasoning_parser
 from jaxpage.tool_parsers import ToolCallStart, join
 from jaxpage.tool_parsers.source import Markers, Source
 from tests.tool_parsers.cases import TOOLS, first_pieces, read
@@ -61,7 +62,7 @@ outputs = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25
 
 
 def make_any(name):
-    if name in NAMES:
+    if name in PARSERS:
         return make_reasoning_parser(name)
     if name == "chained":
         return OutputParser(
@@ -70,7 +71,7 @@ def make_any(name):
     return tool_parsers.make(name, TOOLS)
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *NAMES, "chained"])
+@pytest.mark.parametrize("name", [*FORMATS, *PARSERS, "chained"])
 @settings(max_examples=80, deadline=None)
 @given(pieces=outputs, data=st.data())
 def test_any_text_can_be_read_and_how_it_is_cut_does_not_matter(name, pieces, data):

@@ -107,8 +107,7 @@ class ChatRequest(SamplingRequest, TemplateFields):
             options.setdefault("max_tokens", None)  # the remaining length of the sequence
         if self.top_logprobs is not None and not self.logprobs and self.top_logprobs != 0:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.logprobs:
-            options["logprobs"] = self.top_logprobs or 0
+        options |= self.options_of_logprobs((self.top_logprobs or 0) if self.logprobs else None)
         if self._tool_wins():
             options.pop("structured_outputs", None)
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY

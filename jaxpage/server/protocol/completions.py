@@ -59,7 +59,9 @@ class CompletionRequest(SamplingRequest):
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1, or 0 with echo")
         options["max_tokens"] = 1 if self.only_scores else self.max_tokens
-        options["logprobs"] = self.logprobs
+        options |= self.options_of_logprobs(self.logprobs)
+        if self.only_scores and self.logprob_token_ids:
+            raise ValueError("logprob_token_ids are those of sampled tokens, and max_tokens is 0")
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             options["prompt_logprobs"] = self.logprobs
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY

@@ -25,12 +25,16 @@ class PoolingFields(OpenModel):
     model: str | None = None
     user: str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)  # nothing is cached
     request_id: RequestId | None = None
     priority: int = 0
     use_activation: bool | None = None
 
     def params(self, **more: Any) -> PoolingParams:
         """Raises ValueError."""
+        if self.truncation_side == "left":
+            raise ValueError('truncation_side="left" is not supported: texts lose their end')
         return PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             use_activation=self.use_activation,
@@ -69,6 +73,9 @@ class EmbeddingRequest(InputFields):
     """OpenAI's request for embeddings."""
 
     encoding_format: Literal["float", "base64"] = "float"
+    # of base64
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = "float32"
+    endianness: Literal["native", "big", "little"] = "native"
     dimensions: int | None = Field(None, ge=1)
     normalize: bool | None = None  # old name of use_activation
     prompt_name: str | None = None  # one of the model's sentence-transformers prompts
@@ -91,7 +98,14 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = None
 
 
-class ScoreRequest(PoolingFields):
+class PairFields(PoolingFields):
+    """For pairs of texts."""
+
+    max_tokens_per_query: Literal[0] | None = None  # other limits are refused
+    max_tokens_per_doc: Literal[0] | None = None
+
+
+class ScoreRequest(PairFields):
     """Scores of pairs of texts, under one of three pairs of names."""
 
     queries: Any = None
@@ -118,7 +132,7 @@ class Document(BaseModel):
     text: str
 
 
-class RerankRequest(PoolingFields):
+class RerankRequest(PairFields):
     """Documents ranked by their relevance to a query, as in Cohere's and Jina's APIs."""
 
     query: str

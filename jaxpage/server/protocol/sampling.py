@@ -24,7 +24,7 @@ _SAMPLING_FIELDS = (
     "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "stream_interval", "allowed_token_ids",
     "bad_words", "thinking_token_budget", "repetition_detection", "truncate_prompt_tokens",
-    "prompt_logprobs",
+    "prompt_logprobs", "logprob_token_ids",
 )  # fmt: skip
 _GUIDED = {
     "guided_json": "json",
@@ -112,6 +112,7 @@ class SamplingRequest(SamplingFields):
     use_beam_search: bool = False
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: ListOf[int] | None = None  # with `logprobs`, instead of the best tokens
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None
@@ -170,6 +171,14 @@ class SamplingRequest(SamplingFields):
                 "response_format and structured_outputs both constrain the output; give one of them"
             )
         return asked[0] if asked else None
+
+    def options_of_logprobs(self, num_best: int | None) -> dict[str, Any]:
+        """Which logprobs of sampled tokens there are: the best ones, unless ids are given. Raises ValueError."""
+        if not self.logprob_token_ids:
+            return {} if num_best is None else {"logprobs": num_best}
+        if num_best is None:
+            raise ValueError("logprob_token_ids needs logprobs")
+        return {}
 
 
 def check_max_tokens(name: str, wanted: int | None, max_model_len: int) -> None:

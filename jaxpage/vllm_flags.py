@@ -1,0 +1,190 @@
+"""Flags of `vllm serve` that no command of jaxpage has: which values are harmless.
+
+Knows how vLLM writes flags, and the names of its server's options; those of its engine are in `vllm_options`. Must not
+know what an option does. A flag that a command learns needs no change here, as its own flags are never taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, get_type_hints
+
+from jaxpage import vllm_options
+
+# What to do instead -> option of vLLM's server -> the values that ask for nothing. Others are refused.
+_BOTH = (False, True)
+_REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "calls are parsed whenever their format is known": {"enable_auto_tool_choice": _BOTH},
+    "give return_tokens_as_token_ids with each request": {"return_tokens_as_token_ids": (False,)},
+    "answers have OpenAI's role": {"response_role": ("assistant",)},
+    "the chat template says which form of content it needs": {
+        "chat_template_content_format": ("auto",)
+    },
+    "every answer has an X-Request-Id": {"enable_request_id_headers": _BOTH},
+    "the log has a line with method, path, status and time for each request, never its contents": {
+        "disable_log_requests": _BOTH,
+        "enable_log_requests": (False,),
+        "enable_log_outputs": (False,),
+        "enable_log_deltas": _BOTH,
+        "log_error_stack": _BOTH,
+        "disable_access_log_for_endpoints": (),
+    },
+    "the server listens on host and port": {
+        **dict.fromkeys(("uds", "grpc_port"), ()),
+        **dict.fromkeys(("grpc", "headless"), (False,)),
+        "api_server_count": (1,),
+    },
+    "put a proxy in front of the server": {
+        "middleware": (),
+        **dict.fromkeys(("ssl_ca_certs", "ssl_ciphers"), ()),
+        "ssl_cert_reqs": (0,),
+        "enable_ssl_refresh": (False,),
+        "allow_credentials": (False,),
+        **dict.fromkeys(("allowed_methods", "allowed_headers"), (["*"], "*")),
+    },
+    "there are no plugins": {"tool_parser_plugin": ()},
+    "functions are those of the request, and the client calls them": {"tool_server": ()},
+    "grammars hold for tool_choice only": {"tool_strict_level": ("auto",)},
+    'leave tools out of requests with tool_choice="none"': {
+        "exclude_tools_when_tool_choice_none": (False,)
+    },
+    "/metrics has the times of requests": {"enable_per_request_metrics": (False,)},
+    "streams have no comments": {"sse_keep_alive_interval": (0,)},
+    "clients can read the tokenizer from the checkpoint": {
+        "enable_tokenizer_info_endpoint": (False,)
+    },
+    "mm_processor_kwargs are options of the engine": {"trust_request_mm_kwargs": (False,)},
+    "/load and /inference/v1/generate always exist": {
+        **dict.fromkeys(("enable_server_load_tracking", "enable_scale_out"), _BOTH),
+    },
+    "there are no pages of documentation": {
+        "disable_fastapi_docs": _BOTH,
+        "enable_offline_docs": (False,),
+    },
+}
+_ADVICE = {name: advice for advice, options in _REFUSED.items() for name in options}
+_NEUTRAL = {name: neutral for options in _REFUSED.values() for name, neutral in options.items()}
+
+# Any value is accepted, and told at start-up.
+_WITHOUT_EFFECT = (
+    *("uvicorn_log_level", "max_log_len", "h11_max_incomplete_event_size", "h11_max_header_count"),
+    *("fingerprint_mode", "fingerprint_value", "enable_flash_late_interaction"),
+)
+
+# Flags of vLLM -> flags of jaxpage that say the same.
+_RENAMED = {"disable_uvicorn_access_log": "disable_access_log"}
+
+_SHORT = {
+    "-pp": "pipeline_parallel_size",
+    "-dcp": "decode_context_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank",
+    "-dpl": "data_parallel_size_local",
+    "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend",
+    "-ep": "enable_expert_parallel",
+    "-sc": "speculative_config",
+    "-cc": "compilation_config",
+    "-ac": "attention_config",
+    "-O": "optimization_level",
+    "-q": "quantization",
+    "-n": "nnodes",
+    "-r": "node_rank",
+}
+
+# Options with any number of values; all others have one, or none if they are true or false.
+_SEVERAL = {
+    *("allowed_methods", "allowed_headers", "collect_detailed_traces", "cudagraph_capture_sizes"),
+    *("custom_histogram_buckets", "device_ids", "ignore_patterns", "kv_cache_dtype_skip_layers"),
+    *("lora_target_modules", "numa_bind_cpus", "numa_bind_nodes", "served_model_name"),
+    *("sleep_preserve_parameter_names",),
+}
+_NAMES = _NEUTRAL.keys() | set(_WITHOUT_EFFECT) | vllm_options.NAMES
+
+
+def take(args: Sequence[str], flags: Any) -> tuple[list[str], dict[str, Any]]:
+    """The `args` that a parser of `flags` knows, and the engine's options that those of vLLM among the others are.
+
+    Only commands with an `engine` know any. Raises ValueError for flags of vLLM's server that ask for what jaxpage
+    lacks, and for flags without a value.
+    """
+    if "engine" not in get_type_hints(flags):
+        return list(args), {}
+    own = _names_of(flags)
+    left: list[str] = []
+    options: dict[str, Any] = {}
+    words = list(args)
+    while words:
+        word = re.sub(r"^-O(?=\d)", "-O=", words.pop(0))
+        flag, equals, value = word.partition("=")
+        name, _, key = _SHORT.get(flag, flag.removeprefix("--").replace("-", "_")).partition(".")
+        positive = name if name in _NAMES else name.removeprefix("no_")
+        if flag in _SHORT and name in own:
+            left.append(f"--{name.replace('_', '-')}{equals}{value}")
+        elif _RENAMED.get(name) in own:
+            left.append(f"--{_RENAMED[name].replace('_', '-')}")
+        elif not flag.startswith("-") or positive in own or positive not in _NAMES:
+            left.append(word)
+        else:
+            given = _to_value(value) if equals else _read_value(flag, positive, words)
+            given = {**(options.get(name) or {}), key: given} if key else given
+            options[positive] = given if positive == name else not given
+    return left, _for_the_engine(options)
+
+
+def with_options(flags: Any, options: dict[str, Any]) -> Any:
+    """The parsed flags, with the options that `take` found."""
+    if not options:
+        return flags
+    return dataclasses.replace(flags, engine=dataclasses.replace(flags.engine, of_vllm=options))
+
+
+def _names_of(flags: type) -> set[str]:
+    """The flags of a dataclass, and those of its parts, as Python's names."""
+    found: set[str] = set()
+    for name, hint in get_type_hints(flags).items():
+        is_part = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        found |= _names_of(hint) if is_part else {name}
+    return found
+
+
+def _read_value(flag: str, name: str, words: list[str]) -> Any:
+    """Of a flag without `=`, taken from the words that follow it. Raises ValueError if there is none."""
+    if _is_switch(name):
+        return True
+    count = 1
+    if name in _SEVERAL:
+        count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    values = [_to_value(word) for word in words[:count]]
+    if not values or words[0].startswith("--"):
+        raise ValueError(f"{flag} needs a value")
+    del words[:count]
+    return values if name in _SEVERAL and not isinstance(values[0], list) else values[0]
+
+
+def _is_switch(name: str) -> bool:
+    """Whether an option is true or false, and has no value on a command line."""
+    neutral = _NEUTRAL[name] if name in _NEUTRAL else vllm_options.neutral_values(name)
+    only_bools = bool(neutral) and all(isinstance(value, bool) for value in neutral)
+    return only_bools or name.startswith(("enable_", "disable_", "use_"))
+
+
+def _to_value(text: str) -> Any:
+    """Numbers, true, null, lists and objects as JSON; everything else is a string."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
+
+
+def _for_the_engine(options: dict[str, Any]) -> dict[str, Any]:
+    """Without those of the server, which are checked here. Raises ValueError."""
+    for name in _NEUTRAL.keys() & options.keys():
+        vllm_options.check_neutral(name, options.pop(name), _NEUTRAL[name], _ADVICE[name])
+    ignored = [name for name in _WITHOUT_EFFECT if options.pop(name, None) is not None]
+    return options | ({"options_without_effect": ignored} if ignored else {})
