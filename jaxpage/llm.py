@@ -29,6 +29,7 @@ from jaxpage.profiling import ProfilingCalls
 from jaxpage.progress_bar import UseTqdm, progress_bar
 from jaxpage.request import Request
 from jaxpage.sampling_params import RequestOutputKind, SamplingParams
+from jaxpage.vllm_options import refuse
 
 if TYPE_CHECKING:
     from jaxpage.build import Built
@@ -108,7 +109,7 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
         for each. Raises ValueError before anything runs if any prompt or its params cannot be served; on any
         later exception, the requests of this call are aborted.
         """
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         with self._caller:
             parsed = self._inputs.parse(prompts, tokenization_kwargs)
             requests = self._inputs.requests(
@@ -144,7 +145,7 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
         of parts goes to the template as it is ("openai"), as one string ("string"), or as the template seems to expect
         ("auto"). Raises ValueError like `generate`, and if the template cannot render the messages.
         """
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         with self._caller:
             chat = self._inputs.chat_format(chat_template)
             parsed = self._inputs.parse_chat(
@@ -241,7 +242,7 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
 
         `arrival_time`, in seconds since the epoch, is for `metrics`. `prompt_text` has no effect, as in vLLM.
         """
-        _refuse(trace_headers=trace_headers)
+        refuse(trace_headers=trace_headers)
         with self._caller:
             prompts = self._inputs.parse(prompt, tokenization_kwargs)
             request = self._inputs.request(request_id, prompts, params, priority, lora_request)
@@ -396,10 +397,3 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
         """
         with self._caller:
             return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
-
-
-def _refuse(**options: Any) -> None:
-    """Raise ValueError for options of vLLM that are accepted only when unset."""
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"{name}={value!r} is not supported; leave it None")

@@ -26,7 +26,6 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "every answer has an X-Request-Id": {"enable_request_id_headers": _BOTH},
     "the log has a line with method, path, status and time for each request, never its contents": {
         "disable_log_requests": _BOTH,
-        "enable_log_requests": (False,),
         "enable_log_outputs": (False,),
         "enable_log_deltas": _BOTH,
         "log_error_stack": _BOTH,
@@ -48,9 +47,6 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "there are no plugins": {"tool_parser_plugin": ()},
     "functions are those of the request, and the client calls them": {"tool_server": ()},
     "grammars hold for tool_choice only": {"tool_strict_level": ("auto",)},
-    'leave tools out of requests with tool_choice="none"': {
-        "exclude_tools_when_tool_choice_none": (False,)
-    },
     "/metrics has the times of requests": {"enable_per_request_metrics": (False,)},
     "streams have no comments": {"sse_keep_alive_interval": (0,)},
     "clients can read the tokenizer from the checkpoint": {

@@ -309,3 +309,10 @@ def _refuse_unknown(name: str, known: set[str]) -> None:
     close = difflib.get_close_matches(name, [*known, *_NEUTRAL, *_WITHOUT_EFFECT], n=3)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise TypeError(f"unknown engine option {name!r}{hint}")
+
+
+def refuse(**options: Any) -> None:
+    """Raise ValueError for arguments of vLLM's methods that are accepted only when unset."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name}={value!r} is not supported; leave it None")

@@ -87,7 +87,8 @@ class EngineControl:
         were discarded and have not been replaced.
         """
         if tags is not None and list(tags) == ["scheduling"]:
-            return await self.resume_generation()
+            await self.resume_generation()
+            return True
         memory, tags = needed(self._memory), check_tags(tags)
 
         def wake() -> bool:

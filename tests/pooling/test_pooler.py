@@ -129,7 +129,7 @@ def test_a_reward_is_read_at_the_tag_of_a_step():
         ),
         (
             lambda p: p.embed([1] * 9, tokenization_kwargs={"max_length": 3}),  # truncates nothing
-            "the prompt has 9 tokens",
+            "your prompt contains 9 input tokens",
         ),
         (lambda p: p.embed({"prompt_embeds": np.ones((1, 2))}), "prompt_embeds"),
         (

@@ -234,7 +234,7 @@ def test_the_echo_is_of_a_last_message_with_the_answer_s_role(client):
 )
 def test_reasoning_effort_turns_thinking_on_and_off(effort, given, thinks):
     body = ChatRequest(messages=MESSAGES, reasoning_effort=effort, chat_template_kwargs=given)
-    options = body.template_options(trust_template=False)["chat_template_kwargs"]
+    options = body.template_options(trust_template=False, defaults=None)["chat_template_kwargs"]
     assert options.get("enable_thinking") is thinks and options.get("reasoning_effort") == effort
     defaults = {"enable_thinking": True}
     options = body.template_options(trust_template=False, defaults=defaults)
