@@ -58,7 +58,7 @@ def render(
     wants_parts = content_format == "openai"
     messages = [_normalise(message, wants_parts=wants_parts) for message in conversation]
     if not any(f"{quote}developer{quote}" in source for quote in "'\""):
-        messages = _without_developers(messages)
+        messages = _without_developers(messages, wants_parts=wants_parts)
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, chat_template=source, tools=tools, **options
@@ -96,10 +96,13 @@ def _normalise(message: Any, *, wants_parts: bool) -> dict[str, Any]:
     return plain
 
 
-def _without_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_developers(
+    messages: list[dict[str, Any]], *, wants_parts: bool
+) -> list[dict[str, Any]]:
     """The messages of developers as the system's, and if there are any, all of the system in one at the beginning.
 
-    As in vLLM: many templates know only one system message, the first.
+    As in vLLM: many templates know only one system message, the first. Raises ValueError for pictures that would move:
+    they must stay in the order of the conversation.
     """
     if all(message["role"] != "developer" for message in messages):
         return messages
@@ -108,8 +111,13 @@ def _without_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if len(system) == 1 and system[0] is messages[0]:
         first = {name: value for name, value in system[0].items() if name != "tools"}
     else:
-        texts = [text for message in system if (text := text_of(message))]
-        first = {"content": "\n\n".join(texts)}
+        if any(isinstance(part, MediaPart) for message in system for part in _text_parts(message)):
+            raise ValueError(
+                "a developer or system message has a picture, and the chat template needs these messages as one at "
+                "the beginning; give the picture in messages of the user"
+            )
+        text = "\n\n".join(text for message in system if (text := text_of(message)))
+        first = {"content": [{"type": "text", "text": text}] if wants_parts else text}
     others = [message for message in messages if message["role"] not in roles]
     return [first | {"role": "system"}, *others]
 

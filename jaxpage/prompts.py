@@ -6,7 +6,6 @@ its params and `Limits`.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,17 +17,23 @@ from jaxpage.chat_template import CONTENT_FORMATS, check_conversations, render
 from jaxpage.pictures.prompt import PromptPictures
 from jaxpage.sampling.constraints import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpage.sampling_params import SamplingParams
-from jaxpage.tokenization import read_tokenization
+from jaxpage.tokenization import Tokenization, check_length, is_int, read_tokenization
 from jaxpage.tokenizer import load_chat_template
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data")
-_TYPES = {
-    "text": "prompt",
-    "token": "prompt_token_ids",
-    "embeds": "prompt_embeds",
-}  # vLLM's, and what each needs
+# vLLM's types of prompts, and the key that each needs.
+_TYPES = {"text": "prompt", "token": "prompt_token_ids", "embeds": "prompt_embeds"}
 _MAY_BE_EMPTY = ("mm_processor_kwargs", "multi_modal_uuids")  # keys of vLLM that say nothing then
-_FIXED = ("chat_template", "conversation", "tokenize", "tokenizer")  # of a rendering
+# Names of a rendering's own arguments, and of variables that it gives to the template itself.
+_FIXED = (
+    "chat_template",
+    "conversation",
+    "messages",
+    "return_dict",
+    "tokenize",
+    "tokenizer",
+    "tools",
+)
 
 
 @dataclass(kw_only=True)
@@ -62,12 +67,15 @@ class Limits:
 
 
 def parse(
-    prompts: Any, tokenizer: Any, tokenization_kwargs: Mapping[str, Any] | None = None
+    prompts: Any,
+    tokenizer: Any,
+    tokenization_kwargs: Mapping[str, Any] | Tokenization | None = None,
 ) -> list[Prompt]:
     """One or several prompts (see `LLM.generate`) as ids; texts get the tokenizer's special tokens.
 
-    `tokenization_kwargs`: see `read_tokenization`; whoever knows the limits truncates. Raises ValueError for unknown
-    forms, and for text if `tokenizer` is None.
+    `tokenization_kwargs`: see `read_tokenization`. With `truncation` and `max_length` the tokenizer truncates texts,
+    and other prompts are cut at the same end; otherwise that is left to the caller, who knows the limits. Raises
+    ValueError for unknown forms, and for text if `tokenizer` is None.
     """
     if hasattr(prompts, "tolist"):  # an array of ids
         prompts = prompts.tolist()
@@ -78,17 +86,14 @@ def parse(
             f"prompts must be a str, a list of ids, a dict, or a list of them, got {prompts!r}"
         )
     parsed = [_parse_one(prompt) for prompt in prompts]
-    _tokenize(parsed, tokenizer, tokenization_kwargs or {})
-    return parsed
+    how = read_tokenization(tokenization_kwargs)
+    _tokenize(parsed, tokenizer, how)
+    return [_cut_like_text(prompt, tokenizer, how) for prompt in parsed]
 
 
 def _is_one(prompt: Any) -> bool:
-    is_ids = isinstance(prompt, list | tuple) and len(prompt) > 0 and _is_int(prompt[0])
+    is_ids = isinstance(prompt, list | tuple) and len(prompt) > 0 and is_int(prompt[0])
     return isinstance(prompt, str | Mapping) or is_ids
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _parse_one(prompt: Any) -> Prompt:
@@ -160,15 +165,14 @@ def _to_ids(ids: Any) -> list[int]:
         ids = ids.tolist()
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
         raise ValueError(f"a prompt must be a str, a list of ids or a dict, got {ids!r}")
-    wrong = next((i for i, token_id in enumerate(ids) if not _is_int(token_id)), None)
+    wrong = next((i for i, token_id in enumerate(ids) if not is_int(token_id)), None)
     if wrong is not None:
         raise ValueError(f"token ids must be ints, got {ids[wrong]!r} at position {wrong}")
     return [int(token_id) for token_id in ids]
 
 
-def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, how: Tokenization) -> None:
     """Tokenise all prompts that have only text in one call, in which fast tokenizers use several threads."""
-    how = read_tokenization(kwargs)
     for prompt in prompts:
         if prompt.text is None and prompt.embeds is None and how.needs_text:
             if tokenizer is None:
@@ -187,6 +191,20 @@ def _tokenize(prompts: Iterable[Prompt], tokenizer: Any, kwargs: Mapping[str, An
     for prompt in prompts:
         if prompt.text is not None and not prompt.token_ids:
             prompt.token_ids = list(ids_of[prompt.text])
+
+
+def _cut_like_text(prompt: Prompt, tokenizer: Any, how: Tokenization) -> Prompt:
+    """Cut ids and embeddings at the end where the tokenizer cuts texts, unless pictures are still to be inserted."""
+    longest = how.options.get("max_length")
+    if longest is None or prompt.media is not None:
+        return prompt
+    return _cut(prompt, longest, how.side or getattr(tokenizer, "truncation_side", None))
+
+
+def _cut(prompt: Prompt, length: int, side: str | None) -> Prompt:
+    kept = slice(length) if side == "right" else slice(-length, None)
+    embeds = None if prompt.embeds is None else prompt.embeds[kept]
+    return replace(prompt, token_ids=prompt.token_ids[kept], embeds=embeds)
 
 
 def check_encodable(texts: Iterable[str]) -> None:
@@ -211,7 +229,7 @@ def parse_chat(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    tokenization_kwargs: Mapping[str, Any] | None = None,
+    tokenization_kwargs: Mapping[str, Any] | Tokenization | None = None,
 ) -> list[Prompt]:
     """One or several conversations, rendered by the chat template and tokenised.
 
@@ -229,7 +247,7 @@ def parse_chat(
     if fixed := sorted({*_FIXED} & {*(chat_template_kwargs or ())}):
         raise ValueError(
             f"chat_template_kwargs must not have {', '.join(fixed)}, which the engine sets; a template goes into "
-            "chat_template"
+            "chat_template, tools into tools"
         )
     options = dict(chat_template_kwargs or {}) | {
         "chat_template": load_chat_template(chat_template),
@@ -242,8 +260,10 @@ def parse_chat(
         Prompt(token_ids=[], text=render(conversation, tokenizer, **options))
         for conversation in check_conversations(messages)
     ]
+    how = read_tokenization(tokenization_kwargs)
     # Special tokens are in the template.
-    _tokenize(prompts, tokenizer, {"add_special_tokens": False} | dict(tokenization_kwargs or {}))
+    how = replace(how, options={"add_special_tokens": False} | how.options)
+    _tokenize(prompts, tokenizer, how)
     return prompts
 
 
@@ -252,18 +272,19 @@ def truncate(prompt: Prompt, length: int, limits: Limits, side: str | None = Non
 
     -1: as many as leave room for one output token.
     """
-    if not _is_int(length) or (length < 1 and length != -1):
-        raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length!r}")
-    if length > limits.max_model_len:
-        raise ValueError(
-            f"truncate_prompt_tokens={length} is more than max_model_len={limits.max_model_len}"
-        )
+    check_length(length, limits.max_model_len)
     length = limits.max_model_len - 1 if length == -1 else length
     if prompt.pictures is not None and length < len(prompt.token_ids):
         raise ValueError("truncate_prompt_tokens would cut a prompt with pictures; make it shorter")
-    kept = slice(length) if side == "right" else slice(-length, None)
-    embeds = None if prompt.embeds is None else prompt.embeds[kept]
-    return replace(prompt, token_ids=prompt.token_ids[kept], embeds=embeds)
+    return _cut(prompt, length, side)
+
+
+def too_long(max_model_len: int, contains: str) -> str:
+    """The message for a prompt that "contains" so many "input tokens" or "characters".
+
+    Clients look for these words, which are vLLM's.
+    """
+    return f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {contains}"
 
 
 def check_prompt_scores(prompt: Prompt, params: SamplingParams, limits: Limits) -> None:
@@ -295,10 +316,10 @@ def check(prompt: Prompt, limits: Limits) -> None:
     num_tokens = len(prompt.token_ids)
     if num_tokens == 0:
         raise ValueError("the prompt is empty; it must have at least one token")
-    if num_tokens >= limits.max_model_len:  # clients look for vLLM's words
+    if num_tokens >= limits.max_model_len:
+        message = too_long(limits.max_model_len, f"{num_tokens} input tokens")
         raise ValueError(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
-            f"{num_tokens} input tokens, which leaves no room for an answer; shorten it or raise max_model_len"
+            f"{message}, which leaves no room for an answer; shorten it or raise max_model_len"
         )
     _check_ids("prompt_token_ids", prompt.token_ids, limits)
     if prompt.embeds is not None:

@@ -30,11 +30,13 @@ class Tokenization:
     needs_text: bool = False  # prompts of ids get their text, too
 
 
-def read_tokenization(kwargs: Mapping[str, Any] | None) -> Tokenization:
+def read_tokenization(kwargs: Mapping[str, Any] | Tokenization | None) -> Tokenization:
     """The meaning of `tokenization_kwargs`. Prompts are truncated only with `truncation` or `truncate_prompt_tokens`.
 
-    Raises ValueError for unknown names and values.
+    What has been read already is returned as it is. Raises ValueError for unknown names and values.
     """
+    if isinstance(kwargs, Tokenization):
+        return kwargs
     given = {name: value for name, value in (kwargs or {}).items() if value is not None}
     if given.get("padding") in _NO_PADDING:
         given.pop("padding", None)
@@ -45,7 +47,7 @@ def read_tokenization(kwargs: Mapping[str, Any] | None) -> Tokenization:
         )
     longest: Any = given.get("max_length")
     side = given.get("truncation_side")
-    if longest is not None and not _is_positive(longest):
+    if longest is not None and not (is_int(longest) and longest >= 1):
         raise ValueError(
             f"max_length of tokenization_kwargs must be an int of at least 1, got {longest!r}"
         )
@@ -70,6 +72,16 @@ def read_tokenization(kwargs: Mapping[str, Any] | None) -> Tokenization:
     )
 
 
-def _is_positive(value: Any) -> bool:
-    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_int and int(value) >= 1
+def check_length(length: Any, max_model_len: int) -> None:
+    """Raise ValueError unless prompts can be truncated to `length` tokens, or -1 for as many as the model takes."""
+    if not is_int(length) or (length < 1 and length != -1):
+        raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length!r}")
+    if length > max_model_len:
+        raise ValueError(
+            f"truncate_prompt_tokens (or max_length) of {length} is more than max_model_len={max_model_len}"
+        )
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is an int, also one of NumPy, but not a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

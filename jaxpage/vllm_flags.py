@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from jaxpage import vllm_options
 
@@ -66,6 +66,7 @@ _NEUTRAL = {name: neutral for options in _REFUSED.values() for name, neutral in 
 
 # Any value is accepted, and told at start-up.
 _WITHOUT_EFFECT = (
+    "disable_uvicorn_access_log",  # of commands without an access log
     *("uvicorn_log_level", "max_log_len", "h11_max_incomplete_event_size", "h11_max_header_count"),
     *("fingerprint_mode", "fingerprint_value", "enable_flash_late_interaction"),
 )
@@ -73,6 +74,7 @@ _WITHOUT_EFFECT = (
 # Flags of vLLM -> flags of jaxpage that say the same.
 _RENAMED = {"disable_uvicorn_access_log": "disable_access_log"}
 
+# vLLM's `-n`, `-r` and `-q` are left out: `jaxpage generate -n 3` shall not mean three hosts.
 _SHORT = {
     "-pp": "pipeline_parallel_size",
     "-dcp": "decode_context_parallel_size",
@@ -88,9 +90,6 @@ _SHORT = {
     "-cc": "compilation_config",
     "-ac": "attention_config",
     "-O": "optimization_level",
-    "-q": "quantization",
-    "-n": "nnodes",
-    "-r": "node_rank",
 }
 
 # Options with any number of values; all others have one, or none if they are true or false.
@@ -104,33 +103,55 @@ _NAMES = _NEUTRAL.keys() | set(_WITHOUT_EFFECT) | vllm_options.NAMES
 
 
 def take(args: Sequence[str], flags: Any) -> tuple[list[str], dict[str, Any]]:
-    """The `args` that a parser of `flags` knows, and the engine's options that those of vLLM among the others are.
+    """Take the flags of vLLM that a command does not have itself out of its arguments.
 
-    Only commands with an `engine` know any. Raises ValueError for flags of vLLM's server that ask for what jaxpage
-    lacks, and for flags without a value.
+    flags: the dataclass of the command's own flags. Returns the other arguments, and the taken flags that are options
+    of the engine. Commands without an engine have no flags of vLLM. Raises ValueError for flags of vLLM's server that
+    ask for what jaxpage lacks, and for flags without a value.
     """
     if "engine" not in get_type_hints(flags):
         return list(args), {}
-    own = _names_of(flags)
+    own = _own_flags(flags)
     left: list[str] = []
     options: dict[str, Any] = {}
     words = list(args)
     while words:
-        word = re.sub(r"^-O(?=\d)", "-O=", words.pop(0))
+        word = re.sub(r"^-O(\d)$", r"-O=\1", words.pop(0))
         flag, equals, value = word.partition("=")
-        name, _, key = _SHORT.get(flag, flag.removeprefix("--").replace("-", "_")).partition(".")
-        positive = name if name in _NAMES else name.removeprefix("no_")
-        if flag in _SHORT and name in own:
-            left.append(f"--{name.replace('_', '-')}{equals}{value}")
-        elif _RENAMED.get(name) in own:
-            left.append(f"--{_RENAMED[name].replace('_', '-')}")
-        elif not flag.startswith("-") or positive in own or positive not in _NAMES:
+        name, keys, is_no = _read_flag(flag)
+        if name in own:
+            left.append(word)
+            if not (own[name] or equals):
+                left += words[:1]  # its value, whatever that looks like
+                del words[:1]
+        elif (renamed := _RENAMED.get(name)) in own:
+            is_no ^= bool(equals) and not _to_value(value)
+            left.append(f"--{'no-' if is_no else ''}{renamed}".replace("_", "-"))
+        elif name not in _NAMES:
             left.append(word)
         else:
-            given = _to_value(value) if equals else _read_value(flag, positive, words)
-            given = {**(options.get(name) or {}), key: given} if key else given
-            options[positive] = given if positive == name else not given
+            given = _to_value(value) if equals else _read_value(flag, name, words)
+            _put(options, [name, *keys], flag, not given if is_no else given)
     return left, _for_the_engine(options)
+
+
+def _read_flag(flag: str) -> tuple[str, list[str], bool]:
+    """The option of a flag, "" if it is none; the keys that dots name in it; and whether the flag begins with "no-"."""
+    first, *keys = flag.split(".")
+    name = _SHORT.get(first, first.removeprefix("--").replace("-", "_"))
+    if not flag.startswith("-") or " " in flag:
+        return "", [], False
+    positive = name if name in _NAMES else name.removeprefix("no_")
+    return positive, keys, positive != name
+
+
+def _put(options: dict[str, Any], keys: list[str], flag: str, value: Any) -> None:
+    """options[key][key] ... = value. Raises ValueError that names the flag if that would overwrite another value."""
+    for key in keys[:-1]:
+        options = options.setdefault(key, {})
+        if not isinstance(options, dict):
+            raise ValueError(f"{flag}: {key} is already {options!r}, which has no keys")
+    options[keys[-1]] = value
 
 
 def with_options(flags: Any, options: dict[str, Any]) -> Any:
@@ -140,17 +161,19 @@ def with_options(flags: Any, options: dict[str, Any]) -> Any:
     return dataclasses.replace(flags, engine=dataclasses.replace(flags.engine, of_vllm=options))
 
 
-def _names_of(flags: type) -> set[str]:
-    """The flags of a dataclass, and those of its parts, as Python's names."""
-    found: set[str] = set()
+def _own_flags(flags: type) -> dict[str, bool]:
+    """The flags of a dataclass, and those of its parts, as Python's names; True for those that have no value."""
+    found: dict[str, bool] = {}
     for name, hint in get_type_hints(flags).items():
-        is_part = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        found |= _names_of(hint) if is_part else {name}
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            found |= _own_flags(hint)
+        else:
+            found[name] = bool in (hint, *get_args(hint))
     return found
 
 
 def _read_value(flag: str, name: str, words: list[str]) -> Any:
-    """Of a flag without `=`, taken from the words that follow it. Raises ValueError if there is none."""
+    """The value of a flag without `=`, taken from the words that follow it. Raises ValueError if there is none."""
     if _is_switch(name):
         return True
     count = 1

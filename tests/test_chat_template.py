@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxpage import tiny
 from jaxpage.chat_template import detect_content_format
+from jaxpage.pictures.border import Picture
+from jaxpage.pictures.messages import MediaPart
 from jaxpage.prompts import parse_chat
 from jaxpage.tokenizer import load_tokenizer
 
@@ -105,9 +108,8 @@ def test_developers_are_the_system_for_templates_that_do_not_know_them(tokenizer
     ]
     merged = {"role": "system", "content": f"a\n\n{HELLO[0]['text']}\nc"}
     assert seen(tokenizer, *conversation) == [merged, conversation[1]]
-    parts = "{% for m in messages %}{{ m.role }}:{% for c in m.content %}{% endfor %}{% endfor %}"
-    (prompt,) = parse_chat(conversation, tokenizer, chat_template=parts)
-    assert prompt.text == "system:user:"
+    (prompt,) = parse_chat(conversation, tokenizer, chat_template=PARTS)
+    assert prompt.text == f"<{merged['content']}><b>"
     (alone,) = seen(tokenizer, {"role": "developer", "content": "x"})
     assert alone == {"role": "system", "content": "x"}
     knows = "{% for m in messages %}{{ m.role }} {{ m.role == 'developer' }} {% endfor %}"
@@ -115,6 +117,36 @@ def test_developers_are_the_system_for_templates_that_do_not_know_them(tokenizer
     assert prompt.text == "system False user False developer True system False "
     two = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}]
     assert seen(tokenizer, *two) == two  # as they are, without a developer
+
+
+def test_a_template_that_prints_only_text_parts_gets_the_merged_system(tokenizer):
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for p in m.content %}"
+        "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    roles = {"system": "A", "developer": "B", "user": "hi"}
+    conversation = [{"role": role, "content": text} for role, text in roles.items()]
+    (prompt,) = parse_chat(conversation, tokenizer, chat_template=template)
+    assert prompt.text == "system:A\n\nB;user:hi;"
+
+
+def test_pictures_cannot_be_in_messages_that_are_merged(tokenizer):
+    picture = Picture(
+        patches=np.zeros((1, 3), np.float32), grid=(1, 1, 1), num_tokens=1, content_hash=bytes(32)
+    )
+    with_picture = [MediaPart(picture), *HELLO]
+    system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "b"}
+    developer = {"role": "developer", "content": with_picture}
+    message = "developer or system message has a picture, .* in messages of the user"
+    for conversation in (
+        [system, developer, user],
+        [user, developer],
+        [system | {"content": with_picture}, developer | {"content": "b"}],
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_chat(conversation, tokenizer, chat_template=PARTS)
+    (prompt,) = parse_chat([developer, user], tokenizer, chat_template=PARTS)
+    assert prompt.text == "<><the><dog><b>"  # alone at the beginning: nothing is merged
 
 
 def test_a_template_that_iterates_over_parts_gets_parts(tokenizer):
@@ -227,10 +259,21 @@ def test_what_is_no_conversation_is_refused(tokenizer, messages, message):
         parse_chat(messages, tokenizer)
 
 
-@pytest.mark.parametrize("key", ["tokenize", "chat_template", "conversation", "tokenizer"])
-def test_what_is_fixed_cannot_be_given_to_a_template(tokenizer, key):
-    with pytest.raises(ValueError, match=f"chat_template_kwargs must not have {key}"):
-        seen(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs={key: True})
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("chat_template", DUMP),
+        ("conversation", []),
+        ("messages", []),
+        ("return_dict", True),
+        ("tokenize", True),
+        ("tokenizer", None),
+        ("tools", []),
+    ],
+)
+def test_what_is_fixed_cannot_be_given_to_a_template(tokenizer, key, value):
+    with pytest.raises(ValueError, match=f"chat_template_kwargs must not have {key}, which the"):
+        seen(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs={key: value})
 
 
 def test_a_template_that_is_no_text_is_refused(tokenizer):

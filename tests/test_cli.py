@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import jaxpage
-from jaxpage import cli, demo
+from jaxpage import cli, demo, vllm_flags
 from jaxpage.bench import scheduler
 from jaxpage.config import EngineConfig
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
@@ -301,6 +301,7 @@ def test_flags_of_vllm_that_ask_for_nothing_are_accepted(calls, monkeypatch):
         ("--return-tokens-as-token-ids", "give return_tokens_as_token_ids with each request"),
         ("--tokenizer-mode", "--tokenizer-mode needs a value"),
         ("--tokenizer-mode --port 3", "--tokenizer-mode needs a value"),
+        ("--compilation-config a --compilation-config.mode 3", "compilation_config is already 'a'"),
     ],
 )
 def test_flags_of_vllm_that_ask_for_what_is_not_there_are_refused(flags, told, capsys):
@@ -316,9 +317,24 @@ def test_flags_of_a_command_are_not_taken_for_those_of_vllm(monkeypatch):
     monkeypatch.setattr("jaxpage.pooling.async_pooler.AsyncPooler", served.append)
     monkeypatch.setattr("jaxpage.server.run.run", lambda *_: None)
     flags = "--trust-remote-code m --shutdown-timeout 3 --served-model-name a b --disable-log-stats"
-    assert cli.main(["serve", *flags.split(), "--disable-uvicorn-access-log", "-n", "2"]) == 0
+    assert cli.main(["serve", *flags.split(), "--disable-uvicorn-access-log=true"]) == 0
     options, config = served
-    assert config.model == "m" and config.nnodes == 2
+    assert config.model == "m"
     assert config.options_without_effect == ("trust_remote_code",)
     assert options.shutdown_timeout == 3 and options.served_model_name == ("a", "b")
     assert options.disable_log_stats and options.disable_access_log
+
+
+def test_values_that_look_like_flags_of_vllm_stay_values():
+    for prompt in ("-O3", "-O3 makes gcc fast because", "-cc", "--middleware=x", "--uds is a flag"):
+        assert vllm_flags.take(["--prompt", prompt], cli.Generate) == (["--prompt", prompt], {})
+    assert vllm_flags.take(["--ignore-eos", "-O3"], cli.Generate) == (
+        ["--ignore-eos"],
+        {"optimization_level": 3},
+    )
+
+
+def test_flags_of_vllm_may_name_keys_of_an_option():
+    flags = ["-cc.mode=3", "--compilation-config.a.b", "4", "--no-disable-uvicorn-access-log"]
+    left, options = vllm_flags.take(flags, cli.Generate)
+    assert left == [] and options["compilation_config"] == {"mode": 3, "a": {"b": 4}}

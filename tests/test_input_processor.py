@@ -110,6 +110,12 @@ def test_truncation_without_a_length_leaves_room_for_an_answer(make):
     assert len(prompt.token_ids) == 63
 
 
+def test_a_length_that_is_too_large_is_named_as_the_caller_may_have_written_it(make):
+    for options in ({"truncation": True, "max_length": 65}, {"truncate_prompt_tokens": 65}):
+        with pytest.raises(ValueError, match="or max_length.* 65 is more than max_model_len=64"):
+            make().parse("Once", options)
+
+
 def test_what_is_refused_does_not_count(make):
     inputs = make()
     with pytest.raises(ValueError, match="prompt 1 of 2: prompt_token_ids has 600"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -55,6 +57,19 @@ def test_embeddings_may_be_a_batch_of_one(tokenizer):
     embeds = np.arange(12, dtype=np.float32).reshape(1, 4, 3)
     (prompt,) = parse({"type": "embeds", "prompt_embeds": embeds}, tokenizer)
     assert prompt.token_ids == [0] * 4 and (prompt.embeds == embeds[0]).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_ids_and_embeddings_are_cut_at_the_end_that_the_tokenizer_cuts(tokenizer, side):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.truncation_side = side
+    (whole,) = parse("Once upon a time", tokenizer)
+    kept = slice(-2, None) if side == "left" else slice(2)
+    embeds = np.arange(12, dtype=np.float32).reshape(4, 3)
+    prompts = ["Once upon a time", {"prompt_token_ids": whole.token_ids}, {"prompt_embeds": embeds}]
+    text, ids, rows = parse(prompts, tokenizer, {"truncation": True, "max_length": 2})
+    assert text.token_ids == ids.token_ids == whole.token_ids[kept]
+    assert rows.token_ids == [0, 0] and (rows.embeds == embeds[kept]).all()
 
 
 def test_tokenization_kwargs_reach_the_tokenizer(tokenizer):

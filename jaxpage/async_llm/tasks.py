@@ -156,8 +156,8 @@ class Tasks:
         self._input_thread.shutdown(wait=False)
         self.steps.post(lambda: self.steps.stop(EngineDeadError("the engine was shut down")))
         if threading.current_thread().name.startswith("jaxpage-"):
-            # The garbage collector calls this in any thread, and ours wait for each other: a replica's, or one that
-            # compiles, is waited for by the engine's.
+            # The garbage collector may call this in any thread. One of ours must not wait for the engine's thread,
+            # which may itself be waiting for it, if it is a replica's or one that compiles.
             threading.Thread(target=self._close, name="jaxpage-close", daemon=True).start()
         else:
             self._close()

@@ -11,13 +11,12 @@ LONGEST_LAUNCH = 0.05  # seconds of decode steps
 # How much a slower launch may raise the estimate, so that one slow launch, such as a pause of the machine, hardly
 # changes it.
 SLOWDOWN = 1.25
-# The next launch is due before the expected end of the last one, by the longest of: a share of that one's time, some
-# seconds, and some times what the host needs to prepare a launch. With once that time, a host that is late would look
-# like a slow device, and would stay late.
+# How long before the expected end of the last launch the next one is due: the longest of a share of the last one's
+# time, a number of seconds, and a multiple of the time that the host needs to prepare a launch. With a multiple of 1, a
+# host that is late would look like a slow device, and would stay late.
 SHARE_BEFORE, LEAST_BEFORE, HOST_TIMES = 0.2, 0.005, 2.0
-HOST_DECAY = (
-    0.8  # a quicker preparation lowers the estimate of the host's time to no less than this share
-)
+# After a quicker preparation, the estimate of the host's time falls to no less than this share of it.
+HOST_DECAY = 0.8
 
 _Kind = tuple[bool, int]
 

@@ -14,8 +14,8 @@ from jaxpage.chat_template import render
 from jaxpage.config import ResolvedConfig
 from jaxpage.pooling.engine import Text
 from jaxpage.pooling.sentence_transformers import SentenceTransformer
-from jaxpage.prompts import Limits, Prompt, check_encodable, parse, parse_chat
-from jaxpage.tokenization import read_tokenization
+from jaxpage.prompts import Limits, Prompt, check_encodable, parse, parse_chat, too_long
+from jaxpage.tokenization import Tokenization, check_length, read_tokenization
 from jaxpage.tokenizer import load_chat_template
 
 
@@ -69,21 +69,21 @@ class PoolingInputs:
 
         `prompt_name`: which of the folder's prompts is prepended to each text, as in sentence-transformers.
         """
-        options, length = self._truncation(tokenization_kwargs)
+        how = self._read(tokenization_kwargs)
         prompts = self._with_prompt(prompts, prompt_name)
         if self._folder.lower_case:
             prompts = _lowered(prompts)
-        return _cut(parse(prompts, self.tokenizer, options), length)
+        return parse(prompts, self.tokenizer, how)
 
     def parse_chat(self, messages: Sequence[Any], **options: Any) -> list[Prompt]:
         """One conversation or many, rendered; `options` are those of `prompts.parse_chat`. Raises ValueError."""
         template = options.pop("chat_template", None) or self._config.chat_template
-        tokenization, _ = self._truncation(options.pop("tokenization_kwargs", None))
+        how = self._read(options.pop("tokenization_kwargs", None))
         return parse_chat(
             messages,
             self.tokenizer,
             chat_template=template,
-            tokenization_kwargs=tokenization,
+            tokenization_kwargs=how,
             **options,
         )
 
@@ -100,15 +100,15 @@ class PoolingInputs:
         """
         if self.tokenizer is None:
             raise ValueError("scoring texts needs a tokenizer; leave out skip_tokenizer_init=True")
-        options, length = self._truncation(tokenization_kwargs)
+        how = self._read(tokenization_kwargs)
         template = load_chat_template(chat_template or self._config.chat_template)
         if template is None and self._joins_pairs:
-            return self._joined(queries, documents, options, length)
+            return self._joined(queries, documents, how)
         texts = [
             q + d if template is None else self._rendered(q, d, template)
             for q, d in zip(queries, documents, strict=True)
         ]
-        return _cut(parse(texts, self.tokenizer, options), length)
+        return parse(texts, self.tokenizer, how)
 
     def texts(self, prompts: Sequence[Prompt]) -> list[Text]:
         """What the engine computes. Raises ValueError for prompts that it cannot compute."""
@@ -132,35 +132,26 @@ class PoolingInputs:
         if num_tokens == 0:
             raise ValueError("the prompt is empty; it must have at least one token")
         if num_tokens > limits.max_model_len:
-            raise ValueError(
-                f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt contains "
-                f"{num_tokens} input tokens; shorten it, or give truncate_prompt_tokens"
-            )
+            message = too_long(limits.max_model_len, f"{num_tokens} input tokens")
+            raise ValueError(f"{message}; shorten it, or give truncate_prompt_tokens")
         wrong = next((i for i in prompt.token_ids if not 0 <= i < limits.vocab_size), None)
         if wrong is not None:
             raise ValueError(
                 f"prompt_token_ids has {wrong}, the vocabulary has ids 0..{limits.vocab_size - 1}"
             )
 
-    def _truncation(
-        self, tokenization_kwargs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any], int | None]:
-        """The tokenizer's options, and the number of tokens to truncate prompts to, or None."""
-        options, how = dict(tokenization_kwargs or {}), read_tokenization(tokenization_kwargs)
+    def _read(self, tokenization_kwargs: Mapping[str, Any] | None) -> Tokenization:
+        """What the options mean here: the tokenizer truncates, which keeps its special tokens at both ends."""
+        how = read_tokenization(tokenization_kwargs)
         if how.side == "left":
             raise ValueError('truncation_side="left" is not supported: long texts lose their end')
-        length = how.length
-        if length is None:
-            return options, None
-        if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
-            raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, got {length!r}")
+        if how.length is None:
+            return how
         most = self.limits.max_model_len
-        if length > most:
-            raise ValueError(f"truncate_prompt_tokens={length} is more than max_model_len={most}")
-        length = most if length == -1 else length
-        # The tokenizer keeps its special tokens at the ends.
-        kept = {"truncation": True, "max_length": length, "truncation_side": None}
-        return options | kept, length
+        check_length(how.length, most)
+        length = most if how.length == -1 else int(how.length)
+        options = how.options | {"truncation": True, "max_length": length}
+        return replace(how, options=options, length=length, side="right")
 
     def _with_prompt(self, prompts: Any, name: str | None) -> Any:
         if name is None:
@@ -176,23 +167,19 @@ class PoolingInputs:
         return _mapped(prompts, lambda text: known[name] + text)
 
     def _joined(
-        self,
-        queries: Sequence[str],
-        documents: Sequence[str],
-        options: Mapping[str, Any],
-        length: int | None,
+        self, queries: Sequence[str], documents: Sequence[str], how: Tokenization
     ) -> list[Prompt]:
-        how = read_tokenization(options)
         if self._folder.lower_case or how.lower_case:
             queries, documents = [q.lower() for q in queries], [d.lower() for d in documents]
         check_encodable([*queries, *documents])
         found = self.tokenizer(list(queries), list(documents), **how.options)
         # The tokenizer does not truncate to less than its special tokens.
-        if length is not None and max(map(len, found["input_ids"]), default=0) > length:
+        longest = max(map(len, found["input_ids"]), default=0)
+        if how.length is not None and longest > how.length:
             num_special = self.tokenizer.num_special_tokens_to_add(pair=True)
             raise ValueError(
-                f"truncate_prompt_tokens={length} is too small for a pair of texts, which has {num_special} special "
-                "tokens"
+                f"truncate_prompt_tokens={how.length} is too small for a pair of texts, which has {num_special} "
+                "special tokens"
             )
         type_ids = found.get("token_type_ids") or [None] * len(queries)
         return [
@@ -203,11 +190,6 @@ class PoolingInputs:
     def _rendered(self, query: str, document: str, template: str) -> str:
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return render(messages, self.tokenizer, chat_template=template)
-
-
-def _cut(prompts: list[Prompt], length: int | None) -> list[Prompt]:
-    """Truncate prompts that were given as ids at the end."""
-    return [p if length is None else replace(p, token_ids=p.token_ids[:length]) for p in prompts]
 
 
 def _lowered(prompts: Any) -> Any:

@@ -118,7 +118,7 @@ class Sampler:
         self._binding.check_usable()
         params = sampling_params(params, n, has_tokenizer=not self.config.skip_tokenizer_init)
         group = seed if isinstance(seed, GroupSeeds | None) else GroupSeeds(int(seed))
-        version = self._look_at_weights() if isinstance(seed, GroupSeeds) else 0
+        version = self._notice_weight_changes() if isinstance(seed, GroupSeeds) else 0
         seeds: list[int] = []
 
         def prepare(inputs: InputProcessor) -> list[Request]:
@@ -259,7 +259,7 @@ class Sampler:
             logger.info("copied %.1f MB of parameters to the engine's devices", num_bytes / 1e6)
         self._runner.read_from(self._binding.variables)
 
-    def _look_at_weights(self) -> int:
+    def _notice_weight_changes(self) -> int:
         """The version of the weights as the next step finds them, whether or not a step has noticed them."""
         return self._call(lambda: self._version_of(self._engine.notice_weight_changes()))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxpage.async_llm import AsyncLLM
 from jaxpage.lora.request import LoRARequest
@@ -50,7 +51,8 @@ class ServedAdapters:
         try:
             await self._add(name, path)
         except (ValueError, OSError) as error:
-            if Path(path).exists():
+            # Unlike Path.exists, this does not raise OSError if the path is too long to exist.
+            if await asyncio.to_thread(os.path.exists, path):
                 raise
             raise ApiError(404, str(error), param="lora_path") from None
 

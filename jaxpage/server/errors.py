@@ -28,7 +28,7 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 _FIELD = re.compile(r"(?:prompt \d+ of \d+: )?(?:the )?([a-z_]+)\b")
-# Too long a prompt, which is no field of its own; vLLM's names.
+# The message of `prompts.too_long`. The prompt may be from any of several fields, so the error has vLLM's names for it.
 _TOO_LONG = re.compile(
     r"(?:prompt \d+ of \d+: )?This model's maximum context length is \d+ tokens\. "
     r"However, your prompt contains \d+ (input tokens|characters)"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxpage.input_processor import InputProcessor
+from jaxpage.prompts import too_long
 
 
 def check_length(prompt: object, inputs: InputProcessor) -> None:
@@ -34,7 +35,5 @@ def _check(num_characters: int, inputs: InputProcessor) -> None:
         return
     most = inputs.limits.max_model_len * inputs.max_token_len
     if num_characters > most:
-        raise ValueError(
-            f"This model's maximum context length is {inputs.limits.max_model_len} tokens. However, your prompt "
-            f"contains {num_characters} characters, and a token has at most {inputs.max_token_len}; shorten it"
-        )
+        message = too_long(inputs.limits.max_model_len, f"{num_characters} characters")
+        raise ValueError(f"{message}, and a token has at most {inputs.max_token_len}; shorten it")

@@ -7,6 +7,7 @@ possibly after `<|python_tag|>`; several calls are separated by `;`, or are a li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from jaxpage.tool_parsers.call_grammar import CallGrammar, json_call
@@ -19,18 +20,36 @@ from jaxpage.tool_parsers.writer import Writer
 _TAG = "<|python_tag|>"
 _MARKERS = Markers("[", "{", _TAG)
 _KEYS = ("parameters", "arguments")
+_BETWEEN = re.compile(r"[ \t\r\n,;]*")  # calls of a list
 
 
 def read(source: Source, writer: Writer, tools: tuple[Tool, ...]) -> Reading[None]:
-    """Any object with a name and parameters is a call, at any place, as in vLLM."""
+    """Any object with a name and parameters is a call, at any place, as in vLLM. Brackets around calls are dropped."""
     while marker := (yield from read_until(source, _MARKERS, writer.text)):
-        if marker != "{":
-            yield from source.run(SPACE)
-        else:
+        if marker == "{":
             source.pos -= 1  # `read_call` reads the brace itself
-        if (yield from read_call(source, writer, _KEYS, needs_arguments=True)):
+        if marker == _TAG:
+            yield from source.run(SPACE)
+            is_list = bool((yield from source.match("[")))
+        else:
+            is_list = marker == "["
+        if (yield from (_read_list if is_list else _read_call)(source, writer)):
             source.take_held()
         writer.text(source.take_held())
+
+
+def _read_list(source: Source, writer: Writer) -> Reading[bool]:
+    """Reads calls and the bracket behind them. False at anything else."""
+    yield from source.run(SPACE)
+    while (yield from _read_call(source, writer)):
+        yield from source.run(_BETWEEN)
+        if (yield from source.match("]")):
+            return True
+    return False
+
+
+def _read_call(source: Source, writer: Writer) -> Reading[bool]:
+    return (yield from read_call(source, writer, _KEYS, needs_arguments=True))
 
 
 def grammar(special_tokens: Mapping[str, int]) -> CallGrammar:

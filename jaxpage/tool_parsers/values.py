@@ -60,9 +60,10 @@ def resolve(reference: Any, root: Any) -> Any:
 
 
 def to_json(text: str, types: tuple[str, ...]) -> str:
-    """The JSON of a text as the first of vLLM's order of types that it can be read as.
+    """The JSON of a text, read as the first of `types`, in vLLM's order, that it fits.
 
-    If it is none of them, any JSON, or else a string. Python's None is null where no string is possible.
+    If it fits none, it is read as any JSON, or else becomes a string. Python's None is null where no string is
+    possible.
     """
     stripped = text.strip()
     if "null" in types and stripped.lower() == "null":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -24,7 +25,7 @@ class FakeLLM:
         self.loaded: dict[int, LoRARequest] = {}
 
     async def add_lora(self, request):
-        if request.lora_path == "broken":
+        if request.lora_path.startswith("broken"):
             raise ValueError("broken is not a folder")
         self.loaded[request.lora_int_id] = request
         return True
@@ -78,9 +79,10 @@ def test_loading_replacing_and_unloading():
             run(adapters.load(name, "second"))
     with pytest.raises(ApiError, match="is served already"):
         run(adapters.load("model", "second", inplace=True))
-    with pytest.raises(ApiError, match="not a folder") as missing:
-        run(adapters.load("a", "broken", inplace=True))
-    assert missing.value.status == 404
+    for path in ("broken", "broken" * 1000):  # no file can have so long a name
+        with pytest.raises(ApiError, match="not a folder") as missing:
+            asyncio.run(adapters.load("a", path, inplace=True))
+        assert missing.value.status == 404
     assert adapters.get("a").lora_path == "first"
     run(adapters.load("a", "second", inplace=True))
     assert adapters.get("a").lora_path == "second" and len(adapters._llm.loaded) == 1

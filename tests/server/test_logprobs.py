@@ -57,5 +57,11 @@ def test_logprobs_of_given_ids():
     with pytest.raises(ValueError, match="logprob_token_ids are those of sampled tokens"):
         scored.params({})
     assert ChatRequest(messages=messages, logprob_token_ids=[]).params({}).logprobs is None
+    for body in (
+        ChatRequest(messages=messages, logprobs=True, top_logprobs=2, logprob_token_ids=[]),
+        CompletionRequest(prompt="x", logprobs=2, logprob_token_ids=[]),
+    ):
+        params = body.params({})
+        assert params.logprob_token_ids is None and params.logprobs == 2
     with pytest.raises(ValidationError):
         CompletionRequest(prompt="x", logprobs=1, logprob_token_ids=["x"])

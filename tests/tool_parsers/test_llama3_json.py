@@ -18,7 +18,27 @@ CASES = [
     case("tag and a break", "<|python_tag|>\n" + call("{}"), "", ("f", "{}")),
     case("two calls", call("{}") + "; " + call("{}", "g"), "", ("f", "{}"), ("g", "{}")),
     case("a list", f"[{call('{}')}, {call('{}', 'g')}]", "", ("f", "{}"), ("g", "{}")),
-    case("a list in text", f"So: [{call('{}')}] ok", "So: ] ok", ("f", "{}")),
+    case("a list in text", f"So: [{call('{}')}] ok", "So:  ok", ("f", "{}")),
+    case(
+        "a list and text", f"[{call('{}')},\n{call('{}')}\n] [1]", " [1]", ("f", "{}"), ("f", "{}")
+    ),
+    case(
+        "semicolons in a list", f"[{call('{}')}; {call('{}')}] ok", " ok", ("f", "{}"), ("f", "{}")
+    ),
+    case("two lists", f"[{call('{}')}], [{call('{}', 'g')}]", "", ("f", "{}"), ("g", "{}")),
+    case("tag and a list", f"<|python_tag|>[{call('{}')}]", "", ("f", "{}")),
+    case(
+        "tags and lists",
+        f"<|python_tag|> [ {call('{}')}, {call('{}', 'g')} ];<|python_tag|>[{call('{}')}] ok",
+        " ok",
+        ("f", "{}"),
+        ("g", "{}"),
+        ("f", "{}"),
+    ),
+    case("tag and another list", "<|python_tag|>[1, {}] ok", "<|python_tag|>[1, {}] ok"),
+    case("a list with a number", f"[{call('{}')}, 5] ok", ", 5] ok", ("f", "{}")),
+    case("a list that is cut", f"[{call('{}')}, ", "", ("f", "{}")),
+    case("a list cut in a call", f'[{call("{}")}, {{"name": "g"', ', {"name": "g"', ("f", "{}")),
     case("another list", "[1, 2] [ {} ]", "[1, 2] [ {} ]"),
     case("arguments as a string", call(r'"{\"n\": 1}"'), "", ("f", '{"n": 1}')),
     case("no separator", call("{}") + call("{}", "g"), "", ("f", "{}"), ("g", "{}")),

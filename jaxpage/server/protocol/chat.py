@@ -47,9 +47,6 @@ class TemplateFields(OpenModel):
             kwargs["reasoning_effort"] = self.reasoning_effort
             if "enable_thinking" not in (self.chat_template_kwargs or {}):
                 kwargs["enable_thinking"] = self.reasoning_effort != "none"
-        reserved = {"tokenize", "return_dict", "messages", "tools", "conversation"} & kwargs.keys()
-        if reserved:
-            raise ValueError(f"chat_template_kwargs must not have {', '.join(sorted(reserved))}")
         return {
             "chat_template": self.chat_template,
             "add_generation_prompt": self.add_generation_prompt,

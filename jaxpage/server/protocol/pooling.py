@@ -73,7 +73,7 @@ class EmbeddingRequest(InputFields):
     """OpenAI's request for embeddings."""
 
     encoding_format: Literal["float", "base64"] = "float"
-    # of base64
+    # How numbers become bytes for base64; without effect on "float", as in vLLM.
     embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = "float32"
     endianness: Literal["native", "big", "little"] = "native"
     dimensions: int | None = Field(None, ge=1)

@@ -24,7 +24,7 @@ _SAMPLING_FIELDS = (
     "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "stream_interval", "allowed_token_ids",
     "bad_words", "thinking_token_budget", "repetition_detection", "truncate_prompt_tokens",
-    "prompt_logprobs", "logprob_token_ids",
+    "prompt_logprobs",
 )  # fmt: skip
 _GUIDED = {
     "guided_json": "json",
@@ -173,12 +173,12 @@ class SamplingRequest(SamplingFields):
         return asked[0] if asked else None
 
     def options_of_logprobs(self, num_best: int | None) -> dict[str, Any]:
-        """Which logprobs of sampled tokens there are: the best ones, unless ids are given. Raises ValueError."""
+        """Which logprobs of sampled tokens there are: the best ones, unless any ids are given. Raises ValueError."""
         if not self.logprob_token_ids:
             return {} if num_best is None else {"logprobs": num_best}
         if num_best is None:
             raise ValueError("logprob_token_ids needs logprobs")
-        return {}
+        return {"logprob_token_ids": self.logprob_token_ids}
 
 
 def check_max_tokens(name: str, wanted: int | None, max_model_len: int) -> None:
