@@ -218,7 +218,7 @@ def test_what_comes_after_the_end_of_a_request_is_ignored(is_cancelled):
 
 
 def test_a_request_that_waits_for_the_tokenizer_can_be_aborted(make):
-    llm, goes_on = make(step_seconds=0.01), threading.Event()
+    llm, goes_on = make(step_seconds=0.001), threading.Event()
 
     async def run():
         slow = asyncio.create_task(llm.with_inputs(lambda _: goes_on.wait(10)))

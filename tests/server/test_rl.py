@@ -197,7 +197,7 @@ def _array(text, dtype):
         ("/generate/", {"prompts": ["a"], "generation_kwargs": {"colour": 1}}, "colour"),
         ("/generate/", {"prompts": ["a"], "images": []}, "0 images for 1 prompts"),
         ("/generate/", {"prompts": ["a"], "images": [["?"]]}, "base64"),
-        ("/generate/", {"prompts": ["a", "b " * 3000]}, "3001 tokens"),
+        ("/generate/", {"prompts": ["a", "b " * 3000]}, "3001 input tokens"),
         ("/chat/", {"messages": []}, "messages"),
         ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": []}, "0 numbers for 1"),
         ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": [2]}, "is 2, of 1"),
