@@ -2,9 +2,9 @@
 
 Two kernels share the contract of `reference.paged_attention`:
 
-- **Rows with one query** (`gpu_decode.py`) are bound by the pool's bytes. Where a row's keys are cut depends on the
-  row's length alone, so its result never depends on the batch; of rows with several parts a third kernel adds these in
-  their order (`gpu_combine.py`). A grid of as many programs as the chip holds walks a list of (row, split, KV head).
+- **Rows with one query** (`gpu_decode.py`) are bound by the pool's bytes. Into which parts a row's keys are cut, and in
+  which order these are added up, depends on the row's length alone, so its result never depends on the batch. How many
+  parts a program takes does: what it leaves, a third kernel adds up (`gpu_combine.py`).
 - **Rows with more queries** (`gpu_prefill.py`) are bound by the tensor cores. There a tile of queries times heads is
   the rows of wgmma, and as many programs as there are SMs walk a list of tiles. Few queries over many keys are too few
   tiles for that: their keys are cut too, by the row's lengths, in a launch of their own, and the third kernel adds up.

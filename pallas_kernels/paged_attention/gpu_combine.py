@@ -4,13 +4,17 @@
 D, and adds all parts of each in their order. It writes them into an array that has the other results already: rows with
 one query and one part are `gpu_decode.py`'s, tiles whose keys are not cut `gpu_prefill.py`'s.
 
-**Stages.** A chunk of parts arrives at once, each in a stage of its own, while the first of them are added.
+**Groups.** Of rows with one query, parts are added up by groups (`gpu_layout.Division`), and then the groups, unless
+each part is a group's sums already. Of tiles, all parts are one group.
 
-**Protocol.** The warpgroup starts all copies itself: those of a chunk when the previous one has been added.
+**Stages.** The first S parts arrive at once, each in a stage of its own. Part i + S comes where part i was.
+
+**Protocol.** The warpgroup starts all copies itself.
 
     buffer             producer         consumer               barrier               waits for
-    parts [j]          TMA for part j   warpgroup              ready[j], 2 arrivals  sums and stats to arrive
-    all parts, free    warpgroup        TMA of the next chunk  commit_smem           all threads to have read
+    parts [i % S]      TMA for part i   warpgroup              ready[i % S], twice   sums and stats to arrive
+    the same, free     warpgroup        TMA for part i + S     commit_smem           all threads to have read
+    all parts, free    warpgroup        TMA for the next row   commit_smem           the same
     turned, lines      warpgroup        itself, TMA of lines   commit_smem           the writes to be visible
     lines, free        TMA of lines     warpgroup              wait_smem_to_gmem     the lines to have left
 """
@@ -28,12 +32,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.paged_attention.gpu_tiles import MASKED, normalised
+from pallas_kernels.paged_attention.gpu_layout import Items
+from pallas_kernels.paged_attention.gpu_tiles import MASKED, Sums, added, normalised
 from pallas_kernels.wgmma import Ref, filled, load, piece, store, tiled
 
 PROGRAMS_PER_SM = 6  # with 32 KB of parts each
 TILE_PROGRAMS_PER_SM = 4  # those for tiles of queries need 16 KB more
 HEIGHT = 64  # of the rows of a part, wgmma's: so many are added up at once
+_BY_HEAD = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Parts(NamedTuple):
@@ -60,12 +66,20 @@ class Places(NamedTuple):
     count: Any
 
 
+class _Groups(NamedTuple):
+    """How many parts are a group: int32 each."""
+
+    first: Any  # [R]: the row's first,
+    other: Any  # [1]: and each other
+
+
 class _Inputs(NamedTuple):
     """What the kernel reads, or in the kernel refs to it."""
 
     parts: Parts
     number: Any  # int32[1]: of rows
     starts: Any  # int32[R + 1]: row r's parts are those from starts[r] to before starts[r + 1]
+    groups: _Groups | None  # None if all parts are one group
     sinks: Any  # float32[K, columns], or None
     places: Places | None = None  # of tiles of queries
 
@@ -73,9 +87,8 @@ class _Inputs(NamedTuple):
 class _Memory(NamedTuple):
     """A program's shared memory and barriers: their types, or in the kernel refs."""
 
-    # a chunk of one KV head's: [chunk, rows of a piece, columns] and [chunk, 4, columns]
-    parts: Parts
-    ready: Any  # a barrier per part of a chunk
+    parts: Parts  # stages of one KV head's: [stages, rows of a piece, columns] and [stages, 4, columns]
+    ready: Any  # a barrier per stage
     turned: Any = None  # [64, 64], in wgmma's layout: a piece of a tile's output, None for rows with one query
     lines: Any = None  # the same, row-major
 
@@ -89,13 +102,12 @@ class _Plan:
     tile_q: int | None = None  # queries of a tile; None for rows with one query
 
 
-def combine(parts: Parts, number, starts, sinks, results: jax.Array, interpret) -> jax.Array:
-    """→ `results` [R, K, columns, rows] with those of the first `number` rows that have several parts.
-
-    The rest is as in `_Inputs`.
-    """
-    plan = _Plan(_num_programs(parts, results.shape[0], PROGRAMS_PER_SM), least_parts=2)
-    return _combine(plan, _Inputs(parts, number, starts, sinks), results, interpret)
+def combine(parts: Parts, items: Items, sinks, results: jax.Array, interpret) -> jax.Array:
+    """→ `results` [R, K, columns, rows] with those of rows that have several items. sinks: as in `_Inputs`."""
+    num_rows = results.shape[0]
+    plan = _Plan(_num_programs(parts, num_rows, PROGRAMS_PER_SM), least_parts=2)
+    number, groups = jnp.full(1, num_rows, jnp.int32), _Groups(items.in_first_group, items.in_group)
+    return _combine(plan, _Inputs(parts, number, items.starts, groups, sinks), results, interpret)
 
 
 def combine_tiles(
@@ -107,7 +119,7 @@ def combine_tiles(
     """
     num_programs = _num_programs(parts, places.token.shape[0], TILE_PROGRAMS_PER_SM)
     plan = _Plan(num_programs, least_parts=0, tile_q=tile_q)
-    return _combine(plan, _Inputs(parts, number, starts, sinks, places), out, interpret)
+    return _combine(plan, _Inputs(parts, number, starts, None, sinks, places), out, interpret)
 
 
 def _num_programs(parts: Parts, num_rows: int, per_sm: int) -> int:
@@ -115,7 +127,7 @@ def _num_programs(parts: Parts, num_rows: int, per_sm: int) -> int:
     return min(per_sm * hopper.num_sms(), num_rows * num_heads * (rows // HEIGHT))
 
 
-def _chunk(columns: int) -> int:
+def _num_stages(columns: int) -> int:
     """Parts that are on their way to a program at once: up to 32 KB."""
     return max(1, min(16, 32768 // (4 * HEIGHT * columns)))
 
@@ -123,13 +135,13 @@ def _chunk(columns: int) -> int:
 def _combine(plan: _Plan, inputs: _Inputs, out: jax.Array, interpret) -> jax.Array:
     """`out` with what the kernel writes, in the same memory if nobody else reads that."""
     columns = inputs.parts.sums.shape[3]
-    chunk = _chunk(columns)
+    num_stages = _num_stages(columns)
     memory = _Memory(
         parts=Parts(
-            sums=plgpu.SMEM((chunk, HEIGHT, columns), jnp.float32),
-            stats=plgpu.SMEM((chunk, 4, columns), jnp.float32),
+            sums=plgpu.SMEM((num_stages, HEIGHT, columns), jnp.float32),
+            stats=plgpu.SMEM((num_stages, 4, columns), jnp.float32),
         ),
-        ready=plgpu.Barrier(num_arrivals=2, num_barriers=chunk),
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
     )
     if plan.tile_q is not None:
         turned = tiled(columns, HEIGHT, dtype=out.dtype, swizzle=128)
@@ -186,25 +198,71 @@ class _Program:
 
     def _add_up(self, row, head, number):
         """The parts of piece `number` of a row."""
-        chunk, _, columns = self.memory.parts.sums.shape
-        by_head, inputs = plgpu.Layout.WGMMA.reduce(0), self.inputs
+        inputs, of_piece = self.inputs, piece(number, HEIGHT)
         begin, end = inputs.starts[row], inputs.starts[row + 1]
-        of_piece = piece(number, HEIGHT)
-        nothing = (
-            filled((HEIGHT, columns), 0.0, plgpu.Layout.WGMMA),
-            filled((columns,), MASKED, by_head),
-            filled((columns,), 0.0, by_head),
-        )
-        add_chunk = partial(self._add_chunk, head, of_piece, begin, end)
-        acc, m, total = lax.fori_loop(0, pl.cdiv(end - begin, chunk), add_chunk, nothing)
+        plgpu.commit_smem()  # what was read before is copied over
+        fetch = partial(self._fetch, head, of_piece)
+        at_first = jnp.minimum(end - begin, self.memory.parts.sums.shape[0])
+        lax.fori_loop(0, at_first, lambda i, _: fetch(begin + i, i), None)
+        add = partial(self._add_parts, fetch, begin, end)
+        if inputs.groups is None:
+            sums = add(begin, end)
+        else:
+            sums = self._add_groups(add, row, begin, end)
         sink = inputs.sinks
         if sink is not None:
-            sink = load(sink.at[head], layout=by_head, optimized=False)
-        x = normalised(acc, m, total, sink, axis=1)
+            sink = load(sink.at[head], layout=_BY_HEAD, optimized=False)
+        x = normalised(*sums.accs, sums.m, sums.total, sink, axis=1)
         if self.plan.tile_q is None:
             store_transposed(self.out.at[row, head, :, of_piece], x)
         else:
             self._store_tile(row, head, of_piece, x, self.plan.tile_q)
+
+    def _add_groups(self, add, row, begin, end) -> Sums:
+        assert self.inputs.groups is not None
+        first, other = self.inputs.groups.first[row], self.inputs.groups.other[0]
+
+        def add_group(number, carry):
+            sums, part = carry
+            stop = jnp.minimum(begin + first + number * other, end)
+            return added(sums, add(part, stop)), stop
+
+        num_groups = 1 + pl.cdiv(jnp.maximum(end - begin - first, 0), other)
+        return lax.fori_loop(0, num_groups, add_group, (self._none(), begin))[0]
+
+    def _add_parts(self, fetch, begin, end, part, stop) -> Sums:
+        """The parts from `part` to before `stop`, of a row's from `begin` to before `end`."""
+        memory, num_stages = self.memory, jnp.int32(self.memory.parts.sums.shape[0])
+
+        def add(i, sums):
+            stage = lax.rem(i - begin, num_stages)
+            plgpu.barrier_wait(memory.ready.at[stage])
+            stats = memory.parts.stats
+            acc = load(memory.parts.sums.at[stage], layout=plgpu.Layout.WGMMA)
+            m, total = (load(stats.at[stage, j], layout=_BY_HEAD) for j in (0, 1))
+
+            @pl.when(i + num_stages < end)
+            def _():
+                plgpu.commit_smem()  # all threads have read the stage
+                fetch(i + num_stages, stage)
+
+            return added(sums, Sums((acc,), m, total))
+
+        return lax.fori_loop(part, stop, add, self._none())
+
+    def _fetch(self, head, of_piece, part, stage) -> None:
+        parts, into, ready = self.inputs.parts, self.memory.parts, self.memory.ready.at[stage]
+        plgpu.copy_gmem_to_smem(parts.sums.at[head, part, of_piece], into.sums.at[stage], ready)
+        plgpu.copy_gmem_to_smem(parts.stats.at[head, part], into.stats.at[stage], ready)
+
+    def _none(self) -> Sums:
+        """The sums over no key."""
+        columns = self.memory.parts.sums.shape[2]
+        return Sums(
+            accs=(filled((HEIGHT, columns), 0.0, plgpu.Layout.WGMMA),),
+            m=filled((columns,), MASKED, _BY_HEAD),
+            total=filled((columns,), 0.0, _BY_HEAD),
+        )
 
     def _store_tile(self, tile, half, of_piece, x, tile_q: int):
         """Copy the tile's own queries to their tokens, row by row. x: [64, 64], a piece of D of 64 rows of wgmma."""
@@ -228,31 +286,3 @@ class _Program:
                 plgpu.copy_smem_to_gmem(memory.lines.at[pl.ds(row + i, 1)], to)
 
             lax.fori_loop(jnp.clip(-row, 0, count), jnp.clip(64 - row, 0, count), write, None)
-
-    def _add_chunk(self, head, of_piece, begin, end, turn, carry):
-        memory, parts, chunk = self.memory, self.inputs.parts, self.memory.parts.sums.shape[0]
-        item, by_head = begin + turn * chunk, plgpu.Layout.WGMMA.reduce(0)
-        num_parts = jnp.minimum(end - item, chunk)
-
-        def fetch(i, _):
-            ready = memory.ready.at[i]
-            sums, stats = parts.sums.at[head, item + i, of_piece], parts.stats.at[head, item + i]
-            plgpu.copy_gmem_to_smem(sums, memory.parts.sums.at[i], ready)
-            plgpu.copy_gmem_to_smem(stats, memory.parts.stats.at[i], ready)
-
-        def add(i, carry):
-            acc, m, total = carry
-            plgpu.barrier_wait(memory.ready.at[i])
-            stats = memory.parts.stats
-            part = load(memory.parts.sums.at[i], layout=plgpu.Layout.WGMMA)
-            part_m = load(stats.at[i, 0], layout=by_head)
-            part_total = load(stats.at[i, 1], layout=by_head)
-            m_new = jnp.maximum(m, part_m)
-            old, new = jnp.exp2(m - m_new), jnp.exp2(part_m - m_new)
-            acc = acc * lax.broadcast_in_dim(old, acc.shape, [1])
-            acc = acc + part * lax.broadcast_in_dim(new, acc.shape, [1])
-            return acc, m_new, total * old + part_total * new
-
-        plgpu.commit_smem()  # what was read before is copied over
-        lax.fori_loop(0, num_parts, fetch, None)
-        return lax.fori_loop(0, num_parts, add, carry)

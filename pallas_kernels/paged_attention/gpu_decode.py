@@ -3,14 +3,15 @@
 Knows how a row's keys are cut into items, each read by one program. Letters and principles stand in `gpu.py`.
 
 **Tile.** A program is one warpgroup. The *keys* are wgmma's 64 rows and the G query heads of a KV head its columns:
-S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items: some keys
-of a row (`gpu_layout.Splits`), for one KV head. A row's only item gives its result; of several each gives a part, and
-`gpu_combine.py` adds them. All parts together take at most `gpu_layout.PARTS_BYTES`: where rows have more, some come
-after others. (Split keys: Dao et al., Flash-Decoding.)
+S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items for one KV
+head: parts of a row's keys, or groups of parts where there are enough (`gpu_layout.Items`). A group's parts are added
+up here as `gpu_combine.py` would: it makes no difference to a row which of the two did. A row's only item gives its
+result; of several each gives its sums, and `gpu_combine.py` adds them. These take at most `gpu_layout.PARTS_BYTES`:
+where rows have more, some come after others. (Split keys: Dao et al., Flash-Decoding.)
 
 **Stages.** Steps are numbered over all items of a program. Step i multiplies TILE keys, whose K and V lie in stage
-i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three
-programs an SM with two stages of 64 keys (32 KB) have 96 to 192 KB, also where one item ends and the next begins.
+i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 two
+programs an SM with three stages of 64 keys (32 KB) have 128 to 192 KB, also where one item ends and the next begins.
 
 **Protocol.** The warpgroup starts all copies itself. Those for step i start at the end of step i - S, which may belong
 to the previous item; the first S start before the first item. If an item has fewer than S tiles, copies for the next
@@ -54,6 +55,8 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     PoolArrays,
     Source,
     Stages,
+    Sums,
+    added,
     clear_outside,
     normalised,
     scores,
@@ -62,13 +65,16 @@ from pallas_kernels.paged_attention.gpu_tiles import (
 )
 from pallas_kernels.wgmma import Ref, filled, load, product, store
 
+_BY_HEAD = plgpu.Layout.WGMMA.reduce(0)
+
 
 def decode(q, pool, block_table, kv_lens, options: Options):
     """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, D]; zeros for rows of length 0."""
     num_rows, num_heads, _ = q.shape
     num_kv_heads, num_keys = pool.shape[2] // 2, block_table.shape[1] * pool.shape[1]
     rows, columns = part_shape(num_heads // num_kv_heads, q.shape[2])
-    of_row = 4 * rows * columns * num_kv_heads * gpu_layout.most_splits(num_keys, options.window)
+    most_groups = gpu_layout.Division.of(rows, columns).most_groups(num_keys, options.window)
+    of_row = 4 * rows * columns * num_kv_heads * most_groups
     at_once = gpu_layout.rows_at_once(num_rows, of_row)
     if at_once == num_rows:
         return _decode_rows(q, pool, block_table, kv_lens, options)
@@ -90,8 +96,7 @@ class _Inputs(NamedTuple):
     queries: Any  # [R, K, columns, D], bfloat16 or float16
     query_sums: Any  # float32[R, K, columns], of each query; None if the pool has no scales
     block_table: Any  # int32[R, M]
-    kv_lens: Any  # int32[R]
-    items: gpu_layout.Splits
+    items: gpu_layout.Items
     pool: PoolArrays
     sinks: Any  # float32[K, columns], or None
 
@@ -109,9 +114,10 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
     group = num_heads // num_kv_heads
     rows, columns = part_shape(group, head_dim)
     num_keys = block_table.shape[1] * block_size
-    items = gpu_layout.splits(kv_lens, num_keys, options.window)
+    division = gpu_layout.Division.of(rows, columns)
+    items = gpu_layout.items_of(kv_lens, division, num_kv_heads, num_keys, options.window)
     max_items = items.row.shape[0]
-    plan = Plan.of(q, source, num_kv_heads, options, max_items)
+    plan = Plan.of(q, source, num_kv_heads, options, division, max_items)
     heads_by_kv = ((0, 0), (0, 0), (0, columns - group), (0, 0))
     queries = jnp.pad(q.reshape(num_rows, num_kv_heads, group, head_dim), heads_by_kv)
 
@@ -136,13 +142,13 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options):
         interpret=options.interpret,
     )
     query_sums = jnp.sum(queries, axis=3, dtype=jnp.float32) if source.has_scales else None
-    sinks, number = options.sinks, jnp.full(1, num_rows, jnp.int32)
+    sinks = options.sinks
     if sinks is not None:
         sinks = sinks.reshape(num_kv_heads, group)
         sinks = jnp.pad(sinks, ((0, 0), (0, columns - group)))
-    inputs = _Inputs(queries, query_sums, block_table, kv_lens, items, source.arrays, sinks)
+    inputs = _Inputs(queries, query_sums, block_table, items, source.arrays, sinks)
     (made,) = kernel(inputs)
-    out = combine(made.parts, number, items.starts, sinks, made.results, options.interpret)
+    out = combine(made.parts, items, sinks, made.results, options.interpret)
     if len(pieces(head_dim)) > 1:  # without what the second has in common with the first
         out = jnp.concatenate([out[..., :64], out[..., 64 - head_dim :]], axis=-1)
     return out[:, :, :group].reshape(q.shape)
@@ -152,8 +158,8 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-class _Sums(NamedTuple):
-    """The sums over the tiles so far, in registers.
+class _Running(NamedTuple):
+    """The sums over the tiles of a part so far, in registers.
 
     With k = (n - z) s for stored n, zero z and scale s, q.k = s (q.n - z sum(q)). Likewise p v = p s n - p s z, whose
     two parts are summed apart. n is centred (`Source.widen`) and s is large enough (`Source.boost`), so that rounding
@@ -183,7 +189,7 @@ class _Program:
 
     def _item_of(self, turn) -> Item:
         pair, is_there = self._pair(turn), turn < self.num_turns
-        return Item.of(self.plan, self.inputs.items, self.inputs.kv_lens, pair, is_there)
+        return Item.of(self.plan, self.inputs.items, pair, is_there)
 
     def _pair(self, turn):
         return self.number + turn * self.plan.num_programs
@@ -197,47 +203,71 @@ class _Program:
         slot = lax.rem(turn, jnp.int32(2))
         queries = self.memory.queries.at[slot]
         plgpu.barrier_wait(self.memory.queries_ready.at[slot])
-        by_key, by_head = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
-        begin = _Sums(
-            accs=tuple(
-                filled((width, plan.columns), 0.0, by_key) for _, width in pieces(plan.head_dim)
-            ),
-            m=filled((plan.columns,), MASKED, by_head),
-            total=filled((TILE, plan.columns), 0.0, by_key),
-            zeros=None,
-        )
         query_sums = None
         if plan.source.has_scales:
-            begin = begin._replace(zeros=begin.total)
             query_sums = load(
-                self.inputs.query_sums.at[at.row, at.head], layout=by_head, optimized=False
+                self.inputs.query_sums.at[at.row, at.head], layout=_BY_HEAD, optimized=False
             )
         step = partial(self._step, at, following, used, queries, query_sums)
-        accs, m, total, zeros = lax.fori_loop(0, at.num_tiles, step, begin)
-        if zeros is not None:
-            zeros = zeros.sum(axis=0)
-            boost = plan.source.boost(queries.dtype)
-            accs = tuple(without_zeros(acc, zeros, boost, axis=1) for acc in accs)
-        total, starts = total.sum(axis=0), self.inputs.items.starts
+        if plan.in_groups:
+            sums = self._sums_of_parts(at, step, queries.dtype)
+        else:
+            sums = self._sums(step, 0, at.num_tiles, queries.dtype)
+        starts = self.inputs.items.starts
         is_only = starts[at.row + 1] - starts[at.row] == 1
-        pl.when(is_only)(lambda: self._store_result(at, accs, m, total))
-        pl.when(~is_only)(lambda: self._store_part(turn, at, accs, m, total))
+        pl.when(is_only)(lambda: self._store_result(at, sums))
+        pl.when(~is_only)(lambda: self._store_part(turn, at, sums))
         return following, used + at.num_tiles
 
-    def _store_result(self, at: Item, accs, m, total) -> None:
+    def _sums_of_parts(self, at: Item, step, dtype) -> Sums:
+        """Over all parts of an item."""
+
+        def add(part, carry):
+            sums, first = carry
+            end = at.tiles_to(part)
+            return added(sums, self._sums(step, first, end, dtype)), end
+
+        return lax.fori_loop(*at.parts, add, (self._none(), jnp.int32(0)))[0]
+
+    def _sums(self, step, first, end, dtype) -> Sums:
+        """Over the tiles of an item from `first` to before `end`. dtype: of the queries."""
+        plan = self.plan
+        accs, m, _ = self._none()
+        total = filled((TILE, plan.columns), 0.0, plgpu.Layout.WGMMA)
+        running = _Running(accs, m, total, total if plan.source.has_scales else None)
+        accs, m, total, zeros = lax.fori_loop(first, end, step, running)
+        if zeros is not None:
+            zeros = zeros.sum(axis=0)
+            boost = plan.source.boost(dtype)
+            accs = tuple(without_zeros(acc, zeros, boost, axis=1) for acc in accs)
+        return Sums(accs, m, total.sum(axis=0))
+
+    def _none(self) -> Sums:
+        """The sums over no key."""
+        columns = self.plan.columns
+        return Sums(
+            accs=tuple(
+                filled((width, columns), 0.0, plgpu.Layout.WGMMA)
+                for _, width in pieces(self.plan.head_dim)
+            ),
+            m=filled((columns,), MASKED, _BY_HEAD),
+            total=filled((columns,), 0.0, _BY_HEAD),
+        )
+
+    def _store_result(self, at: Item, sums: Sums) -> None:
         sink = self.inputs.sinks
         if sink is not None:
-            sink = load(sink.at[at.head], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-        for i, acc in enumerate(accs):
+            sink = load(sink.at[at.head], layout=_BY_HEAD, optimized=False)
+        for i, acc in enumerate(sums.accs):
             out = self.outputs.results.at[at.row, at.head, :, pl.ds(i * 64, acc.shape[0])]
-            store_transposed(out, normalised(acc, m, total, sink, axis=1))
+            store_transposed(out, normalised(acc, sums.m, sums.total, sink, axis=1))
 
-    def _store_part(self, turn, at: Item, accs, m, total) -> None:
+    def _store_part(self, turn, at: Item, sums: Sums) -> None:
         parts, number = self.outputs.parts, lax.div(self._pair(turn), self.plan.num_kv_heads)
-        for i, acc in enumerate(accs):
+        for i, acc in enumerate(sums.accs):
             store(parts.sums.at[at.head, number, pl.ds(i * 64, acc.shape[0])], acc)
-        store(parts.stats.at[at.head, number, 0], m)
-        store(parts.stats.at[at.head, number, 1], total)
+        store(parts.stats.at[at.head, number, 0], sums.m)
+        store(parts.stats.at[at.head, number, 1], sums.total)
 
     def _fetch_queries(self, at: Item, turn):
         slot = lax.rem(turn, jnp.int32(2))
@@ -272,7 +302,7 @@ class _Program:
         ):
             source.fetch(self.inputs.pool, slots.__getitem__, column, stages, stage)
 
-    def _step(self, at: Item, following: Item, used, queries, query_sums, i, carry: _Sums):
+    def _step(self, at: Item, following: Item, used, queries, query_sums, i, carry: _Running):
         plan, memory, source = self.plan, self.memory, self.plan.source
         stage, start = self._stage(used + i), at.first + i * TILE
         by_key = partial(lax.broadcast_in_dim, shape=carry.total.shape, broadcast_dimensions=[0])
@@ -309,7 +339,7 @@ class _Program:
         item = Item(*(jnp.where(is_mine, *each) for each in zip(at, following, strict=True)))
         tile = jnp.where(is_mine, later, later - at.num_tiles)
         pl.when(tile < item.num_tiles)(lambda: self._fetch(item, tile, stage))
-        return _Sums(accs, m, total, zeros)
+        return _Running(accs, m, total, zeros)
 
     def _keys(self, stage) -> Ref:
         """[TILE, D] as wgmma reads them."""

@@ -20,6 +20,7 @@ from pallas_kernels.paged_attention.gpu_tiles import Options, Source, Stages
 from pallas_kernels.wgmma import swizzle_of, tiled
 
 TILE = 64  # keys: the rows of one wgmma
+MOST_STAGES = 8
 
 
 def pieces(head_dim: int) -> list[tuple[int, int]]:
@@ -41,11 +42,20 @@ class Plan:
     num_kv_heads: int
     head_dim: int
     columns: int  # G as wgmma pads it
+    in_groups: bool  # whether items may be groups of parts
     num_stages: int
     num_programs: int
 
     @classmethod
-    def of(cls, q, source: Source, num_kv_heads: int, options: Options, max_items: int) -> Plan:
+    def of(
+        cls,
+        q,
+        source: Source,
+        num_kv_heads: int,
+        options: Options,
+        division: gpu_layout.Division,
+        max_items: int,
+    ) -> Plan:
         """`max_items`: the most items that all rows together can have, for each KV head."""
         head_dim, max_pairs = q.shape[2], max_items * num_kv_heads
         _, columns = part_shape(q.shape[1] // num_kv_heads, head_dim)
@@ -56,6 +66,7 @@ class Plan:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             columns=columns,
+            in_groups=division.parts > 1,
             num_stages=num_stages,
             num_programs=min(per_sm * hopper.num_sms(), max_pairs),
         )
@@ -79,7 +90,7 @@ def _programs_and_stages(
     wanted = min(options.sizes.programs_per_sm, pl.cdiv(num_pairs, hopper.num_sms()))
     per_sm = max(1, min(wanted, fitting))
     share = gpu_layout.SM_BYTES // per_sm - gpu_layout.RESERVED_BYTES
-    return per_sm, min((share - own_bytes) // stage_bytes, gpu_layout.SPLIT // TILE)
+    return per_sm, min((share - own_bytes) // stage_bytes, MOST_STAGES)
 
 
 class Memory(NamedTuple):
@@ -107,25 +118,23 @@ def memory_of(plan: Plan, dtype) -> Memory:
 
 
 class Item(NamedTuple):
-    """An item of `Splits` for one KV head: int32 each."""
+    """An item of `gpu_layout.Items` for one KV head: int32 each."""
 
     row: Any
     head: Any
     low: Any  # positions of the keys that the query sees, from here
     high: Any  # to before here
+    keys: Any  # of a part
 
     @classmethod
-    def of(cls, plan: Plan, items: gpu_layout.Splits, kv_lens, pair, is_there) -> Item:
+    def of(cls, plan: Plan, items: gpu_layout.Items, pair, is_there) -> Item:
         """`pair`: item * num_kv_heads + head. An item without keys unless it `is_there`."""
         pair = jnp.where(is_there, pair, 0)
         num_kv_heads = jnp.int32(plan.num_kv_heads)
         item, head = lax.div(pair, num_kv_heads), lax.rem(pair, num_kv_heads)
-        row, low = items.row[item], items.first[item]
-        kv_len = kv_lens[row]
-        high = jnp.where(is_there, jnp.minimum(low + items.size[row], kv_len), low)
-        if (window := plan.options.window) is not None:
-            low = jnp.minimum(jnp.maximum(low, kv_len - window), high)
-        return cls(row, head, low, high)
+        low = items.low[item]
+        high = jnp.where(is_there, items.high[item], low)
+        return cls(items.row[item], head, low, high, items.keys[item])
 
     @property
     def first(self):
@@ -136,3 +145,14 @@ class Item(NamedTuple):
     def num_tiles(self):
         num_tiles = lax.div(self.high - self.first + (TILE - 1), jnp.int32(TILE))
         return jnp.where(self.low < self.high, num_tiles, 0)
+
+    @property
+    def parts(self) -> tuple:
+        """The numbers of its parts in the row, from the first to before the second."""
+        return lax.div(self.low, self.keys), lax.div(self.high + self.keys - 1, self.keys)
+
+    def tiles_to(self, part):
+        """The number of its tiles to the end of a part."""
+        return jnp.minimum(
+            self.num_tiles, lax.div((part + 1) * self.keys - self.first, jnp.int32(TILE))
+        )

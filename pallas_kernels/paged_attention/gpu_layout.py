@@ -19,9 +19,9 @@ from pallas_kernels.kv_write.quantized import QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.lists import expand
 
-# The keys of a row with one query are cut at multiples of SPLIT, doubled until there are at most MAX_SPLITS parts.
-# Never tuned, since sums are cut there.
-SPLIT, MAX_SPLITS = 512, 128
+# Rows with one query: with so many groups of keys times KV heads, nine tenths of an H200's SMs, programs take whole
+# groups, otherwise parts of them. No result depends on it.
+ENOUGH_GROUPS = 118
 # The keys of a row with few queries are cut into parts of at least CUT_KEYS, as long as the row has at most CUT_ITEMS
 # (tiles of queries, times KV heads, times parts). Sums are cut there too.
 CUT_ITEMS, CUT_KEYS = 128, 1024
@@ -42,7 +42,7 @@ class TileSizes:
 
     tile_kv: int = 128
     stages: int = 2
-    programs_per_sm: int = 3
+    programs_per_sm: int = 2
 
 
 def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:
@@ -72,44 +72,104 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str |
     return None
 
 
-def most_splits(num_keys: int, window: int | None) -> int:
-    """The most parts with a seen key, of a row of up to `num_keys` keys of which the last `window` are seen."""
-    if window is None:
-        return min(-(-num_keys // SPLIT), MAX_SPLITS)
-    return min(-(-num_keys // SPLIT), -(-(window - 1) // SPLIT) + 1)
-
-
 def rows_at_once(num_rows: int, bytes_per_row: int) -> int:
     """Rows whose parts fit into PARTS_BYTES, in turns of equally many."""
     most = max(1, PARTS_BYTES // bytes_per_row)
     return -(-num_rows // -(-num_rows // most))
 
 
-class Splits(NamedTuple):
-    """What rows with one query have to read, in items of some keys. Arrays, or in a kernel refs: int32 each.
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How the keys of a row with one query are divided: into parts, and `parts` of these are a group.
+
+    The sums of a group's parts are added up in their order, and then those of the groups. So a program that takes a
+    whole group adds up what others would leave to `gpu_combine.py`. Never tuned, since sums are cut there.
+    """
+
+    keys: int  # of a part. Rows of more than MOST_KEYS keys have twice as many, or four times, ...
+    parts: int
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> Division:
+        """For the sums of so many rows and columns: a second one in registers only where both are small."""
+        small = rows * columns <= 4096
+        return cls(keys=256, parts=8) if small else cls(keys=512, parts=1)
+
+    def most_groups(self, num_keys: int, window: int | None) -> int:
+        """The most groups with a seen key, of a row of up to `num_keys` keys of which the last `window` are seen."""
+        return _most_items(self.keys * self.parts, num_keys, window)
+
+    def most_items(
+        self, num_rows: int, num_kv_heads: int, num_keys: int, window: int | None
+    ) -> int:
+        """The most items that so many rows have."""
+        groups = num_rows * self.most_groups(num_keys, window)
+        if self.parts == 1:
+            return groups
+        few = num_rows + self.parts * ((ENOUGH_GROUPS - 1) // num_kv_heads)
+        return max(groups, min(num_rows * _most_items(self.keys, num_keys, window), few))
+
+
+MOST_KEYS = 65_536
+
+
+def _most_items(size: int, num_keys: int, window: int | None) -> int:
+    if window is None:
+        return min(-(-num_keys // size), MOST_KEYS // size)
+    return min(-(-num_keys // size), -(-(window - 1) // size) + 1)
+
+
+class Items(NamedTuple):
+    """What rows with one query have to read: parts of their keys, or groups. Arrays, or in a kernel refs: int32 each.
 
     A row without keys has one item, that has nothing to read. What lies behind a window is no item.
     """
 
     starts: Any  # [R + 1]: row r's items are those from starts[r] to before starts[r + 1]
-    size: Any  # [R]: keys of the row's items
-    row: Any  # [items]
-    first: Any  # [items]: position of the first key, a multiple of the row's size
+    in_first_group: Any  # [R]: of these, so many are of the row's first group,
+    in_group: Any  # [1]: and so many of each other
+    row: Any  # [items], like all below
+    low: Any  # positions of the row that its query sees, from here
+    high: Any  # to before here
+    keys: Any  # of a part
 
 
-def splits(kv_lens: Int[Array, " R"], num_keys: int, window: int | None) -> Splits:
+def items_of(
+    kv_lens: Int[Array, " R"],
+    division: Division,
+    num_kv_heads: int,
+    num_keys: int,
+    window: int | None,
+) -> Items:
     """`num_keys`: the most that a row can have."""
-    first, size = jnp.zeros_like(kv_lens), jnp.full_like(kv_lens, SPLIT)
+    num_rows, lowest = kv_lens.shape[0], jnp.zeros_like(kv_lens)
+    keys, limit = jnp.full_like(kv_lens, division.keys), MOST_KEYS
     if window is not None:
-        first = jnp.maximum(kv_lens - window, 0) // SPLIT
-    limit = SPLIT * MAX_SPLITS
+        lowest = jnp.maximum(kv_lens - window, 0)
     while window is None and limit < num_keys:
-        size, limit = jnp.where(kv_lens > limit, 2 * size, size), 2 * limit
+        keys, limit = jnp.where(kv_lens > limit, 2 * keys, keys), 2 * limit
+    size, in_group = division.parts * keys, jnp.int32(1)
+    if division.parts > 1:
+        num_groups = jnp.sum(-(-kv_lens // size) - lowest // size)
+        are_few = num_groups * num_kv_heads < ENOUGH_GROUPS
+        size = jnp.where(are_few, keys, size)
+        in_group = jnp.where(are_few, division.parts, 1)
+    first = lowest // size
     counts = jnp.maximum(-(-kv_lens // size) - first, 1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    row, number, _ = expand(counts, kv_lens.shape[0] * most_splits(num_keys, window))
-    position = (number + first[row]) * size[row]
-    return Splits(starts, size.astype(jnp.int32), row, position.astype(jnp.int32))
+    most = division.most_items(num_rows, num_kv_heads, num_keys, window)
+    row, number, _ = expand(counts, most)
+    begin = (number + first[row]) * size[row]
+    lists = (
+        starts,
+        in_group - first % in_group,
+        in_group[None],
+        row,
+        jnp.maximum(begin, lowest[row]),
+        jnp.minimum(begin + size[row], kv_lens[row]),
+        keys[row],
+    )
+    return Items(*(x.astype(jnp.int32) for x in lists))
 
 
 class QueryTiles(NamedTuple):

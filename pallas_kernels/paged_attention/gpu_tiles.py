@@ -62,6 +62,28 @@ def weights(s, unit: float, m, axis: int):
     )
 
 
+class Sums(NamedTuple):
+    """Over some keys of a query for each column, in registers or, as `MASKED` and zeros, over none."""
+
+    accs: tuple  # float32[rows, columns] each: weights times V, not divided by their total
+    m: Any  # float32[columns]: the maximum score, in units of log2
+    total: Any  # float32[columns]: of the weights
+
+
+def added(one: Sums, other: Sums) -> Sums:
+    """Over the keys of both. Exactly `other` if `one` is over none.
+
+    Kernels that add up the same parts in the same order get the same bits.
+    """
+    m = jnp.maximum(one.m, other.m)
+    old, new = jnp.exp2(one.m - m), jnp.exp2(other.m - m)
+    accs = tuple(
+        a * lax.broadcast_in_dim(old, a.shape, [1]) + b * lax.broadcast_in_dim(new, b.shape, [1])
+        for a, b in zip(one.accs, other.accs, strict=True)
+    )
+    return Sums(accs, m, one.total * old + other.total * new)
+
+
 def normalised(acc, m, total, sink, axis: int):
     """acc / total, which includes the logits `sink`, if any; zeros where nothing was visible. m lies along `axis`."""
     if sink is not None:

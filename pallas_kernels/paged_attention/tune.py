@@ -4,7 +4,7 @@
 `python -m jaxpage.aot.tune` fills the folder from compiled schedules.
 
 Tuned is what changes the speed and, from one kind of device to another, the order of sums. Never tuned is what would
-make a result depend on its batch: `gpu_layout.SPLIT` and others, which cut the sums of a row, are constants; a TPU's
+make a result depend on its batch: `gpu_layout.Division` and others, which cut the sums of a row, are constants; a TPU's
 `tile_kv`, which cuts them too, is one number for an engine, whatever it computes. No size lets a TPU's kernel take more
 VMEM than it may have (`tpu_shape.shape_of`).
 """

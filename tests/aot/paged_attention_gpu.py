@@ -36,7 +36,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "fp8": GQA | dict(format="fp8_e4m3"),
     "int8-head-dim-192": GQA | dict(format="int8", head_dim=192),
     "window-soft-cap-sinks": GQA | dict(window=1000, soft_cap=30.0, sinks=True),
-    # 64 rows of 128 parts: 256 MB of them.
+    # 64 rows of 32 groups: 64 MB of sums.
     "long-table": GQA | dict(heads=32, kv_heads=8, block_size=64, keys=1 << 17),
     "other-sizes": GQA | dict(sizes=dict(tile_kv=64, stages=4, programs_per_sm=4)),
 }

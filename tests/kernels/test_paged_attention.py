@@ -271,37 +271,60 @@ def test_a_pool_has_no_more_blocks_than_its_attention_can_address():
     assert max_blocks(spec) * spec.block_size < 1 << 31
 
 
-splits = jax.jit(gpu_layout.splits, static_argnums=(1, 2))
+SMALL, WIDE = gpu_layout.Division.of(128, 8), gpu_layout.Division.of(256, 64)
+items_of = jax.jit(gpu_layout.items_of, static_argnums=(1, 2, 3, 4))
 
 
 @given(
     kv_lens=st.lists(st.integers(0, 5000), min_size=5, max_size=5),
     window=st.sampled_from([None, 1, 512, 513, 514, 3000]),
+    division=st.sampled_from([SMALL, WIDE]),
+    num_kv_heads=st.sampled_from([1, 8, 16]),
 )
-@settings(max_examples=40, deadline=None)
-def test_the_splits_of_rows_are_all_that_a_query_sees_and_within_their_number(kv_lens, window):
+@settings(max_examples=60, deadline=None)
+def test_the_items_of_rows_are_all_that_a_query_sees_and_within_their_number(
+    kv_lens, window, division, num_kv_heads
+):
     """Cut where nothing but the row says: every seen key once, and each item of a row in its own place."""
     num_keys = 5120
-    starts, sizes, rows, firsts = map(np.asarray, splits(jnp.asarray(kv_lens), num_keys, window))
-    assert (sizes == gpu_layout.SPLIT).all()
-    assert starts[-1] <= rows.size == len(kv_lens) * gpu_layout.most_splits(num_keys, window)
-    for row, kv_len in enumerate(kv_lens):
-        items = slice(starts[row], starts[row + 1])
-        assert (rows[items] == row).all() and rows[items].size > 0
-        low = max(0, kv_len - (window or kv_len))
-        seen = range(low // gpu_layout.SPLIT * gpu_layout.SPLIT, max(kv_len, 1), gpu_layout.SPLIT)
-        assert list(firsts[items]) == list(seen)
+    args = (jnp.asarray(kv_lens), division, num_kv_heads, num_keys, window)
+    items = jax.tree.map(np.asarray, items_of(*args))
+    assert (items.keys == division.keys).all()
+    most = division.most_items(len(kv_lens), num_kv_heads, num_keys, window)
+    assert items.starts[-1] <= items.row.size == most
+    lows = [max(0, kv_len - (window or kv_len)) for kv_len in kv_lens]
+    in_group = division.parts
+    groups = [
+        len({key // (in_group * division.keys) for key in range(low, kv_len)})
+        for low, kv_len in zip(lows, kv_lens, strict=True)
+    ]
+    if sum(groups) * num_kv_heads >= gpu_layout.ENOUGH_GROUPS:
+        in_group = 1
+    assert items.in_group.tolist() == [in_group]
+    size = division.keys * division.parts // in_group
+    for row, (low, kv_len) in enumerate(zip(lows, kv_lens, strict=True)):
+        of_row = slice(items.starts[row], items.starts[row + 1])
+        assert (items.row[of_row] == row).all() and items.row[of_row].size > 0
+        cuts = range(low // size * size, max(kv_len, 1), size)
+        assert items.low[of_row].tolist() == [max(cut, low) for cut in cuts]
+        assert items.high[of_row].tolist() == [min(cut + size, kv_len) for cut in cuts]
+        assert items.in_first_group[row] == in_group - low // size % in_group
 
 
 @pytest.mark.parametrize("num_keys", [200_000, 262_144])
-def test_long_rows_have_longer_splits_by_their_own_length(num_keys):
+def test_long_rows_have_longer_parts_by_their_own_length(num_keys):
     kv_lens = jnp.asarray([0, 65_536, 65_537, 131_072, 131_073, 200_000], jnp.int32)
-    found = splits(kv_lens, num_keys, None)
-    assert found.size.tolist() == [512, 512, 1024, 1024, 2048, 2048]
-    assert np.diff(found.starts).tolist() == [1, 128, 65, 128, 65, 98]
-    assert found.row.size == 6 * gpu_layout.most_splits(num_keys, None) == 6 * 128
-    last = found.starts[1:] - 1
-    assert found.first[last].tolist() == [0, 65_024, 65_536, 130_048, 131_072, 198_656]
+    for division, keys, counts in (
+        (SMALL, 256, [1, 32, 17, 32, 17, 25]),  # groups
+        (WIDE, 512, [1, 128, 65, 128, 65, 98]),
+    ):
+        found = items_of(kv_lens, division, 8, num_keys, None)
+        last = found.starts[1:] - 1
+        assert found.keys[last].tolist() == [n * keys for n in (1, 1, 2, 2, 4, 4)]
+        assert np.diff(found.starts).tolist() == counts
+        assert found.row.size == 6 * max(counts)
+        sizes = found.keys * division.parts
+        assert (found.low[last] == (jnp.asarray(counts) - 1) * sizes[last]).all()
 
 
 KINDS = {

@@ -213,6 +213,12 @@ def detecting_races(monkeypatch, capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
+def divided(monkeypatch, **division: int) -> None:
+    """Rows with one query."""
+    of_any = gpu_layout.Division(**division)
+    monkeypatch.setattr(gpu_layout.Division, "of", lambda rows, columns: of_any)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -226,10 +232,10 @@ def detecting_races(monkeypatch, capsys):
 )
 def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch, detecting_races):
     """More tiles than stages, all kernels, much for one program."""
-    monkeypatch.setattr(gpu_layout, "SPLIT", 384)
+    divided(monkeypatch, keys=192, parts=2)
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
     monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
-    monkeypatch.setattr(gpu_combine, "_chunk", lambda columns: 1)
+    monkeypatch.setattr(gpu_combine, "_num_stages", lambda columns: 1)
     case = SMALL(name="", query_lens=(1, 70, 1), kv_lens=(500, 400, 40), window=450)
     case = replace(case, **options)
     sizes = gpu_layout.TileSizes(programs_per_sm=4)  # and so fewer stages
@@ -286,6 +292,31 @@ def test_a_row_does_not_depend_on_its_batch_or_the_number_of_sms(monkeypatch):
         alone = alone_in(arguments, case, row, first, last)
         result = run(gpu.paged_attention, alone, interpret=interpreter())
         np.testing.assert_array_equal(result, together[first:last])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 700},
+        {"format": "int8", "head_dim": 128, "sinks": True},
+        {"head_dim": 96, "num_heads": 3, "num_kv_heads": 1},
+    ],
+    ids=str,
+)
+def test_groups_of_parts_are_added_up_alike_by_one_program_and_by_many(options, monkeypatch):
+    """Bit for bit. Rows of several groups, of one, and without keys; groups of one part and of several."""
+    divided(monkeypatch, keys=128, parts=3)
+    case = SMALL(name="", query_lens=(1,) * 5, kv_lens=(1024, 50, 385, 800, 0), block_size=32)
+    case = decoding(replace(case, **options))
+    arguments = cases.arguments(case)
+    results = []
+    for enough in (1, 1 << 30):
+        monkeypatch.setattr(gpu_layout, "ENOUGH_GROUPS", enough)
+        how = dict(one_query_per_row=True, interpret=interpreter())
+        results.append(run(gpu.paged_attention, arguments, **how))
+    np.testing.assert_array_equal(*results)
+    Hopper().compare(case, results[0][:4], dense_attention(case, arguments))
 
 
 # Rows of 3, 2 and no parts, two of one part, and padding.
@@ -406,7 +437,8 @@ def test_what_the_kernels_cannot_do_they_refuse_with_the_reason(change, reason):
 
 
 def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
-    """Bit for bit what they are at once; and parts beyond those that one turn of the last kernel reads."""
+    """Bit for bit what they are at once; and more parts than the last kernel has stages."""
+    divided(monkeypatch, keys=512, parts=1)
     case = SMALL(name="", query_lens=(1,) * 5, kv_lens=(511, 10, 1500, 1100, 3), block_size=32)
     arguments = cases.arguments(case)
     options = dict(one_query_per_row=True, interpret=interpreter())
@@ -415,7 +447,7 @@ def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
     bytes_per_row = 4 * 64 * 8 * 2 * 4  # D, G as wgmma pads it, K, splits of the table's 49 blocks
     monkeypatch.setattr(gpu_layout, "PARTS_BYTES", 2 * bytes_per_row)
     assert gpu_layout.rows_at_once(5, bytes_per_row) == 2
-    monkeypatch.setattr(gpu_combine, "_chunk", lambda columns: 2)
+    monkeypatch.setattr(gpu_combine, "_num_stages", lambda columns: 2)
     np.testing.assert_array_equal(run(gpu.paged_attention, arguments, **options), at_once)
 
 
@@ -445,7 +477,7 @@ def check_on_gpu(case: Case, **options) -> None:
     np.testing.assert_array_equal(np.asarray(attend(**arguments), np.float64), result)
 
 
-# Keys: 40 parts, more than the last kernel of a decode step reads in two turns (16 each).
+# Keys: 79 parts, of which the last kernel of a decode step has 16 in its stages.
 LONG = 20_000
 
 
@@ -477,13 +509,25 @@ def check_alone_on_gpu() -> None:
 
 def check_turns_on_gpu() -> None:
     case = SMALL(name="", query_lens=(1,) * 40, kv_lens=tuple(range(3, 6003, 150)), head_dim=128)
-    gpu_layout.PARTS_BYTES = 1 << 20  # of 4 MB
+    gpu_layout.PARTS_BYTES = 1 << 18  # of 1 MB
     check_on_gpu(case, one_query_per_row=True)
 
 
+def check_groups_on_gpu(**options: Any) -> None:
+    """Rows among many, whose parts one program adds up, give what they give alone, where `gpu_combine.py` does."""
+    case = replace(of_a_model(1, 16, 2), **options)
+    arguments = made_on_the_host(case)
+    together = run(gpu.paged_attention, arguments, one_query_per_row=True)
+    by_row = ("q", "block_table", "kv_lens")
+    for row in (0, 20, 35, 50, 66):
+        alone = arguments | {k: arguments[k][row : row + 1] for k in by_row}
+        result = run(gpu.paged_attention, alone, one_query_per_row=True)
+        np.testing.assert_array_equal(result, together[row : row + 1])
+
+
 def of_a_model(query_len: int, heads: int, kv_heads: int, **options: Any) -> Case:
-    """Many programs an SM at once; or prompts, of which NumPy computes a quarter as many: see `with_few_programs`."""
-    lens = tuple(range(300, 4300, 250 if query_len == 1 else 1000))
+    """Enough groups of parts for all SMs; or prompts, of which NumPy computes a few: see `with_few_programs`."""
+    lens = tuple(range(300, 4300, 60 if query_len == 1 else 1000))
     options = {"head_dim": 128, "num_heads": heads, "num_kv_heads": kv_heads, **options}
     return SMALL(name="", query_lens=(query_len,) * len(lens), kv_lens=lens, **options)
 
@@ -535,6 +579,15 @@ ON_GPU: dict[str, Callable[[], None]] = {
     },
     "repeats": check_repeats_on_gpu,
     "turns": check_turns_on_gpu,
+    **{
+        f"groups-{name}": partial(check_groups_on_gpu, **options)
+        for name, options in {
+            "128": {},
+            "96": dict(head_dim=96, sinks=True),
+            "window": dict(window=3000),
+            "int8": dict(format="int8"),
+        }.items()
+    },
     "other-sizes": partial(check_on_gpu, MIXED[0], sizes=SIZES),
     "model-decode-16-2": partial(check_on_gpu, of_a_model(1, 16, 2), one_query_per_row=True),
     "model-decode-32-8": partial(check_on_gpu, of_a_model(1, 32, 8), one_query_per_row=True),
@@ -546,7 +599,7 @@ ON_GPU: dict[str, Callable[[], None]] = {
     "model-int8": partial(with_few_programs, of_a_model(130, 16, 2, format="int8")),
 }
 SECONDS_A_CHECK, SECONDS_IN_ALL = 45, 300
-PROCESSES = 6  # most of a check is compiling
+PROCESSES = max(1, min(14, (os.cpu_count() or 1) - 2))  # most of a check is compiling
 
 
 def main(names: list[str]) -> None:
