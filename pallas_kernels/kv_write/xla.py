@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.storage import Pool, to_storage
@@ -19,14 +20,24 @@ def write_kv(
     v: Float[Array, "T K D"],
     slot_mapping: Int[Array, " T"],
 ) -> Pool:
-    """`reference.write_kv`."""
+    """`reference.write_kv`; tokens without a slot or with one in the null block are written nowhere.
+
+    So all slots are distinct. Otherwise XLA's code for GPUs would exchange the 4 bytes around each value of one or two
+    bytes, atomically, until nothing else has changed them meanwhile.
+    """
     num_tokens, num_kv_heads, head_dim = k.shape
     kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
+    num_blocks, block_size = jax.tree.leaves(pool)[0].shape[:2]
+    outside = num_blocks * block_size + jnp.arange(num_tokens, dtype=jnp.int32)
+    slots = jnp.where(slot_mapping < block_size, outside, slot_mapping)
+    # Otherwise XLA computes the slots again in each layer, and for each value that is written.
+    slots = lax.optimization_barrier(slots)
 
     def write(array, new):
-        slots = array.reshape(-1, *array.shape[2:])
-        # A slot of -1 means none, not the pool's last one.
-        written = slots.at[slot_mapping].set(new, mode="drop", wrap_negative_indices=False)
+        written = array.reshape(-1, *array.shape[2:])
+        written = written.at[slots].set(
+            new, mode="drop", wrap_negative_indices=False, unique_indices=True
+        )
         return written.reshape(array.shape)
 
     return jax.tree.map(write, pool, to_storage(kv, pool))

@@ -10,8 +10,8 @@ result; of several each gives its sums, and `gpu_combine.py` adds them. These ta
 where rows have more, some come after others. (Split keys: Dao et al., Flash-Decoding.)
 
 **Stages.** Steps are numbered over all items of a program. Step i multiplies TILE keys, whose K and V lie in stage
-i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 two
-programs an SM with three stages of 64 keys (32 KB) have 128 to 192 KB, also where one item ends and the next begins.
+i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three
+programs an SM with two stages of 64 keys (32 KB) have 96 to 192 KB, also where one item ends and the next begins.
 
 **Protocol.** The warpgroup starts all copies itself. Those for step i start at the end of step i - S, which may belong
 to the previous item; the first S start before the first item. If an item has fewer than S tiles, copies for the next

@@ -42,7 +42,7 @@ class TileSizes:
 
     tile_kv: int = 128
     stages: int = 2
-    programs_per_sm: int = 2
+    programs_per_sm: int = 3
 
 
 def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, pool: Pool) -> str | None:

@@ -13,6 +13,7 @@ from jaxpage.aot.contents import copies_of_size, exchanges, kernel_calls
 from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
+from tests.aot import scatters
 from tests.aot.program import Program
 
 TARGETS = ("v5e:2x2", "tpu7x:2x2x1", "h200")
@@ -141,7 +142,8 @@ def _lower(spec: Any, move: str, mesh: Any, arrays: Any) -> Any:
 def _look(arrays: Any, compiled: Any, log: str) -> dict[str, Any]:
     import jax
 
-    memory, program = compiled.memory_analysis(), parse(compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    memory, program = compiled.memory_analysis(), parse(text)
     shapes = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(arrays)]
     sizes = [
         math.prod(s) * x.dtype.itemsize
@@ -155,4 +157,5 @@ def _look(arrays: Any, compiled: Any, log: str) -> dict[str, Any]:
         "kernel_calls": len(kernel_calls(program)),
         "copies": [line for line in copies_of_size(program, shapes) if not _in_place.search(line)],
         "exchanges": exchanges(program),
+        "atomic": scatters.atomic(text),
     }

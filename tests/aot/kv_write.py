@@ -11,6 +11,7 @@ from jaxpage.aot.contents import copies_of_size
 from jaxpage.aot.hlo import parse
 from jaxpage.aot.targets import parse_target
 from jaxpage.aot.topology import mesh_of
+from tests.aot import scatters
 from tests.aot.program import Program
 
 TARGETS = ("h200",)
@@ -67,7 +68,8 @@ def _lower(format: str | None, num_tokens: int, target: str) -> Any:
 def _look(format: str | None, num_tokens: int, compiled: Any, log: str) -> dict[str, Any]:
     import jax
 
-    memory, program = compiled.memory_analysis(), parse(compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    memory, program = compiled.memory_analysis(), parse(text)
     shapes = [x.shape for x in jax.tree.leaves(_spec(format).abstract()[0])]
     in_place = re.compile("scatter")
     return {
@@ -82,4 +84,5 @@ def _look(format: str | None, num_tokens: int, compiled: Any, log: str) -> dict[
         ],
         "copies": [line for line in copies_of_size(program, shapes) if not in_place.search(line)],
         "loops": sum(each.opcode == "while" for each in program),
+        "atomic": scatters.atomic(text),
     }

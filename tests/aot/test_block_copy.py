@@ -31,6 +31,11 @@ def test_the_pool_stays_where_it_is_and_is_not_copied(target):
         assert each["exchanges"] == [], each
 
 
+def test_a_gpu_does_not_write_blocks_atomically(target):
+    if target == "h200":
+        assert not any(each["atomic"] for each in compiled(target).values())
+
+
 def test_one_kernel_moves_the_blocks_of_all_layers_of_a_tpu(target):
     kernels = {each["kernel_calls"] for each in compiled(target).values()}
     assert kernels == ({0} if target == "h200" else {1})

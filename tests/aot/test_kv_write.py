@@ -26,13 +26,19 @@ def test_the_pool_stays_where_it_is_and_is_not_copied(programs):
         assert (each["copies"], each["loops"]) == ([], 0), each
 
 
+def test_values_are_not_written_atomically(programs):
+    assert not any(each["atomic"] for each in programs)
+
+
 def test_a_scatter_is_one_kernel_and_needs_no_memory(programs):
-    """With scales two, and kernels that find a vector's range; with many tokens these make K and V one array first."""
+    """After one that makes the slots distinct. With scales two, and kernels that find a vector's range; with many
+    tokens these make K and V one array first.
+    """
     for each in programs:
         scatters = [name for name in each["kernels"] if "scatter" in name]
         if each["format"] in LEVELS:
-            assert len(scatters) == 2 and len(each["kernels"]) <= 5, each
+            assert len(scatters) == 2 and len(each["kernels"]) <= 6, each
             assert each["temp_bytes"] < 1.2 * each["new_bytes"], each
         else:
-            assert len(scatters) == len(each["kernels"]) == 1, each
-            assert each["temp_bytes"] == 0, each
+            assert len(scatters) == 1 and len(each["kernels"]) == 2, each
+            assert each["temp_bytes"] <= max(1024, 4 * each["num_tokens"]), each
