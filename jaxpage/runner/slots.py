@@ -108,6 +108,20 @@ def update_tables(state: RequestState, rows: dict[str, jax.Array]) -> RequestSta
     return state | {"block_tables": tables}
 
 
+def keep_hidden(
+    state: RequestState, slots: jax.Array, last: jax.Array, *, on_gpu: bool
+) -> RequestState:
+    """The state with the hidden states `last` [R, E] of rows in their slots."""
+    words, hidden = lax.bitcast_convert_type(last, words_of(last.dtype)), state["hidden"]
+    if not on_gpu:
+        return state | {"hidden": hidden.at[slots].set(words)}
+    # Of small words XLA's code for GPUs is fast only if slots are distinct (`kv_write/xla.py`), and most rows may be
+    # padding, which has the null slot.
+    outside = hidden.shape[0] + jnp.arange(slots.shape[0], dtype=slots.dtype)
+    slots = jnp.where(slots == NULL_SLOT, outside, slots)
+    return state | {"hidden": hidden.at[slots].set(words, mode="drop", unique_indices=True)}
+
+
 def make_admit(layout: Layout) -> Callable[[RequestState, jax.Array], RequestState]:
     """`admit(request_state, packed) -> request_state`: fills one request slot with what `pack_admission` wrote."""
 

@@ -37,8 +37,8 @@ from jaxpage.runner.slots import (
     EXPERT_LOAD,
     POSITION_OFFSET,
     has_positions,
+    keep_hidden,
     update_tables,
-    words_of,
 )
 from jaxpage.runner.spec import StepSpec
 from jaxpage.runner.step_result import (
@@ -91,8 +91,8 @@ class Step:
         computed = self._hidden(bucket, leaves, kv_pool, state, rows, embeds)
         kv_pool, state, batch, hidden, captured = computed
         last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        words = lax.bitcast_convert_type(last, words_of(last.dtype))
-        state = state | {"hidden": state["hidden"].at[batch.slots].set(words)}
+        on_gpu = (self.pool_spec.platform or jax.default_backend()) == "gpu"
+        state = keep_hidden(state, batch.slots, last, on_gpu=on_gpu)
         pieces = to_pieces(hidden, self.spec.num_scored)
         if captured is not None:
             pieces += to_pieces(captured, self.spec.num_scored)

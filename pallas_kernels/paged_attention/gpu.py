@@ -82,5 +82,5 @@ def paged_attention(
     queries = q.at[first].get(mode="clip")
     # Distinct, of which XLA's scatter makes faster code: `kv_write/xla.py` says why.
     first = jnp.where(first < num_tokens, first, num_tokens + jnp.arange(first.shape[0]))
-    singles = decode(queries, pool, block_table, lens, options)
+    singles = decode(queries, pool, block_table, lens, options, some=True)
     return out.at[first].set(singles, mode="drop", unique_indices=True)

@@ -68,8 +68,11 @@ from pallas_kernels.wgmma import Ref, filled, load, product, store
 _BY_HEAD = plgpu.Layout.WGMMA.reduce(0)
 
 
-def decode(q, pool, block_table, kv_lens, options: Options):
-    """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, D]; zeros for rows of length 0."""
+def decode(q, pool, block_table, kv_lens, options: Options, *, some: bool = False):
+    """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, D].
+
+    Rows of length 0 give zeros, or if only `some` rows are there, and the others' results not needed, anything.
+    """
     num_rows, num_heads, _ = q.shape
     num_kv_heads, num_keys = pool.shape[2] // 2, block_table.shape[1] * pool.shape[1]
     rows, columns = part_shape(num_heads // num_kv_heads, q.shape[2])
@@ -77,10 +80,10 @@ def decode(q, pool, block_table, kv_lens, options: Options):
     of_row = 4 * rows * columns * num_kv_heads * most_groups
     at_once = gpu_layout.rows_at_once(num_rows, of_row)
     if at_once == num_rows:
-        return _decode_rows(q, pool, block_table, kv_lens, options)
+        return _decode_rows(q, pool, block_table, kv_lens, options, some)
 
-    def turn(some):
-        return _decode_rows(some[0], pool, some[1], some[2], options)
+    def turn(rows):
+        return _decode_rows(rows[0], pool, rows[1], rows[2], options, some)
 
     def in_turns(x):
         x = jnp.pad(x, ((0, -num_rows % at_once), *((0, 0) for _ in x.shape[1:])))
@@ -108,14 +111,15 @@ class _Outputs(NamedTuple):
     results: Any  # [R, K, columns, rows] of other rows, see `Parts`
 
 
-def _decode_rows(q, pool, block_table, kv_lens, options: Options):
+def _decode_rows(q, pool, block_table, kv_lens, options: Options, some: bool):
     num_rows, num_heads, head_dim = q.shape
     source, block_size, num_kv_heads = Source.of(pool), pool.shape[1], pool.shape[2] // 2
     group = num_heads // num_kv_heads
     rows, columns = part_shape(group, head_dim)
     num_keys = block_table.shape[1] * block_size
     division = gpu_layout.Division.of(rows, columns)
-    items = gpu_layout.items_of(kv_lens, division, num_kv_heads, num_keys, options.window)
+    sizes = (num_kv_heads, num_keys, options.window)
+    items = gpu_layout.items_of(kv_lens, division, *sizes, least=0 if some else 1)
     max_items = items.row.shape[0]
     plan = Plan.of(q, source, num_kv_heads, options, division, max_items)
     heads_by_kv = ((0, 0), (0, 0), (0, columns - group), (0, 0))

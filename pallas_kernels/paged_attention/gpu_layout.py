@@ -122,7 +122,7 @@ def _most_items(size: int, num_keys: int, window: int | None) -> int:
 class Items(NamedTuple):
     """What rows with one query have to read: parts of their keys, or groups. Arrays, or in a kernel refs: int32 each.
 
-    A row without keys has one item, that has nothing to read. What lies behind a window is no item.
+    What lies behind a window is no item.
     """
 
     starts: Any  # [R + 1]: row r's items are those from starts[r] to before starts[r + 1]
@@ -140,8 +140,9 @@ def items_of(
     num_kv_heads: int,
     num_keys: int,
     window: int | None,
+    least: int = 1,
 ) -> Items:
-    """`num_keys`: the most that a row can have."""
+    """num_keys: the most that a row can have. least: items of a row without keys, 0, or 1 that has nothing to read."""
     num_rows, lowest = kv_lens.shape[0], jnp.zeros_like(kv_lens)
     keys, limit = jnp.full_like(kv_lens, division.keys), MOST_KEYS
     if window is not None:
@@ -155,7 +156,7 @@ def items_of(
         size = jnp.where(are_few, keys, size)
         in_group = jnp.where(are_few, division.parts, 1)
     first = lowest // size
-    counts = jnp.maximum(-(-kv_lens // size) - first, 1)
+    counts = jnp.maximum(-(-kv_lens // size) - first, least)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     most = division.most_items(num_rows, num_kv_heads, num_keys, window)
     row, number, _ = expand(counts, most)

@@ -60,17 +60,21 @@ def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
 def _with_cut_rows(plan: Plan, inputs: Inputs, cuts: Cuts, num_parts, query_starts, kv_lens, out):
     """`out` with the rows whose keys are cut. They take turns, if their sums are more than PARTS_BYTES."""
     at_once = cuts.rows_at_once(4 * plan.num_kv_heads * ROWS * plan.head_dim)
-    num_turns = pl.cdiv(cuts.max_rows, at_once)
-    num_rows = kv_lens.shape[0]
-    (rows,) = jnp.nonzero(num_parts > 0, size=num_turns * at_once, fill_value=num_rows)
+    most_turns = pl.cdiv(cuts.max_rows, at_once)
+    num_rows, is_cut = kv_lens.shape[0], num_parts > 0
+    (rows,) = jnp.nonzero(is_cut, size=most_turns * at_once, fill_value=num_rows)
+    rows = rows.astype(jnp.int32)
 
-    def turn(out, rows):
-        tiles = gpu_layout.cut_tiles(cuts, rows.astype(jnp.int32), num_parts, query_starts, kv_lens)
-        return _with_parts(plan, inputs, tiles, out), None
+    def turn(number, out):
+        some = lax.dynamic_slice(rows, (number * at_once,), (at_once,))
+        tiles = gpu_layout.cut_tiles(cuts, some, num_parts, query_starts, kv_lens)
+        return _with_parts(plan, inputs, tiles, out)
 
-    if num_turns == 1:
-        return turn(out, rows)[0]
-    return lax.scan(turn, out, rows.reshape(num_turns, at_once))[0]
+    if most_turns == 1:
+        return turn(0, out)
+    # With 1,024 rows there may be 32, of a dozen kernels in each layer, but hardly a step has rows for more than one.
+    num_turns = pl.cdiv(jnp.sum(is_cut, dtype=jnp.int32), at_once)
+    return lax.fori_loop(0, num_turns, turn, out)
 
 
 def _with_parts(plan: Plan, inputs: Inputs, tiles: CutTiles, out):
