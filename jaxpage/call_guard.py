@@ -79,7 +79,11 @@ def interrupts_kept() -> Iterator[None]:
 
     def interrupt_soon() -> None:
         time.sleep(0.1)
-        _thread.interrupt_main()
+        if hasattr(signal, "pthread_kill"):
+            # A real signal, which wakes the main thread if it waits.
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        else:  # Windows
+            _thread.interrupt_main()
 
     sys.unraisablehook = hook
     try:

@@ -256,13 +256,14 @@ class LLM(PoolingCalls, MemoryCalls, ProfilingCalls):
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns outputs, as their `output_kind` says, of requests that gained tokens or finished.
 
-        This includes what requests of `add_request` gained during a `generate` call.
+        This includes what requests of `add_request` gained during a `generate` call. If the tokenizer fails for a
+        request, raises its error and ends that request; the next call returns the outputs of the others.
         """
         with self._caller:
             if self._outputs.num_unfinished:
                 self._check_awake()
                 self._take(self._engine.step)
-            return self._outputs.take()
+            return self._outputs.take(self.abort_request)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has more to return."""

@@ -53,6 +53,7 @@ class OutputProcessor:
         self._stream_interval = stream_interval
         self._requests: dict[str, _RequestState] = {}  # unfinished
         self._unreported: dict[str, _RequestState] = {}  # have new tokens, or have ended
+        self._made: list[RequestOutput] = []  # by a call of `take` that has raised
 
     def __contains__(self, request_id: object) -> bool:
         """Whether a request with this id is unfinished, or has an output that was not taken yet."""
@@ -66,7 +67,7 @@ class OutputProcessor:
     @property
     def num_unreported(self) -> int:
         """Number of outputs that `take` would return."""
-        return len(self._unreported)
+        return len(self._made) + len(self._unreported)
 
     def add(self, request: Request) -> None:
         """Register a request when it is added to the engine."""
@@ -156,18 +157,29 @@ class OutputProcessor:
 
     def discard(self, request_id: str) -> bool:
         """Forget a request without any further output. True if it was unfinished."""
+        self._made = [output for output in self._made if output.request_id != request_id]
         self._unreported.pop(request_id, None)
         return self._requests.pop(request_id, None) is not None
 
     @property
     def unreported_ids(self) -> list[str]:
-        """The requests whose outputs `take` would return."""
+        """The requests whose outputs are yet to be made."""
         return list(self._unreported)
 
-    def take(self) -> list[RequestOutput]:
-        """The outputs of all requests with new tokens or an end, each once."""
-        unreported, self._unreported = self._unreported, {}
-        return [request.output() for request in unreported.values()]
+    def take(self, give_up: Callable[[str], object] | None = None) -> list[RequestOutput]:
+        """The outputs of all requests with new tokens or an end, each once.
+
+        If the tokenizer fails for one of them, `give_up`, or else `discard`, is called with its id, and the error
+        raised; the next call returns the others.
+        """
+        for request_id in self.unreported_ids:
+            try:
+                self._made.append(self.take_one(request_id))
+            except Exception:
+                (give_up or self.discard)(request_id)
+                raise
+        made, self._made = self._made, []
+        return made
 
     def take_one(self, request_id: str) -> RequestOutput:
         """The output of one such request. Raises KeyError for others."""

@@ -22,6 +22,7 @@ import pytest
 MANY_MAPS = 30_000  # of memory
 _DEVICE_MARKERS = ("gpu", "tpu")
 _MARKERS_TO_ASK_FOR = (*_DEVICE_MARKERS, "aot", "browser", "deep", "ray")
+_ONE_ENGINE = ("tests/server/", "tests/structured_outputs/")  # folders whose files share an engine
 
 
 def _asked_for(config: pytest.Config, marker: str) -> bool:
@@ -43,7 +44,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         options.numprocesses, options.dist = 2, "loadfile"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """For `loadfile`: one process runs all tests of a file, and all files that share an engine."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((folder for folder in _ONE_ENGINE if file.startswith(folder)), file)
+
+    return Scheduling(config, log)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all modules are imported: little of what that makes is garbage
     cache = tempfile.mkdtemp(prefix="jaxpage-tests-")
     config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
     os.environ.update(
@@ -83,7 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Let the garbage collector scan long-lived objects less often: modules, and jax's program caches."""
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
+    gc.enable()
 
 
 def _fast_compilation() -> list[str]:

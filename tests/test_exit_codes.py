@@ -79,5 +79,6 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost():
         finally:
             gc.callbacks.remove(callback)
 
-    came = []
+    came, start = [], time.monotonic()
     assert exit_codes.run(command) == exit_codes.INTERRUPTED
+    assert time.monotonic() - start < 5, "what the main thread waited for went on"

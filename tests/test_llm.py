@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -743,6 +744,54 @@ def test_a_detokenizer_that_raises_ends_its_request_and_no_other(make, overlap):
         outputs |= {output.request_id: output for output in llm.step()}
     assert outputs["doomed"].outputs[0].finish_reason == "abort"
     assert tokens([outputs["lucky"]]) == [expected(llm, [5, 6], LONG, 1)]
+
+
+def fail_to_name_tokens(llm: LLM, request_id: str) -> None:
+    """Its outputs, which have logprobs, cannot be made."""
+
+    def decode_token(*args):
+        raise RuntimeError("fails as told")
+
+    detokenizer = llm._outputs._requests[request_id].sequences[0].detokenizer
+    detokenizer.decode_token = decode_token
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_output_that_cannot_be_made_costs_no_other_its_output(make, overlap, kind):
+    """Neither of those that are made before it, nor after it."""
+    llm = make(async_scheduling=overlap)
+    names = ("before", "doomed", "after")
+    for name in names:
+        llm.add_request(name, [5, 6], replace(LONG, output_kind=kind, logprobs=1))
+    fail_to_name_tokens(llm, "doomed")
+    got = {name: [] for name in names}
+    num_raised = 0
+    while llm.has_unfinished_requests():
+        try:
+            for output in llm.step():
+                got[output.request_id] += output.outputs[0].token_ids
+        except RuntimeError as error:
+            assert str(error) == "fails as told"
+            num_raised += 1
+    assert num_raised == 1 and not got["doomed"]
+    for number, name in ((0, "before"), (2, "after")):
+        assert [got[name]] == expected(llm, [5, 6], LONG, number)
+    assert llm.stats().num_running == llm.stats().num_waiting == 0
+    assert llm.generate([7], LONG)[0].finished
+
+
+def test_an_output_that_was_held_is_not_returned_after_an_abort(make):
+    llm = make()
+    params = replace(LONG, output_kind=RequestOutputKind.DELTA, logprobs=1)
+    for name in ("held", "doomed"):
+        llm.add_request(name, [5, 6], params)
+    fail_to_name_tokens(llm, "doomed")
+    with pytest.raises(RuntimeError, match="fails as told"):
+        while True:
+            llm.step()
+    llm.abort_request("held")
+    assert not llm.has_unfinished_requests() and llm.step() == []
     assert llm.reset_prefix_cache()
 
 

@@ -136,7 +136,8 @@ class OutputLoop:
         """Fail requests whose text cannot be made."""
         self._engine.abort(list(errors))
         for request_id, error in errors.items():
-            logger.error("request %s cannot be detokenised: %r", request_id, error)
+            message = "request %s cannot be detokenised: %r"
+            logger.error(message, request_id, error, exc_info=error)
             self._fail([request_id], error)
 
     def _fail(self, request_ids: Collection[str], error: Exception) -> None:

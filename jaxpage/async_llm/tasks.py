@@ -130,8 +130,15 @@ class Tasks:
                 self.with_inputs(lambda _: self._abort_known(waiting))
 
     def abort_all(self) -> Future[None]:
-        """`abort` all requests, also those that wait for the end of a pause."""
-        return self.steps.call(self._abort_all)
+        """`abort` all requests, also those that wait for the end of a pause.
+
+        The future does not wait for those that the input thread has yet to prepare; they end after that.
+        """
+        aborted = self.steps.call(self._abort_all)
+        with contextlib.suppress(EngineDeadError):
+            # The input thread keeps to the order of calls: what was started before this is then known, and no more.
+            self.with_inputs(lambda _: self.steps.post(self._abort_all))
+        return aborted
 
     def pause(self, mode: PauseMode, check: Callable[[], object]) -> Future[Future[None]]:
         """The inner future is done when nothing runs on the device.

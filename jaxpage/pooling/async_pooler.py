@@ -108,13 +108,19 @@ class AsyncPooler:
         return self._built.engine.programs()
 
     def shutdown(self) -> None:
-        """Compute the pending calls, and stop the threads. Idempotent."""
+        """Compute the pending calls, and stop the threads. Idempotent.
+
+        Returns once the threads have ended, unless a thread of this package calls it.
+        """
         with self._lock:
             was_shut_down, self._is_shut_down = self._is_shut_down, True
             if not was_shut_down:
                 self._calls.put(None)
-        self._reader.shutdown()
-        self._thread.join()
+        # The garbage collector may call this in any thread, and none can wait for itself.
+        waits = not threading.current_thread().name.startswith("jaxpage-")
+        self._reader.shutdown(wait=waits)
+        if waits:
+            self._thread.join()
 
 
 def _compute(built: BuiltPooler, calls: queue.SimpleQueue[_Call | None]) -> None:

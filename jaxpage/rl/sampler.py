@@ -304,7 +304,7 @@ class Sampler:
     def abort(self) -> None:
         """End all requests with the tokens they have, which their calls return with finish_reason "abort".
 
-        Not a pause, and does not end one.
+        This includes calls whose prompts are still being prepared. Not a pause, and does not end one.
         """
         self._tasks.abort_all().result()
 

@@ -662,6 +662,7 @@ def test_a_tokenizer_that_fails_on_a_prompt_ends_its_request_alone(
     assert llm.submit([7], long()).result(5).outputs[0].token_ids == expected([7], long())[0]
     assert llm.stats().generation_tokens < 60, "it was computed although nobody waits"
     assert "cannot be detokenised: RuntimeError('no such token')" in caplog.text
+    assert "in sometimes" in caplog.text, "the log does not say where it was raised"
     asyncio.run(until(lambda: is_empty(llm)))
     assert not tasks._ids and not llm.errored
 

@@ -101,3 +101,23 @@ def test_nothing_is_computed_after_the_end(folder):
         asyncio.run(llm.check_health())
     with pytest.raises(EngineDeadError):
         asyncio.run(encode(llm, "w8"))
+
+
+@pytest.mark.parametrize("thread", ["inputs", "compute"])
+def test_its_own_threads_may_shut_it_down(folder, thread, monkeypatch):
+    """The garbage collector may, in any of them."""
+    llm = AsyncLLM(str(folder), **OPTIONS)
+    pooler = llm._pooler
+    if thread == "inputs":
+        asyncio.run(pooler.with_inputs(lambda _: pooler.shutdown()))
+    else:
+        run = pooler._built.engine.run
+
+        def shut_down_and_run(*args, **kwargs):
+            pooler.shutdown()
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(pooler._built.engine, "run", shut_down_and_run)
+        assert len(asyncio.run(encode(llm, "w8")).outputs.data)
+    pooler.shutdown()
+    assert pooler.errored and not pooler._thread.is_alive()

@@ -118,12 +118,22 @@ def test_every_program_is_compiled_and_has_its_line_in_the_manifest(runner):
     assert lines[-1].startswith(f"{len(names)} programs in ")
 
 
+@pytest.mark.slow
+def test_nothing_compiles_after_warm_up_in_depth(llm):
+    check_nothing_compiles(llm, 100)
+
+
 def test_nothing_compiles_after_warm_up(llm):
+    check_nothing_compiles(llm, 30)
+
+
+def check_nothing_compiles(llm, num_requests):
+    """With requests of all kinds and lengths."""
     rng = random.Random(1)
     vocab = checkpoints.VOCAB_SIZE
     prompts = [
         [rng.randrange(3, vocab) for _ in range(rng.choice((1, 3, 20, 100, 300)))]
-        for _ in range(100)
+        for _ in range(num_requests)
     ]
     params = [
         SamplingParams(
@@ -137,7 +147,7 @@ def test_nothing_compiles_after_warm_up(llm):
             max_tokens=rng.randrange(1, 30),
             detokenize=False,
         )
-        for _ in range(100)
+        for _ in range(num_requests)
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert all(output.finished for output in outputs)

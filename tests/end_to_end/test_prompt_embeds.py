@@ -43,6 +43,13 @@ def llm(path):
     return checkpoints.make_llm(path, enable_prompt_embeds=True, max_model_len=128)
 
 
+@pytest.fixture(scope="module")
+def refusing(path):
+    """The same, for what no program runs for."""
+    options = {"enable_prompt_embeds": True, "max_model_len": 128, "enforce_eager": True}
+    return checkpoints.make_llm(path, **options)
+
+
 @pytest.mark.slow
 def test_embeddings_of_tokens_answer_as_the_tokens_do_beside_them(path):
     """Alone, mixed with prompts of tokens, in chunks, preempted, and found in the cache."""
@@ -105,9 +112,9 @@ def test_penalties_see_no_tokens_in_a_prompt_of_embeddings(path, llm):
         (np.zeros((128, 32), ml_dtypes.bfloat16), "leaves no room"),
     ],
 )
-def test_what_is_no_embedding_is_refused(llm, embeds, message):
+def test_what_is_no_embedding_is_refused(refusing, embeds, message):
     with pytest.raises(ValueError, match=message):
-        llm.generate({"prompt_embeds": embeds}, GREEDY, use_tqdm=False)
+        refusing.generate({"prompt_embeds": embeds}, GREEDY, use_tqdm=False)
 
 
 def test_an_engine_without_the_option_says_how_to_have_it(path):

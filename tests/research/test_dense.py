@@ -32,6 +32,7 @@ def inside(path):
         return model(torch.tensor(TOKENS), output_hidden_states=True, output_attentions=True)
 
 
+@pytest.mark.slow
 def test_values_are_those_of_transformers(case):
     module, theirs = case
     logits, cache = run_with_cache(module, TOKENS)
@@ -56,6 +57,7 @@ def test_values_are_those_of_transformers(case):
     assert sorted(few) == [f"blocks.{i}.hook_mlp_out" for i in range(last + 1)]
 
 
+@pytest.mark.slow
 def test_what_a_hook_returns_goes_on(case):
     """A vector as an argument: another one compiles nothing. Patching a layer's result patches all that follows."""
     module, _ = case
@@ -83,6 +85,7 @@ def test_what_a_hook_returns_goes_on(case):
     np.testing.assert_allclose(looked, plain, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_heads_are_removed_and_effects_differentiated(case):
     """The gradient by a factor on each head is what a small change of the factor does."""
     module, _ = case

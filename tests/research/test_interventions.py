@@ -266,4 +266,5 @@ def test_what_is_no_intervention(make, message):
 )
 def test_engines_that_have_none(path, options, message):
     with pytest.raises(ValueError, match=message):
-        make_llm(path, **options).generate({"prompt_token_ids": PROMPT}, params("steer"))
+        llm = make_llm(path, enforce_eager=True, **options)
+        llm.generate({"prompt_token_ids": PROMPT}, params("steer"))

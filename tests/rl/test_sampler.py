@@ -585,6 +585,21 @@ def test_abort_returns_what_there_is(running):
     assert (sampler.generate(PROMPTS, PARAMS).lengths == 10).all()
 
 
+def test_abort_ends_calls_that_are_still_being_prepared_and_none_that_come_later(bound):
+    _, sampler = bound
+    goes_on = threading.Event()
+    sampler._tasks.with_inputs(lambda _: goes_on.wait(20))
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(sampler.generate, PROMPTS, LONG)
+        while not sampler._tasks._input_thread._work_queue.qsize():
+            time.sleep(0.001)
+        sampler.abort()
+        goes_on.set()
+        rollout = future.result(timeout=20)
+    assert set(rollout.finish_reasons) == {"abort"}
+    assert (sampler.generate(PROMPTS, PARAMS).lengths == 10).all()
+
+
 def test_abort_ends_no_pause_of_another_thread(bound):
     _, sampler = bound
     is_over = threading.Event()

@@ -114,7 +114,10 @@ any_row = st.builds(
 def test_the_best_token_stays_at_any_temperature(limit):
     rows = [Row(temperature=t, **limit) for t in np.linspace(0.1, 2, 32).tolist()]
     logits = logits_for(32, scale=2)
-    np.testing.assert_array_equal(run(rows, logits).token_ids, logits.argmax(-1))
+    for some in (slice(i, i + 8) for i in range(0, 32, 8)):  # with a program that other tests have
+        np.testing.assert_array_equal(
+            run(rows[some], logits[some]).token_ids, logits[some].argmax(-1)
+        )
 
 
 @settings(max_examples=40, deadline=None)
