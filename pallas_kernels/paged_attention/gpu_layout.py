@@ -22,6 +22,7 @@ from pallas_kernels.lists import expand
 # Rows with one query: with so many groups of keys times KV heads, nine tenths of an H200's SMs, programs take whole
 # groups, otherwise parts of them. No result depends on it.
 ENOUGH_GROUPS = 118
+MOST_KEYS = 65_536  # of a row with one query whose parts are the shortest
 # The keys of a row with few queries are cut into parts of at least CUT_KEYS, as long as the row has at most CUT_ITEMS
 # (tiles of queries, times KV heads, times parts). Sums are cut there too.
 CUT_ITEMS, CUT_KEYS = 128, 1024
@@ -86,8 +87,8 @@ class Division:
     whole group adds up what others would leave to `gpu_combine.py`. Never tuned, since sums are cut there.
     """
 
-    keys: int  # of a part. Rows of more than MOST_KEYS keys have twice as many, or four times, ...
-    parts: int
+    keys: int  # of a part; twice as many in rows of more than MOST_KEYS keys, four times in those of twice that, ...
+    parts: int  # of a group
 
     @classmethod
     def of(cls, rows: int, columns: int) -> Division:
@@ -108,9 +109,6 @@ class Division:
             return groups
         few = num_rows + self.parts * ((ENOUGH_GROUPS - 1) // num_kv_heads)
         return max(groups, min(num_rows * _most_items(self.keys, num_keys, window), few))
-
-
-MOST_KEYS = 65_536
 
 
 def _most_items(size: int, num_keys: int, window: int | None) -> int:
