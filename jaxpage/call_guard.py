@@ -79,9 +79,10 @@ def interrupts_kept() -> Iterator[None]:
 
     def interrupt_soon() -> None:
         time.sleep(0.1)
-        if hasattr(signal, "pthread_kill"):
+        main = threading.main_thread().ident
+        if main is not None and hasattr(signal, "pthread_kill"):
             # A real signal, which wakes the main thread if it waits.
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            signal.pthread_kill(main, signal.SIGINT)
         else:  # Windows
             _thread.interrupt_main()
 
