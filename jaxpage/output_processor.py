@@ -57,7 +57,8 @@ class OutputProcessor:
 
     def __contains__(self, request_id: object) -> bool:
         """Whether a request with this id is unfinished, or has an output that was not taken yet."""
-        return request_id in self._requests or request_id in self._unreported
+        held = (output.request_id for output in self._made)
+        return request_id in self._requests or request_id in self._unreported or request_id in held
 
     @property
     def num_unfinished(self) -> int:

@@ -60,7 +60,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until all modules are imported: little of what that makes is garbage
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # until all modules are imported: little of what that makes is garbage
     cache = tempfile.mkdtemp(prefix="jaxpage-tests-")
     config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
     os.environ.update(

@@ -81,4 +81,4 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost():
 
     came, start = [], time.monotonic()
     assert exit_codes.run(command) == exit_codes.INTERRUPTED
-    assert time.monotonic() - start < 5, "what the main thread waited for went on"
+    assert time.monotonic() - start < 9, "what the main thread waited for went on"

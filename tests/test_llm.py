@@ -795,6 +795,20 @@ def test_an_output_that_was_held_is_not_returned_after_an_abort(make):
     assert llm.reset_prefix_cache()
 
 
+def test_the_id_of_an_output_that_was_held_is_in_use(make):
+    llm = make()
+    params = replace(LONG, output_kind=RequestOutputKind.FINAL_ONLY, logprobs=1)
+    for name in ("held", "doomed"):
+        llm.add_request(name, [5, 6], params)
+    fail_to_name_tokens(llm, "doomed")
+    with pytest.raises(RuntimeError, match="fails as told"):
+        while True:
+            llm.step()
+    with pytest.raises(ValueError, match="held"):
+        llm.add_request("held", [7], params)
+    assert [output.request_id for output in llm.step()] == ["held"]
+
+
 @pytest.mark.slow
 def test_min_tokens_masks_every_eos_id_even_if_eos_is_ignored(folder):
     """As vLLM does: benchmarks ask for both. Here the device is real."""

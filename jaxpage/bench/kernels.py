@@ -45,8 +45,11 @@ OPERATIONS = (
 ROWS = ("q", "pool", "block_table", "kv_lens", "query_starts")
 THREADS = 8  # to compile with
 
-# Rows of one query; the last has none. Lengths near the boundaries of blocks, tiles and splits.
-DECODE = dict(query_lens=(1,) * 9 + (0,), kv_lens=(1, 63, 64, 65, 128, 511, 512, 513, 1100, 0))
+# Rows of one query; the last has none. Lengths near the boundaries of blocks, tiles, parts and groups of parts.
+DECODE = dict(
+    query_lens=(1,) * 12 + (0,),
+    kv_lens=(1, 63, 64, 65, 128, 255, 256, 257, 1100, 2047, 2048, 2049, 0),
+)
 MIXED = dict(query_lens=(1, 150, 1, 33, 0, 1, 2), kv_lens=(700, 150, 1, 300, 0, 513, 129))
 TINY_DECODE = dict(query_lens=(1, 1, 0), kv_lens=(17, 64, 0))
 TINY_MIXED = dict(query_lens=(1, 9, 0, 2), kv_lens=(33, 20, 0, 5))

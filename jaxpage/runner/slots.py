@@ -23,6 +23,7 @@ from jaxpage.runner.layout import Field, Layout
 from jaxpage.runner.spec import StepSpec
 from jaxpage.sampling.features import fields_of
 from jaxpage.sampling.fields import RequestState
+from pallas_kernels.lists import distinct
 
 POSITION_OFFSET = "position_offset"
 EXPERT_LOAD = "expert_load"  # see `StepSpec`; counts of the current launch
@@ -115,10 +116,9 @@ def keep_hidden(
     words, hidden = lax.bitcast_convert_type(last, words_of(last.dtype)), state["hidden"]
     if not on_gpu:
         return state | {"hidden": hidden.at[slots].set(words)}
-    # Of small words XLA's code for GPUs is fast only if slots are distinct (`kv_write/xla.py`), and most rows may be
-    # padding, which has the null slot.
-    outside = hidden.shape[0] + jnp.arange(slots.shape[0], dtype=slots.dtype)
-    slots = jnp.where(slots == NULL_SLOT, outside, slots)
+    # Most rows may be padding, and on a GPU their writes to the null slot would wait for each other. Other platforms do
+    # not mind.
+    slots = distinct(slots, slots == NULL_SLOT, hidden.shape[0])
     return state | {"hidden": hidden.at[slots].set(words, mode="drop", unique_indices=True)}
 
 

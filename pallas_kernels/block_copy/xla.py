@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.lists import distinct
+
 
 def copy_blocks(
     layers: Sequence[Any], sources: Int[Array, " C"], destinations: Int[Array, " C"]
@@ -64,9 +66,7 @@ def put_blocks(
         return lax.fori_loop(0, block_ids.shape[0], put, array)
 
     def at_once(array, block_ids, contents):
-        # The null block is left out, so that ids are distinct: `kv_write/xla.py` says why.
-        outside = array.shape[0] + jnp.arange(block_ids.shape[0], dtype=block_ids.dtype)
-        ids = jnp.where(block_ids == 0, outside, block_ids)
+        ids = distinct(block_ids, block_ids == 0, array.shape[0])
         return array.at[ids].set(contents, mode="drop", unique_indices=True)
 
     return lax.platform_dependent(array, block_ids, contents, tpu=one_by_one, default=at_once)

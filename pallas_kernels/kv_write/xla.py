@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.storage import Pool, to_storage
+from pallas_kernels.lists import distinct
 
 
 def write_kv(
@@ -20,16 +21,11 @@ def write_kv(
     v: Float[Array, "T K D"],
     slot_mapping: Int[Array, " T"],
 ) -> Pool:
-    """`reference.write_kv`; tokens without a slot or with one in the null block are written nowhere.
-
-    So all slots are distinct. Otherwise XLA's code for GPUs would exchange the 4 bytes around each value of one or two
-    bytes, atomically, until nothing else has changed them meanwhile.
-    """
+    """`reference.write_kv`; tokens without a slot or with one in the null block are written nowhere."""
     num_tokens, num_kv_heads, head_dim = k.shape
     kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
     num_blocks, block_size = jax.tree.leaves(pool)[0].shape[:2]
-    outside = num_blocks * block_size + jnp.arange(num_tokens, dtype=jnp.int32)
-    slots = jnp.where(slot_mapping < block_size, outside, slot_mapping)
+    slots = distinct(slot_mapping, slot_mapping < block_size, num_blocks * block_size)
     # Otherwise XLA computes the slots again in each layer, and for each value that is written.
     slots = lax.optimization_barrier(slots)
 

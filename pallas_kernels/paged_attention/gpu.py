@@ -4,7 +4,8 @@ Two kernels share the contract of `reference.paged_attention`:
 
 - **Rows with one query** (`gpu_decode.py`) are bound by the pool's bytes. Into which parts a row's keys are cut, and in
   which order these are added up, depends on the row's length alone, so its result never depends on the batch. How many
-  parts a program takes does: what it leaves, a third kernel adds up (`gpu_combine.py`).
+  parts a program takes depends on the batch; a third kernel adds up what different programs computed
+  (`gpu_combine.py`).
 - **Rows with more queries** (`gpu_prefill.py`) are bound by the tensor cores. There a tile of queries times heads is
   the rows of wgmma, and as many programs as there are SMs walk a list of tiles. Few queries over many keys are too few
   tiles for that: their keys are cut too, by the row's lengths, in a launch of their own, and the third kernel adds up.
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.storage import Pool
+from pallas_kernels.lists import distinct
 from pallas_kernels.paged_attention import gpu_layout
 from pallas_kernels.paged_attention.gpu_decode import decode
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
@@ -79,8 +81,7 @@ def paged_attention(
         lens = lens.at[rows].get(mode="fill", fill_value=0)
         first = first.at[rows].get(mode="fill", fill_value=num_tokens)
         block_table = block_table.at[rows].get(mode="clip")
-    queries = q.at[first].get(mode="clip")
-    # Distinct, of which XLA's scatter makes faster code: `kv_write/xla.py` says why.
-    first = jnp.where(first < num_tokens, first, num_tokens + jnp.arange(first.shape[0]))
-    singles = decode(queries, pool, block_table, lens, options, some=True)
+    queries, is_single = q.at[first].get(mode="clip"), first < num_tokens
+    singles = decode(queries, pool, block_table, lens, options, wanted=is_single)
+    first = distinct(first, ~is_single, num_tokens)
     return out.at[first].set(singles, mode="drop", unique_indices=True)

@@ -1,11 +1,13 @@
-"""Adds up the parts that the keys of a row were cut into, for Hopper. Letters are in `gpu.py`.
+"""Adds up what several programs computed of a row, for Hopper. Letters are in `gpu.py`.
+
+A part is here what one of them left: the sums of an item of `gpu_decode.py`, or of some keys of a tile of queries.
 
 **Tile.** A program is one warpgroup. It walks rows with one query, or tiles of queries, times KV heads, times pieces of
 D, and adds all parts of each in their order. It writes them into an array that has the other results already: rows with
-one query and one part are `gpu_decode.py`'s, tiles whose keys are not cut `gpu_prefill.py`'s.
+one query and one item are `gpu_decode.py`'s, tiles whose keys are not cut `gpu_prefill.py`'s.
 
-**Groups.** Of rows with one query, parts are added up by groups (`gpu_layout.Division`), and then the groups, unless
-each part is a group's sums already. Of tiles, all parts are one group.
+**Groups.** Of rows with one query the parts of a group are added up first (`gpu_layout.Division`), and then the groups.
+Where items are whole groups, a group has one part. All parts of a tile are one group.
 
 **Stages.** The first S parts arrive at once, each in a stage of its own. Part i + S comes where part i was.
 
@@ -33,13 +35,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.paged_attention.gpu_layout import Items
-from pallas_kernels.paged_attention.gpu_tiles import MASKED, Sums, added, normalised
-from pallas_kernels.wgmma import Ref, filled, load, piece, store, tiled
+from pallas_kernels.paged_attention.gpu_tiles import BY_HEAD, Sums, added, no_sums, normalised
+from pallas_kernels.wgmma import Ref, load, piece, store, tiled
 
 PROGRAMS_PER_SM = 6  # with 32 KB of parts each
 TILE_PROGRAMS_PER_SM = 4  # those for tiles of queries need 16 KB more
 HEIGHT = 64  # of the rows of a part, wgmma's: so many are added up at once
-_BY_HEAD = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Parts(NamedTuple):
@@ -211,7 +212,7 @@ class _Program:
             sums = self._add_groups(add, row, begin, end)
         sink = inputs.sinks
         if sink is not None:
-            sink = load(sink.at[head], layout=_BY_HEAD, optimized=False)
+            sink = load(sink.at[head], layout=BY_HEAD, optimized=False)
         x = normalised(*sums.accs, sums.m, sums.total, sink, axis=1)
         if self.plan.tile_q is None:
             store_transposed(self.out.at[row, head, :, of_piece], x)
@@ -239,7 +240,7 @@ class _Program:
             plgpu.barrier_wait(memory.ready.at[stage])
             stats = memory.parts.stats
             acc = load(memory.parts.sums.at[stage], layout=plgpu.Layout.WGMMA)
-            m, total = (load(stats.at[stage, j], layout=_BY_HEAD) for j in (0, 1))
+            m, total = (load(stats.at[stage, j], layout=BY_HEAD) for j in (0, 1))
 
             @pl.when(i + num_stages < end)
             def _():
@@ -256,13 +257,7 @@ class _Program:
         plgpu.copy_gmem_to_smem(parts.stats.at[head, part], into.stats.at[stage], ready)
 
     def _none(self) -> Sums:
-        """The sums over no key."""
-        columns = self.memory.parts.sums.shape[2]
-        return Sums(
-            accs=(filled((HEIGHT, columns), 0.0, plgpu.Layout.WGMMA),),
-            m=filled((columns,), MASKED, _BY_HEAD),
-            total=filled((columns,), 0.0, _BY_HEAD),
-        )
+        return no_sums([HEIGHT], self.memory.parts.sums.shape[2])
 
     def _store_tile(self, tile, half, of_piece, x, tile_q: int):
         """Copy the tile's own queries to their tokens, row by row. x: [64, 64], a piece of D of 64 rows of wgmma."""

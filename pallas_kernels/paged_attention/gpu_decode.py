@@ -5,9 +5,9 @@ Knows how a row's keys are cut into items, each read by one program. Letters and
 **Tile.** A program is one warpgroup. The *keys* are wgmma's 64 rows and the G query heads of a KV head its columns:
 S' = K Q', O' = V' P'. So G pads to 8, not to 64, and accumulators are a few registers. A program takes items for one KV
 head: parts of a row's keys, or groups of parts where there are enough (`gpu_layout.Items`). A group's parts are added
-up here as `gpu_combine.py` would: it makes no difference to a row which of the two did. A row's only item gives its
-result; of several each gives its sums, and `gpu_combine.py` adds them. These take at most `gpu_layout.PARTS_BYTES`:
-where rows have more, some come after others. (Split keys: Dao et al., Flash-Decoding.)
+up here as `gpu_combine.py` would do it, so a row's result does not depend on which of the two did. A row's only item
+gives its result; of several each gives its sums, and `gpu_combine.py` adds them. These take about
+`gpu_layout.PARTS_BYTES` at most: where rows have more, they take turns. (Split keys: Dao et al., Flash-Decoding.)
 
 **Stages.** Steps are numbered over all items of a program. Step i multiplies TILE keys, whose K and V lie in stage
 i % S. To keep an H200's memory busy 4.8 TB/s x 1 us / 132 = 36 KB must be on their way to each SM; at D = 128 three
@@ -50,7 +50,7 @@ from pallas_kernels.paged_attention.gpu_decode_plan import (
     pieces,
 )
 from pallas_kernels.paged_attention.gpu_tiles import (
-    MASKED,
+    BY_HEAD,
     Options,
     PoolArrays,
     Source,
@@ -58,6 +58,7 @@ from pallas_kernels.paged_attention.gpu_tiles import (
     Sums,
     added,
     clear_outside,
+    no_sums,
     normalised,
     scores,
     weights,
@@ -65,13 +66,11 @@ from pallas_kernels.paged_attention.gpu_tiles import (
 )
 from pallas_kernels.wgmma import Ref, filled, load, product, store
 
-_BY_HEAD = plgpu.Layout.WGMMA.reduce(0)
 
-
-def decode(q, pool, block_table, kv_lens, options: Options, *, some: bool = False):
+def decode(q, pool, block_table, kv_lens, options: Options, *, wanted: jax.Array | None = None):
     """One query a row: q [R, H, D], row r's at position `kv_lens[r] - 1` → [R, H, D].
 
-    Rows of length 0 give zeros, or if only `some` rows are there, and the others' results not needed, anything.
+    Rows of length 0 give zeros. wanted: bool[R], None for all rows; other rows have length 0 and give anything.
     """
     num_rows, num_heads, _ = q.shape
     num_kv_heads, num_keys = pool.shape[2] // 2, block_table.shape[1] * pool.shape[1]
@@ -79,17 +78,16 @@ def decode(q, pool, block_table, kv_lens, options: Options, *, some: bool = Fals
     most_groups = gpu_layout.Division.of(rows, columns).most_groups(num_keys, options.window)
     of_row = 4 * rows * columns * num_kv_heads * most_groups
     at_once = gpu_layout.rows_at_once(num_rows, of_row)
+    of_rows = (q, block_table, kv_lens, jnp.ones_like(kv_lens, bool) if wanted is None else wanted)
     if at_once == num_rows:
-        return _decode_rows(q, pool, block_table, kv_lens, options, some)
-
-    def turn(rows):
-        return _decode_rows(rows[0], pool, rows[1], rows[2], options, some)
+        return _decode_rows(of_rows, pool, options)
 
     def in_turns(x):
         x = jnp.pad(x, ((0, -num_rows % at_once), *((0, 0) for _ in x.shape[1:])))
         return x.reshape(-1, at_once, *x.shape[1:])
 
-    out = lax.map(turn, (in_turns(q), in_turns(block_table), in_turns(kv_lens)))
+    turns = jax.tree.map(in_turns, of_rows)
+    out = lax.map(lambda some: _decode_rows(some, pool, options), turns)
     return out.reshape(-1, *q.shape[1:])[:num_rows]
 
 
@@ -111,7 +109,8 @@ class _Outputs(NamedTuple):
     results: Any  # [R, K, columns, rows] of other rows, see `Parts`
 
 
-def _decode_rows(q, pool, block_table, kv_lens, options: Options, some: bool):
+def _decode_rows(of_rows: tuple, pool, options: Options):
+    q, block_table, kv_lens, wanted = of_rows
     num_rows, num_heads, head_dim = q.shape
     source, block_size, num_kv_heads = Source.of(pool), pool.shape[1], pool.shape[2] // 2
     group = num_heads // num_kv_heads
@@ -119,7 +118,7 @@ def _decode_rows(q, pool, block_table, kv_lens, options: Options, some: bool):
     num_keys = block_table.shape[1] * block_size
     division = gpu_layout.Division.of(rows, columns)
     sizes = (num_kv_heads, num_keys, options.window)
-    items = gpu_layout.items_of(kv_lens, division, *sizes, least=0 if some else 1)
+    items = gpu_layout.items_of(kv_lens, wanted, division, *sizes)
     max_items = items.row.shape[0]
     plan = Plan.of(q, source, num_kv_heads, options, division, max_items)
     heads_by_kv = ((0, 0), (0, 0), (0, columns - group), (0, 0))
@@ -210,7 +209,7 @@ class _Program:
         query_sums = None
         if plan.source.has_scales:
             query_sums = load(
-                self.inputs.query_sums.at[at.row, at.head], layout=_BY_HEAD, optimized=False
+                self.inputs.query_sums.at[at.row, at.head], layout=BY_HEAD, optimized=False
             )
         step = partial(self._step, at, following, used, queries, query_sums)
         if plan.in_groups:
@@ -247,21 +246,12 @@ class _Program:
         return Sums(accs, m, total.sum(axis=0))
 
     def _none(self) -> Sums:
-        """The sums over no key."""
-        columns = self.plan.columns
-        return Sums(
-            accs=tuple(
-                filled((width, columns), 0.0, plgpu.Layout.WGMMA)
-                for _, width in pieces(self.plan.head_dim)
-            ),
-            m=filled((columns,), MASKED, _BY_HEAD),
-            total=filled((columns,), 0.0, _BY_HEAD),
-        )
+        return no_sums([width for _, width in pieces(self.plan.head_dim)], self.plan.columns)
 
     def _store_result(self, at: Item, sums: Sums) -> None:
         sink = self.inputs.sinks
         if sink is not None:
-            sink = load(sink.at[at.head], layout=_BY_HEAD, optimized=False)
+            sink = load(sink.at[at.head], layout=BY_HEAD, optimized=False)
         for i, acc in enumerate(sums.accs):
             out = self.outputs.results.at[at.row, at.head, :, pl.ds(i * 64, acc.shape[0])]
             store_transposed(out, normalised(acc, sums.m, sums.total, sink, axis=1))

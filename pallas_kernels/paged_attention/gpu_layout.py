@@ -87,7 +87,9 @@ class Division:
     whole group adds up what others would leave to `gpu_combine.py`. Never tuned, since sums are cut there.
     """
 
-    keys: int  # of a part; twice as many in rows of more than MOST_KEYS keys, four times in those of twice that, ...
+    # Of a part. Without a window, rows of more than MOST_KEYS keys have twice as many, of more than twice that four
+    # times as many, ...
+    keys: int
     parts: int  # of a group
 
     @classmethod
@@ -134,13 +136,13 @@ class Items(NamedTuple):
 
 def items_of(
     kv_lens: Int[Array, " R"],
+    wanted: Bool[Array, " R"],
     division: Division,
     num_kv_heads: int,
     num_keys: int,
     window: int | None,
-    least: int = 1,
 ) -> Items:
-    """num_keys: the most that a row can have. least: items of a row without keys, 0, or 1 that has nothing to read."""
+    """num_keys: the most that a row can have. A row without keys has an item, with nothing to read, if it is wanted."""
     num_rows, lowest = kv_lens.shape[0], jnp.zeros_like(kv_lens)
     keys, limit = jnp.full_like(kv_lens, division.keys), MOST_KEYS
     if window is not None:
@@ -154,7 +156,7 @@ def items_of(
         size = jnp.where(are_few, keys, size)
         in_group = jnp.where(are_few, division.parts, 1)
     first = lowest // size
-    counts = jnp.maximum(-(-kv_lens // size) - first, least)
+    counts = jnp.maximum(-(-kv_lens // size) - first, wanted)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     most = division.most_items(num_rows, num_kv_heads, num_keys, window)
     row, number, _ = expand(counts, most)

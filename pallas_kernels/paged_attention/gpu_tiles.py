@@ -10,6 +10,7 @@ another. (Online softmax: Milakov and Gimelshein, arXiv:1805.02867.)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,10 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_write.quantized import FLOATS, LEVELS, QuantizedPool
 from pallas_kernels.kv_write.storage import Pool
 from pallas_kernels.paged_attention.gpu_layout import TileSizes
-from pallas_kernels.wgmma import load, piece, swizzle_of, tiled
+from pallas_kernels.wgmma import filled, load, piece, swizzle_of, tiled
 
 MASKED = -1e30  # where the running maximum begins
 LOG2E = math.log2(math.e)
+BY_HEAD = plgpu.Layout.WGMMA.reduce(0)  # a value for each column
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,20 @@ def weights(s, unit: float, m, axis: int):
 
 
 class Sums(NamedTuple):
-    """Over some keys of a query for each column, in registers or, as `MASKED` and zeros, over none."""
+    """Over some keys of a query for each column, in registers."""
 
     accs: tuple  # float32[rows, columns] each: weights times V, not divided by their total
     m: Any  # float32[columns]: the maximum score, in units of log2
     total: Any  # float32[columns]: of the weights
+
+
+def no_sums(heights: Sequence[int], columns: int) -> Sums:
+    """Over no key. heights: rows of each of `accs`."""
+    return Sums(
+        accs=tuple(filled((rows, columns), 0.0, plgpu.Layout.WGMMA) for rows in heights),
+        m=filled((columns,), MASKED, BY_HEAD),
+        total=filled((columns,), 0.0, BY_HEAD),
+    )
 
 
 def added(one: Sums, other: Sums) -> Sums:

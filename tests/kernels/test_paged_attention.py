@@ -272,7 +272,7 @@ def test_a_pool_has_no_more_blocks_than_its_attention_can_address():
 
 
 SMALL, WIDE = gpu_layout.Division.of(128, 8), gpu_layout.Division.of(256, 64)
-items_of = jax.jit(gpu_layout.items_of, static_argnums=(1, 2, 3, 4))
+items_of = jax.jit(gpu_layout.items_of, static_argnums=(2, 3, 4, 5))
 
 
 @given(
@@ -280,14 +280,16 @@ items_of = jax.jit(gpu_layout.items_of, static_argnums=(1, 2, 3, 4))
     window=st.sampled_from([None, 1, 512, 513, 514, 3000]),
     division=st.sampled_from([SMALL, WIDE]),
     num_kv_heads=st.sampled_from([1, 8, 16]),
+    wanted=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_the_items_of_rows_are_all_that_a_query_sees_and_within_their_number(
-    kv_lens, window, division, num_kv_heads
+    kv_lens, window, division, num_kv_heads, wanted
 ):
     """Cut where nothing but the row says: every seen key once, and each item of a row in its own place."""
     num_keys = 5120
-    args = (jnp.asarray(kv_lens), division, num_kv_heads, num_keys, window)
+    of_rows = (jnp.asarray(kv_lens), jnp.full(len(kv_lens), wanted))
+    args = (*of_rows, division, num_kv_heads, num_keys, window)
     items = jax.tree.map(np.asarray, items_of(*args))
     assert (items.keys == division.keys).all()
     most = division.most_items(len(kv_lens), num_kv_heads, num_keys, window)
@@ -304,8 +306,8 @@ def test_the_items_of_rows_are_all_that_a_query_sees_and_within_their_number(
     size = division.keys * division.parts // in_group
     for row, (low, kv_len) in enumerate(zip(lows, kv_lens, strict=True)):
         of_row = slice(items.starts[row], items.starts[row + 1])
-        assert (items.row[of_row] == row).all() and items.row[of_row].size > 0
-        cuts = range(low // size * size, max(kv_len, 1), size)
+        assert (items.row[of_row] == row).all()
+        cuts = range(low // size * size, max(kv_len, int(wanted)), size)
         assert items.low[of_row].tolist() == [max(cut, low) for cut in cuts]
         assert items.high[of_row].tolist() == [min(cut + size, kv_len) for cut in cuts]
         assert items.in_first_group[row] == in_group - low // size % in_group
@@ -318,7 +320,7 @@ def test_long_rows_have_longer_parts_by_their_own_length(num_keys):
         (SMALL, 256, [1, 32, 17, 32, 17, 25]),  # groups
         (WIDE, 512, [1, 128, 65, 128, 65, 98]),
     ):
-        found = items_of(kv_lens, division, 8, num_keys, None)
+        found = items_of(kv_lens, jnp.ones(6, bool), division, 8, num_keys, None)
         last = found.starts[1:] - 1
         assert found.keys[last].tolist() == [n * keys for n in (1, 1, 2, 2, 4, 4)]
         assert np.diff(found.starts).tolist() == counts

@@ -50,14 +50,14 @@ DECODE = (
         query_lens=(1,) * 9,
         kv_lens=(1, 15, 16, 17, 63, 64, 65, 128, 0),
     ),
-    SMALL(name="splits", query_lens=(1,) * 4, kv_lens=(511, 512, 513, 1100), block_size=32),
+    SMALL(name="parts", query_lens=(1,) * 4, kv_lens=(511, 512, 513, 1100), block_size=32),
     SMALL(name="window", query_lens=(1,) * 4, kv_lens=(5, 20, 530, 200), window=20),
     SMALL(name="soft-cap", query_lens=(1,) * 2, kv_lens=(40, 130), soft_cap=5.0, block_size=8),
     SMALL(name="mqa-float16", query_lens=(1,) * 2, kv_lens=(70, 530), num_heads=9, num_kv_heads=1),
     SMALL(name="head-dim-96", query_lens=(1,) * 2, kv_lens=(70, 530), head_dim=96, dtype="float16"),
     SMALL(name="head-dim-128", query_lens=(1,), kv_lens=(70,), head_dim=128, block_size=64),
     SMALL(name="head-dim-256", query_lens=(1,), kv_lens=(70,), head_dim=256, block_size=128),
-    SMALL(name="window-of-splits", query_lens=(1,) * 2, kv_lens=(1300, 40), window=600),
+    SMALL(name="window-of-parts", query_lens=(1,) * 2, kv_lens=(1300, 40), window=600),
     SMALL(name="sinks", query_lens=(1,) * 3, kv_lens=(530, 1, 0), num_heads=6, sinks=True),
 )
 # Besides the operation's cases.
@@ -80,7 +80,7 @@ MIXED = (
     SMALL(name="group-of-three", query_lens=(50,), kv_lens=(129,), num_heads=3, num_kv_heads=1),
     SMALL(name="head-dim-96", query_lens=(5,), kv_lens=(130,), head_dim=96, dtype="float16"),
     SMALL(name="head-dim-256", query_lens=(5,), kv_lens=(130,), head_dim=256, num_heads=2),
-    SMALL(name="sinks-of-splits", query_lens=(1, 5, 1), kv_lens=(530, 70, 1), sinks=True),
+    SMALL(name="sinks-of-parts", query_lens=(1, 5, 1), kv_lens=(530, 70, 1), sinks=True),
 )
 QUANTISED = tuple(
     SMALL(
@@ -231,8 +231,9 @@ def divided(monkeypatch, **division: int) -> None:
     ids=str,
 )
 def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch, detecting_races):
-    """More tiles than stages, all kernels, much for one program."""
-    divided(monkeypatch, keys=192, parts=2)
+    """More tiles than stages, items of several parts, all kernels, much for one program."""
+    divided(monkeypatch, keys=128, parts=3)
+    monkeypatch.setattr(gpu_layout, "ENOUGH_GROUPS", 1)
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
     monkeypatch.setattr(gpu_layout, "CUT_KEYS", 128)
     monkeypatch.setattr(gpu_combine, "_num_stages", lambda columns: 1)
@@ -253,7 +254,9 @@ def test_no_two_warpgroups_touch_the_same_memory_unordered(options, monkeypatch,
     ids=str,
 )
 def test_items_of_a_program_share_its_stages(options, programs, monkeypatch, detecting_races):
-    """Items with no tile, fewer than there are stages, as many, and, except in the first case, more."""
+    """Items of several parts: with no tile, fewer than stages, as many, and, except in the first case, more."""
+    divided(monkeypatch, keys=128, parts=4)
+    monkeypatch.setattr(gpu_layout, "ENOUGH_GROUPS", 1)
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
     sizes = gpu_layout.TileSizes(programs_per_sm=programs)
     kv_lens = (30, 500, 64, 65, 520, 1, 260, 129, 0, 0)
@@ -317,6 +320,17 @@ def test_groups_of_parts_are_added_up_alike_by_one_program_and_by_many(options, 
         results.append(run(gpu.paged_attention, arguments, **how))
     np.testing.assert_array_equal(*results)
     Hopper().compare(case, results[0][:4], dense_attention(case, arguments))
+
+
+def test_a_query_without_keys_gives_zeros_among_others():
+    """As that of a sequence which has ended on the device, before the host knows it."""
+    case = SMALL(name="", query_lens=(1, 3, 0), kv_lens=(20, 30, 0), block_size=8)
+    arguments = cases.arguments(case)
+    want = dense_attention(case, arguments)
+    arguments |= {"kv_lens": jnp.asarray([0, 30, 0], jnp.int32)}
+    result = run(gpu.paged_attention, arguments, interpret=interpreter())
+    assert not result[:1].any()
+    np.testing.assert_allclose(result[1:], want[1:], atol=4e-2)
 
 
 # Rows of 3, 2 and no parts, two of one part, and padding.
@@ -438,13 +452,13 @@ def test_what_the_kernels_cannot_do_they_refuse_with_the_reason(change, reason):
 
 def test_rows_take_turns_where_their_parts_would_be_too_many(monkeypatch):
     """Bit for bit what they are at once; and more parts than the last kernel has stages."""
-    divided(monkeypatch, keys=512, parts=1)
+    divided(monkeypatch, keys=128, parts=4)
     case = SMALL(name="", query_lens=(1,) * 5, kv_lens=(511, 10, 1500, 1100, 3), block_size=32)
     arguments = cases.arguments(case)
     options = dict(one_query_per_row=True, interpret=interpreter())
     at_once = run(gpu.paged_attention, arguments, **options)
     Hopper().compare(case, at_once, dense_attention(case, arguments))
-    bytes_per_row = 4 * 64 * 8 * 2 * 4  # D, G as wgmma pads it, K, splits of the table's 49 blocks
+    bytes_per_row = 4 * 64 * 8 * 2 * 4  # D, G as wgmma pads it, K, groups of the table's 49 blocks
     monkeypatch.setattr(gpu_layout, "PARTS_BYTES", 2 * bytes_per_row)
     assert gpu_layout.rows_at_once(5, bytes_per_row) == 2
     monkeypatch.setattr(gpu_combine, "_num_stages", lambda columns: 2)

@@ -591,7 +591,7 @@ def test_abort_ends_calls_that_are_still_being_prepared_and_none_that_come_later
     sampler._tasks.with_inputs(lambda _: goes_on.wait(20))
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(sampler.generate, PROMPTS, LONG)
-        while not sampler._tasks._input_thread._work_queue.qsize():
+        while not (sampler._tasks._input_thread._work_queue.qsize() or future.done()):
             time.sleep(0.001)
         sampler.abort()
         goes_on.set()
