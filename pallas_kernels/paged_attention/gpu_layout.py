@@ -156,7 +156,7 @@ def items_of(
         size = jnp.where(are_few, keys, size)
         in_group = jnp.where(are_few, division.parts, 1)
     first = lowest // size
-    counts = jnp.maximum(-(-kv_lens // size) - first, wanted)
+    counts = jnp.maximum(-(-kv_lens // size) - first, wanted.astype(jnp.int32))
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     most = division.most_items(num_rows, num_kv_heads, num_keys, window)
     row, number, _ = expand(counts, most)
