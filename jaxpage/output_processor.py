@@ -57,7 +57,7 @@ class OutputProcessor:
 
     def __contains__(self, request_id: object) -> bool:
         """Whether a request with this id is unfinished, or has an output that was not taken yet."""
-        held = (output.request_id for output in self._made)
+        held = [output.request_id for output in self._made]
         return request_id in self._requests or request_id in self._unreported or request_id in held
 
     @property

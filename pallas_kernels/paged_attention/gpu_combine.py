@@ -213,7 +213,8 @@ class _Program:
         sink = inputs.sinks
         if sink is not None:
             sink = load(sink.at[head], layout=BY_HEAD, optimized=False)
-        x = normalised(*sums.accs, sums.m, sums.total, sink, axis=1)
+        (acc,) = sums.accs
+        x = normalised(acc, sums.m, sums.total, sink, axis=1)
         if self.plan.tile_q is None:
             store_transposed(self.out.at[row, head, :, of_piece], x)
         else:
