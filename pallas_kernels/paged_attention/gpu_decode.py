@@ -230,8 +230,8 @@ class _Program:
             end = at.tiles_to(part)
             return added(sums, self._sums(step, first, end, dtype)), end
 
-        first, last = at.parts
-        return lax.fori_loop(first, last, add, (self._none(), jnp.int32(0)))[0]
+        low, high = at.parts
+        return lax.fori_loop(low, high, add, (self._none(), jnp.int32(0)))[0]
 
     def _sums(self, step, first, end, dtype) -> Sums:
         """Over the tiles of an item from `first` to before `end`. dtype: of the queries."""

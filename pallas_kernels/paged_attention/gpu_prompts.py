@@ -20,6 +20,8 @@ from pallas_kernels.paged_attention.gpu_prefill import Inputs, kernel
 from pallas_kernels.paged_attention.gpu_prefill_plan import ROWS, Plan
 from pallas_kernels.paged_attention.gpu_tiles import Options, Source
 
+FEW_TURNS = 4  # so many are always taken
+
 
 def prefill(q, pool, block_table, kv_lens, query_starts, options: Options):
     """All rows but those with one query, whose output is undefined; zeros for tokens of no row."""
@@ -70,9 +72,11 @@ def _with_cut_rows(plan: Plan, inputs: Inputs, cuts: Cuts, num_parts, query_star
         tiles = gpu_layout.cut_tiles(cuts, some, num_parts, query_starts, kv_lens)
         return _with_parts(plan, inputs, tiles, out)
 
-    if most_turns == 1:
-        return turn(0, out)
-    # With 1,024 rows there may be 32, of a dozen kernels in each layer, but hardly a step has rows for more than one.
+    if most_turns <= FEW_TURNS:  # XLA makes their lists once for all layers
+        for number in range(most_turns):
+            out = turn(number, out)
+        return out
+    # Only those that have rows. With 1,024 rows there may be 32, of a dozen kernels in each layer.
     num_turns = pl.cdiv(jnp.sum(is_cut, dtype=jnp.int32), at_once)
     return lax.fori_loop(0, num_turns, turn, out)
 

@@ -31,7 +31,7 @@ import pytest
 from pallas_kernels import hopper
 from pallas_kernels.hopper import unsupported_jax
 from pallas_kernels.kv_write.quantized import FORMATS, QuantizedPool, quantize
-from pallas_kernels.paged_attention import cases, gpu, gpu_combine, gpu_layout
+from pallas_kernels.paged_attention import cases, gpu, gpu_combine, gpu_layout, gpu_prompts
 from pallas_kernels.paged_attention.cases import Case
 from tests.kernels.paged_attention import PagedAttentionTests, dense_attention, run
 
@@ -361,6 +361,9 @@ def test_a_row_that_is_cut_does_not_depend_on_its_batch(monkeypatch):
         patch.setattr(hopper, "num_sms", lambda: 1)
         patch.setattr(gpu_layout, "PARTS_BYTES", 1)
         together = run(gpu.paged_attention, arguments, interpret=interpreter())
+        patch.setattr(gpu_prompts, "FEW_TURNS", len(FEW_QUERIES.query_lens))
+        unrolled = run(gpu.paged_attention, arguments, interpret=interpreter())
+        np.testing.assert_array_equal(unrolled, together)
     for row, first, last in ((0, 0, 3), (2, 4, 44)):
         alone = alone_in(arguments, FEW_QUERIES, row, first, last)
         result = run(gpu.paged_attention, alone, interpret=interpreter())
