@@ -67,21 +67,23 @@ def _with_cut_rows(plan: Plan, inputs: Inputs, cuts: Cuts, num_parts, query_star
     (rows,) = jnp.nonzero(is_cut, size=most_turns * at_once, fill_value=num_rows)
     rows = rows.astype(jnp.int32)
 
-    def turn(number, out, inputs=inputs):
+    def turn(number, out, queries=inputs.queries):
         some = lax.dynamic_slice(rows, (number * at_once,), (at_once,))
         tiles = gpu_layout.cut_tiles(cuts, some, num_parts, query_starts, kv_lens)
-        return _with_parts(plan, inputs, tiles, out)
+        return _with_parts(plan, inputs._replace(queries=queries), tiles, out)
 
     if most_turns > FEW_TURNS:
         # Only those that have rows. With 1,024 rows there may be 32, of a dozen kernels in each layer.
         num_turns = pl.cdiv(jnp.sum(is_cut, dtype=jnp.int32), at_once)
         return lax.fori_loop(0, num_turns, turn, out)
-    # XLA makes their lists once for all layers.
-    out = turn(0, out)
-    for number in range(1, most_turns):
-        # When the turn before is done, so that there are sums of one turn at a time.
-        queries, out = lax.optimization_barrier((inputs.queries, out))
-        out = turn(number, out, inputs._replace(queries=queries))
+    if most_turns == 1:
+        return turn(0, out)
+    # XLA makes their lists once for all layers, and with a jit of its own the kernels are compiled once.
+    queries, take_turn = inputs.queries, jax.jit(turn)
+    for number in range(most_turns):
+        out = take_turn(number, out, queries)
+        # The next begins when this is done, so that there are sums of one turn at a time.
+        queries, out = lax.optimization_barrier((queries, out))
     return out
 
 
