@@ -781,15 +781,19 @@ def test_an_output_that_cannot_be_made_costs_no_other_its_output(make, overlap, 
     assert llm.generate([7], LONG)[0].finished
 
 
-def test_an_output_that_was_held_is_not_returned_after_an_abort(make):
-    llm = make()
-    params = replace(LONG, output_kind=RequestOutputKind.DELTA, logprobs=1)
+def hold_an_output(llm: LLM, kind: RequestOutputKind) -> None:
+    """That of "held", since `step` raises while it makes another."""
     for name in ("held", "doomed"):
-        llm.add_request(name, [5, 6], params)
+        llm.add_request(name, [5, 6], replace(LONG, output_kind=kind, logprobs=1))
     fail_to_name_tokens(llm, "doomed")
     with pytest.raises(RuntimeError, match="fails as told"):
         while True:
             llm.step()
+
+
+def test_an_output_that_was_held_is_not_returned_after_an_abort(make):
+    llm = make()
+    hold_an_output(llm, RequestOutputKind.DELTA)
     llm.abort_request("held")
     assert not llm.has_unfinished_requests() and llm.step() == []
     assert llm.reset_prefix_cache()
@@ -797,15 +801,9 @@ def test_an_output_that_was_held_is_not_returned_after_an_abort(make):
 
 def test_the_id_of_an_output_that_was_held_is_in_use(make):
     llm = make()
-    params = replace(LONG, output_kind=RequestOutputKind.FINAL_ONLY, logprobs=1)
-    for name in ("held", "doomed"):
-        llm.add_request(name, [5, 6], params)
-    fail_to_name_tokens(llm, "doomed")
-    with pytest.raises(RuntimeError, match="fails as told"):
-        while True:
-            llm.step()
+    hold_an_output(llm, RequestOutputKind.FINAL_ONLY)
     with pytest.raises(ValueError, match="held"):
-        llm.add_request("held", [7], params)
+        llm.add_request("held", [7], LONG)
     assert [output.request_id for output in llm.step()] == ["held"]
 
 
