@@ -110,27 +110,23 @@ class ChatCall:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in chunks."""
-        options = self._body.stream_options
         usage = self._server.usage()
-        forced = self._server.options.enable_force_include_usage
-        with_usage = forced or (options is not None and options.include_usage)
-        always = with_usage and options is not None and options.continuous_usage_stats
+        with_usage, always = self._server.wanted_usage(self._body.stream_options)
         head = self._head("chat.completion.chunk")
 
-        def chunk(choice: dict[str, Any]) -> dict[str, Any]:
-            rest = {"usage": usage.body()} if always else {}
+        def chunk(choice: dict[str, Any], **rest: Any) -> dict[str, Any]:
+            if always:
+                rest["usage"] = usage.chunk_body(0, choice["index"])
             return head.body(choices=[choice], **rest)
 
         is_begun = False
         async for _, output in self.batch.outputs():
             if not is_begun:
+                is_begun = True
                 usage.add_prompt(0, output)
+                ids = list(output.prompt_token_ids) if self._body.return_token_ids else None
                 for choice in self._first_choices():
-                    first = chunk(choice)
-                    if not is_begun and self._body.return_token_ids:
-                        first["prompt_token_ids"] = list(output.prompt_token_ids)
-                    is_begun = True
-                    yield first
+                    yield chunk(choice, prompt_token_ids=ids, prompt_text=None)
             usage.add(0, output)
             for completion in output.outputs:
                 choice = self._next_choice(completion)
@@ -173,11 +169,10 @@ class ChatCall:
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": self._finish_reason(completion, turn),
+            "token_ids": self._token_ids(completion),
         }
         if completion.finish_reason is not None:
             choice["stop_reason"] = completion.stop_reason
-        if self._body.return_token_ids:
-            choice["token_ids"] = list(completion.token_ids)
         return choice
 
     def _whole_choice(self, completion: CompletionOutput) -> dict[str, Any]:
@@ -190,10 +185,13 @@ class ChatCall:
             "logprobs": self._logprobs(completion),
             "finish_reason": self._finish_reason(completion, turn),
             "stop_reason": completion.stop_reason,
-            "token_ids": list(completion.token_ids) if self._body.return_token_ids else None,
+            "token_ids": self._token_ids(completion),
             "routed_experts": None,
         }
         return choice
+
+    def _token_ids(self, completion: CompletionOutput) -> list[int] | None:
+        return list(completion.token_ids) if self._body.return_token_ids else None
 
     def _wanted(self, deltas: list[Delta]) -> list[Delta]:
         """Only the deltas that the client requested."""

@@ -16,9 +16,11 @@ from jaxpage.server.logprobs import completion_logprobs, prompt_logprobs
 from jaxpage.server.protocol.completions import CompletionRequest
 from jaxpage.server.protocol.sampling import check_max_tokens
 from jaxpage.server.texts import check_length
+from jaxpage.server.usage import Usage
 
-# Null in whole choices that have nothing else there, as in vLLM.
-_NULL_FIELDS = ("token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts")
+# Null in choices that have nothing else there, as in vLLM.
+_NULL_FIELDS = ("token_ids", "prompt_token_ids")
+_NULL_FIELDS_OF_WHOLE = ("prompt_logprobs", "routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,29 +97,25 @@ class CompletionCall:
         for index, output in enumerate(outputs):
             for completion in output.outputs:
                 choices.append(self._choice(index, output, completion, is_whole=True))
-            usage.add(index, output)
-        if self._body.only_scores:
-            usage.completion_tokens = 0
+            self._count(usage, index, output)
         return self._head.whole_body(choices=choices, usage=usage.whole_body())
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in chunks."""
-        options = self._body.stream_options
         usage = self._server.usage()
-        forced = self._server.options.enable_force_include_usage
-        with_usage = forced or (options is not None and options.include_usage)
-        always = with_usage and options is not None and options.continuous_usage_stats
+        with_usage, always = self._server.wanted_usage(self._body.stream_options)
         async for index, output in self.batch.outputs():
-            usage.add(index, output)
-            if self._body.only_scores:
-                usage.completion_tokens = 0
+            self._count(usage, index, output)
             for completion in output.outputs:
                 chunk = self._head.body(choices=[self._choice(index, output, completion)])
                 if always:
-                    chunk["usage"] = usage.body()
+                    chunk["usage"] = usage.chunk_body(index, completion.index)
                 yield chunk
         if with_usage:
             yield self._head.body(choices=[], usage=usage.body())
+
+    def _count(self, usage: Usage, index: int, output: RequestOutput) -> None:
+        (usage.add_prompt if self._body.only_scores else usage.add)(index, output)
 
     def _choice(
         self,
@@ -143,9 +141,10 @@ class CompletionCall:
             "logprobs": self._logprobs(index, output, completion, echoed, token_ids),
             "finish_reason": _finish_reason(completion, only_scores=body.only_scores),
             "stop_reason": completion.stop_reason,
+            **dict.fromkeys(_NULL_FIELDS),
         }
         if is_whole:
-            choice |= dict.fromkeys(_NULL_FIELDS)
+            choice |= dict.fromkeys(_NULL_FIELDS_OF_WHOLE)
             if body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if body.return_token_ids:

@@ -18,6 +18,7 @@ from jaxpage.server.errors import ApiError
 from jaxpage.server.metrics import Metrics
 from jaxpage.server.options import ServerOptions
 from jaxpage.server.protocol.chat import TemplateFields
+from jaxpage.server.protocol.sampling import StreamOptions
 from jaxpage.server.response_store import ResponseStore
 from jaxpage.server.usage import Usage
 
@@ -136,6 +137,14 @@ class Server:
             self.llm, self.in_flight, caller, read_checked, num_prompts, priority, adapter
         )
         return batch, found[0]
+
+    def wanted_usage(self, options: StreamOptions | None) -> tuple[bool, bool]:
+        """Whether a stream ends with its usage, and whether every chunk has that of its choice."""
+        if self.options.enable_force_include_usage:
+            return True, True
+        if options is None or not options.include_usage:
+            return False, False
+        return True, bool(options.continuous_usage_stats)
 
     def usage(self) -> Usage:
         return Usage(with_details=self.options.enable_prompt_tokens_details)

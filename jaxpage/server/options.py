@@ -55,7 +55,7 @@ class ServerOptions:
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     exclude_tools_when_tool_choice_none: bool = False  # then the chat template does not get them
     enable_prompt_tokens_details: bool = False  # include cached prompt tokens in usage
-    enable_force_include_usage: bool = False  # usage in all streams, even if not requested
+    enable_force_include_usage: bool = False  # usage in all streams and their chunks
     disable_log_stats: bool = False  # no throughput line every 10 s
     # no line per request with method, path, status and milliseconds, and without prompts
     disable_access_log: bool = False

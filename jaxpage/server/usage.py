@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +16,21 @@ class Usage:
     with_details: bool  # include the number of cached prompt tokens
     prompt_tokens: dict[int, int] = field(default_factory=dict)  # by prompt
     cached_tokens: dict[int, int] = field(default_factory=dict)
-    completion_tokens: int = 0
+    # by prompt and number of the continuation
+    sampled_tokens: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    @property
+    def completion_tokens(self) -> int:
+        return self.sampled_tokens.total()
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Add an output of prompt `index`; all its tokens are new."""
         self.add_prompt(index, output)
-        self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
+        for completion in output.outputs:
+            self.sampled_tokens[index, completion.index] += len(completion.token_ids)
 
     def add_prompt(self, index: int, output: RequestOutput) -> None:
-        """Add prompt `index` alone, before its first tokens."""
+        """Add prompt `index` alone, without the tokens that were sampled."""
         self.prompt_tokens[index] = len(output.prompt_token_ids)
         self.cached_tokens[index] = output.num_cached_tokens
 
@@ -39,14 +46,13 @@ class Usage:
             "total_tokens": num_prompt + self.completion_tokens,
         }
 
+    def chunk_body(self, index: int, number: int) -> dict[str, Any]:
+        """Usage so far of one continuation of prompt `index`, as in vLLM's chunks."""
+        return _counts(self.prompt_tokens[index], self.sampled_tokens[index, number])
+
     def body(self) -> dict[str, Any]:
         """OpenAI's usage object."""
-        num_prompt = sum(self.prompt_tokens.values())
-        body: dict[str, Any] = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": num_prompt + self.completion_tokens,
-        }
+        body = _counts(sum(self.prompt_tokens.values()), self.completion_tokens)
         if self.with_details:
             body["prompt_tokens_details"] = {"cached_tokens": sum(self.cached_tokens.values())}
         return body
@@ -54,3 +60,11 @@ class Usage:
     def whole_body(self) -> dict[str, Any]:
         """The same for a whole answer, where vLLM has unknown details as null."""
         return {"prompt_tokens_details": None, "completion_tokens_details": None, **self.body()}
+
+
+def _counts(num_prompt: int, num_sampled: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
