@@ -56,7 +56,7 @@ async def _sample(server: Server, body: Generate | Chat, caller: Caller) -> _Bat
         return Asked(prompts=body.parse(inputs), params=body.params())
 
     num_prompts = len(body.prompts if isinstance(body, Generate) else body.messages)
-    batch = await Batch.start(server.llm, server.in_flight, caller, read, num_prompts)
+    batch, _ = await server.start(caller, read, num_prompts=num_prompts)
     return _BatchCall(batch, _sampled)
 
 
@@ -69,7 +69,7 @@ async def _score(server: Server, body: Score, caller: Caller) -> _BatchCall:
         (params,) = scoring_params(body.sequences[:1], None, body.top_logprobs)
         return Asked(prompts=prompts, params=params)
 
-    batch = await Batch.start(server.llm, server.in_flight, caller, read, len(body.sequences))
+    batch, _ = await server.start(caller, read, num_prompts=len(body.sequences))
     return _BatchCall(batch, lambda outputs: _scored(outputs, body))
 
 

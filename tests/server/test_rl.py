@@ -47,7 +47,7 @@ def llm(folder):
 
 @pytest.fixture(scope="module")
 def url(llm):
-    with serving(llm, enable_rl=True) as url:
+    with serving(llm, enable_rl=True, max_n=180) as url:
         yield url
 
 
@@ -193,14 +193,21 @@ def _array(text, dtype):
     [
         ("/generate/", {"prompts": []}, "prompts"),
         ("/generate/", {"prompts": ["a"], "n": 0}, "n"),
+        ("/generate/", {"prompts": ["a"], "n": 181}, "the limit is 180 (--max-n)"),
         ("/generate/", {"prompts": ["a"], "temperature": -1}, "temperature"),
         ("/generate/", {"prompts": ["a"], "generation_kwargs": {"colour": 1}}, "colour"),
         ("/generate/", {"prompts": ["a"], "images": []}, "0 images for 1 prompts"),
         ("/generate/", {"prompts": ["a"], "images": [["?"]]}, "base64"),
         ("/generate/", {"prompts": ["a", "b " * 3000]}, "3001 input tokens"),
         ("/chat/", {"messages": []}, "messages"),
+        ("/chat/", {"messages": [[{"role": "user", "content": "a"}]] * 91, "n": 2}, "are 182"),
         ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": []}, "0 numbers for 1"),
         ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": [2]}, "is 2, of 1"),
+        (
+            "/get_sequence_logprobs/",
+            {"sequences": [[5, 6]] * 181, "prompt_lengths": [1] * 181},
+            "the limit is 180 (--max-n)",
+        ),
         (
             "/get_sequence_logprobs/",
             {"sequences": [[5, 6]], "prompt_lengths": [1], "temperature": 2},
