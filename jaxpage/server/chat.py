@@ -40,10 +40,10 @@ class Rendered(Asked):
 
 def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendered:
     """In the input thread. Raises ValueError."""
-    choice = body.choice()
+    choice, tools = body.choice(), body.tool_list
     body.check_max_tokens(inputs.limits.max_model_len)
     chat_format = inputs.chat_format(body.chat_template)
-    params = chat_format.params(body.params(inputs.default_options), body.tools, choice)
+    params = chat_format.params(body.params(inputs.default_options), tools, choice)
     server.check_size(1, params)
     if params.truncate_prompt_tokens is None:
         check_messages(body.messages, inputs)
@@ -52,10 +52,10 @@ def render(server: Server, body: ChatRequest, inputs: InputProcessor) -> Rendere
         defaults=server.options.default_chat_template_kwargs,
     )
     hides_tools = choice == "none" and server.options.exclude_tools_when_tool_choice_none
-    tools = None if hides_tools else body.tools
-    (prompt,) = inputs.parse_chat(body.messages, tools=tools, **options)
+    seen = None if hides_tools else tools
+    (prompt,) = inputs.parse_chat(body.messages, tools=seen, **options)
     prompt.cache_salt = body.cache_salt
-    parsers = [chat_format.parser(body.tools, choice, prompt.text) for _ in range(params.n)]
+    parsers = [chat_format.parser(tools, choice, prompt.text) for _ in range(params.n)]
     return Rendered(prompts=[prompt], params=params, parsers=parsers, choice=choice)
 
 

@@ -44,7 +44,7 @@ def _tokenize(
             trust_template=server.options.trust_request_chat_template,
             defaults=server.options.default_chat_template_kwargs,
         )
-        (prompt,) = inputs.parse_chat(body.messages, tools=body.tools, **options)
+        (prompt,) = inputs.parse_chat(body.messages, tools=body.tool_list, **options)
     ids = prompt.token_ids
     texts = inputs.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     return {

@@ -19,11 +19,35 @@ from jaxpage.server.protocol.sampling import (
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class Function(OpenModel):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_tool(self) -> dict[str, Any]:
+        """The tool that chat templates get: vLLM's keys, in its order, as many templates write them all as JSON."""
+        fields = (
+            "name",
+            "description",
+            "parameters",
+            *(("strict",) if self.strict is not None else ()),
+        )
+        return {"type": "function", "function": {name: getattr(self, name) for name in fields}}
+
+
+class Tool(OpenModel):
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class TemplateFields(OpenModel):
     """Options of the chat template."""
 
     messages: ListOf[dict[str, Any]] = Field(min_length=1)
-    tools: ListOf[dict[str, Any]] | None = None
+    tools: ListOf[Tool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -31,6 +55,11 @@ class TemplateFields(OpenModel):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: ListOf[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
+
+    @property
+    def tool_list(self) -> list[dict[str, Any]] | None:
+        """The tools in OpenAI's format, with nothing else."""
+        return None if self.tools is None else [tool.function.to_tool() for tool in self.tools]
 
     def template_options(
         self, *, trust_template: bool, defaults: Mapping[str, Any] | None

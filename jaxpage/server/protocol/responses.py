@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from jaxpage.server.protocol.chat import ChatRequest, ReasoningEffort
+from jaxpage.server.protocol.chat import ChatRequest, Function, ReasoningEffort, Tool
 from jaxpage.server.protocol.lists import ListOf
 from jaxpage.server.protocol.response_items import Items
 from jaxpage.server.protocol.sampling import OpenModel, SamplingFields, check_max_tokens
@@ -22,19 +22,8 @@ _REPEATED = {
 }  # fmt: skip
 
 
-class FunctionTool(OpenModel):
-    """A function that the model may call."""
-
+class FunctionTool(Function):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def to_chat(self) -> dict[str, Any]:
-        """The tool in a chat request, with the fields that the model sees."""
-        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        return {"type": "function", "function": function}
 
 
 class NamedFunction(OpenModel):
@@ -112,7 +101,7 @@ class ResponsesRequest(SamplingFields):
             **options,
             messages=messages,
             max_completion_tokens=self.max_output_tokens,
-            tools=[tool.to_chat() for tool in self.tools] if self.tools else None,
+            tools=[Tool(function=tool) for tool in self.tools] if self.tools else None,
             tool_choice=self._choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._response_format(),
